@@ -1,0 +1,79 @@
+# Two commands: `make demo` runs it, `make test` tests it. Both build .venv on first use and reuse it afterwards.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+TORCH := $(shell grep '^torch==' constraints.txt)
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+# Parallel workers get one torch thread each: more oversubscribe the cores and make the suite slower, not faster.
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu" -n $(WORKERS) --dist loadgroup \
+	--doctest-modules tests src/stream_attention/ops
+SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" tests
+
+.PHONY: help
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(STAMP) ## run the demonstration on this machine's CPU
+	$(BIN)/python examples/demo.py
+
+.PHONY: test
+test: $(STAMP) ## run every CPU test and doctest: parallel first, then time and memory alone
+	@set -o pipefail; mkdir -p out; failed=0; \
+	$(PARALLEL) $(PYTEST_ARGS) 2>&1 | tee out/test-parallel.log || failed=1; \
+	$(SERIAL) $(PYTEST_ARGS) 2>&1 | tee out/test-serial.log || failed=1; \
+	echo; echo "parallel: $$(tail -n 1 out/test-parallel.log)"; echo "serial:   $$(tail -n 1 out/test-serial.log)"; \
+	exit $$failed
+
+.PHONY: check
+check: $(STAMP) ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.PHONY: format
+format: $(STAMP) ## apply formatting and the safe lint fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: test-gpu
+test-gpu: ## run the GPU tests with PYTHON's own torch and triton; installs nothing
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests $(PYTEST_ARGS)
+
+.PHONY: bench-cpu
+bench-cpu: $(STAMP) ## measure this machine's CPU
+	$(BIN)/python -m stream_attention.cli.benchmark --device cpu
+
+.PHONY: venv
+venv: $(STAMP) ## build .venv from constraints.txt, if it is missing or out of date
+
+# torch comes first and alone, so that pip takes exactly this version before anything looser asks for another.
+# A CUDA build of torch brings the one triton it was built for: then our triton pin, meant for CPU builds, steps aside.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "The versions in constraints.txt need Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+			"Name another one: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || { \
+		echo "'$(PYTHON)' lacks the venv module (on Debian and Ubuntu: the python3-venv package)." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	grep -v '^triton==' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
+	$(BIN)/python -c 'from importlib.metadata import requires; import sys; \
+		sys.exit(not any(r.startswith("triton") for r in requires("torch")))' \
+		|| cp constraints.txt $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
+	@touch $@
+
+.PHONY: clean
+clean: ## remove what the commands wrote, .venv included
+	rm -rf $(VENV) build dist out demo.png .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Private: how states are computed. Reached through `ops` and `plan` only."""

@@ -1,0 +1,430 @@
+"""Attention in plain torch, on any device, in O(N) memory: the CPU path, and the fallback everywhere else.
+
+Two ways, chosen by the plan (tuning/eager.py): torch's own CPU flash op, or a blocked streaming pass that does
+everything. The pass walks tiles of scores with an online softmax,
+
+    new_max = max(row_max, max_j s_j)        acc = acc * exp(row_max - new_max) + sum_j exp(s_j - new_max) v_j
+
+and the backward recomputes each tile from the saved LSE: p = exp(s - lse), ds = p * (dp - delta).
+
+A tile has two shapes over one memory: `[B, Hq, m, n]`, in which the modifiers are written, and `[B*Hkv, group*m, n]`,
+in which the products run, so K and V are never expanded for GQA. What is hidden is exactly 0 in p and ds, and rows of
+K, V, Q and dO that a tile hides altogether are zeroed before a product, since 0 * NaN is NaN: padding may hold anything.
+
+The passes over a tile are chosen for what torch vectorises on a CPU (AMD EPYC, AVX-512, one core, a tile of 2 MiB,
+2026-11-15): exp2 takes 0.2 ms whatever it is given, exp 0.4 ms and up to 15 ms where results are 0 or denormal;
+a minimum takes 0.05 ms, masked_fill 1.3 ms; amax of bytes 0.005 ms, any and all 0.1 ms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..problem import UNBOUNDED, Gradients, Inputs, Problem, Wanted
+from ..state import EMPTY, add_sink
+from ..tuning.eager import EagerConfig, configure
+from .dropout import keep, line_words
+
+_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tensor, Tensor]:
+    """out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, Dv]` and `[Hq, Nq]`."""
+    if problem.packed:
+        return _packed_forward(problem, inputs)
+    if config.path == "blocked":
+        return _blocked_forward(problem, inputs, config)
+    query, key, value = (t.transpose(1, 2) for t in inputs[:3])
+    out, lse = _flash_forward(query, key, value, 0.0, problem.right == 0, scale=problem.scale)
+    return out.transpose(1, 2), lse.contiguous()
+
+
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    config: EagerConfig,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    """The gradients that are `wanted`, in the inputs' dtypes. What is summed is summed in the LSE's dtype."""
+    if problem.packed:
+        return _packed_backward(problem, inputs, out, lse, grad_out, grad_lse, wanted)
+    if config.path == "blocked":
+        delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(1, 2)  # [B, Hq, Tq]
+        delta = delta if grad_lse is None else delta - grad_lse
+        return _blocked_backward(problem, inputs, config, lse, delta, grad_out, wanted)
+    tensors = (t.transpose(1, 2) for t in (grad_out, *inputs[:3], out))
+    grads = _flash_backward(*tensors, lse, 0.0, problem.right == 0, scale=problem.scale)
+    return Gradients(*(grad.transpose(1, 2) for grad in grads))
+
+
+class _Sequence(NamedTuple):
+    """One packed sequence as a dense problem of batch 1, and where its rows lie in the pack."""
+
+    problem: Problem
+    inputs: Inputs
+    q_rows: slice
+    k_rows: slice
+
+
+def _sequences(problem: Problem, inputs: Inputs) -> Iterator[_Sequence]:
+    assert inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None
+    q_offsets, k_offsets = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
+    for b in range(problem.batch):
+        q_rows, k_rows = slice(q_offsets[b], q_offsets[b + 1]), slice(k_offsets[b], k_offsets[b + 1])
+        q_len, k_len = q_rows.stop - q_rows.start, k_rows.stop - k_rows.start
+        slopes = inputs.alibi_slopes
+        yield _Sequence(
+            problem._replace(
+                batch=1,
+                batch_start=b,
+                packed=False,
+                q_len=q_len,
+                k_len=k_len,
+                q_start=k_len - q_len,
+                q_base=k_len - q_len,
+            ),
+            inputs._replace(
+                query=inputs.query[None, q_rows],
+                key=inputs.key[None, k_rows],
+                value=inputs.value[None, k_rows],
+                alibi_slopes=slopes[b : b + 1] if slopes is not None and slopes.shape[0] > 1 else slopes,
+                cu_seqlens_q=None,
+                cu_seqlens_k=None,
+            ),
+            q_rows,
+            k_rows,
+        )
+
+
+def _packed_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    rows, heads, _ = inputs.query.shape
+    out = inputs.query.new_zeros(rows, heads, problem.value_dim, dtype=problem.out_dtype)
+    lse = inputs.query.new_full((heads, rows), EMPTY, dtype=problem.state_dtype)
+    for one, its_inputs, q_rows, _ in _sequences(problem, inputs):
+        its_out, its_lse = forward(one, its_inputs, configure(one))
+        out[q_rows], lse[:, q_rows] = its_out[0], its_lse[0]
+    return out, lse
+
+
+def _packed_backward(
+    problem: Problem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    slopes = inputs.alibi_slopes
+    dq, dk, dv = (torch.zeros_like(t) if want else None for t, want in zip(inputs[:3], wanted[:3], strict=True))
+    d_slopes = slopes.new_zeros(slopes.shape, dtype=lse.dtype) if slopes is not None and wanted.alibi_slopes else None
+    d_sink = lse.new_zeros(problem.q_heads) if wanted.sink else None
+    for b, (one, its_inputs, q_rows, k_rows) in enumerate(_sequences(problem, inputs)):
+        its_grad_lse = None if grad_lse is None else grad_lse[None, :, q_rows]
+        saved = out[None, q_rows], lse[None, :, q_rows], grad_out[None, q_rows], its_grad_lse
+        its = backward(one, its_inputs, configure(one), *saved, wanted)
+        for whole, grad, its_rows in ((dq, its.query, q_rows), (dk, its.key, k_rows), (dv, its.value, k_rows)):
+            if whole is not None and grad is not None:
+                whole[its_rows] = grad[0]
+        if d_slopes is not None and its.alibi_slopes is not None:
+            d_slopes[b if d_slopes.shape[0] > 1 else 0] += its.alibi_slopes[0]
+        if d_sink is not None and its.sink is not None:
+            d_sink += its.sink
+    return _in_dtype_of(inputs, Gradients(dq, dk, dv, None, d_slopes, d_sink))
+
+
+def _blocked_forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tensor, Tensor]:
+    query = inputs.query
+    out = query.new_empty(*query.shape[:-1], problem.value_dim, dtype=problem.out_dtype)
+    lse = query.new_empty(problem.batch, problem.q_heads, problem.q_len, dtype=problem.state_dtype)
+    for tiles in _batches(problem, inputs, config):
+        for rows in tiles.row_blocks():
+            q = tiles.rows_of(tiles.q, rows)  # [B*Hkv, group*m, D]
+            row_max = q.new_full(q.shape[:2], EMPTY)
+            row_sum = q.new_zeros(q.shape[:2])
+            acc = q.new_zeros(*q.shape[:2], problem.value_dim)
+            for cols in tiles.col_blocks(rows):
+                tile = tiles.score(q, rows, cols)
+                row_max, row_sum, weight = _online_softmax_step(tile.scores, row_max, row_sum, acc)
+                if problem.dropout_p:
+                    weight.mul_(tiles.keep(rows, cols))
+                acc.baddbmm_(weight, tiles.clean_keys(tiles.v[:, cols], tile))
+            seen = row_sum != 0
+            kept = row_sum.masked_fill_(~seen, 1.0) * (1.0 - problem.dropout_p)
+            row_lse = torch.where(seen, row_max + row_sum.log(), EMPTY)
+            its_out, its_lse = tiles.unfold(acc.div_(kept.unsqueeze(-1))), tiles.unfold(row_lse)
+            if inputs.sink is not None:
+                its_out, its_lse = add_sink(its_out.transpose(1, 2), its_lse, inputs.sink)
+                its_out = its_out.transpose(1, 2)
+            out[tiles.batch, rows] = its_out.transpose(1, 2).to(out.dtype)
+            lse[tiles.batch, :, rows] = its_lse
+    return out, lse
+
+
+def _online_softmax_step(
+    scores: Tensor, row_max: Tensor, row_sum: Tensor, acc: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take one tile into the running softmax: new max and sum, and the tile's weights. Rescales `acc` in place.
+
+    Scores become weights in place. A row that has seen nothing has max -inf, and weights 0 rather than NaN.
+    """
+    new_max = torch.maximum(row_max, scores.amax(-1))
+    finite_max = new_max.clamp_min(torch.finfo(scores.dtype).min)
+    rescale = torch.exp(row_max - finite_max)
+    weight = _exp_(scores.sub_(finite_max.unsqueeze(-1)))
+    acc.mul_(rescale.unsqueeze(-1))
+    return new_max, row_sum * rescale + weight.sum(-1), weight
+
+
+def _exp_(x: Tensor) -> Tensor:
+    """exp in place, by way of exp2. The error of x * log2(e) is at most |x| eps, times exp(x): below eps for x <= 0."""
+    return x.mul_(math.log2(math.e)).exp2_()
+
+
+def _blocked_backward(
+    problem: Problem,
+    inputs: Inputs,
+    config: EagerConfig,
+    lse: Tensor,
+    delta: Tensor,
+    grad_out: Tensor,
+    wanted: Wanted,
+) -> Gradients:
+    """Gradients from the saved LSE and `delta = rowsum(dO * O) - dLSE`, both `[B, Hq, Tq]`."""
+    dq, dk, dv = (
+        torch.zeros_like(t, dtype=problem.out_dtype) if want else None
+        for t, want in zip(inputs[:3], wanted[:3], strict=True)
+    )
+    bias, slopes, sink = inputs.bias, inputs.alibi_slopes, inputs.sink
+    d_bias = bias.new_zeros(bias.shape, dtype=lse.dtype) if bias is not None and wanted.bias else None
+    d_slopes = slopes.new_zeros(slopes.shape, dtype=lse.dtype) if slopes is not None and wanted.alibi_slopes else None
+    d_sink = _sink_gradient(sink, lse, delta) if sink is not None and wanted.sink else None
+    keep_scale = 1.0 / (1.0 - problem.dropout_p)
+
+    for tiles in _batches(problem, inputs, config):
+        dk_sum, dv_sum = torch.zeros_like(tiles.k), torch.zeros_like(tiles.v)
+        folded_grad = tiles.fold_queries(grad_out)
+        for rows in tiles.row_blocks():
+            q, g = tiles.rows_of(tiles.q, rows), tiles.rows_of(folded_grad, rows)
+            row_lse = tiles.fold_rows(lse, rows).clamp_min(torch.finfo(lse.dtype).min)
+            row_delta = tiles.fold_rows(delta, rows)
+            dq_sum = torch.zeros_like(q)
+            for cols in tiles.col_blocks(rows):
+                tile = tiles.score(q, rows, cols, with_slope=True)
+                k, v = (tiles.clean_keys(x[:, cols], tile) for x in (tiles.k, tiles.v))
+                seeing_q, seeing_g = tiles.clean_queries(q, tile), tiles.clean_queries(g, tile)
+                weight = _exp_(tile.scores.sub_(row_lse))
+                d_weight = torch.bmm(seeing_g, v.transpose(1, 2))
+                kept = weight
+                if problem.dropout_p:
+                    factor = tiles.keep(rows, cols).to(weight.dtype).mul_(keep_scale)
+                    kept, d_weight = weight * factor, d_weight.mul_(factor)
+                if dv is not None:
+                    dv_sum[:, cols].baddbmm_(kept.transpose(1, 2), seeing_g)
+                d_score = d_weight.sub_(tiles.clean_queries(row_delta, tile)).mul_(weight)
+                if d_bias is not None:
+                    _add_reduced(tiles.tile_of(d_bias, rows, cols), tiles.unfold(d_score))
+                if d_slopes is not None:
+                    by_head = -(tiles.unfold(d_score) * tiles.distance(rows, cols)).sum((2, 3))
+                    _add_reduced(tiles.batch_of(d_slopes), by_head)
+                if tile.softcap_slope is not None:
+                    d_score.mul_(tile.softcap_slope)
+                if dq is not None:
+                    dq_sum.baddbmm_(d_score, k)
+                if dk is not None:
+                    dk_sum[:, cols].baddbmm_(d_score.transpose(1, 2), seeing_q)
+            if dq is not None:
+                dq[tiles.batch, rows] = tiles.unfold(dq_sum.mul_(problem.scale)).transpose(1, 2).to(dq.dtype)
+        for grad, total in ((dk, dk_sum), (dv, dv_sum)):
+            if grad is not None:
+                grad[tiles.batch] = total.view(-1, problem.kv_heads, *total.shape[1:]).transpose(1, 2).to(grad.dtype)
+    grads = Gradients(dq, dk, dv, d_bias, d_slopes, d_sink)
+    return grads if problem.partial else _in_dtype_of(inputs, grads)
+
+
+def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """The sink takes exp(sink - lse) of each row and gives no value: its gradient is -sum of that times delta."""
+    logit = sink.to(lse.dtype).view(-1, 1)
+    share = torch.where(lse == EMPTY, 0.0, torch.exp(logit - lse))
+    return -(share * delta).sum((0, 2))
+
+
+def _add_reduced(target: Tensor, tile: Tensor) -> None:
+    """Add `tile` to `target`, summed over the dims in which `target` is broadcast."""
+    dims = [d for d in range(tile.dim()) if target.shape[d] == 1 and tile.shape[d] != 1]
+    target.add_(tile.sum(dims, keepdim=True) if dims else tile)
+
+
+def _in_dtype_of(inputs: Inputs, grads: Gradients) -> Gradients:
+    sources = (inputs.query, inputs.key, inputs.value, inputs.bias, inputs.alibi_slopes, inputs.sink)
+    return Gradients(
+        *(g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, sources, strict=True)),
+    )
+
+
+class _Tile(NamedTuple):
+    scores: Tensor  # [B*Hkv, group*m, n], -inf where hidden
+    unseen_keys: Tensor | None  # bool [B, Hkv, n], dims may be 1: keys that no query of the tile sees; None: there is none
+    blind_queries: Tensor | None  # bool [B, Hq, m], likewise: queries that see no key of the tile
+    softcap_slope: Tensor | None  # derivative of the cap, like scores
+
+
+def _batches(problem: Problem, inputs: Inputs, config: EagerConfig) -> Iterator[_Tiles]:
+    for start in range(0, problem.batch, config.block_b):
+        yield _Tiles(problem, inputs, config, slice(start, min(start + config.block_b, problem.batch)))
+
+
+class _Tiles:
+    """A few batch entries in the form the products want: fp32 (fp64), heads first, query heads folded into rows."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, config: EagerConfig, batch: slice) -> None:
+        self.problem, self.inputs, self.config, self.batch = problem, inputs, config, batch
+        device = problem.device
+        self.q = self.fold_queries(inputs.query) * problem.scale
+        self.k, self.v = self._fold_keys(inputs.key), self._fold_keys(inputs.value)
+        self.q_positions = problem.q_start + problem.q_stride * torch.arange(problem.q_len, device=device)
+        self.k_positions = problem.k_start + problem.k_stride * torch.arange(problem.k_len, device=device)
+        if inputs.seed is not None and problem.dropout_p:
+            stream = (problem.batch_start + batch.start) * problem.q_heads
+            streams = (batch.stop - batch.start) * problem.q_heads
+            self.row_words = line_words(inputs.seed, stream, streams, self.q_positions - problem.q_base, columns=False)
+            self.col_words = line_words(inputs.seed, stream, streams, self.k_positions, columns=True)
+
+    def fold_queries(self, x: Tensor) -> Tensor:
+        """`[B, Tq, Hq, d]` to `[B*Hkv, group, Tq, d]`."""
+        x = x[self.batch].to(self.problem.state_dtype).transpose(1, 2)
+        return x.reshape(-1, self.problem.group, *x.shape[2:])
+
+    def _fold_keys(self, x: Tensor) -> Tensor:
+        """`[B, Tk, Hkv, d]` to `[B*Hkv, Tk, d]`."""
+        return x[self.batch].to(self.problem.state_dtype).transpose(1, 2).flatten(0, 1)
+
+    def rows_of(self, folded: Tensor, rows: slice) -> Tensor:
+        """A block of rows, `[B*Hkv, group*m, d]`."""
+        return folded[:, :, rows].flatten(1, 2)
+
+    def fold_rows(self, x: Tensor, rows: slice) -> Tensor:
+        """A block of `[B, Hq, Tq]` along the rows of a tile: `[B*Hkv, group*m, 1]`."""
+        block = x[self.batch, :, rows]
+        return block.reshape(self.k.shape[0], -1, 1)
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """`[B*Hkv, group*m, ...]` to `[B, Hq, m, ...]`, a view."""
+        return x.view(-1, self.problem.q_heads, x.shape[1] // self.problem.group, *x.shape[2:])
+
+    def row_blocks(self) -> Iterator[slice]:
+        for start in range(0, self.problem.q_len, self.config.block_q):
+            yield slice(start, min(start + self.config.block_q, self.problem.q_len))
+
+    def col_blocks(self, rows: slice) -> Iterator[slice]:
+        """The blocks of keys that some row of the block can see by position; tiles out of sight are never visited."""
+        p = self.problem
+        first_row, last_row = p.q_start + rows.start * p.q_stride, p.q_start + (rows.stop - 1) * p.q_stride
+        start, stop = 0, p.k_len
+        if p.left != UNBOUNDED:
+            start = max(start, -(-(first_row - p.left - p.k_start) // p.k_stride))
+        if p.right != UNBOUNDED:
+            stop = min(stop, (last_row + p.right - p.k_start) // p.k_stride + 1)
+        for block in range(start, stop, self.config.block_k):
+            yield slice(block, min(block + self.config.block_k, stop))
+
+    def score(self, q: Tensor, rows: slice, cols: slice, with_slope: bool = False) -> _Tile:
+        """The scores of a tile: q arrives scaled; then softcap, bias, ALiBi, and -inf where hidden."""
+        p = self.problem
+        visible = self._visible(rows, cols)
+        tile = _Tile(q, *self._out_of_sight(visible), None)
+        keys = self.clean_keys(self.k[:, cols], tile)
+        folded = torch.bmm(self.clean_queries(q, tile), keys.transpose(1, 2))
+        scores, slope = self.unfold(folded), None
+        if p.softcap:
+            folded.div_(p.softcap).tanh_()
+            slope = 1.0 - folded * folded if with_slope else None
+            folded.mul_(p.softcap)
+        if self.inputs.bias is not None:
+            scores.add_(self.tile_of(self.inputs.bias, rows, cols))
+        if self.inputs.alibi_slopes is not None:
+            slopes = self.batch_of(self.inputs.alibi_slopes).to(scores.dtype)
+            scores.addcmul_(slopes[:, :, None, None], self.distance(rows, cols), value=-1.0)
+        if visible is not None:
+            highest = visible.to(scores.dtype).sub_(0.5).mul_(torch.inf)  # -inf where hidden, else inf
+            torch.minimum(scores, highest, out=scores)
+        return tile._replace(scores=folded, softcap_slope=slope)
+
+    def distance(self, rows: slice, cols: slice) -> Tensor:
+        """How far apart a query and a key stand, `[m, n]`."""
+        gap = self.q_positions[rows].unsqueeze(1) - self.k_positions[cols]
+        return gap.abs_().to(self.problem.state_dtype)
+
+    def keep(self, rows: slice, cols: slice) -> Tensor:
+        """Which elements dropout keeps, folded like scores."""
+        kept = keep(self.row_words[:, rows].unsqueeze(2), self.col_words[:, cols].unsqueeze(1), self.problem.dropout_p)
+        return kept.view(self.k.shape[0], -1, kept.shape[-1])
+
+    def batch_of(self, x: Tensor) -> Tensor:
+        return x[self.batch] if x.shape[0] > 1 else x
+
+    def tile_of(self, x: Tensor, rows: slice, cols: slice) -> Tensor:
+        """The tile of a tensor broadcastable to `[B, Hq, Tq, Tk]`; broadcast dims stay 1."""
+        x = self.batch_of(x)
+        x = x[:, :, rows] if x.shape[2] > 1 else x
+        return x[:, :, :, cols] if x.shape[3] > 1 else x
+
+    def _visible(self, rows: slice, cols: slice) -> Tensor | None:
+        p, seen = self.problem, []
+        q_pos, k_pos = self.q_positions[rows].unsqueeze(1), self.k_positions[cols]
+        first_row, last_row = p.q_start + rows.start * p.q_stride, p.q_start + (rows.stop - 1) * p.q_stride
+        first_key, last_key = p.k_start + cols.start * p.k_stride, p.k_start + (cols.stop - 1) * p.k_stride
+        if p.right != UNBOUNDED and last_key > first_row + p.right:
+            seen.append((k_pos <= q_pos + p.right)[None, None])
+        if p.left != UNBOUNDED and first_key < last_row - p.left:
+            seen.append((k_pos >= q_pos - p.left)[None, None])
+        if self.inputs.mask is not None:
+            seen.append(self.tile_of(self.inputs.mask, rows, cols))
+        if self.inputs.bias is not None:
+            seen.append(self.tile_of(self.inputs.bias, rows, cols) > EMPTY)
+        visible = None
+        for one in seen:
+            visible = one if visible is None else visible & one
+        return visible if visible is None or self._some_on_host(~visible) else None
+
+    def _out_of_sight(self, visible: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Keys that no query sees and queries that see no key, by a tile's `visible`; None where there is none."""
+        if visible is None:
+            return None, None
+        by_group = visible
+        if visible.shape[1] > 1:
+            by_group = _any(visible.unflatten(1, (self.problem.kv_heads, self.problem.group)), 2)
+        unseen, blind = ~_any(by_group, 2), ~_any(visible, 3)
+        return unseen if self._some_on_host(unseen) else None, blind if self._some_on_host(blind) else None
+
+    def clean_keys(self, x: Tensor, tile: _Tile) -> Tensor:
+        """Rows `[B*Hkv, n, d]` of K or V with those zeroed that no query of the tile sees."""
+        if tile.unseen_keys is None:
+            return x
+        heads_first = x.unflatten(0, (-1, self.problem.kv_heads))
+        return heads_first.masked_fill(tile.unseen_keys.unsqueeze(-1), 0.0).flatten(0, 1)
+
+    def clean_queries(self, x: Tensor, tile: _Tile) -> Tensor:
+        """Rows `[B*Hkv, group*m, d]` of Q or dO with those zeroed that see no key of the tile."""
+        if tile.blind_queries is None:
+            return x
+        return self.unfold(x).masked_fill(tile.blind_queries.unsqueeze(-1), 0.0).view_as(x)
+
+    def _some_on_host(self, flags: Tensor) -> bool:
+        """Whether a flag may be set: the answer where asking is free; on an accelerator it would be a synchronisation."""
+        return self.problem.device.type != "cpu" or bool(_any(flags.flatten(), 0))
+
+
+def _any(flags: Tensor, dim: int) -> Tensor:
+    """`flags.any(dim)` of bools."""
+    return flags.view(torch.uint8).amax(dim).view(torch.bool)

@@ -1,0 +1,10 @@
+"""Portable GPU kernels in Triton, for sm_80 and newer, and for any machine under `TRITON_INTERPRET=1`."""
+
+from __future__ import annotations
+
+from . import interpreter
+from .forward import forward
+
+__all__ = ["forward"]
+
+interpreter.fix()

@@ -1,0 +1,51 @@
+"""Two repairs of Triton's CPU interpreter (3.6.0), applied when `TRITON_INTERPRET=1`.
+
+NumPy 2.4 refuses `int(array([x]))`, which breaks `range(tensor)`; and `tl.dot` on bf16 multiplies the raw 16-bit patterns
+as if they were integers. Both make results wrong or impossible without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+
+_fixed = False
+
+
+def active() -> bool:
+    """Whether kernels run in the interpreter, which takes CPU tensors."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def fix() -> None:
+    """Repair the interpreter once, if it is in use."""
+    global _fixed
+    if _fixed or not active():
+        return
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+        scope.set_attr(
+            tensor, "__bool__", lambda self: bool(self.handle.data.item()) if self.handle.data.size == 1 else True
+        )
+
+    def as_float32(handle: Any) -> Any:
+        if not handle.dtype.scalar.is_bf16():
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def create_dot_in_float32(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(self, as_float32(a), as_float32(b), *rest)
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+    interpreter.InterpreterBuilder.create_dot = create_dot_in_float32
+    _fixed = True

@@ -1,0 +1,68 @@
+"""The vocabulary of the Triton kernels: what is done to a tile, each thing written once.
+
+Scores are kept in units of log2, so that every exponential is one `exp2`; `LOG2E` and `LN2` convert.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def online_softmax_step(scores, factor, row_max, row_sum, GUARD: tl.constexpr):
+    """Take a tile of scores, times a positive factor, into a running softmax.
+
+    Returns the tile's weights, the factor by which older sums shrink, the new row max and the new row sum. The factor is
+    applied here so that scaling and subtracting the max are one FMA. GUARD: a row may have seen nothing yet; its weights
+    are 0 then, not NaN.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max) if GUARD else new_max
+    weights = tl.exp2(scores * factor - finite_max[:, None])
+    shrink = tl.exp2(row_max - finite_max)
+    return weights, shrink, new_max, row_sum * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def softcap_scores(scores, softcap, EXACT: tl.constexpr):
+    """c * tanh(s / c). EXACT keeps full relative accuracy near 0, where 1 - exp cancels."""
+    x = scores / softcap
+    shrunk = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    magnitude = (1.0 - shrunk) / (1.0 + shrunk)
+    t = tl.where(x < 0, -magnitude, magnitude)
+    if EXACT:
+        x2 = x * x
+        series = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
+        t = tl.where(tl.abs(x) < 0.25, series, t)
+    return softcap * t
+
+
+@triton.jit
+def dropout_words(seed_ptr, index, stream, IS_COLUMN: tl.constexpr):
+    """Word 0 of Philox4x32-10 for rows (or columns) `index` of (batch, head) `stream`; see kernels/reference.py."""
+    seed = tl.load(seed_ptr)
+    offset = tl.load(seed_ptr + 1)
+    words, _, _, _ = tl.philox(
+        seed,
+        index.to(tl.int32),
+        (2 * stream + IS_COLUMN).to(tl.int32),
+        (offset & 0xFFFFFFFF).to(tl.uint32),
+        ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32),
+    )
+    return words
+
+
+@triton.jit
+def dropout_keep(row_words, col_words, threshold):
+    """Which elements of a tile dropout keeps: a two-multiply xor-shift mix of the row's and the column's word."""
+    x = row_words[:, None] ^ col_words[None, :]
+    x ^= x >> 16
+    x = tl.mul(x, tl.full([1, 1], 0x7FEB352D, tl.uint32), sanitize_overflow=False)
+    x ^= x >> 15
+    x = tl.mul(x, tl.full([1, 1], 0x846CA68B, tl.uint32), sanitize_overflow=False)
+    x ^= x >> 16
+    return x >= threshold

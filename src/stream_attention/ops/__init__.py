@@ -1,0 +1,1 @@
+"""The functions users call, one per file."""

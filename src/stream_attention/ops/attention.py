@@ -1,0 +1,241 @@
+"""attention(): exact dense attention, and what it shares with its packed sibling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import validate
+from ..backends import AUTO
+from ..plan import plan, requested
+from ..problem import UNBOUNDED, Gradients, Inputs, Positions, Wanted, state_problem
+from .library import forward_op, problem_of, run_backward, run_forward
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Exact attention in one streaming pass over the keys, O(N) memory, differentiable in every float argument.
+
+    The order of the maths: scale, softcap, + bias + ALiBi, causal and window and mask, softmax with the sink,
+    dropout, times V. Everything composes. A row that sees no key gives 0, with zero gradients.
+
+    Args:
+        query: `[B, Tq, Hq, D]`, fp16, bf16, fp32 or fp64; any strides with a contiguous last dim.
+        key: `[B, Tk, Hkv, D]`; query head h reads KV head h // (Hq / Hkv).
+        value: `[B, Tk, Hkv, Dv]`.
+        causal: query i sees keys j <= i + Tk - Tq (bottom-right).
+        window: `(left, right)`: also j in [i + Tk - Tq - left, i + Tk - Tq + right]; -1 = unbounded on that side.
+        mask: bool, True = attend, broadcastable to `[B, Hq, Tq, Tk]`; never expanded in memory.
+        bias: any float dtype, added to the scores, broadcastable likewise; -inf hides a key.
+        alibi_slopes: `[Hq]` or `[B, Hq]`: adds -slope * |i + Tk - Tq - j|.
+        sink: `[Hq]`: one extra logit per head in the denominator, with no value.
+        softcap: c > 0 turns scaled scores s into c * tanh(s / c).
+        scale: default D ** -0.5; 0.0 is a legal scale.
+        dropout_p: probability in [0, 1) of dropping an attention weight; survivors are scaled by 1 / (1 - p).
+        seed: an int, or an int64 tensor (seed, offset) on the query's device; None draws one there.
+        deterministic: bit-equal gradients from run to run; None follows `torch.use_deterministic_algorithms`.
+        return_lse: also return the log of the softmax denominator, `[B, Hq, Tq]`, natural log, sink included.
+        backend: "auto", or the name of the backend that must do it.
+
+    Returns:
+        `[B, Tq, Hq, Dv]` in the query's dtype, or `(out, lse)`.
+
+    Raises:
+        ValueError, TypeError: a bad argument, before any work; the message names it with expected and actual.
+        UnsupportedProblem: the backend that was named cannot do this; the message says why.
+
+    >>> import torch
+    >>> from stream_attention import attention
+    >>> query, key, value = torch.randn(3, 2, 128, 8, 64)
+    >>> attention(query, key[:, :, :2], value[:, :, :2], causal=True, window=(63, 0)).shape
+    torch.Size([2, 128, 8, 64])
+    """
+    arguments = prepare_attention(
+        query,
+        key,
+        value,
+        causal,
+        window,
+        mask,
+        bias,
+        alibi_slopes,
+        sink,
+        softcap,
+        scale,
+        dropout_p,
+        seed,
+        deterministic,
+        return_lse,
+        backend,
+    )
+    out, lse = call(arguments)
+    return (out, lse) if return_lse else out
+
+
+def prepare_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    window: tuple[int, int] | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    softcap: float,
+    scale: float | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    deterministic: bool | None,
+    return_lse: bool,
+    backend: str,
+) -> tuple[Any, ...]:
+    """Check a call of `attention` and turn it into arguments of the library op; nothing is computed."""
+    backend = requested(backend)
+    query, key, value = in_autocast_dtype(query, key, value)
+    validate.attention_tensors(query, key, value, mask, bias, alibi_slopes, sink)
+    validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, query)
+    inputs = Inputs(query, key, value, leading_ones(mask, 4), leading_ones(bias, 4), leading_ones(alibi_slopes, 2), sink)
+    return op_arguments(inputs, causal, window, softcap, scale, dropout_p, seed, deterministic, backend)
+
+
+def op_arguments(
+    inputs: Inputs,
+    causal: bool,
+    window: tuple[int, int] | None,
+    softcap: float,
+    scale: float | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    deterministic: bool | None,
+    backend: str,
+    q_len: int = 0,
+    k_len: int = 0,
+) -> tuple[Any, ...]:
+    """The flat arguments of the library ops, every default made explicit."""
+    left, right = window or (UNBOUNDED, UNBOUNDED)
+    return (
+        *inputs._replace(seed=seed_tensor(seed, inputs.query) if dropout_p else None),
+        q_len,
+        k_len,
+        causal,
+        left,
+        right,
+        float(softcap),
+        inputs.query.shape[-1] ** -0.5 if scale is None else float(scale),
+        float(dropout_p),
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        backend,
+    )
+
+
+def call(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Compute `(out, lse)`: through the library op, or densely in plain torch for the reference."""
+    backend = arguments[-1]
+    if backend == "reference":
+        return _call_reference(arguments)
+    if backend != AUTO and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        inputs = arguments[: len(Inputs._fields)]
+        if any(t is not None and t.requires_grad for t in inputs):
+            plan(problem_of(arguments)[0]._replace(backward=True), backend)  # refuse now, not in the backward
+    return forward_op(*arguments)
+
+
+def _call_reference(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    from ..kernels import reference
+
+    problem, inputs, _ = problem_of(arguments)
+    where = (
+        {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+        if problem.packed
+        else {"mask": inputs.mask, "bias": inputs.bias}
+    )
+    compute = reference.varlen_attention if problem.packed else reference.attention
+    out, lse = compute(
+        *inputs[:3],
+        window=(problem.left, problem.right),
+        alibi_slopes=inputs.alibi_slopes,
+        sink=inputs.sink,
+        softcap=problem.softcap,
+        scale=problem.scale,
+        dropout_p=problem.dropout_p,
+        seed=inputs.seed,
+        **where,
+    )
+    return out.to(problem.out_dtype), lse.to(problem.state_dtype)
+
+
+def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, fp16/bf16/fp32 tensors in its dtype, as SDPA takes them; else the tensors as they are."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    narrow = (torch.float16, torch.bfloat16, torch.float32)
+    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in narrow else t for t in tensors)
+
+
+def seed_tensor(seed: int | Tensor | None, query: Tensor) -> Tensor:
+    """(seed, offset) as int64 on the query's device, without a host synchronisation."""
+    if isinstance(seed, Tensor):
+        return seed
+    if seed is None:
+        return torch.randint(1 << 62, (2,), dtype=torch.int64, device=query.device)
+    pair = torch.zeros(2, dtype=torch.int64, device=query.device)
+    pair[0] = seed
+    return pair
+
+
+def leading_ones(tensor: Tensor | None, dims: int) -> Tensor | None:
+    """A view with dims of size 1 in front, until there are `dims`."""
+    return None if tensor is None else tensor[(None,) * (dims - tensor.dim())]
+
+
+def forward_state(
+    inputs: Inputs, *, positions: Positions, batch_start: int = 0, backend: str = AUTO, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """One shard's state `(fp32 out, lse)`, for callers in this package that merge states themselves.
+
+    `inputs` are in the form kernels read and `options` are the remaining keywords of `state_problem`. No sink: it
+    belongs to the merge, once.
+    """
+    problem = state_problem(inputs, positions=positions, batch_start=batch_start, partial=True, **options)
+    return run_forward(plan(problem, requested(backend)), inputs)
+
+
+def backward_step(
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    *,
+    positions: Positions,
+    wanted: Wanted,
+    batch_start: int = 0,
+    backend: str = AUTO,
+    **options: Any,
+) -> Gradients:
+    """One shard's gradients in fp32, to be summed over the shards. `out` and `lse` are those of the whole row."""
+    problem = state_problem(inputs, positions=positions, batch_start=batch_start, partial=True, **options)
+    problem = problem._replace(backward=True, lse_grad=grad_lse is not None)
+    return run_backward(plan(problem, requested(backend)), inputs, out, lse, grad_out, grad_lse, wanted)

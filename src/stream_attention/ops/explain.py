@@ -1,0 +1,46 @@
+"""explain(): what a call would do, without doing it."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from torch import Tensor
+
+from ..plan import Plan, plan
+from ..problem import Inputs
+from .attention import attention, prepare_attention
+from .library import problem_of
+from .varlen import prepare_varlen, varlen_attention
+
+
+def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan:
+    """Print which kernel would run for a call, how configured, and why each preferred one was passed over.
+
+    Takes the arguments of `attention`, or those of `varlen_attention` where `cu_seqlens_q` is among them. Computes
+    nothing. If an input requires a gradient, the plan of the backward is printed too.
+
+    Returns:
+        The `Plan` of the forward.
+
+    Raises:
+        What the call itself would raise.
+
+    >>> import torch
+    >>> from stream_attention import explain
+    >>> plan = explain(*torch.randn(3, 1, 64, 4, 32), causal=True)
+    problem  dense B=1 Tq=64 Tk=64 Hq=4 Hkv=4 D=32 Dv=32 float32 on cpu scale=0.176777 window=(-1, 0)
+    backend  eager: torch's CPU flash op
+    """
+    op, prepare = (
+        (varlen_attention, prepare_varlen) if "cu_seqlens_q" in arguments else (attention, prepare_attention)
+    )
+    bound = signature(op).bind(query, key, value, **arguments)
+    bound.apply_defaults()
+    op_arguments = prepare(**bound.arguments)
+    problem, _, backend = problem_of(op_arguments)
+    forward = plan(problem, backend)
+    print(forward)
+    if any(t is not None and t.requires_grad for t in op_arguments[: len(Inputs._fields)]):
+        print(plan(problem._replace(backward=True), backend))
+    return forward

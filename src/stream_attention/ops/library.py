@@ -1,0 +1,236 @@
+"""The two library ops, `stream_attention::forward` and `::backward`: one autograd boundary for dense and packed calls.
+
+Why in this form: `Library.define` with an `autograd.Function` on the Autograd key costs a quarter of what
+`torch.library.custom_op` with `register_autograd` does per call, and torch.compile, export, opcheck and selective
+checkpointing see the op all the same. Forward always returns `(out, lse)`; both are differentiable. `torch.func`'s
+grad and vjp work as they do on an ATen op, vmap folds or loops; second derivatives and forward mode are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+from ..backends import BY_NAME
+from ..plan import Plan, plan
+from ..problem import Gradients, Inputs, Problem, Wanted, state_problem
+
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sink, "
+    "Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt q_len, SymInt k_len, bool causal, "
+    "SymInt window_left, SymInt window_right, float softcap, float scale, float dropout_p, bool deterministic, "
+    "str backend"
+)
+_INPUTS = len(Inputs._fields)
+_DIFFERENTIABLE = tuple(Inputs._fields.index(name) for name in Wanted._fields)
+
+_library = torch.library.Library("stream_attention", "DEF")
+_library.define(f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse)")
+_library.define(
+    "backward(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[] wanted, "
+    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+forward_op = torch.ops.stream_attention.forward.default
+backward_op = torch.ops.stream_attention.backward.default
+
+
+def problem_of(arguments: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
+    """Split the flat arguments of an op into the problem they state, its tensors, and the backend asked for."""
+    q_len, k_len, causal, left, right, softcap, scale, dropout_p, deterministic, backend = arguments[_INPUTS:]
+    inputs = Inputs(*arguments[:_INPUTS])
+    problem = state_problem(
+        inputs,
+        q_len=q_len,
+        k_len=k_len,
+        causal=causal,
+        window=(left, right),
+        softcap=softcap,
+        scale=scale,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+    )
+    return problem, inputs, backend
+
+
+def run_forward(planned: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Compute a planned forward."""
+    with _no_autocast(planned.problem.device.type):
+        return BY_NAME[planned.backend].load().forward(planned.problem, inputs, planned.config)
+
+
+def run_backward(planned: Plan, inputs: Inputs, *saved_and_grads: Any) -> Gradients:
+    """Compute a planned backward."""
+    with _no_autocast(planned.problem.device.type):
+        return BY_NAME[planned.backend].load().backward(planned.problem, inputs, planned.config, *saved_and_grads)
+
+
+def _no_autocast(device: str) -> AbstractContextManager[Any]:
+    """Kernels choose their own precision. Entering torch.autocast costs 5 us even to switch off what is off."""
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    problem, inputs, backend = problem_of(arguments)
+    return run_forward(plan(problem, backend), inputs)
+
+
+def _backward(
+    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *arguments: Any
+) -> tuple[Tensor, ...]:
+    problem, inputs, backend = problem_of(arguments)
+    planned = plan(problem._replace(backward=True, lse_grad=grad_lse is not None), backend)
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    elif grad_out.stride(-1) != 1:  # an expanded gradient, such as that of sum()
+        grad_out = grad_out.contiguous()
+    grads = run_backward(planned, inputs, out, lse, grad_out, grad_lse, Wanted(*wanted))
+    return tuple(
+        grad.contiguous() if want and grad is not None else out.new_empty(0)
+        for grad, want in zip(grads, wanted, strict=True)
+    )
+
+
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    query, value = arguments[0], arguments[2]
+    *lead, rows, heads, _ = query.shape
+    lse_dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    out = query.new_empty((*lead, rows, heads, value.shape[-1]))
+    return out, query.new_empty((*lead, heads, rows), dtype=lse_dtype)
+
+
+def _fake_backward(
+    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *arguments: Any
+) -> tuple[Tensor, ...]:
+    sources = (arguments[place] for place in _DIFFERENTIABLE)
+    return tuple(
+        source.new_empty(source.shape) if want else out.new_empty(0)
+        for source, want in zip(sources, wanted, strict=True)
+    )
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return _below_autograd(forward_op, arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:_INPUTS], *output)
+        ctx.options = inputs[_INPUTS:]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[place] for place in _DIFFERENTIABLE]
+        result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if grad_out is not None or grad_lse is not None:
+            grads = backward_op(grad_out, grad_lse, out, lse, wanted, *tensors, *ctx.options)
+            for place, grad, want in zip(_DIFFERENTIABLE, grads, wanted, strict=True):
+                result[place] = grad if want else None
+        return tuple(result)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        _refuse_derivative("forward-mode derivative")
+
+
+class _Backward(torch.autograd.Function):
+    """Makes the backward op a leaf of the graph that says why it has no gradient of its own."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return _below_autograd(backward_op, arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        _refuse_derivative("second derivative")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        _refuse_derivative("second derivative")
+
+
+def _refuse_derivative(which: str) -> NoReturn:
+    raise NotImplementedError(
+        f"attention has no {which} on the streaming backends, which keep no attention matrix to differentiate again. "
+        'Pass backend="reference": dense, O(Tq * Tk) memory, differentiable any number of times, in either mode.'
+    )
+
+
+def _autograd_kernel(op: Any, function: Any) -> Callable[..., Any]:
+    """What `op` does on the Autograd key: one node `function` in the graph, if there is a graph."""
+    # Function.apply would bind the signature anew each call (20 us), and under torch.func would start over at the top
+    # of its levels. Its base class records at the level that dispatched here and no other, as an ATen op does.
+    apply = super(torch.autograd.Function, function).apply
+
+    def kernel(*arguments: Any) -> Any:
+        differentiable = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+        if not differentiable and forward_ad._current_level < 0:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*arguments)
+        if not torch._C._are_functorch_transforms_active():
+            return apply(*arguments)
+        with enable_single_level_autograd_function():
+            return apply(*arguments)
+
+    return kernel
+
+
+def _below_autograd(op: Any, arguments: tuple[Any, ...]) -> Any:
+    """Go on to the next kernel. A Function's forward runs with gradients off: outer levels of torch.func want them on."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)
+
+
+def _vmap_rule(op: Any, inputs_at: int) -> Callable[..., Any]:
+    """How `op`, whose `Inputs` start at argument `inputs_at`, is mapped over a dim, with the results of a Python loop.
+
+    Query, key and value alone fold the dim into their batch. Everything else is that loop: a batch index would be
+    another in dropout, and gradients of bias, slopes and sinks would be summed over the mapped dim.
+    """
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        size = info.batch_size
+        if all(t is None for t in arguments[inputs_at + 3 : inputs_at + _INPUTS]):
+            folded = op(*(_fold(a, dim, size) for a, dim in zip(arguments, in_dims, strict=True)))
+            results = tuple(t.unflatten(0, (size, t.shape[0] // size)) for t in folded)
+        else:
+            picked = [[_pick(a, dim, i) for a, dim in zip(arguments, in_dims, strict=True)] for i in range(size)]
+            results = tuple(torch.stack(ts) for ts in zip(*(op(*one) for one in picked), strict=True))
+        return results, (0,) * len(results)
+
+    return rule
+
+
+def _fold(argument: Any, dim: int | None, size: int) -> Any:
+    if not isinstance(argument, Tensor):
+        return argument
+    mapped = argument.expand(size, *argument.shape) if dim is None else argument.movedim(dim, 0)
+    return mapped.flatten(0, 1)
+
+
+def _pick(argument: Any, dim: int | None, index: int) -> Any:
+    return argument.select(dim, index) if isinstance(argument, Tensor) and dim is not None else argument
+
+
+for _name, _op, _kernel, _fake, _function, _inputs_at in (
+    ("forward", forward_op, _forward, _fake_forward, _Attention, 0),
+    ("backward", backward_op, _backward, _fake_backward, _Backward, 5),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    _library.impl(_name, _autograd_kernel(_op, _function), "Autograd")
+    torch.library.register_fake(f"stream_attention::{_name}", _fake, lib=_library)
+    torch.library.register_vmap(f"stream_attention::{_name}", _vmap_rule(_op, _inputs_at), lib=_library)

@@ -1,0 +1,140 @@
+"""varlen_attention(): packed sequences, no padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import validate
+from ..plan import requested
+from ..problem import Inputs
+from .attention import call, in_autocast_dtype, leading_ones, op_arguments
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    mask: None = None,
+    bias: None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Exact attention over packed sequences: row r of sequence b attends to the keys of sequence b alone.
+
+    Sequence b is `query[cu_seqlens_q[b] : cu_seqlens_q[b + 1]]` and likewise for keys; sequences may be empty. Rows past
+    the last entry are 0 with LSE -inf and zero gradients. Causal, window, ALiBi and dropout count within a sequence.
+
+    Args:
+        query: `[Nq, Hq, D]`; key: `[Nk, Hkv, D]`; value: `[Nk, Hkv, Dv]`.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 `[sequences + 1]`, from 0, not decreasing.
+        max_seqlen_q, max_seqlen_k: lengths of the longest sequences. If None they are read from `cu_seqlens`, which on
+            an accelerator is a host synchronisation.
+        alibi_slopes: `[Hq]` or `[sequences, Hq]`.
+        mask, bias: refused here; use `attention`.
+        The rest: as in `attention`.
+
+    Returns:
+        `[Nq, Hq, Dv]`, or `(out, lse)` with lse `[Hq, Nq]`.
+
+    Raises:
+        As `attention`. Values of `cu_seqlens` are checked where that needs no synchronisation of its own.
+
+    >>> import torch
+    >>> from stream_attention import varlen_attention
+    >>> query, key, value = torch.randn(3, 10, 4, 32)
+    >>> offsets = torch.tensor([0, 3, 3, 10])
+    >>> varlen_attention(query, key, value, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True).shape
+    torch.Size([10, 4, 32])
+    """
+    arguments = prepare_varlen(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        causal,
+        window,
+        mask,
+        bias,
+        alibi_slopes,
+        sink,
+        softcap,
+        scale,
+        dropout_p,
+        seed,
+        deterministic,
+        return_lse,
+        backend,
+    )
+    out, lse = call(arguments)
+    return (out, lse) if return_lse else out
+
+
+def prepare_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    causal: bool,
+    window: tuple[int, int] | None,
+    mask: None,
+    bias: None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    softcap: float,
+    scale: float | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    deterministic: bool | None,
+    return_lse: bool,
+    backend: str,
+) -> tuple[Any, ...]:
+    """Check a call of `varlen_attention` and turn it into arguments of the library op; nothing is computed."""
+    backend = requested(backend)
+    query, key, value = in_autocast_dtype(query, key, value)
+    validate.varlen_tensors(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mask, bias, alibi_slopes, sink
+    )
+    validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, query)
+    q_len = _longest("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
+    k_len = _longest("cu_seqlens_k", cu_seqlens_k, key.shape[0], max_seqlen_k)
+    inputs = Inputs(
+        query,
+        key,
+        value,
+        alibi_slopes=leading_ones(alibi_slopes, 2),
+        sink=sink,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
+    return op_arguments(inputs, causal, window, softcap, scale, dropout_p, seed, deterministic, backend, q_len, k_len)
+
+
+def _longest(name: str, cu_seqlens: Tensor, rows: int, longest: int | None) -> int:
+    """The longest sequence: as told, or read from the offsets. Offsets are checked whenever they are read."""
+    on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if longest is not None and not on_host:
+        return longest
+    return validate.cu_seqlens_values(name, cu_seqlens.tolist(), rows, longest)

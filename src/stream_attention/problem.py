@@ -1,0 +1,214 @@
+"""The facts of one attention call, and the tensors it works on.
+
+`Problem` is everything a plan may depend on and nothing else: a hashable value, so plans are cached by it.
+`Inputs` are the tensors, already in the form kernels read. A kernel is a function of (problem, inputs, config).
+
+Legend used everywhere: B batch, Tq/Tk lengths, Hq/Hkv heads, D/Dv head dims.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+UNBOUNDED = -1
+"""A window side that hides nothing."""
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call, as kernels read them. What is absent is None."""
+
+    query: Tensor  # [B, Tq, Hq, D], packed: [Nq, Hq, D]
+    key: Tensor  # [B, Tk, Hkv, D], packed: [Nk, Hkv, D]
+    value: Tensor  # [B, Tk, Hkv, Dv], packed: [Nk, Hkv, Dv]
+    mask: Tensor | None = None  # bool, 4-D, each dim 1 or that of [B, Hq, Tq, Tk]; True = attend
+    bias: Tensor | None = None  # float, 4-D, likewise
+    alibi_slopes: Tensor | None = None  # [B, Hq] or [1, Hq]
+    sink: Tensor | None = None  # [Hq]
+    seed: Tensor | None = None  # int64 [2] on the query's device: (seed, offset)
+    cu_seqlens_q: Tensor | None = None  # int32 or int64 [B + 1], packed only
+    cu_seqlens_k: Tensor | None = None
+
+
+class Wanted(NamedTuple):
+    """Which gradients a backward computes."""
+
+    query: bool = True
+    key: bool = True
+    value: bool = True
+    bias: bool = False
+    alibi_slopes: bool = False
+    sink: bool = False
+
+
+class Gradients(NamedTuple):
+    """What a backward returns, each of its input's shape; None where it was not wanted."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+
+
+class Positions(NamedTuple):
+    """Where the rows of a shard stand in the whole call; see `Problem`."""
+
+    q_start: int
+    q_stride: int
+    k_start: int
+    k_stride: int
+    q_base: int
+
+
+class Problem(NamedTuple):
+    """The frozen facts of one call: shapes, dtypes, features, device.
+
+    Query row i stands at position `q_start + i * q_stride`, key j at `k_start + j * k_stride`; `q_base` is the position
+    of row 0 of the whole call. Causal, window and ALiBi are functions of these positions, and dropout of (query position
+    - q_base, key position), so they mean the same on any shard of a call. Packed sequences stand bottom-right one by one.
+    """
+
+    batch: int  # packed: how many sequences
+    q_len: int  # packed: the longest
+    k_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    packed: bool = False
+    left: int = UNBOUNDED  # a key is visible from this many positions before the query ...
+    right: int = UNBOUNDED  # ... to this many after it; causal is right = 0
+    q_start: int = 0
+    q_stride: int = 1
+    k_start: int = 0
+    k_stride: int = 1
+    q_base: int = 0
+    batch_start: int = 0  # index of batch entry 0 in the whole call, for dropout
+    mask: bool = False
+    bias: torch.dtype | None = None
+    alibi: bool = False
+    sink: bool = False
+    softcap: float = 0.0
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    tf32: bool = False  # fp32 products may be rounded to TF32, as torch.backends.cuda.matmul allows
+    partial: bool = False  # one of several shards: emit the output and the gradients in state_dtype, to be summed
+    backward: bool = False  # the problem is the gradient of the call
+    lse_grad: bool = False  # backward only: a gradient arrives through the LSE too
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Dtype of the LSE, of partial outputs and of everything that is summed."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return self.state_dtype if self.partial else self.dtype
+
+    @property
+    def empty(self) -> bool:
+        """There is no score to compute."""
+        return 0 in (self.batch, self.q_len, self.k_len)
+
+    def __str__(self) -> str:
+        kind = "packed" if self.packed else "dense"
+        features = [
+            f"window=({self.left}, {self.right})" if (self.left, self.right) != (UNBOUNDED, UNBOUNDED) else "",
+            "mask" if self.mask else "",
+            f"bias={_short(self.bias)}" if self.bias else "",
+            "alibi" if self.alibi else "",
+            "sink" if self.sink else "",
+            f"softcap={self.softcap:g}" if self.softcap else "",
+            f"dropout={self.dropout_p:g}" if self.dropout_p else "",
+            "deterministic" if self.deterministic else "",
+            "backward" if self.backward else "",
+        ]
+        return (
+            f"{kind} B={self.batch} Tq={self.q_len} Tk={self.k_len} Hq={self.q_heads} Hkv={self.kv_heads} "
+            f"D={self.head_dim} Dv={self.value_dim} {_short(self.dtype)} on {self.device} "
+            f"scale={self.scale:g} {' '.join(filter(None, features))}"
+        ).rstrip()
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def state_problem(
+    inputs: Inputs,
+    *,
+    q_len: int,
+    k_len: int,
+    causal: bool,
+    window: tuple[int, int],
+    softcap: float,
+    scale: float,
+    dropout_p: float,
+    deterministic: bool,
+    positions: Positions | None = None,
+    batch_start: int = 0,
+    partial: bool = False,
+) -> Problem:
+    """State the problem that `inputs` pose. `q_len` and `k_len` are the longest sequences where inputs are packed.
+
+    `positions` None aligns the last query with the last key.
+    """
+    query, value, packed = inputs.query, inputs.value, inputs.cu_seqlens_q is not None
+    if not packed:
+        q_len, k_len = query.shape[1], inputs.key.shape[1]
+    if positions is None:
+        positions = Positions(k_len - q_len, 1, 0, 1, q_base=k_len - q_len)
+    q_start, q_stride, k_start, k_stride, q_base = positions
+    left, right = window
+    if causal:
+        right = 0 if right == UNBOUNDED else min(right, 0)
+    if not packed and q_len and k_len:
+        # A side that hides nothing is no side: one query against a cache is not causal any more.
+        first_key, last_key = k_start, k_start + (k_len - 1) * k_stride
+        first_query, last_query = q_start, q_start + (q_len - 1) * q_stride
+        if right != UNBOUNDED and last_key <= first_query + right:
+            right = UNBOUNDED
+        if left != UNBOUNDED and first_key >= last_query - left:
+            left = UNBOUNDED
+    return Problem(
+        batch=inputs.cu_seqlens_q.shape[0] - 1 if inputs.cu_seqlens_q is not None else query.shape[0],
+        q_len=q_len,
+        k_len=k_len,
+        q_heads=query.shape[-2],
+        kv_heads=inputs.key.shape[-2],
+        head_dim=query.shape[-1],
+        value_dim=value.shape[-1],
+        dtype=query.dtype,
+        device=query.device,
+        packed=packed,
+        left=left,
+        right=right,
+        q_start=q_start,
+        q_stride=q_stride,
+        k_start=k_start,
+        k_stride=k_stride,
+        q_base=q_base,
+        batch_start=batch_start,
+        mask=inputs.mask is not None,
+        bias=None if inputs.bias is None else inputs.bias.dtype,
+        alibi=inputs.alibi_slopes is not None,
+        sink=inputs.sink is not None,
+        softcap=softcap,
+        scale=scale,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        tf32=query.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+        partial=partial,
+    )

@@ -1,0 +1,95 @@
+"""Compile kernels for a GPU that is not there, and read what the compiler made of them.
+
+Triton, ptxas and the disassembler need no GPU, so registers, spills and matrix instructions are checked anywhere:
+
+    with compiling_for(90) as compiled:
+        kernels.triton.forward.forward(problem, inputs_on_the_cpu, config)      # launches are compiled, not run
+    report(compiled[0]).spill_bytes
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Report(NamedTuple):
+    """What one compiled kernel costs."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    warps: int
+    instructions: Counter[str]  # by opcode, such as "HGMMA" (Hopper), "HMMA" (Ampere), "MUFU", "LDGSTS"
+    warnings: tuple[str, ...]
+
+
+@contextmanager
+def compiling_for(arch: int) -> Iterator[list[Any]]:
+    """Within this block, launches of jit functions compile for compute capability `arch` (90 for 9.0) and do not run.
+
+    CPU tensors stand for pointers. Yields the list of compiled kernels, in launch order.
+    """
+    compiled: list[Any] = []
+
+    def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled.append(_compile(self, args, kwargs, arch))
+
+    with patch.object(JITFunction, "run", compile_launch):
+        yield compiled
+
+
+def _compile(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int) -> Any:
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    bound, specialization, options = bind(*args, **kwargs)
+    options, signature, constants, attributes = function._pack_args(backend, kwargs, bound, specialization, options)
+    source = ASTSource(function, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options.__dict__)
+
+
+def report(compiled: Any) -> Report:
+    """Assemble the kernel again, verbosely, and count what is in it."""
+    arch = f"sm_{compiled.metadata.target.arch}" + ("a" if compiled.metadata.target.arch >= 90 else "")
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        ptx.write_text(compiled.asm["ptx"])
+        ptxas = Path(triton.knobs.nvidia.ptxas.path)
+        log = _run(ptxas, "-v", f"--gpu-name={arch}", ptx, "-o", cubin)
+        sass = _run(_TOOLS / "nvdisasm", "-c", cubin)
+    opcodes = re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+)", sass, re.MULTILINE)
+    return Report(
+        registers=int(_find(r"Used (\d+) registers", log)),
+        spill_bytes=int(_find(r"(\d+) bytes spill stores", log)) + int(_find(r"(\d+) bytes spill loads", log)),
+        shared_bytes=compiled.metadata.shared,
+        warps=compiled.metadata.num_warps,
+        instructions=Counter(opcodes),
+        warnings=tuple(sorted(set(re.findall(r"\(C\d+\)[^\n]*|[Ww]arning[^\n]*", log)))),
+    )
+
+
+def _run(tool: Path, *arguments: str | Path) -> str:
+    done = subprocess.run([str(tool), *map(str, arguments)], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _find(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"no {pattern!r} in the assembler's report:\n{text}")
+    return found[1]

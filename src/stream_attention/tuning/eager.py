@@ -1,0 +1,70 @@
+"""How the eager backend computes a problem: torch's CPU flash op where it can, else a blocked streaming pass."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..problem import UNBOUNDED, Problem
+
+TILE_ELEMENTS = {"cpu": 1 << 19, "accelerator": 1 << 24}
+"""Scores in flight at once. On a CPU a tile should stay in the L2/L3 caches (2 MiB in fp32); an accelerator wants few,
+large launches. CPU figure measured on 2 cores of an AMD EPYC (AVX-512, 1 MiB L2 each), 2026-11-15; the other is a guess."""
+
+BLOCK_Q = 256
+BLOCK_K = 512
+"""Rows and columns of a tile where they fit. Same measurement; 128-512 by 256-1024 are within 10 % of each other."""
+
+
+class EagerConfig(NamedTuple):
+    """`path` is "flash" (one call of torch's CPU flash op) or "blocked" (our streaming pass over tiles)."""
+
+    path: str
+    block_b: int = 0
+    block_q: int = 0
+    block_k: int = 0
+    because: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.path == "flash":
+            return "torch's CPU flash op"
+        tile = f"blocked pass, tiles of {self.block_b} x {self.block_q} x {self.block_k} (batch x queries x keys)"
+        return f"{tile}, since torch's CPU flash op {'; '.join(self.because)}"
+
+
+def configure(problem: Problem) -> EagerConfig:
+    """The configuration for a dense problem. Packed sequences are configured one by one as they run."""
+    reasons = why_not_flash(problem)
+    if not reasons:
+        return EagerConfig("flash")
+    budget = TILE_ELEMENTS["cpu" if problem.device.type == "cpu" else "accelerator"]
+    block_q, block_k = min(BLOCK_Q, max(problem.q_len, 1)), min(BLOCK_K, max(problem.k_len, 1))
+    # Narrow the tile before the batch: rows first (they cost nothing but loop overhead), then keys, down to 64 x 128.
+    while problem.q_heads * block_q * block_k > budget and block_q > 64:
+        block_q //= 2
+    while problem.q_heads * block_q * block_k > budget and block_k > 128:
+        block_k //= 2
+    block_b = max(1, min(problem.batch, budget // (problem.q_heads * block_q * block_k)))
+    return EagerConfig("blocked", block_b, block_q, block_k, reasons)
+
+
+def why_not_flash(problem: Problem) -> tuple[str, ...]:
+    """Why torch's CPU flash op cannot compute this problem; empty if it can."""
+    same_positions = (problem.q_start, problem.q_stride) == (problem.k_start, problem.k_stride)
+    top_left = problem.right == 0 and same_positions
+    reasons = (
+        (problem.device.type != "cpu", "runs on the CPU alone"),
+        (problem.packed, "takes no packed sequences as a whole"),
+        (problem.empty, "divides by zero on empty inputs"),
+        (problem.head_dim != problem.value_dim, "wants D = Dv"),
+        (problem.left != UNBOUNDED, "has no window"),
+        (problem.right != UNBOUNDED and not top_left, "aligns causal top-left"),
+        (problem.mask, "gives LSE 0 for masked rows and lets NaN through a mask"),
+        (problem.bias is not None, "has no bias gradient"),
+        (problem.alibi, "has no ALiBi"),
+        (problem.sink, "has no sink"),
+        (problem.softcap != 0.0, "has no softcap"),
+        (problem.dropout_p != 0.0, "draws its own dropout mask"),
+        (problem.partial and problem.dtype is not problem.state_dtype, "rounds partial outputs"),
+        (problem.lse_grad, "has no gradient through the LSE"),
+    )
+    return tuple(reason for applies, reason in reasons if applies)

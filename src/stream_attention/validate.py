@@ -1,0 +1,238 @@
+"""Every check of user input, in one place.
+
+A check names the argument, says what was expected and what came, and runs before any work. Nothing here reads the
+values of a tensor on an accelerator: that would be a synchronisation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def attention_tensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+) -> None:
+    """Check the tensors of a dense call."""
+    _qkv(query, key, value, "[B, Tq, Hq, D]", "[B, Tk, Hkv, D]", "[B, Tk, Hkv, Dv]")
+    batch, q_len, q_heads, _ = query.shape
+    k_len = key.shape[1]
+    if key.shape[0] != batch or value.shape[0] != batch:
+        _refuse(
+            "key and value",
+            f"the query's batch size B={batch}",
+            f"key B={key.shape[0]}, value B={value.shape[0]}",
+        )
+    if mask is not None:
+        _tensor("mask", mask, query)
+        if mask.dtype is not torch.bool:
+            _refuse(
+                "mask",
+                "dtype torch.bool (True = attend)",
+                mask.dtype,
+                "An additive float mask goes in `bias`.",
+                TypeError,
+            )
+        _broadcastable("mask", mask, (batch, q_heads, q_len, k_len))
+    if bias is not None:
+        _tensor("bias", bias, query)
+        _floating("bias", bias, "A boolean mask goes in `mask`.")
+        _broadcastable("bias", bias, (batch, q_heads, q_len, k_len))
+    _per_head(alibi_slopes, sink, query, batch, q_heads)
+
+
+def varlen_tensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    mask: None,
+    bias: None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+) -> None:
+    """Check the tensors of a packed call, but not the values of `cu_seqlens`."""
+    for name, refused in (("mask", mask), ("bias", bias)):
+        if refused is not None:
+            _refuse(name, "None for packed sequences", "a value", "Use attention() with padded sequences.")
+    _qkv(query, key, value, "[Nq, Hq, D]", "[Nk, Hkv, D]", "[Nk, Hkv, Dv]")
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _tensor(name, cu_seqlens, query)
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            _refuse(name, "dtype torch.int32 or torch.int64", cu_seqlens.dtype, error=TypeError)
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            _refuse(name, "shape [sequences + 1]", list(cu_seqlens.shape))
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        _refuse(
+            "cu_seqlens_k",
+            f"as many sequences as cu_seqlens_q, shape {list(cu_seqlens_q.shape)}",
+            list(cu_seqlens_k.shape),
+        )
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if longest is not None and (isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))):
+            _refuse(name, "an int or None", longest, error=TypeError)
+        if longest is not None and longest < 0:
+            _refuse(name, "at least 0", longest)
+    _per_head(alibi_slopes, sink, query, cu_seqlens_q.shape[0] - 1, query.shape[1])
+
+
+def cu_seqlens_values(name: str, offsets: list[int], rows: int, longest: int | None) -> int:
+    """Check cumulative lengths that are known on the host; returns the longest sequence, or what was passed for it."""
+    lengths = [late - early for early, late in zip(offsets, offsets[1:], strict=False)]
+    if offsets[0] != 0 or any(length < 0 for length in lengths):
+        _refuse(name, "0 first and no value below the one before it", offsets)
+    if offsets[-1] > rows:
+        _refuse(name, f"a last value of at most the {rows} packed rows", offsets[-1])
+    if longest is not None and longest < max(lengths, default=0):
+        _refuse(f"max_seqlen_{name[-1]}", f"at least the longest sequence, {max(lengths)}", longest)
+    return max(lengths, default=0) if longest is None else longest
+
+
+def options(
+    causal: bool,
+    window: tuple[int, int] | None,
+    softcap: float,
+    scale: float | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    deterministic: bool | None,
+    return_lse: bool,
+    query: Tensor,
+) -> None:
+    """Check what is not a tensor of the maths."""
+    for name, flag in (("causal", causal), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            _refuse(name, "a bool", flag, error=TypeError)
+    if deterministic is not None and not isinstance(deterministic, bool):
+        _refuse("deterministic", "a bool, or None to follow torch", deterministic, error=TypeError)
+    if window is not None:
+        if not isinstance(window, tuple) or len(window) != 2 or not all(_is_int(side) for side in window):
+            _refuse("window", "a tuple of two ints (left, right), or None", window, error=TypeError)
+        if window[0] < -1 or window[1] < -1:
+            _refuse("window", "sides of at least -1 (-1 = unbounded)", window)
+    _real("softcap", softcap)
+    if softcap < 0:
+        _refuse("softcap", "0 (off) or a positive number", softcap)
+    if scale is not None:
+        _real("scale", scale)
+    _real("dropout_p", dropout_p)
+    if not 0 <= dropout_p < 1:
+        _refuse("dropout_p", "a probability in [0, 1)", dropout_p)
+    if isinstance(seed, Tensor):
+        _tensor("seed", seed, query)
+        if seed.dtype is not torch.int64 or seed.shape != (2,):
+            _refuse("seed", "an int, or an int64 tensor of shape [2]: (seed, offset)", _describe(seed), error=TypeError)
+    elif seed is not None:
+        if not _is_int(seed):
+            _refuse("seed", "an int, an int64 tensor of shape [2], or None", seed, error=TypeError)
+        if not -(1 << 63) <= seed < 1 << 63:
+            _refuse("seed", "an int of 64 bits", seed)
+
+
+def states(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
+    """Check states that are to be merged."""
+    if not outs or len(outs) != len(lses):
+        _refuse("outs and lses", "as many outs as lses, at least one", f"{len(outs)} and {len(lses)}")
+    for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        for name, tensor in ((f"outs[{index}]", out), (f"lses[{index}]", lse)):
+            _tensor(name, tensor, outs[0])
+            _floating(name, tensor)
+        if out.dim() not in (3, 4) or out.shape != outs[0].shape:
+            _refuse(f"outs[{index}]", "[B, Tq, Hq, Dv] or [Nq, Hq, Dv], all alike", list(out.shape))
+        *lead, rows, heads, _ = out.shape
+        if lse.shape != (*lead, heads, rows):
+            _refuse(f"lses[{index}]", f"shape {[*lead, heads, rows]} beside that out", list(lse.shape))
+
+
+def _qkv(query: Tensor, key: Tensor, value: Tensor, q_shape: str, k_shape: str, v_shape: str) -> None:
+    for name, tensor, shape in (("query", query, q_shape), ("key", key, k_shape), ("value", value, v_shape)):
+        _tensor(name, tensor, query)
+        if tensor.dim() != shape.count(",") + 1:
+            _refuse(name, f"shape {shape}", list(tensor.shape))
+        if tensor.dtype not in DTYPES:
+            _refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype, error=TypeError)
+        if tensor.dtype is not query.dtype:
+            _refuse(name, f"the query's dtype {query.dtype}", tensor.dtype, error=TypeError)
+        if tensor.shape[-1] < 1 or tensor.shape[-2] < 1:
+            _refuse(name, "at least one head and one head dim", list(tensor.shape))
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
+            _refuse(name, "a contiguous last dim", f"strides {tensor.stride()}", "Call .contiguous() on it first.")
+    if key.shape[-1] != query.shape[-1]:
+        _refuse("key", f"the query's head dim D={query.shape[-1]}", list(key.shape))
+    if value.shape[-3] != key.shape[-3] or value.shape[-2] != key.shape[-2]:
+        _refuse("value", f"the key's length and heads, {list(key.shape[:-1])} + [Dv]", list(value.shape))
+    if query.shape[-2] % key.shape[-2] != 0:
+        _refuse("query", f"a multiple of the {key.shape[-2]} KV heads as Hq", query.shape[-2])
+
+
+def _per_head(alibi_slopes: Tensor | None, sink: Tensor | None, query: Tensor, batch: int, heads: int) -> None:
+    if alibi_slopes is not None:
+        _tensor("alibi_slopes", alibi_slopes, query)
+        _floating("alibi_slopes", alibi_slopes)
+        if alibi_slopes.shape not in ((heads,), (batch, heads)):
+            _refuse("alibi_slopes", f"shape [Hq={heads}] or [B={batch}, Hq={heads}]", list(alibi_slopes.shape))
+    if sink is not None:
+        _tensor("sink", sink, query)
+        _floating("sink", sink)
+        if sink.shape != (heads,):
+            _refuse("sink", f"shape [Hq={heads}]", list(sink.shape))
+
+
+def _tensor(name: str, tensor: Any, query: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        _refuse(name, "a torch.Tensor", type(tensor).__name__, error=TypeError)
+    if tensor.is_nested:
+        _refuse(name, "a strided tensor", "a nested one", "Pack it and call varlen_attention.", TypeError)
+    if hasattr(tensor, "device_mesh"):
+        _refuse(name, "a plain tensor", "a DTensor", "Pass its local shard, .to_local().", TypeError)
+    if tensor.layout is not torch.strided:
+        _refuse(name, "a strided tensor", tensor.layout, error=TypeError)
+    if tensor.device != query.device:
+        _refuse(name, f"the query's device {query.device}", tensor.device)
+
+
+def _floating(name: str, tensor: Tensor, hint: str = "") -> None:
+    if not tensor.dtype.is_floating_point:
+        _refuse(name, "a floating dtype", tensor.dtype, hint, TypeError)
+
+
+def _broadcastable(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:
+    aligned = tensor.dim() <= 4 and all(
+        size == 1 or size == full
+        for size, full in zip(reversed(tensor.shape), reversed(target), strict=False)
+    )
+    if not aligned:
+        _refuse(name, f"broadcastable to [B, Hq, Tq, Tk] = {list(target)}", list(tensor.shape))
+
+
+def _real(name: str, number: Any) -> None:
+    if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
+        _refuse(name, "a number", _describe(number), error=TypeError)
+    if not math.isfinite(number):
+        _refuse(name, "a finite number", number)
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+
+
+def _describe(x: Any) -> str:
+    return f"{x.dtype} tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+
+def _refuse(name: str, expected: str, actual: Any, hint: str = "", error: type[Exception] = ValueError) -> NoReturn:
+    raise error(f"{name}: expected {expected}; got {actual}{'. ' + hint if hint else ''}")
