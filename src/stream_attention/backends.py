@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .device import capability
 from .problem import Problem
 from .tuning import eager as eager_tuning
 from .tuning import triton as triton_tuning
@@ -30,7 +30,12 @@ class Backend(NamedTuple):
 
     def load(self) -> ModuleType:
         """The kernel module, imported on first use."""
-        return import_module(self.module, __package__)
+        return _import(self.module)
+
+
+@cache
+def _import(module: str) -> ModuleType:
+    return import_module(module, __package__)
 
 
 def _triton_why_not(problem: Problem) -> tuple[str, ...]:
@@ -40,9 +45,12 @@ def _triton_why_not(problem: Problem) -> tuple[str, ...]:
     dims = (problem.head_dim, problem.value_dim)
     reasons = (
         (not on_gpu and not _interpreting(), f"it runs on CUDA devices, not on {problem.device.type}."),
-        (on_gpu and capability(problem.device) < (8, 0), "it needs compute capability 8.0 or newer."),
+        (on_gpu and 0 < problem.arch < 80, f"it needs compute capability 8.0 or newer, not {problem.arch / 10}."),
         (problem.dtype is torch.float64, "it computes in fp32 and takes no float64."),
-        (any(dim % 8 or dim > 256 for dim in dims), f"it takes head dims that are multiples of 8 up to 256, not {dims}."),
+        (
+            any(dim % 8 or dim > 256 for dim in dims),
+            f"it takes head dims that are multiples of 8 up to 256, not {dims}.",
+        ),
         (problem.backward, "it has no backward yet."),
     )
     return tuple(reason for applies, reason in reasons if applies)

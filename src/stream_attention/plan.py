@@ -38,7 +38,7 @@ def plan(problem: Problem, backend: str = AUTO) -> Plan:
         if reasons:
             raise UnsupportedProblem(f"backend {backend!r} cannot do this problem ({problem}): {' '.join(reasons)}")
         return Plan(problem, backend, chosen.configure(problem))
-    passed_over = []
+    passed_over: list[tuple[str, tuple[str, ...]]] = []
     for candidate in BACKENDS:
         reasons = candidate.why_not(problem) or candidate.why_named_only(problem)
         if not reasons:

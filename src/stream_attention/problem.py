@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .device import arch, processors
+
 UNBOUNDED = -1
 """A window side that hides nothing."""
 
@@ -68,8 +70,9 @@ class Problem(NamedTuple):
     """The frozen facts of one call: shapes, dtypes, features, device.
 
     Query row i stands at position `q_start + i * q_stride`, key j at `k_start + j * k_stride`; `q_base` is the position
-    of row 0 of the whole call. Causal, window and ALiBi are functions of these positions, and dropout of (query position
-    - q_base, key position), so they mean the same on any shard of a call. Packed sequences stand bottom-right one by one.
+    of row 0 of the whole call. Causal, window and ALiBi are functions of these positions, and dropout of (query
+    position - q_base, key position), so they mean the same on any shard of a call. Packed sequences stand bottom-right
+    one by one.
     """
 
     batch: int  # packed: how many sequences
@@ -81,6 +84,8 @@ class Problem(NamedTuple):
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    arch: int = 0  # compute capability of a CUDA device: 90 is 9.0
+    processors: int = 0  # and how many multiprocessors it has
     packed: bool = False
     left: int = UNBOUNDED  # a key is visible from this many positions before the query ...
     right: int = UNBOUNDED  # ... to this many after it; causal is right = 0
@@ -192,6 +197,8 @@ def state_problem(
         value_dim=value.shape[-1],
         dtype=query.dtype,
         device=query.device,
+        arch=arch(query.device),
+        processors=processors(query.device),
         packed=packed,
         left=left,
         right=right,

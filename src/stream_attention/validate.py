@@ -7,6 +7,7 @@ values of a tensor on an accelerator: that would be a synchronisation.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -92,7 +93,7 @@ def varlen_tensors(
 
 def cu_seqlens_values(name: str, offsets: list[int], rows: int, longest: int | None) -> int:
     """Check cumulative lengths that are known on the host; returns the longest sequence, or what was passed for it."""
-    lengths = [late - early for early, late in zip(offsets, offsets[1:], strict=False)]
+    lengths = [late - early for early, late in pairwise(offsets)]
     if offsets[0] != 0 or any(length < 0 for length in lengths):
         _refuse(name, "0 first and no value below the one before it", offsets)
     if offsets[-1] > rows:
@@ -159,9 +160,10 @@ def states(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
 
 
 def _qkv(query: Tensor, key: Tensor, value: Tensor, q_shape: str, k_shape: str, v_shape: str) -> None:
+    dims = 1 + q_shape.count(",")
     for name, tensor, shape in (("query", query, q_shape), ("key", key, k_shape), ("value", value, v_shape)):
         _tensor(name, tensor, query)
-        if tensor.dim() != shape.count(",") + 1:
+        if tensor.dim() != dims:
             _refuse(name, f"shape {shape}", list(tensor.shape))
         if tensor.dtype not in DTYPES:
             _refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype, error=TypeError)
@@ -212,8 +214,7 @@ def _floating(name: str, tensor: Tensor, hint: str = "") -> None:
 
 def _broadcastable(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:
     aligned = tensor.dim() <= 4 and all(
-        size == 1 or size == full
-        for size, full in zip(reversed(tensor.shape), reversed(target), strict=False)
+        size == 1 or size == full for size, full in zip(reversed(tensor.shape), reversed(target), strict=False)
     )
     if not aligned:
         _refuse(name, f"broadcastable to [B, Hq, Tq, Tk] = {list(target)}", list(tensor.shape))
@@ -222,7 +223,7 @@ def _broadcastable(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:
 def _real(name: str, number: Any) -> None:
     if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
         _refuse(name, "a number", _describe(number), error=TypeError)
-    if not math.isfinite(number):
+    if not -math.inf < number < math.inf:  # unlike math.isfinite, traceable for a symbolic float
         _refuse(name, "a finite number", number)
 
 

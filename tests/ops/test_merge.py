@@ -31,7 +31,7 @@ def qkv(
 
 def piece(inputs: Inputs, keys: slice, q_start: int, **options: Any) -> tuple[Tensor, Tensor]:
     """The state over some keys of a call, each standing where it stands in the whole."""
-    start, stop, stride = keys.indices(inputs.key.shape[1])
+    start, _, stride = keys.indices(inputs.key.shape[1])
     part = inputs._replace(
         key=inputs.key[:, keys],
         value=inputs.value[:, keys],
@@ -40,9 +40,7 @@ def piece(inputs: Inputs, keys: slice, q_start: int, **options: Any) -> tuple[Te
     )
     positions = Positions(q_start, 1, start, stride, q_base=q_start)
     defaults = {"causal": False, "window": (-1, -1), "softcap": 0.0, "scale": 0.3, "dropout_p": 0.0}
-    return forward_state(
-        part, positions=positions, q_len=0, k_len=0, deterministic=False, **{**defaults, **options}
-    )
+    return forward_state(part, positions=positions, q_len=0, k_len=0, deterministic=False, **{**defaults, **options})
 
 
 def assert_same(actual: Any, expected: Any) -> None:
@@ -64,7 +62,9 @@ def test_the_inputs_are_left_alone() -> None:
     states = [attention(query, key[:, s], value[:, s], return_lse=True) for s in (slice(0, 4), slice(4, 11))]
     copies = [(out.clone(), lse.clone()) for out, lse in states]
     merge_states(*zip(*states, strict=True))
-    assert all(torch.equal(a, b) for one, copy in zip(states, copies, strict=True) for a, b in zip(one, copy, strict=True))
+    assert all(
+        torch.equal(a, b) for one, copy in zip(states, copies, strict=True) for a, b in zip(one, copy, strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -158,9 +158,7 @@ def test_packed_sequences_split_and_merge() -> None:
     for rows, lengths in ((first, heads), (second, cu_k.diff() - heads)):
         cu_part = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         states.append(
-            varlen_attention(
-                query, key[rows], value[rows], cu_seqlens_q=cu_q, cu_seqlens_k=cu_part, return_lse=True
-            )
+            varlen_attention(query, key[rows], value[rows], cu_seqlens_q=cu_q, cu_seqlens_k=cu_part, return_lse=True)
         )
     expected = reference.varlen_attention(query, key, value, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     assert_same(merge_states(*zip(*states, strict=True)), expected)

@@ -13,7 +13,7 @@ _LOW = 0xFFFFFFFF
 
 
 def line_words(seed: Tensor, first_stream: int, streams: int, index: Tensor, columns: bool) -> Tensor:
-    """Word 0 of Philox4x32-10 for each (b, h) stream and global row (or column) index: int32 `[streams, len(index)]`."""
+    """Word 0 of Philox4x32-10 per (b, h) stream and global row (or column) index: int32 `[streams, len(index)]`."""
     stream = torch.arange(first_stream, first_stream + streams, device=seed.device)
     counters = [
         (index & _LOW).expand(streams, -1),

@@ -9,7 +9,7 @@ and the backward recomputes each tile from the saved LSE: p = exp(s - lse), ds =
 
 A tile has two shapes over one memory: `[B, Hq, m, n]`, in which the modifiers are written, and `[B*Hkv, group*m, n]`,
 in which the products run, so K and V are never expanded for GQA. What is hidden is exactly 0 in p and ds, and rows of
-K, V, Q and dO that a tile hides altogether are zeroed before a product, since 0 * NaN is NaN: padding may hold anything.
+K, V, Q and dO that a tile hides altogether are zeroed before a product, as 0 * NaN is NaN: padding may hold anything.
 
 The passes over a tile are chosen for what torch vectorises on a CPU (AMD EPYC, AVX-512, one core, a tile of 2 MiB,
 2026-11-15): exp2 takes 0.2 ms whatever it is given, exp 0.4 ms and up to 15 ms where results are 0 or denormal;
@@ -247,7 +247,7 @@ def _blocked_backward(
                 dq[tiles.batch, rows] = tiles.unfold(dq_sum.mul_(problem.scale)).transpose(1, 2).to(dq.dtype)
         for grad, total in ((dk, dk_sum), (dv, dv_sum)):
             if grad is not None:
-                grad[tiles.batch] = total.view(-1, problem.kv_heads, *total.shape[1:]).transpose(1, 2).to(grad.dtype)
+                grad[tiles.batch] = total.unflatten(0, (-1, problem.kv_heads)).transpose(1, 2).to(grad.dtype)
     grads = Gradients(dq, dk, dv, d_bias, d_slopes, d_sink)
     return grads if problem.partial else _in_dtype_of(inputs, grads)
 
@@ -274,7 +274,7 @@ def _in_dtype_of(inputs: Inputs, grads: Gradients) -> Gradients:
 
 class _Tile(NamedTuple):
     scores: Tensor  # [B*Hkv, group*m, n], -inf where hidden
-    unseen_keys: Tensor | None  # bool [B, Hkv, n], dims may be 1: keys that no query of the tile sees; None: there is none
+    unseen_keys: Tensor | None  # bool [B, Hkv, n], dims may be 1: keys no query of the tile sees; None: there is none
     blind_queries: Tensor | None  # bool [B, Hq, m], likewise: queries that see no key of the tile
     softcap_slope: Tensor | None  # derivative of the cap, like scores
 
@@ -303,7 +303,7 @@ class _Tiles:
     def fold_queries(self, x: Tensor) -> Tensor:
         """`[B, Tq, Hq, d]` to `[B*Hkv, group, Tq, d]`."""
         x = x[self.batch].to(self.problem.state_dtype).transpose(1, 2)
-        return x.reshape(-1, self.problem.group, *x.shape[2:])
+        return x.reshape(x.shape[0] * self.problem.kv_heads, self.problem.group, *x.shape[2:])
 
     def _fold_keys(self, x: Tensor) -> Tensor:
         """`[B, Tk, Hkv, d]` to `[B*Hkv, Tk, d]`."""
@@ -421,7 +421,7 @@ class _Tiles:
         return self.unfold(x).masked_fill(tile.blind_queries.unsqueeze(-1), 0.0).view_as(x)
 
     def _some_on_host(self, flags: Tensor) -> bool:
-        """Whether a flag may be set: the answer where asking is free; on an accelerator it would be a synchronisation."""
+        """Whether a flag may be set; where asking would be a synchronisation, on an accelerator, one may be."""
         return self.problem.device.type != "cpu" or bool(_any(flags.flatten(), 0))
 
 

@@ -114,7 +114,8 @@ def prepare_attention(
     query, key, value = in_autocast_dtype(query, key, value)
     validate.attention_tensors(query, key, value, mask, bias, alibi_slopes, sink)
     validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, query)
-    inputs = Inputs(query, key, value, leading_ones(mask, 4), leading_ones(bias, 4), leading_ones(alibi_slopes, 2), sink)
+    mask, bias, alibi_slopes = leading_ones(mask, 4), leading_ones(bias, 4), leading_ones(alibi_slopes, 2)
+    inputs = Inputs(query, key, value, mask, bias, alibi_slopes, sink)
     return op_arguments(inputs, causal, window, softcap, scale, dropout_p, seed, deterministic, backend)
 
 
@@ -164,23 +165,20 @@ def _call_reference(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     from ..kernels import reference
 
     problem, inputs, _ = problem_of(arguments)
-    where = (
-        {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
-        if problem.packed
-        else {"mask": inputs.mask, "bias": inputs.bias}
-    )
-    compute = reference.varlen_attention if problem.packed else reference.attention
-    out, lse = compute(
-        *inputs[:3],
-        window=(problem.left, problem.right),
-        alibi_slopes=inputs.alibi_slopes,
-        sink=inputs.sink,
-        softcap=problem.softcap,
-        scale=problem.scale,
-        dropout_p=problem.dropout_p,
-        seed=inputs.seed,
-        **where,
-    )
+    options: dict[str, Any] = {
+        "window": (problem.left, problem.right),
+        "alibi_slopes": inputs.alibi_slopes,
+        "sink": inputs.sink,
+        "softcap": problem.softcap,
+        "scale": problem.scale,
+        "dropout_p": problem.dropout_p,
+        "seed": inputs.seed,
+    }
+    if problem.packed:
+        options |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+        out, lse = reference.varlen_attention(*inputs[:3], **options)
+    else:
+        out, lse = reference.attention(*inputs[:3], mask=inputs.mask, bias=inputs.bias, **options)
     return out.to(problem.out_dtype), lse.to(problem.state_dtype)
 
 

@@ -28,13 +28,12 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
 
     >>> import torch
     >>> from stream_attention import explain
-    >>> plan = explain(*torch.randn(3, 1, 64, 4, 32), causal=True)
+    >>> plan = explain(*torch.randn(3, 1, 64, 4, 32), causal=True)  # doctest: +ELLIPSIS
     problem  dense B=1 Tq=64 Tk=64 Hq=4 Hkv=4 D=32 Dv=32 float32 on cpu scale=0.176777 window=(-1, 0)
     backend  eager: torch's CPU flash op
+    not      triton: ...
     """
-    op, prepare = (
-        (varlen_attention, prepare_varlen) if "cu_seqlens_q" in arguments else (attention, prepare_attention)
-    )
+    op, prepare = (varlen_attention, prepare_varlen) if "cu_seqlens_q" in arguments else (attention, prepare_attention)
     bound = signature(op).bind(query, key, value, **arguments)
     bound.apply_defaults()
     op_arguments = prepare(**bound.arguments)

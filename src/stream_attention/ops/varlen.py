@@ -38,8 +38,9 @@ def varlen_attention(
 ) -> Any:
     """Exact attention over packed sequences: row r of sequence b attends to the keys of sequence b alone.
 
-    Sequence b is `query[cu_seqlens_q[b] : cu_seqlens_q[b + 1]]` and likewise for keys; sequences may be empty. Rows past
-    the last entry are 0 with LSE -inf and zero gradients. Causal, window, ALiBi and dropout count within a sequence.
+    Sequence b is `query[cu_seqlens_q[b] : cu_seqlens_q[b + 1]]` and likewise for keys; sequences may be empty. Rows
+    past the last entry are 0 with LSE -inf and zero gradients. Causal, window, ALiBi and dropout count within a
+    sequence.
 
     Args:
         query: `[Nq, Hq, D]`; key: `[Nk, Hkv, D]`; value: `[Nk, Hkv, Dv]`.

@@ -15,6 +15,7 @@ from ..backends import BY_NAME
 from ..ops.attention import attention, prepare_attention
 from ..ops.library import problem_of
 from ..ops.varlen import prepare_varlen, varlen_attention
+from ..problem import Inputs, Problem
 
 Layout = Literal["contiguous", "heads_first", "qkv_packed", "strided", "offset", "expanded"]
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "heads_first", "qkv_packed", "strided", "offset", "expanded")
@@ -93,10 +94,9 @@ def make(case: Case) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         # Drawn on the CPU in fp64, so that a case has the same values on every device, rounded once to each dtype.
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
+    lead_q, lead_k = [case.B, case.Tq], [case.B, case.Tk]
     if case.lengths_q is not None and case.lengths_k is not None:
-        lead_q, lead_k = (sum(case.lengths_q) + case.tail,), (sum(case.lengths_k) + case.tail,)
-    else:
-        lead_q, lead_k = (case.B, case.Tq), (case.B, case.Tk)
+        lead_q, lead_k = [sum(case.lengths_q) + case.tail], [sum(case.lengths_k) + case.tail]
     drawn = (
         normal(*lead_q, case.Hq, case.D),
         normal(*lead_k, case.Hkv, case.D),
@@ -136,14 +136,19 @@ def make(case: Case) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
 def why_not(case: Case, backend: str) -> tuple[str, ...]:
     """Why a backend cannot do a case, in its own sentences; empty if it can."""
     query, key, value, options = make(case)
-    op, prepare = (varlen_attention, prepare_varlen) if case.packed else (attention, prepare_attention)
-    bound = signature(op).bind(query, key, value, **options)
-    bound.apply_defaults()
-    problem = problem_of(prepare(**bound.arguments))[0]
+    problem = stated(case, {"query": query, "key": key, "value": value}, options)[0]
     problems = [problem]
     if case.backward:
         problems.append(problem._replace(backward=True, lse_grad=case.lse_grad))
     return tuple(dict.fromkeys(reason for one in problems for reason in BY_NAME[backend].why_not(one)))
+
+
+def stated(case: Case, tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Problem, Inputs]:
+    """The problem that a call of the case's op states, and its tensors in the form kernels read."""
+    op, prepare = (varlen_attention, prepare_varlen) if case.packed else (attention, prepare_attention)
+    bound = signature(op).bind(**tensors, **options)
+    bound.apply_defaults()
+    return problem_of(prepare(**bound.arguments))[:2]
 
 
 def random_case(
@@ -215,8 +220,12 @@ def random_case(
     )
 
 
-def run(case: Case, tensors: dict[str, Any], options: dict[str, Any], backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of the op that a case calls."""
+def run(
+    case: Case, tensors: dict[str, Any], options: dict[str, Any], backend: str = "auto", config: Any = None
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of the op that a case calls; of the backend's forward alone where a configuration is forced."""
+    if config is not None:
+        return BY_NAME[backend].load().forward(*stated(case, tensors, options), config)
     op: Callable[..., tuple[Tensor, Tensor]] = varlen_attention if case.packed else attention
     return op(**tensors, **options, return_lse=True, backend=backend)
 

@@ -12,7 +12,7 @@ and no meaning. `noise` is what no streaming kernel can avoid, measured on this 
 - the exact result is rounded to the dtype it is returned in, and so is one operation on it;
 - the softmax is known by its LSE, rounded to fp32 (fp64): a row's probabilities are off by eps * (1 + |lse|), as are
   its output, where states are merged, and its share of every gradient;
-- sum_j p_ij dp_ij is known as delta_i = sum_d dO_id O_id, from an output that was rounded when it was returned, and it is
+- sum_j p_ij dp_ij is known as delta_i = sum_d dO_id O_id, from an output that was rounded when it was returned, and is
   subtracted from dp_ij, a sum that rounds too. An error of delta acts exactly as a gradient of the LSE does.
 
 A gradient is linear in what arrives at the outputs, so the fp64 reference itself says what the last two do to it.
@@ -50,6 +50,7 @@ class Report:
     backend: str
     errors: dict[str, float]
     bounds: dict[str, float]
+    config: Any = None
 
     @property
     def worst(self) -> float:
@@ -58,11 +59,13 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"  {name:14} {self.errors[name]:.3e} of {self.bounds[name]:.3e} allowed" for name in self.errors]
-        return "\n".join([f"check_case({self.case!r}, {self.backend!r})", *lines])
+        return "\n".join([_repro(self.case, self.backend, self.config), *lines])
 
 
-def check_case(case: Case, backend: str = "auto") -> Report:
+def check_case(case: Case, backend: str = "auto", config: Any = None) -> Report:
     """Run a case on a backend and compare the output, the LSE and every gradient with the fp64 reference.
+
+    `config` forces a configuration of a named backend's forward, for cases without a backward.
 
     Memory is poisoned while the backend runs, and its inputs must come out as they went in.
 
@@ -73,13 +76,13 @@ def check_case(case: Case, backend: str = "auto") -> Report:
     >>> check_case(Case(B=2, Tq=8, Tk=24, causal=True, sink=True)).worst <= 1
     True
     """
-    repro = f"check_case({case!r}, {backend!r})"
+    repro = _repro(case, backend, config)
     tensors, options = _tensors_and_options(case)
     grads = _output_gradients(case, tensors["query"], tensors["value"])
 
     try:
         with poisoned_memory():
-            actual = _results(case, tensors, grads, lambda x: run(case, x, options, backend))
+            actual = _results(case, tensors, grads, lambda x: run(case, x, options, backend, config))
     except UnsupportedProblem:
         raise
     except Exception as error:
@@ -113,10 +116,14 @@ def check_case(case: Case, backend: str = "auto") -> Report:
         rounded = _error(truth.to(result.dtype), truth) + torch.finfo(result.dtype).eps * (_largest(truth) + carried)
         errors[name] = _error(result, truth)
         bounds[name] = factor * max(_error(draw, truth) for draw in earned) + carried + rounded
-    report = Report(case, backend, errors, bounds)
+    report = Report(case, backend, errors, bounds, config)
     wrong = [name for name in errors if not errors[name] <= bounds[name] < math.inf]
     assert not wrong, f"{report}\nwrong by more than was earned: {', '.join(wrong)}"
     return report
+
+
+def _repro(case: Case, backend: str, config: Any) -> str:
+    return f"check_case({case!r}, {backend!r}{f', {config!r}' if config is not None else ''})"
 
 
 def _tensors_and_options(case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:

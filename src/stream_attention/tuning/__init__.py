@@ -1,1 +1,1 @@
-"""Launch configurations: frozen values that a plan prints and a test can force. One module per backend, tables as data."""
+"""Launch configurations: frozen values that a plan prints and a test can force. One module per backend."""

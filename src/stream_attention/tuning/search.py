@@ -2,9 +2,9 @@
 
     python -m stream_attention.tuning.search --head-dims 64 128 --lengths 512 2048 8192 --out sweep.json
 
-Every configuration is compiled first, in parallel and without the GPU, into Triton's cache; then each is checked against
-SDPA and timed beside it in one run (bf16, batch * length = 16384, hidden size 2048). A proposed row carries GPU, date,
-versions and its gain; nothing is tuned at run time.
+Every configuration is compiled first, in parallel and without the GPU, into Triton's cache; then each is checked
+against SDPA (with a modifier: against each other) and timed beside it in one run, batch * length = 16384, hidden size
+2048. A proposed row carries GPU, date, versions and its gain; nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import platform
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
@@ -30,17 +31,40 @@ from .triton import TritonConfig
 TOKENS, HIDDEN = 16384, 2048
 
 
+MODIFIERS = ("", "window", "mask", "key mask", "bias", "alibi", "softcap", "sink", "dropout")
+
+
 class Cell(NamedTuple):
-    """One problem of the sweep."""
+    """One problem of the sweep, plain or with one modifier."""
 
     head_dim: int
     length: int
     causal: bool
     dtype: torch.dtype = torch.bfloat16
+    modifier: str = ""
 
-    def inputs(self, device: str) -> Inputs:
-        shape = (TOKENS // self.length, self.length, HIDDEN // self.head_dim, self.head_dim)
-        return Inputs(*(torch.randn(shape, device=device, dtype=self.dtype) for _ in range(3)))
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """What a compiled kernel depends on."""
+        return self.head_dim, self.causal, self.dtype, self.modifier
+
+    def inputs(self, device: str, batch: int | None = None) -> Inputs:
+        heads = HIDDEN // self.head_dim
+        batch, length, extra = batch or TOKENS // self.length, self.length, {}
+        if self.modifier == "mask":
+            extra["mask"] = torch.rand(1, 1, length, length, device=device) > 0.1
+        elif self.modifier == "key mask":
+            extra["mask"] = torch.rand(batch, 1, 1, length, device=device) > 0.1
+        elif self.modifier == "bias":
+            extra["bias"] = torch.randn(1, 1, length, length, device=device, dtype=self.dtype)
+        elif self.modifier == "alibi":
+            extra["alibi_slopes"] = torch.rand(1, heads, device=device)
+        elif self.modifier == "sink":
+            extra["sink"] = torch.randn(heads, device=device)
+        elif self.modifier == "dropout":
+            extra["seed"] = torch.tensor([1, 2], device=device)
+        shape = (batch, length, heads, self.head_dim)
+        return Inputs(*(torch.randn(shape, device=device, dtype=self.dtype) for _ in range(3)), **extra)
 
     def problem(self, inputs: Inputs) -> Problem:
         return state_problem(
@@ -48,10 +72,10 @@ class Cell(NamedTuple):
             q_len=0,
             k_len=0,
             causal=self.causal,
-            window=(-1, -1),
-            softcap=0.0,
+            window=(self.length // 4, -1) if self.modifier == "window" else (-1, -1),
+            softcap=20.0 if self.modifier == "softcap" else 0.0,
             scale=self.head_dim**-0.5,
-            dropout_p=0.0,
+            dropout_p=0.1 if self.modifier == "dropout" else 0.0,
             deterministic=False,
         )
 
@@ -59,14 +83,20 @@ class Cell(NamedTuple):
     def flops(self) -> float:
         return 4 * TOKENS * self.length * HIDDEN * (0.5 if self.causal else 1.0)
 
+    def described(self) -> dict[str, Any]:
+        return {**self._asdict(), "dtype": str(self.dtype)}
 
-def candidates(head_dim: int) -> list[TritonConfig]:
+
+def candidates(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> list[TritonConfig]:
     """Configurations worth trying: what exceeds shared memory or makes no sense is left out."""
     found = []
-    for block_m, block_n, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
-        shared = head_dim * 2 * (block_m + 2 * stages * block_n)
+    narrow = dtype.itemsize == 2
+    blocks_m, blocks_n = ((64, 128), (32, 64, 128)) if narrow else ((16, 32, 64, 128), (16, 32, 64))
+    for block_m, block_n, warps, stages in product(blocks_m, blocks_n, (4, 8), (2, 3, 4) if narrow else (1, 2)):
+        shared = head_dim * dtype.itemsize * (block_m + 2 * stages * block_n)
         rows_per_warp = block_m // warps
-        if shared <= 227 * 1024 and 16 <= rows_per_warp <= 32 and block_m * block_n * head_dim <= 128 * 128 * 128:
+        few_rows = 16 if narrow else 4
+        if shared <= 227 * 1024 and few_rows <= rows_per_warp <= 32 and block_m * block_n * head_dim <= 128 * 128 * 128:
             found.append(TritonConfig(block_m, block_n, warps, stages))
     return found
 
@@ -77,9 +107,9 @@ def _compile_one(job: tuple[Cell, TritonConfig, int]) -> str:
     from ..testing.offline import compiling_for
 
     cell, config, arch = job
-    shape = (1, 1024, 2, cell.head_dim)
-    inputs = Inputs(*(torch.zeros(shape, dtype=cell.dtype) for _ in range(3)))
-    out, lse = torch.zeros(shape, dtype=cell.dtype), torch.zeros(1, 2, 1024)
+    inputs = cell._replace(length=1024).inputs("cpu", batch=2)
+    out = torch.zeros_like(inputs.query)
+    lse = torch.zeros(2, out.shape[2], 1024)
     try:
         with compiling_for(arch):
             launch_forward(cell.problem(inputs), inputs, config, out, lse)
@@ -101,13 +131,20 @@ def time_ms(function: Any, repeats: int) -> float:
     return median(start.elapsed_time(stop) for start, stop in events)
 
 
+def sdpa(inputs: Inputs, causal: bool) -> torch.Tensor:
+    """The peer: SDPA's flash kernel, or its memory-efficient one for fp32."""
+    query, key, value = (t.transpose(1, 2) for t in inputs[:3])
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], set_priority=True):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+
 def sweep(cells: list[Cell], repeats: int, configs: dict[int, list[TritonConfig]]) -> list[dict[str, Any]]:
     """Time every configuration of every cell beside SDPA's flash kernel."""
     from ..kernels.triton.forward import launch_forward
 
     major, minor = torch.cuda.get_device_capability()
     jobs = [(cell, config, major * 10 + minor) for cell in cells for config in configs[cell.head_dim]]
-    unique = {(cell.head_dim, cell.causal, cell.dtype, config): (cell, config, arch) for cell, config, arch in jobs}
+    unique = {(*cell.variant, config): (cell, config, arch) for cell, config, arch in jobs}
     started = time.time()
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         errors = dict(zip(unique, pool.map(_compile_one, unique.values()), strict=True))
@@ -117,61 +154,48 @@ def sweep(cells: list[Cell], repeats: int, configs: dict[int, list[TritonConfig]
     for cell in cells:
         inputs = cell.inputs("cuda")
         problem = cell.problem(inputs)
-        heads_first = [t.transpose(1, 2) for t in inputs[:3]]
-
-        def sdpa(heads_first: list[torch.Tensor] = heads_first, cell: Cell = cell) -> torch.Tensor:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                return F.scaled_dot_product_attention(*heads_first, is_causal=cell.causal)
-
-        expected = sdpa().transpose(1, 2)
-        peer = time_ms(sdpa, repeats)
+        peer = time_ms(partial(sdpa, inputs, cell.causal), repeats)
         out = torch.empty_like(inputs.query)
         lse = torch.empty(problem.batch, problem.q_heads, problem.q_len, device="cuda")
+        expected = None if cell.modifier else sdpa(inputs, cell.causal).transpose(1, 2)
         for config in configs[cell.head_dim]:
-            error = errors[cell.head_dim, cell.causal, cell.dtype, config]
-            if not error:
-                try:
-                    out.fill_(float("nan"))
-                    launch_forward(problem, inputs, config, out, lse)
-                    distance = (out - expected).abs().max().item()
-                    error = "" if distance < 0.05 else f"wrong by {distance}"
-                except Exception as failure:
-                    error = f"{type(failure).__name__}: {str(failure)[:120]}"
-            if error:
-                rows.append({**cell._asdict(), "dtype": str(cell.dtype), "config": list(config), "error": error})
+            key = (*cell.variant, config)
+            row = {**cell.described(), "config": list(config), "error": errors[key]}
+            rows.append(row)
+            if row["error"]:
                 continue
-            ms = time_ms(lambda c=config: launch_forward(problem, inputs, c, out, lse), repeats)
-            rows.append(
-                {
-                    **cell._asdict(),
-                    "dtype": str(cell.dtype),
-                    "config": list(config),
-                    "ms": ms,
-                    "tflops": cell.flops / ms / 1e9,
-                    "sdpa_flash_tflops": cell.flops / peer / 1e9,
-                }
-            )
+            try:
+                out.fill_(float("nan"))
+                launch_forward(problem, inputs, config, out, lse)
+                expected = out.clone() if expected is None else expected
+                distance = (out - expected).abs().max().item()
+                if not distance < 0.05:
+                    row["error"] = f"wrong by {distance}"
+                    continue
+                ms = time_ms(partial(launch_forward, problem, inputs, config, out, lse), repeats)
+                row.update(ms=ms, tflops=cell.flops / ms / 1e9, sdpa_tflops=cell.flops / peer / 1e9)
+            except Exception as failure:
+                row["error"] = f"{type(failure).__name__}: {str(failure)[:120]}"
     return rows
 
 
 def propose(rows: list[dict[str, Any]]) -> list[str]:
-    """The best configuration per (head dim, causal), by the geometric mean of speed over the lengths, as table rows."""
+    """The three best configurations per variant, by the geometric mean of speed over the lengths, as table rows."""
     where = f"{torch.cuda.get_device_name()}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
     lines = []
-    for head_dim, causal in sorted({(row["head_dim"], row["causal"]) for row in rows}):
-        speeds: dict[tuple[int, ...], list[float]] = {}
-        peers: dict[int, float] = {}
+    variants = sorted({(row["head_dim"], row["causal"], row["modifier"]) for row in rows})
+    for head_dim, causal, modifier in variants:
+        ratios: dict[tuple[int, ...], dict[int, float]] = {}
         for row in rows:
-            if (row["head_dim"], row["causal"]) == (head_dim, causal) and "tflops" in row:
-                speeds.setdefault(tuple(row["config"]), []).append(row["tflops"] / row["sdpa_flash_tflops"])
-                peers[row["length"]] = row["sdpa_flash_tflops"]
-        complete = {config: ratios for config, ratios in speeds.items() if len(ratios) == len(peers)}
-        ranked = sorted(complete.items(), key=lambda item: -_geometric_mean(item[1]))
-        for config, ratios in ranked[:3]:
-            shown = " ".join(f"{ratio:.2f}" for ratio in ratios)
+            if (row["head_dim"], row["causal"], row["modifier"]) == (head_dim, causal, modifier) and "ms" in row:
+                ratios.setdefault(tuple(row["config"]), {})[row["length"]] = row["tflops"] / row["sdpa_tflops"]
+        lengths = sorted({length for found in ratios.values() for length in found})
+        complete = {config: found for config, found in ratios.items() if len(found) == len(lengths)}
+        for config, found in sorted(complete.items(), key=lambda item: -_geometric_mean(list(item[1].values())))[:3]:
+            shown = " ".join(f"{found[length]:.2f}" for length in lengths)
             lines.append(
-                f"D={head_dim} {'causal' if causal else 'full'}: TritonConfig{config}  "
-                f"# x{_geometric_mean(ratios):.2f} of SDPA flash ({shown} at {sorted(peers)}); {where}"
+                f"D={head_dim} {'causal' if causal else 'full'} {modifier or 'plain'}: TritonConfig{config[:4]}  "
+                f"# x{_geometric_mean(list(found.values())):.2f} of plain SDPA ({shown} at {lengths}); {where}"
             )
     return lines
 
@@ -188,7 +212,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--causal", choices=["both", "yes", "no"], default="both")
+    parser.add_argument("--modifiers", nargs="+", choices=MODIFIERS, default=[""])
     parser.add_argument("--out", default="sweep.json")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -196,15 +222,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     dtype = getattr(torch, options.dtype)
     cells = [
-        Cell(head_dim, length, causal, dtype)
+        Cell(head_dim, length, causal, dtype, modifier)
         for head_dim in options.head_dims
-        for causal in (False, True)
+        for modifier in options.modifiers
+        for causal in {"both": (False, True), "yes": (True,), "no": (False,)}[options.causal]
         for length in options.lengths
     ]
-    rows = sweep(cells, options.repeats, {head_dim: candidates(head_dim) for head_dim in options.head_dims})
+    rows = sweep(cells, options.repeats, {dim: candidates(dim, dtype) for dim in options.head_dims})
     with open(options.out, "w") as file:
         json.dump({"gpu": torch.cuda.get_device_name(), "python": platform.python_version(), "rows": rows}, file)
-    failed = [row for row in rows if "error" in row]
+    failed = [row for row in rows if row["error"]]
     for row in failed[:10]:
         print("failed", row)
     print("\n".join(propose(rows)))

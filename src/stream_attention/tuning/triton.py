@@ -1,19 +1,29 @@
-"""Launch configurations of the Triton kernels: tables as data, one per architecture, each row with its provenance."""
+"""Launch configurations of the Triton forward: tables as data, one per architecture, each row with its provenance.
+
+The first row that fits a problem is taken. Nothing is tuned at run time; `tuning/search.py` sweeps and proposes rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..problem import Problem
+import torch
+
+from ..problem import UNBOUNDED, Problem
+
+ANY = 1 << 62
 
 
 class TritonConfig(NamedTuple):
+    """One launch: the tile (queries x keys), its warps and stages, and how keys and heads are laid over programs."""
+
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    num_splits: int = 1
-    pack_heads: bool = False
+    num_splits: int = 1  # parts of the keys that run side by side and are merged after; dense problems only
+    pack_heads: bool = False  # the query heads of one KV head share a tile
 
     def __str__(self) -> str:
         tile = f"tiles of {self.block_m} x {self.block_n}, {self.num_warps} warps, {self.num_stages} stages"
@@ -21,5 +31,130 @@ class TritonConfig(NamedTuple):
         return tile + splits + (", query heads of a KV head in one tile" if self.pack_heads else "")
 
 
+class Row(NamedTuple):
+    """A line of a table: the widest head dim and longest keys it is for, and what it sets."""
+
+    width: int
+    causal: bool  # a right edge cuts tiles
+    up_to: int  # keys
+    config: TritonConfig
+
+
+# NVIDIA H200, 2026-11-15, torch 2.11.0+cu130, Triton 3.6.0, bf16, batch * length = 16384, hidden 2048: the best of
+# 13-27 tiles per head dim at 512, 1k, 2k, 4k and 8k (tuning/search.py); x1.13-1.65 of SDPA flash in the same run.
+SM90 = (
+    Row(64, False, ANY, TritonConfig(128, 64, 4, 3)),
+    Row(64, True, 512, TritonConfig(64, 32, 4, 3)),
+    Row(64, True, 2048, TritonConfig(64, 64, 4, 3)),
+    Row(64, True, ANY, TritonConfig(128, 64, 4, 4)),
+    Row(128, False, 1024, TritonConfig(128, 32, 8, 4)),
+    Row(128, False, ANY, TritonConfig(128, 128, 8, 3)),
+    Row(128, True, 512, TritonConfig(64, 32, 4, 3)),
+    Row(128, True, 2048, TritonConfig(64, 64, 4, 3)),
+    Row(128, True, ANY, TritonConfig(128, 64, 8, 3)),
+    Row(256, False, ANY, TritonConfig(128, 64, 8, 2)),
+    Row(256, True, ANY, TritonConfig(128, 64, 8, 2)),
+)
+
+# A guess from the compiler's report (no spills, fits 163 KiB of shared memory); never run on such a GPU.
+SM80 = (
+    Row(64, False, ANY, TritonConfig(128, 64, 4, 3)),
+    Row(64, True, ANY, TritonConfig(128, 64, 4, 3)),
+    Row(128, False, ANY, TritonConfig(128, 64, 8, 2)),
+    Row(128, True, ANY, TritonConfig(128, 64, 8, 2)),
+    Row(256, False, ANY, TritonConfig(64, 32, 4, 2)),
+    Row(256, True, ANY, TritonConfig(64, 32, 4, 2)),
+)
+
+# A guess: as SM80, within the 99 KiB of shared memory of these GPUs.
+SM86 = (
+    Row(64, False, ANY, TritonConfig(128, 64, 4, 2)),
+    Row(64, True, ANY, TritonConfig(128, 64, 4, 2)),
+    Row(128, False, ANY, TritonConfig(128, 32, 8, 2)),
+    Row(128, True, ANY, TritonConfig(128, 32, 8, 2)),
+    Row(256, False, ANY, TritonConfig(64, 16, 4, 2)),
+    Row(256, True, ANY, TritonConfig(64, 16, 4, 2)),
+)
+
+# With a mask, bias, softcap or dropout a tile needs more registers. H200 as above, causal 2k; D 256 is a guess.
+SM90_MODIFIED = (
+    Row(64, False, ANY, TritonConfig(64, 64, 4, 2)),
+    Row(64, True, ANY, TritonConfig(64, 64, 4, 2)),
+    Row(128, False, ANY, TritonConfig(64, 64, 4, 2)),
+    Row(128, True, ANY, TritonConfig(64, 64, 4, 2)),
+    Row(256, False, ANY, TritonConfig(64, 64, 8, 2)),
+    Row(256, True, ANY, TritonConfig(64, 64, 8, 2)),
+)
+
+# A guess from the compiler's report, for every GPU before and beside 90.
+SM80_MODIFIED = (
+    Row(64, False, ANY, TritonConfig(64, 32, 4, 2)),
+    Row(64, True, ANY, TritonConfig(64, 32, 4, 2)),
+    Row(128, False, ANY, TritonConfig(64, 32, 4, 2)),
+    Row(128, True, ANY, TritonConfig(64, 32, 4, 2)),
+    Row(256, False, ANY, TritonConfig(32, 32, 4, 2)),
+    Row(256, True, ANY, TritonConfig(32, 32, 4, 2)),
+)
+
+# fp32 products are exact: no matrix instructions unless TF32 is allowed. H200 as above, causal 1k; D 256 is a guess.
+FLOAT32 = (
+    Row(64, False, ANY, TritonConfig(64, 64, 4, 1)),
+    Row(64, True, ANY, TritonConfig(64, 64, 4, 1)),
+    Row(128, False, ANY, TritonConfig(32, 64, 8, 2)),
+    Row(128, True, ANY, TritonConfig(32, 64, 8, 2)),
+    Row(256, False, ANY, TritonConfig(16, 32, 4, 2)),
+    Row(256, True, ANY, TritonConfig(16, 32, 4, 2)),
+)
+
+INTERPRETER = TritonConfig(16, 32, 4, 1)
+"""On the CPU: small, so that small tests cross tile edges."""
+
+FEW_ROWS = 64
+"""Up to this many rows (queries times the heads that share a tile) a problem is few queries against many keys."""
+
+PLAIN = {80: SM80, 86: SM86, 89: SM86, 90: SM90, 100: SM90, 120: SM86}
+MODIFIED = {80: SM80_MODIFIED, 90: SM90_MODIFIED, 120: SM80_MODIFIED}
+"""By architecture; the nearest at or below a GPU's own is taken. 100 and 120 are guesses: the tables of 90 and of 86,
+whose shared memory they have."""
+
+
 def configure(problem: Problem) -> TritonConfig:
-    return TritonConfig(128, 64, 8, 2)
+    """The configuration of the forward."""
+    few = _few_queries(problem)
+    if few is not None:
+        return few
+    if not problem.arch:
+        return INTERPRETER
+    table: tuple[Row, ...]
+    if problem.dtype is torch.float32:
+        table = FLOAT32
+    elif problem.mask or problem.bias or problem.softcap or problem.dropout_p:
+        table = _nearest(MODIFIED, problem.arch)
+    else:
+        table = _nearest(PLAIN, problem.arch)
+    width, causal = max(problem.head_dim, problem.value_dim), problem.right != UNBOUNDED
+    return next(
+        row.config for row in table if width <= row.width and causal == row.causal and problem.k_len <= row.up_to
+    )
+
+
+def _nearest(tables: Mapping[int, tuple[Row, ...]], arch: int) -> tuple[Row, ...]:
+    return tables[max(known for known in tables if known <= arch)]
+
+
+def _few_queries(problem: Problem) -> TritonConfig | None:
+    """Split the keys over the GPU where there are too few queries to fill it; None where there are enough."""
+    pack_heads = problem.group > 1 and not problem.dropout_p
+    heads_per_tile = problem.group if pack_heads else 1
+    rows = problem.q_len * heads_per_tile
+    if rows > FEW_ROWS or problem.packed or problem.k_len < 4 * FEW_ROWS:
+        return None
+    block_m = max(16, 1 << (rows - 1).bit_length())
+    block_n = 128 if max(problem.head_dim, problem.value_dim) <= 64 else 64
+    if problem.dtype is torch.float32:
+        block_m, block_n = min(block_m, 16), 32
+    programs = problem.batch * (problem.q_heads // heads_per_tile) * -(-rows // block_m)
+    tiles = -(-problem.k_len // block_n)
+    # Two programs per processor, each with at least two tiles to stream.
+    num_splits = max(1, min(2 * problem.processors // programs, tiles // 2))
+    return TritonConfig(block_m, block_n, 4, 3, num_splits, pack_heads)

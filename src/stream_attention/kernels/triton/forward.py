@@ -7,7 +7,7 @@ For a tile of queries, with running max m, sum l and accumulator o (scores in lo
 Grid: one program per (batch, head, split of the keys, tile of queries), in one dimension, so that no product of sizes
 meets the grid's 65,535 limit. A tile holds the queries of one head, or (`HEADS` > 1) those of all heads that share a KV
 head, which fills the tile when queries are few. Keys that no row of a tile may see are never read; tiles that every row
-sees whole pay for no mask. Splits write fp32 states for merge.py; a sink joins in the last step of whichever ends the row.
+sees whole pay for no mask. Splits write fp32 states for merge.py; a sink joins in the last step of a row, once.
 
 Not here: backward, paged and quantised caches.
 """
@@ -22,25 +22,35 @@ from torch import Tensor
 from ...problem import UNBOUNDED, Inputs, Problem
 from ...state import EMPTY
 from ...tuning.triton import TritonConfig
+from .dropout import dropout_words
+from .launch import Kernel
 from .merge import launch_merge
-from .tiles import LN2, LOG2E, dropout_keep, dropout_words, online_softmax_step, softcap_scores
+from .tiles import LN2, LOG2E, dropout_keep, online_softmax_step, softcap_scores
+from .visibility import broadcast_strides, keys_seen
 
-_STRIDES = "qb qm qh kb kn kh vb vn vh mb mh mm mn bb bh bm bn ab os ob om oh ls lb lh".split()
-_INTEGERS = (
-    "q_len k_len q_heads num_splits left right q_start q_stride k_start k_stride q_index batch_start dropout_threshold"
-).split()
+_STRIDES = [
+    f"stride_{name}"
+    for name in "qb qm qh kb kn kh vb vn vh mb mh mm mn bb bh bm bn sb sh ab rb rh cb ch os ob om oh ls lb lh".split()
+]
+_INTEGERS = ("q_len k_len q_heads num_splits left right q_start q_stride k_start k_stride dropout_threshold").split()
 
 
-@triton.jit(do_not_specialize=[*(f"stride_{name}" for name in _STRIDES), *_INTEGERS])
+WIDE = tl.constexpr(2)
+"""A mask or bias whose rows can be read in wide words: contiguous along the keys, and aligned."""
+
+
+@triton.jit(do_not_specialize=_STRIDES + _INTEGERS)
 def _forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     mask_ptr,
     bias_ptr,
+    seen_ptr,
     slopes_ptr,
     sink_ptr,
-    seed_ptr,
+    row_words_ptr,
+    col_words_ptr,
     cu_q_ptr,
     cu_k_ptr,
     out_ptr,
@@ -62,7 +72,13 @@ def _forward_kernel(
     stride_bh: tl.int64,
     stride_bm: tl.int64,
     stride_bn: tl.int64,
+    stride_sb: tl.int64,
+    stride_sh: tl.int64,
     stride_ab: tl.int64,
+    stride_rb: tl.int64,
+    stride_rh: tl.int64,
+    stride_cb: tl.int64,
+    stride_ch: tl.int64,
     stride_os: tl.int64,
     stride_ob: tl.int64,
     stride_om: tl.int64,
@@ -70,18 +86,16 @@ def _forward_kernel(
     stride_ls: tl.int64,
     stride_lb: tl.int64,
     stride_lh: tl.int64,
-    q_len,
-    k_len,
-    q_heads,
-    num_splits,
-    left,
-    right,
-    q_start,
-    q_stride,
-    k_start,
-    k_stride,
-    q_index,
-    batch_start,
+    q_len: tl.int32,
+    k_len: tl.int32,
+    q_heads: tl.int32,
+    num_splits: tl.int32,
+    left: tl.int32,
+    right: tl.int32,
+    q_start: tl.int32,
+    q_stride: tl.int32,
+    k_start: tl.int32,
+    k_stride: tl.int32,
     dropout_threshold: tl.uint32,
     scale,
     softcap,
@@ -97,8 +111,8 @@ def _forward_kernel(
     ALIGNED: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    MASK: tl.constexpr,
+    BIAS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -108,10 +122,16 @@ def _forward_kernel(
     SCALE_LATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    if ALIGNED:  # rows start on 16 bytes: loads may be wide
+    # Strides of what is read and written in wide words arrive in units of those, so that the compiler knows.
+    stride_os, stride_ob, stride_om, stride_oh = stride_os * 8, stride_ob * 8, stride_om * 8, stride_oh * 8
+    if ALIGNED:
         stride_qb, stride_qm, stride_qh = stride_qb * 8, stride_qm * 8, stride_qh * 8
         stride_kb, stride_kn, stride_kh = stride_kb * 8, stride_kn * 8, stride_kh * 8
         stride_vb, stride_vn, stride_vh = stride_vb * 8, stride_vn * 8, stride_vh * 8
+    if MASK == WIDE:
+        stride_mb, stride_mh, stride_mm = stride_mb * 8, stride_mh * 8, stride_mm * 8
+    if BIAS == WIDE:
+        stride_bb, stride_bh, stride_bm = stride_bb * 8, stride_bh * 8, stride_bm * 8
 
     # Where am I: tile of queries fastest, the longest first where later queries see more keys.
     tiles_m = tl.cdiv(q_len * HEADS, BLOCK_M)
@@ -139,6 +159,9 @@ def _forward_kernel(
         v_ptr += k_row * stride_vn
         out_ptr += q_row * stride_om
         lse_ptr += q_row
+        if HAS_DROPOUT:
+            row_words_ptr += q_row
+            col_words_ptr += k_row
 
     offs_r = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_m = offs_r // HEADS
@@ -159,16 +182,18 @@ def _forward_kernel(
     )
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
-    if HAS_MASK:
+    if MASK or BIAS:
+        seen_ptr += batch * stride_sb + kv_head * stride_sh
+    if MASK:
         mask_offs = batch * stride_mb + offs_h * stride_mh + offs_m * stride_mm
-    if HAS_BIAS:
+    if BIAS:
         bias_offs = batch * stride_bb + offs_h * stride_bh + offs_m * stride_bm
     if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + batch * stride_ab + offs_h).to(tl.float32)
     if HAS_DROPOUT:
-        tl.static_assert(HEADS == 1, "rows of one tile share their column words")
-        stream = (batch_start + batch.to(tl.int32)) * q_heads + head
-        row_words = dropout_words(seed_ptr, q_index + offs_m * q_stride, stream, IS_COLUMN=False)
+        tl.static_assert(HEADS == 1, "the rows of a tile share their column words")
+        row_words = tl.load(row_words_ptr + batch * stride_rb + head * stride_rh + offs_m, mask=mask_m, other=0)
+        col_words_ptr += batch * stride_cb + head * stride_ch
 
     # Initial state.
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -183,16 +208,15 @@ def _forward_kernel(
     if HAS_RIGHT:
         key_hi = tl.minimum(k_len, (tl.maximum(last_pos + right - k_start, -k_stride) + k_stride) // k_stride)
         whole_hi = tl.minimum(k_len, (tl.maximum(first_pos + right - k_start, -k_stride) + k_stride) // k_stride)
-    begin = key_lo // BLOCK_N * BLOCK_N
-    end = key_hi
+    begin, end = key_lo // BLOCK_N, tl.cdiv(key_hi, BLOCK_N)  # in tiles from here on
     if IS_SPLIT:
-        per_split = tl.cdiv(tl.cdiv(tl.maximum(key_hi - begin, 0), BLOCK_N), num_splits) * BLOCK_N
+        per_split = tl.cdiv(tl.maximum(end - begin, 0), num_splits)
         begin += split.to(tl.int32) * per_split
         end = tl.minimum(end, begin + per_split)
-    whole_begin = tl.minimum(tl.maximum(tl.cdiv(whole_lo, BLOCK_N) * BLOCK_N, begin), tl.maximum(end, begin))
-    whole_end = tl.maximum(tl.minimum(whole_hi, end) // BLOCK_N * BLOCK_N, whole_begin)
+    whole_begin = tl.minimum(tl.maximum(tl.cdiv(whole_lo, BLOCK_N), begin), tl.maximum(end, begin))
+    whole_end = tl.maximum(tl.minimum(whole_hi // BLOCK_N, end), whole_begin)
 
-    # Stream tiles. Phase 0: those the left edge cuts; 1: those seen whole; 2: those the right edge or the last key cuts.
+    # Stream tiles. Phase 0: those the left edge cuts; 1: those seen whole; 2: those the right edge or last key cuts.
     for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
         if phase == 0:
             tiles_begin, tiles_end = begin, whole_begin
@@ -200,9 +224,18 @@ def _forward_kernel(
             tiles_begin, tiles_end = whole_begin, whole_end
         else:
             tiles_begin, tiles_end = whole_end, end
-        for start_n in tl.range(tiles_begin, tiles_end, BLOCK_N):
-            offs_n = start_n + tl.arange(0, BLOCK_N)
+        for tile_n in tl.range(tiles_begin, tiles_end):
+            offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             mask_n = (offs_n >= key_lo) & (offs_n < key_hi)
+            # Mask and bias come before the product: Triton then keeps the softmax in the product's layout.
+            if BIAS:
+                bias_ptrs = bias_ptr + bias_offs[:, None] + offs_n[None, :] * (1 if BIAS == WIDE else stride_bn)
+                bias_mask = mask_m[:, None] if phase == 1 else mask_m[:, None] & mask_n[None, :]
+                bias = tl.load(bias_ptrs, mask=bias_mask, other=float("-inf")).to(tl.float32)
+            if MASK:
+                mask_ptrs = mask_ptr + mask_offs[:, None] + offs_n[None, :] * (1 if MASK == WIDE else stride_mn)
+                mask_mask = mask_m[:, None] if phase == 1 else mask_m[:, None] & mask_n[None, :]
+                attend = tl.load(mask_ptrs, mask=mask_mask, other=0)
             k_offs = offs_n[:, None] * stride_kn + offs_d[None, :]
             if phase != 1:
                 k = tl.load(k_ptr + k_offs, mask=mask_n[:, None] & (offs_d[None, :] < D), other=0.0)
@@ -229,31 +262,27 @@ def _forward_kernel(
                 if HAS_LEFT:
                     visible = visible & (k_pos[None, :] >= (q_pos - left)[:, None])
                 scores = tl.where(visible, scores, float("-inf"))
-            if HAS_BIAS:
-                bias_ptrs = bias_ptr + bias_offs[:, None] + offs_n[None, :] * stride_bn
-                bias = tl.load(bias_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=float("-inf")).to(tl.float32)
+            if BIAS:
                 scores = tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2E)
-            if HAS_MASK:
-                mask_ptrs = mask_ptr + mask_offs[:, None] + offs_n[None, :] * stride_mn
-                attend = tl.load(mask_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=0)
+            if MASK:
                 scores = tl.where(attend != 0, scores, float("-inf"))
 
             weights, shrink, row_max, row_sum = online_softmax_step(
-                scores, factor if SCALE_LATE else 1.0, row_max, row_sum, GUARD=phase != 1 or HAS_MASK or HAS_BIAS
+                scores, factor if SCALE_LATE else 1.0, row_max, row_sum, GUARD=phase != 1 or MASK or BIAS
             )
             if HAS_DROPOUT:
-                col_words = dropout_words(seed_ptr, k_pos, stream, IS_COLUMN=True)
+                col_words = tl.load(col_words_ptr + offs_n, mask=mask_n, other=0)
                 weights = tl.where(dropout_keep(row_words, col_words, dropout_threshold), weights, 0.0)
             v_offs = offs_n[:, None] * stride_vn + offs_dv[None, :]
-            if phase != 1:
+            if MASK or BIAS:
+                seen = tl.load(seen_ptr + offs_n, mask=mask_n, other=0)
+                v = tl.load(v_ptr + v_offs, mask=(seen != 0)[:, None] & (offs_dv[None, :] < DV), other=0.0)
+            elif phase != 1:
                 v = tl.load(v_ptr + v_offs, mask=mask_n[:, None] & (offs_dv[None, :] < DV), other=0.0)
             elif BLOCK_DV != DV:
                 v = tl.load(v_ptr + v_offs, mask=offs_dv[None, :] < DV, other=0.0)
             else:
                 v = tl.load(v_ptr + v_offs)
-            if HAS_MASK or HAS_BIAS:  # a value that nobody sees may be NaN, and 0 * NaN is NaN
-                seen = tl.max((scores > float("-inf")).to(tl.int32), 0)
-                v = tl.where(seen[:, None] > 0, v, 0.0)
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
 
     # Finish: the sink is one more key without a value.
@@ -301,81 +330,80 @@ def forward(problem: Problem, inputs: Inputs, config: TritonConfig) -> tuple[Ten
 
 
 def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: Tensor, lse: Tensor) -> None:
-    """Launch the kernel. `out` and `lse` have a leading dim of splits if there are several."""
-    query, key, value, mask, bias, slopes, sink, seed, cu_q, cu_k = inputs
+    """Launch the kernel. `out` and `lse` are fresh, with a leading dim of splits if there are several."""
+    query, key, value, mask, bias, slopes, sink, _, cu_q, cu_k = inputs
+    packed, is_split = problem.packed, config.num_splits > 1
     heads_per_tile = problem.group if config.pack_heads else 1
-    is_split = config.num_splits > 1
-    aligned = all(_aligned(t) for t in (query, key, value))
+    aligned = _aligned(query) and _aligned(key) and _aligned(value)
     unit = 8 if aligned else 1
+    mask_access, bias_access = _access(mask), _access(bias)
+    seen = keys_seen(problem, inputs) if mask is not None or bias is not None else None
+    row_words, col_words = dropout_words(problem, inputs) if problem.dropout_p else (None, None)
     tiles_m = triton.cdiv(problem.q_len * heads_per_tile, config.block_m)
-    grid = (tiles_m * config.num_splits * (problem.q_heads // heads_per_tile) * problem.batch,)
-    plain_scores = not (problem.softcap or problem.alibi or problem.bias)
-    strides = (
-        *(stride // unit for t in (query, key, value) for stride in _row_strides(t, problem.packed)),
-        *_broadcast_strides(mask),
-        *_broadcast_strides(bias),
-        slopes.stride(0) if slopes is not None and slopes.shape[0] > 1 else 0,
-        out.stride(0) if is_split else 0,
-        *_row_strides(out[0] if is_split else out, problem.packed),
-        lse.stride(0) if is_split else 0,
-        0 if problem.packed else lse.stride(-3),
-        lse.stride(-2),
+    _kernel.launch(
+        grid=tiles_m * config.num_splits * (problem.q_heads // heads_per_tile) * problem.batch,
+        pointers=(query, key, value, mask, bias, seen, slopes, sink, row_words, col_words, cu_q, cu_k, out, lse),
+        scalars=(
+            *_row_strides(query, packed, unit),
+            *_row_strides(key, packed, unit),
+            *_row_strides(value, packed, unit),
+            *broadcast_strides(mask, 8 if mask_access == WIDE.value else 1),
+            *broadcast_strides(bias, 8 if bias_access == WIDE.value else 1),
+            seen.stride(0) if seen is not None and seen.shape[0] > 1 else 0,
+            seen.stride(1) if seen is not None and seen.shape[1] > 1 else 0,
+            slopes.stride(0) if slopes is not None and slopes.shape[0] > 1 else 0,
+            *_line_strides(row_words, packed),
+            *_line_strides(col_words, packed),
+            out.stride(0) // 8 if is_split else 0,
+            *_row_strides(out[0] if is_split else out, packed, 8),
+            lse.stride(0) if is_split else 0,
+            *_line_strides(lse, packed),
+            problem.q_len,
+            problem.k_len,
+            problem.q_heads,
+            config.num_splits,
+            min(problem.left, _FAR),
+            min(problem.right, _FAR),
+            problem.q_start,
+            problem.q_stride,
+            problem.k_start,
+            problem.k_stride,
+            int(problem.dropout_p * 2**32),
+            problem.scale,
+            problem.softcap,
+            1.0 / (1.0 - problem.dropout_p),
+        ),
+        constants=(
+            problem.group,  # GROUP
+            heads_per_tile,  # HEADS
+            problem.head_dim,  # D
+            problem.value_dim,  # DV
+            _tile_width(problem.head_dim),  # BLOCK_D
+            _tile_width(problem.value_dim),  # BLOCK_DV
+            config.block_m,  # BLOCK_M
+            config.block_n,  # BLOCK_N
+            aligned,  # ALIGNED
+            problem.left != UNBOUNDED,  # HAS_LEFT
+            problem.right != UNBOUNDED,  # HAS_RIGHT
+            mask_access,  # MASK
+            bias_access,  # BIAS
+            slopes is not None,  # HAS_ALIBI
+            sink is not None,  # HAS_SINK
+            problem.softcap != 0.0,  # HAS_SOFTCAP
+            problem.dropout_p != 0.0,  # HAS_DROPOUT
+            packed,  # IS_PACKED
+            is_split,  # IS_SPLIT
+            problem.scale > 0 and not (problem.softcap or problem.alibi or problem.bias),  # SCALE_LATE
+            "tf32" if problem.tf32 else "ieee",  # PRECISION
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
-    with torch.cuda.device_of(query):
-        _forward_kernel[grid](
-            query,
-            key,
-            value,
-            None if mask is None else mask.view(torch.uint8),
-            bias,
-            slopes,
-            sink,
-            seed,
-            cu_q,
-            cu_k,
-            out,
-            lse,
-            *strides,
-            q_len=problem.q_len,
-            k_len=problem.k_len,
-            q_heads=problem.q_heads,
-            num_splits=config.num_splits,
-            left=problem.left,
-            right=problem.right,
-            q_start=problem.q_start,
-            q_stride=problem.q_stride,
-            k_start=problem.k_start,
-            k_stride=problem.k_stride,
-            q_index=0 if problem.packed else problem.q_start - problem.q_base,
-            batch_start=problem.batch_start,
-            dropout_threshold=int(problem.dropout_p * 2**32),
-            scale=problem.scale,
-            softcap=problem.softcap,
-            dropout_scale=1.0 / (1.0 - problem.dropout_p),
-            GROUP=problem.group,
-            HEADS=heads_per_tile,
-            D=problem.head_dim,
-            DV=problem.value_dim,
-            BLOCK_D=_tile_width(problem.head_dim),
-            BLOCK_DV=_tile_width(problem.value_dim),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            ALIGNED=aligned,
-            HAS_LEFT=problem.left != UNBOUNDED,
-            HAS_RIGHT=problem.right != UNBOUNDED,
-            HAS_MASK=problem.mask,
-            HAS_BIAS=problem.bias is not None,
-            HAS_ALIBI=problem.alibi,
-            HAS_SINK=sink is not None,
-            HAS_SOFTCAP=problem.softcap != 0.0,
-            HAS_DROPOUT=problem.dropout_p != 0.0,
-            IS_PACKED=problem.packed,
-            IS_SPLIT=is_split,
-            SCALE_LATE=plain_scores and problem.scale > 0,
-            PRECISION="tf32" if problem.tf32 else "ieee",
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+
+
+_kernel = Kernel(_forward_kernel)
+_FAR = 1 << 30
+"""A window side beyond every position; larger ones would not fit 32 bits."""
 
 
 def _tile_width(dim: int) -> int:
@@ -383,18 +411,29 @@ def _tile_width(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def _row_strides(t: Tensor, packed: bool) -> tuple[int, int, int]:
-    """Strides of (batch, row, head); 0 where there is one entry or none."""
-    shape, strides = (t.shape, t.stride()) if not packed else ((1, *t.shape), (0, *t.stride()))
-    batch, row, head = (stride if size > 1 else 0 for size, stride in zip(shape[:3], strides[:3], strict=True))
+def _row_strides(t: Tensor, packed: bool, unit: int) -> tuple[int, int, int]:
+    """Strides of (batch, row, head) in units; 0 where there is one entry or none."""
+    shape, strides = t.shape, t.stride()
+    batch = 0 if packed or shape[0] == 1 else strides[0] // unit
+    row = 0 if shape[-3] == 1 else strides[-3] // unit
+    head = 0 if shape[-2] == 1 else strides[-2] // unit
     return batch, row, head
 
 
-def _broadcast_strides(t: Tensor | None) -> tuple[int, ...]:
-    """Strides of a tensor broadcast to [B, Hq, Tq, Tk]: 0 in the dims in which it is."""
-    return (0, 0, 0, 0) if t is None else tuple(s if n > 1 else 0 for n, s in zip(t.shape, t.stride(), strict=True))
+def _line_strides(t: Tensor | None, packed: bool) -> tuple[int, int]:
+    """Strides of (batch, head) of a tensor `[..., B, Hq, T]`; packed: `[..., Hq, N]`."""
+    return (0, 0) if t is None else (0 if packed else t.stride(-3), t.stride(-2))
+
+
+def _access(t: Tensor | None) -> int:
+    """How a mask or bias is read: not at all, element by element, or in wide words along its rows."""
+    if t is None:
+        return 0
+    return WIDE.value if t.stride(-1) == 1 and t.shape[-1] > 1 and _aligned(t) else 1
 
 
 def _aligned(t: Tensor) -> bool:
     """Whether every row starts on 16 bytes and strides are whole multiples of 8 elements."""
-    return t.data_ptr() % 16 == 0 and all(s % 8 == 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
+    return t.data_ptr() % 16 == 0 and all(
+        s % 8 == 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1
+    )

@@ -1,7 +1,7 @@
 """Two repairs of Triton's CPU interpreter (3.6.0), applied when `TRITON_INTERPRET=1`.
 
-NumPy 2.4 refuses `int(array([x]))`, which breaks `range(tensor)`; and `tl.dot` on bf16 multiplies the raw 16-bit patterns
-as if they were integers. Both make results wrong or impossible without a word.
+NumPy 2.4 refuses `int(array([x]))`, which breaks `range(tensor)`; and `tl.dot` on bf16 multiplies the raw 16-bit
+patterns as if they were integers, without a word.
 """
 
 from __future__ import annotations

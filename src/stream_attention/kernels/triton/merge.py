@@ -8,11 +8,11 @@ dtype. A sink joins here, once.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import Kernel
 from .tiles import LN2, LOG2E, online_softmax_step
 
 
@@ -24,9 +24,9 @@ def _merge_kernel(
     out_ptr,
     lse_ptr,
     rows: tl.int64,
-    q_len,
-    heads,
-    num_splits,
+    q_len: tl.int32,
+    heads: tl.int32,
+    num_splits: tl.int32,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -66,20 +66,13 @@ def launch_merge(outs: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, l
     rows, value_dim = lse.numel(), out.shape[-1]
     block_dv = triton.next_power_of_2(value_dim)
     block_r = max(1, min(16, 1024 // block_dv))
-    with torch.cuda.device_of(out):
-        _merge_kernel[(triton.cdiv(rows, block_r),)](
-            outs,
-            lses,
-            sink,
-            out,
-            lse,
-            rows=rows,
-            q_len=lse.shape[-1],
-            heads=lse.shape[-2],
-            num_splits=outs.shape[0],
-            DV=value_dim,
-            BLOCK_DV=block_dv,
-            BLOCK_R=block_r,
-            HAS_SINK=sink is not None,
-            num_warps=4,
-        )
+    _kernel.launch(
+        grid=triton.cdiv(rows, block_r),
+        pointers=(outs, lses, sink, out, lse),
+        scalars=(rows, lse.shape[-1], lse.shape[-2], outs.shape[0]),
+        constants=(value_dim, block_dv, block_r, sink is not None),
+        num_warps=4,
+    )
+
+
+_kernel = Kernel(_merge_kernel)

@@ -16,9 +16,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 def online_softmax_step(scores, factor, row_max, row_sum, GUARD: tl.constexpr):
     """Take a tile of scores, times a positive factor, into a running softmax.
 
-    Returns the tile's weights, the factor by which older sums shrink, the new row max and the new row sum. The factor is
-    applied here so that scaling and subtracting the max are one FMA. GUARD: a row may have seen nothing yet; its weights
-    are 0 then, not NaN.
+    Returns the tile's weights, the factor by which older sums shrink, the new row max and the new row sum. The factor
+    is applied here so that scaling and subtracting the max are one FMA. GUARD: a row may have seen nothing yet; its
+    weights are 0 then, not NaN.
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
     finite_max = tl.where(new_max == float("-inf"), 0.0, new_max) if GUARD else new_max
@@ -42,24 +42,9 @@ def softcap_scores(scores, softcap, EXACT: tl.constexpr):
 
 
 @triton.jit
-def dropout_words(seed_ptr, index, stream, IS_COLUMN: tl.constexpr):
-    """Word 0 of Philox4x32-10 for rows (or columns) `index` of (batch, head) `stream`; see kernels/reference.py."""
-    seed = tl.load(seed_ptr)
-    offset = tl.load(seed_ptr + 1)
-    words, _, _, _ = tl.philox(
-        seed,
-        index.to(tl.int32),
-        (2 * stream + IS_COLUMN).to(tl.int32),
-        (offset & 0xFFFFFFFF).to(tl.uint32),
-        ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32),
-    )
-    return words
-
-
-@triton.jit
 def dropout_keep(row_words, col_words, threshold):
     """Which elements of a tile dropout keeps: a two-multiply xor-shift mix of the row's and the column's word."""
-    x = row_words[:, None] ^ col_words[None, :]
+    x = (row_words[:, None] ^ col_words[None, :]).to(tl.uint32, bitcast=True)
     x ^= x >> 16
     x = tl.mul(x, tl.full([1, 1], 0x7FEB352D, tl.uint32), sanitize_overflow=False)
     x ^= x >> 15

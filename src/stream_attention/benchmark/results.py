@@ -1,0 +1,181 @@
+"""The results file: what was measured, of what, where, when and how; and its table."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+
+
+def conditions(device: str) -> dict[str, Any]:
+    """Commit, date, versions and machine."""
+    return {
+        "commit": _commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "versions": {
+            "stream_attention": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": _installed("triton"),
+            "cuda": torch.version.cuda if device == "cuda" else None,
+            "cudnn": torch.backends.cudnn.version() if device == "cuda" else None,
+        },
+        "machine": _gpu() if device == "cuda" else _cpu(),
+    }
+
+
+def _commit() -> dict[str, Any]:
+    def git(*words: str) -> str | None:
+        here = Path(__file__).parent
+        try:
+            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=30)
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    changed = git("status", "--porcelain")
+    return {"hash": git("rev-parse", "--verify", "HEAD"), "dirty": None if changed is None else bool(changed)}
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    model = platform.processor() or platform.machine()
+    listing = Path("/proc/cpuinfo")
+    if listing.exists():
+        names = [line.split(":", 1)[1].strip() for line in listing.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return {
+        "device": "cpu",
+        "name": model,
+        "threads": torch.get_num_threads(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _gpu() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": "cuda",
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+    }
+
+
+def save(results: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def load(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def line(entry: dict[str, Any]) -> str:
+    """One cell in one line."""
+    parts = [f"{entry['name']:28} {entry['direction']:16}"]
+    for name, one in entry["providers"].items():
+        if "median_ms" in one:
+            parts.append(f"{name} {_ms(one['median_ms'])} (best {_ms(one['best_ms'])}, {_rate(one)})")
+        elif "failed" in one:
+            parts.append(f"{name} FAILED: {one['failed']}")
+        elif "unavailable" not in one:
+            parts.append(f"{name} WRONG: error {one['error']:.2e}, allowed {one['allowed']:.2e}")
+    if entry["ratio"] is not None:
+        parts.append(f"ratio {entry['ratio']:.2f}{_bar(entry)}")
+    return "  ".join(parts)
+
+
+def _rate(one: dict[str, Any]) -> str:
+    return f"{one['tb_per_s']:.3g} TB/s" if "tb_per_s" in one else f"{one['tflops']:.3g} TFLOP/s"
+
+
+def _ms(ms: float) -> str:
+    if ms >= 1e3:
+        return f"{ms / 1e3:.3g} s"
+    return f"{ms:.3g} ms" if ms >= 1 else f"{ms * 1e3:.3g} us"
+
+
+def _bar(entry: dict[str, Any]) -> str:
+    if entry["bar"] is None:
+        return ""
+    return f" ({'within' if entry['met'] else 'MISSES'} {entry['bar']:g})"
+
+
+def table(results: dict[str, Any]) -> list[list[str]]:
+    """Rows of the short table, headings first: one row per cell, one column per provider, then the ratio."""
+    on_gpu = results["machine"].get("device") == "cuda"
+    names: list[str] = list(dict.fromkeys(name for cell in results["cells"] for name in _timed(cell)))
+    rows = [["problem", "direction", *names, "ours / fastest peer", "bar"]]
+    for cell in results["cells"]:
+        times = [_shown(cell["providers"][name], on_gpu) if name in _timed(cell) else "" for name in names]
+        ratio = "" if cell["ratio"] is None else f"{cell['ratio']:.2f}"
+        bar = "" if cell["bar"] is None else f"{cell['bar']:g}{'' if cell.get('met') else ' missed'}"
+        rows.append([cell["name"], cell["direction"], *times, ratio, bar])
+    kept = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
+    return [[row[column] for column in kept] for row in rows]
+
+
+def _shown(one: dict[str, Any], on_gpu: bool) -> str:
+    """A measurement as readers compare it: decoding by time and TB/s, other GPU cells by TFLOP/s, CPU cells by time."""
+    if "tb_per_s" in one:
+        return f"{_ms(one['median_ms'])} ({one['tb_per_s']:.2f})"
+    return f"{one['tflops']:.0f}" if on_gpu else _ms(one["median_ms"])
+
+
+def _unit(results: dict[str, Any]) -> str:
+    if results["machine"].get("device") != "cuda":
+        return "time"
+    decoding = any("tb_per_s" in one for cell in results["cells"] for one in cell["providers"].values())
+    return "time (TB/s of K and V)" if decoding else "TFLOP/s"
+
+
+def _timed(cell: dict[str, Any]) -> Iterable[str]:
+    return [name for name, one in cell["providers"].items() if "median_ms" in one]
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """A table for a terminal."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table for a page, under a line that says where, when and with what it was measured."""
+    machine, versions = results["machine"], results["versions"]
+    threads = f", {machine['threads']} threads" if "threads" in machine else ""
+    commit = results["commit"]["hash"]
+    origin = (
+        f"commit {commit[:12]}{' with changes' if results['commit']['dirty'] else ''}" if commit else "no commit yet"
+    )
+    heading, *body = table(results)
+    return "\n".join(
+        [
+            f"{machine['name']}{threads}, torch {versions['torch']}, {results['date'][:10]}, {origin}; "
+            f"{_unit(results)} by {results['conditions']['timing']}: medians, "
+            "and the median of the ratios round by round.",
+            "",
+            f"| {' | '.join(heading)} |",
+            f"|{'---|' * len(heading)}",
+            *(f"| {' | '.join(row)} |" for row in body),
+        ]
+    )

@@ -1,0 +1,95 @@
+"""How fast: everybody in turn, one call each per round, so that a change of clock or of load meets them all alike.
+
+Each round takes the next set of inputs; on a GPU the sets together exceed the L2 cache. A GPU's calls are timed by CUDA
+events while the host runs ahead (each round is queued behind a short sleep on the device), so launches cost nothing
+unless a provider launches more slowly than it computes for a whole round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+Clock = Literal["events", "wall", "cpu"]
+"""CUDA events; perf_counter; or the CPU time of the process, which other load on the machine hardly touches. That is
+for one thread: with more, threads that wait for each other spin, and it would count the waiting as work."""
+
+CLOCKS = {
+    "events": "CUDA events, device time",
+    "wall": "perf_counter, wall time",
+    "cpu": "process_time, CPU time of one thread",
+}
+
+Call = Callable[[int], object]
+"""Computes once, on the inputs set of this number."""
+
+HOST_LEAD_CYCLES = 2_000_000  # about 1 ms: enough to queue a round of a few calls
+
+
+class Latency(NamedTuple):
+    """Milliseconds."""
+
+    median: float
+    p20: float
+    p80: float
+    best: float
+    repeats: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Latency:
+        ranked = sorted(samples)
+
+        def at(share: float) -> float:
+            return ranked[round(share * (len(ranked) - 1))]
+
+        return cls(at(0.5), at(0.2), at(0.8), ranked[0], len(ranked))
+
+
+def paired_ratio(ours: Sequence[float], peer: Sequence[float]) -> float:
+    """Median over the rounds of our time by the peer's: what else the machine did in a round cancels."""
+    return Latency.of([one / other for one, other in zip(ours, peer, strict=True)]).median
+
+
+def interleaved(
+    calls: dict[str, Call], clock: Clock, repeats: int, warmup: int, budget_s: float = float("inf")
+) -> dict[str, list[float]]:
+    """Milliseconds of each call, round by round: `repeats` rounds, or fewer after `budget_s`, but at least three."""
+    for n in range(warmup):
+        for call in calls.values():
+            call(n)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    began = time.perf_counter()
+    for n in range(repeats):
+        turned = names[n % len(names) :] + names[: n % len(names)]  # nobody always runs after the same neighbour
+        for name, ms in _round({name: calls[name] for name in turned}, n, clock).items():
+            samples[name].append(ms)
+        if n >= 2 and time.perf_counter() - began > budget_s:
+            break
+    return samples
+
+
+def _round(calls: dict[str, Call], n: int, clock: Clock) -> dict[str, float]:
+    if clock == "events":
+        return _cuda_round(calls, n)
+    now = time.process_time if clock == "cpu" else time.perf_counter
+    taken = {}
+    for name, call in calls.items():
+        began = now()
+        call(n)
+        taken[name] = (now() - began) * 1e3
+    return taken
+
+
+def _cuda_round(calls: dict[str, Call], n: int) -> dict[str, float]:
+    events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in calls}
+    torch.cuda._sleep(HOST_LEAD_CYCLES)
+    for name, call in calls.items():
+        events[name][0].record()
+        call(n)
+        events[name][1].record()
+    torch.cuda.synchronize()
+    return {name: begun.elapsed_time(ended) for name, (begun, ended) in events.items()}

@@ -1,0 +1,193 @@
+"""Who imports whom: what `import stream_attention` brings in, and that imports point down only (DESIGN, `docs/`)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+PACKAGE = SRC / "stream_attention"
+
+LAYERS = (
+    # From the top: a module imports from its own layer and those below it.
+    ("__init__",),
+    ("core", "distributed", "kvcache", "utils", "integration", "compat", "cli", "benchmark", "testing"),
+    ("ops",),
+    ("plan", "validate"),
+    ("backends", "tuning"),
+    ("kernels",),
+    ("state", "cache_views", "problem"),
+    ("errors", "env", "device"),
+)
+RANK = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}
+
+UPWARD = {
+    # part -> part it may import although that stands higher, and why
+    ("kernels", "tuning"): "a kernel's configuration is a type of its table; tables import no kernel",
+    ("tuning", "testing"): "search.py, a command, compiles for GPUs that are not there; inside a function only",
+}
+
+REFERENCE = "stream_attention.kernels.reference"
+COMPARES_WITH_THE_REFERENCE = {"testing", "benchmark"}  # whose purpose it is, and which nothing fast imports
+
+
+class Import(NamedTuple):
+    importer: str  # dotted module
+    imported: str  # dotted module, or module.name where that is no module
+    line: int
+    lazy: bool  # inside a function
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Every import of our own package in a file, relative ones resolved, those for type checkers left out."""
+    importer = module_name(path)
+    package = importer.split(".") if path.stem == "__init__" else importer.split(".")[:-1]
+
+    def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(importer, alias.name, child.lineno, lazy)
+            elif isinstance(child, ast.ImportFrom):
+                base = package[: len(package) - child.level + 1] if child.level else []
+                source = ".".join([*base, *([child.module] if child.module else [])])
+                for alias in child.names:
+                    yield Import(importer, f"{source}.{alias.name}", child.lineno, lazy)
+            else:
+                yield from walk(child, lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+
+    for one in walk(ast.parse(path.read_text()), lazy=False):
+        if one.imported.split(".")[0] == "stream_attention" and one.imported != "stream_attention.__version__":
+            yield one
+
+
+def part(module: str) -> str:
+    """The piece of the package a module belongs to: `ops` for stream_attention.ops.merge, `__init__` for the root."""
+    pieces = module.split(".")
+    return pieces[1] if len(pieces) > 1 and pieces[1] in RANK else "__init__"
+
+
+ALL = [one for path in sorted(PACKAGE.rglob("*.py")) for one in imports_of(path)]
+
+
+# The parser, on itself
+
+
+def test_the_walk_sees_relative_lazy_and_absolute_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.SRC", tmp_path)
+    source = tmp_path / "stream_attention" / "ops" / "example.py"
+    source.parent.mkdir(parents=True)
+    source.write_text(
+        "import math\n"
+        "from .. import validate\n"
+        "from ..kernels.eager import forward\n"
+        "from .merge import merge_states\n"
+        "if TYPE_CHECKING:\n    from ..core import config\n"
+        "def f():\n    import stream_attention.kernels.reference\n"
+    )
+    assert [(one.imported.removeprefix("stream_attention."), one.line, one.lazy) for one in imports_of(source)] == [
+        ("validate", 2, False),
+        ("kernels.eager.forward", 3, False),
+        ("ops.merge.merge_states", 4, False),
+        ("kernels.reference", 8, True),
+    ]
+
+
+# Imports point down
+
+
+def test_every_part_of_the_package_has_a_layer() -> None:
+    parts = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/*.py")}
+    assert parts <= set(RANK), "a new part: give it a place in LAYERS"
+
+
+def test_imports_point_down_only() -> None:
+    upward = [
+        str(one)
+        for one in ALL
+        if RANK[part(one.importer)] < RANK[part(one.imported)]
+        and (part(one.importer), part(one.imported)) not in UPWARD
+    ]
+    assert upward == []
+
+
+def test_no_module_imports_the_package_itself() -> None:
+    """`from stream_attention import attention` inside the package is an import of the top, and a cycle in waiting."""
+    assert [str(one) for one in ALL if part(one.imported) == "__init__" and part(one.importer) != "__init__"] == []
+
+
+def test_tables_import_no_kernels_until_they_are_searched() -> None:
+    eager = [one for one in ALL if part(one.importer) == "tuning" and not one.lazy]
+    assert [str(one) for one in eager if part(one.imported) in ("kernels", "testing")] == []
+
+
+def test_fast_code_does_not_import_the_reference() -> None:
+    fast = [one for one in ALL if part(one.importer) not in COMPARES_WITH_THE_REFERENCE]
+    importers = [one for one in fast if one.imported.startswith(REFERENCE)]
+    assert {one.importer for one in importers} == {"stream_attention.ops.attention"}  # for backend="reference"
+    assert all(one.lazy for one in importers), "only inside the function that needs it"
+
+
+def test_only_commands_import_what_compares_with_the_reference() -> None:
+    importers = {
+        part(one.importer) for one in ALL if part(one.imported) in COMPARES_WITH_THE_REFERENCE and not one.lazy
+    }
+    assert importers <= {*COMPARES_WITH_THE_REFERENCE, "cli"}
+
+
+def test_kernels_are_reached_only_through_ops() -> None:
+    reached = {
+        part(one.importer) for one in ALL if part(one.imported) == "kernels" and not one.imported.startswith(REFERENCE)
+    }
+    assert reached <= {"kernels", "ops", "backends", "tuning", "testing", "benchmark"}
+
+
+# What the import brings in
+
+PROBE = """
+import json, sys
+import torch
+before = set(sys.modules)
+import stream_attention
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+@pytest.fixture(scope="module")
+def added() -> list[str]:
+    """The modules that `import stream_attention` adds to those of `import torch`, in a fresh process."""
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], env=env, capture_output=True, text=True, timeout=120, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def test_the_import_brings_in_no_other_package(added: list[str]) -> None:
+    roots = {name.partition(".")[0] for name in added}
+    assert "stream_attention" in roots
+    assert roots - set(sys.stdlib_module_names) - {"torch", "stream_attention"} == set()
+
+
+def test_the_import_brings_in_no_kernel_and_no_extra(added: list[str]) -> None:
+    parts = {name.split(".")[1] for name in added if name.startswith("stream_attention.")}
+    assert {"ops", "plan", "backends", "problem"} <= parts
+    assert not parts & {"kernels", "testing", "cli", "integration", "compat", "distributed"}

@@ -1,0 +1,314 @@
+"""Planning as data: problems in, plans out. No kernel runs, and a problem may name a device this machine lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stream_attention import Plan, UnsupportedProblem, attention, explain, force_backend
+from stream_attention.backends import AUTO, BACKENDS, BY_NAME
+from stream_attention.kernels import eager
+from stream_attention.plan import plan, requested
+from stream_attention.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
+from stream_attention.tuning.eager import EagerConfig
+
+
+def problem(**facts: Any) -> Problem:
+    """A plain self-attention in fp32 on the CPU, except for `facts`."""
+    plain: dict[str, Any] = {
+        "batch": 2,
+        "q_len": 64,
+        "k_len": 64,
+        "q_heads": 4,
+        "kv_heads": 4,
+        "head_dim": 32,
+        "value_dim": 32,
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+    }
+    return Problem(**{**plain, **facts})
+
+
+def qkv(q_len: int = 8, k_len: int = 8, **options: Any) -> list[Tensor]:
+    return [torch.zeros(1, length, 2, 4, **options) for length in (q_len, k_len, k_len)]
+
+
+# Which backend
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{}, {"dtype": torch.float64}, {"backward": True}, {"packed": True}, {"partial": True}, {"dropout_p": 0.1}],
+    ids=str,
+)
+def test_on_the_cpu_auto_is_eager_and_says_why_not_the_others(facts: dict[str, Any]) -> None:
+    planned = plan(problem(**facts))
+    names = [backend.name for backend in BACKENDS]
+    assert planned.backend == "eager"
+    assert [name for name, _ in planned.passed_over] == names[: names.index("eager")]
+    assert all(reasons and all(r.endswith(".") for r in reasons) for _, reasons in planned.passed_over)
+
+
+@pytest.mark.parametrize("facts", [{}, {"dtype": torch.float64}, {"backward": True}, {"head_dim": 7}], ids=str)
+def test_auto_is_the_first_backend_with_nothing_against_it(facts: dict[str, Any]) -> None:
+    on_gpu = problem(device=torch.device("cuda"), **facts)  # planned without one
+    against = [(b.name, b.why_not(on_gpu) or b.why_named_only(on_gpu)) for b in BACKENDS]
+    first = next(index for index, (_, reasons) in enumerate(against) if not reasons)
+    planned = plan(on_gpu)
+    assert planned.backend == against[first][0]
+    assert list(planned.passed_over) == against[:first]
+
+
+def test_the_reference_is_the_last_resort() -> None:
+    assert BACKENDS[-1].name == "reference"
+    assert "eager" in BY_NAME and not BY_NAME["eager"].why_not(problem())
+
+
+def test_a_named_backend_is_planned_alone() -> None:
+    planned = plan(problem(), "reference")
+    assert planned.backend == "reference" and planned.passed_over == ()
+
+
+def test_a_named_backend_that_cannot_raises_its_reasons() -> None:
+    with pytest.raises(UnsupportedProblem, match=r"'reference' cannot .*Tq=64.*: it computes whole calls"):
+        plan(problem(partial=True), "reference")
+    assert issubclass(UnsupportedProblem, ValueError)
+
+
+# How eager computes it
+
+
+def eager_config(**facts: Any) -> EagerConfig:
+    return plan(problem(**facts), "eager").config
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"right": 0}, id="causal self-attention"),
+        pytest.param({"right": 0, "backward": True}, id="its backward"),
+        pytest.param({"q_heads": 8}, id="grouped heads"),
+        pytest.param({"k_len": 100}, id="cross-attention"),
+        pytest.param({"dtype": torch.bfloat16}, id="bf16"),
+        pytest.param({"partial": True}, id="an fp32 shard"),
+    ],
+)
+def test_torchs_flash_op_computes_what_it_can(facts: dict[str, Any]) -> None:
+    assert eager_config(**facts) == EagerConfig("flash")
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"device": torch.device("cuda")}, "runs on the CPU alone"),
+        ({"device": torch.device("mps")}, "runs on the CPU alone"),
+        ({"packed": True}, "takes no packed sequences as a whole"),
+        ({"batch": 0}, "empty inputs"),
+        ({"q_len": 0}, "empty inputs"),
+        ({"k_len": 0}, "empty inputs"),
+        ({"value_dim": 16}, "wants D = Dv"),
+        ({"left": 3}, "has no window"),
+        ({"right": 3}, "aligns causal top-left"),
+        ({"right": 0, "q_start": 4}, "aligns causal top-left"),
+        ({"right": 0, "k_stride": 2}, "aligns causal top-left"),
+        ({"mask": True}, "NaN through a mask"),
+        ({"bias": torch.float32}, "has no bias gradient"),
+        ({"alibi": True}, "has no ALiBi"),
+        ({"sink": True}, "has no sink"),
+        ({"softcap": 2.0}, "has no softcap"),
+        ({"dropout_p": 0.1}, "draws its own dropout mask"),
+        ({"partial": True, "dtype": torch.bfloat16}, "rounds partial outputs"),
+        ({"backward": True, "lse_grad": True}, "has no gradient through the LSE"),
+    ],
+    ids=str,
+)
+def test_each_feature_that_needs_the_blocked_pass_is_named(facts: dict[str, Any], reason: str) -> None:
+    config = eager_config(**facts)
+    assert config.path == "blocked"
+    assert len(config.because) == 1 and reason in config.because[0]
+
+
+def test_all_reasons_are_given() -> None:
+    assert len(eager_config(mask=True, softcap=1.0, sink=True).because) == 3
+
+
+@pytest.mark.parametrize("heads", [1, 8, 128])
+@pytest.mark.parametrize("length", [1, 100, 1 << 20])
+@pytest.mark.parametrize("batch", [1, 4096])
+def test_tiles_do_not_grow_with_the_problem(heads: int, length: int, batch: int) -> None:
+    config = eager_config(q_heads=heads, kv_heads=1, q_len=length, k_len=length, batch=batch, mask=True)
+    assert 1 <= config.block_q <= length and 1 <= config.block_k <= length and 1 <= config.block_b <= batch
+    assert config.block_b * heads * config.block_q * config.block_k <= 1 << 20
+
+
+# Plans are values
+
+
+def test_equal_problems_share_one_plan() -> None:
+    assert problem() == problem() and problem() is not problem()
+    assert plan(problem()) is plan(problem())
+    assert plan(problem(q_len=65)) is not plan(problem())
+
+
+def test_plans_are_hashable() -> None:
+    assert len({plan(problem()), plan(problem()), plan(problem(mask=True))}) == 2
+
+
+def test_a_plan_prints_the_problem_the_kernel_and_what_was_passed_over() -> None:
+    text = str(plan(problem(mask=True, left=3, softcap=2.0, bias=torch.bfloat16, dropout_p=0.25, sink=True)))
+    assert "dense B=2 Tq=64 Tk=64 Hq=4 Hkv=4 D=32 Dv=32 float32 on cpu" in text
+    assert "window=(3, -1) mask bias=bfloat16 sink softcap=2 dropout=0.25" in text
+    assert "backend  eager: blocked pass, tiles of 2 x 64 x 64" in text
+    assert "has no softcap" in text
+    passed_over = Plan(problem(), "eager", "anyhow", (("gluon", ("it is Tuesday.", "it rains.")),))
+    assert str(passed_over).splitlines()[1:] == ["backend  eager: anyhow", "not      gluon: it is Tuesday. it rains."]
+
+
+# The problem that inputs pose
+
+
+def stated(inputs: list[Tensor], **options: Any) -> Problem:
+    plain: dict[str, Any] = {
+        "q_len": 0,
+        "k_len": 0,
+        "causal": False,
+        "window": (UNBOUNDED, UNBOUNDED),
+        "softcap": 0.0,
+        "scale": 1.0,
+        "dropout_p": 0.0,
+        "deterministic": False,
+    }
+    return state_problem(Inputs(*inputs), **{**plain, **options})
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "sides"),
+    [
+        pytest.param((8, 8), {"causal": True}, (-1, 0), id="causal"),
+        pytest.param((1, 8), {"causal": True}, (-1, -1), id="one query sees its whole cache"),
+        pytest.param((2, 8), {"causal": True}, (-1, 0), id="the first of two queries does not see the last key"),
+        pytest.param((8, 1), {"causal": True}, (-1, 0), id="early queries do not see the one key"),
+        pytest.param((8, 8), {"causal": True, "window": (3, 5)}, (3, 0), id="causal narrows the right side"),
+        pytest.param((8, 8), {"window": (3, 5)}, (3, 5), id="a window"),
+        pytest.param((8, 8), {"window": (7, 7)}, (-1, -1), id="a window that hides nothing"),
+        pytest.param((8, 8), {"window": (6, 7)}, (6, -1), id="a left side that hides one key from one query"),
+        pytest.param((1, 8), {"window": (3, 0)}, (3, -1), id="one query with a window"),
+        pytest.param((0, 8), {"causal": True}, (-1, 0), id="no queries: left as asked"),
+    ],
+)
+def test_a_side_that_hides_nothing_is_no_side(
+    lengths: tuple[int, int], options: dict[str, Any], sides: tuple[int, int]
+) -> None:
+    one = stated(qkv(*lengths), **options)
+    assert (one.left, one.right) == sides
+
+
+def test_positions_default_to_the_last_query_at_the_last_key() -> None:
+    one = stated(qkv(3, 8))
+    assert (one.q_start, one.q_stride, one.k_start, one.k_stride, one.q_base) == (5, 1, 0, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("positions", "right"),
+    [
+        pytest.param(Positions(8, 1, 0, 1, 0), UNBOUNDED, id="keys of an earlier shard"),
+        pytest.param(Positions(0, 1, 8, 1, 0), 0, id="keys of a later shard"),
+        pytest.param(Positions(0, 2, 1, 2, 0), 0, id="stripes"),
+        pytest.param(Positions(7, 1, 0, 1, 0), UNBOUNDED, id="the last key is the first query's own"),
+        pytest.param(Positions(6, 1, 0, 1, 0), 0, id="one key too far"),
+    ],
+)
+def test_causal_on_a_shard_is_a_matter_of_positions(positions: Positions, right: int) -> None:
+    assert stated(qkv(), causal=True, positions=positions).right == right
+
+
+def test_packed_lengths_are_those_passed() -> None:
+    offsets = torch.tensor([0, 3, 8])
+    packed = [t[0] for t in qkv()]
+    inputs = Inputs(*packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    one = state_problem(
+        inputs,
+        q_len=5,
+        k_len=5,
+        causal=True,
+        window=(UNBOUNDED, UNBOUNDED),
+        softcap=0.0,
+        scale=1.0,
+        dropout_p=0.0,
+        deterministic=False,
+    )
+    assert (one.batch, one.q_len, one.k_len, one.packed, one.right) == (2, 5, 5, True, 0)
+
+
+# Forcing
+
+
+def test_force_backend_nests_and_restores() -> None:
+    assert requested(AUTO) == AUTO
+    with force_backend("eager"):
+        with force_backend("reference"):
+            assert requested(AUTO) == "reference"
+        assert requested(AUTO) == "eager"
+        with force_backend(AUTO):
+            assert requested(AUTO) == AUTO
+    assert requested(AUTO) == AUTO
+
+
+def test_force_backend_restores_after_an_exception() -> None:
+    with pytest.raises(KeyError), force_backend("reference"):
+        raise KeyError
+    assert requested(AUTO) == AUTO
+
+
+def test_a_backend_named_in_the_call_wins() -> None:
+    with force_backend("reference"):
+        assert requested("eager") == "eager"
+        assert explain(*qkv(), backend="eager").backend == "eager"
+        assert explain(*qkv()).backend == "reference"
+
+
+@pytest.mark.parametrize("use", [lambda: attention(*qkv(), backend="fast"), lambda: force_backend("fast").__enter__()])
+def test_an_unknown_backend_is_refused_with_the_names_there_are(use: Any) -> None:
+    with pytest.raises(ValueError, match=r"backend: expected one of 'auto', .*'eager', 'reference'; got 'fast'"):
+        use()
+    assert requested(AUTO) == AUTO
+
+
+# explain
+
+
+def test_explain_prints_the_plan_it_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = explain(*qkv(), causal=True)
+    assert planned == plan(planned.problem)
+    assert capsys.readouterr().out == f"{planned}\n"
+
+
+def test_explain_prints_the_backward_where_a_gradient_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = explain(*qkv(requires_grad=True), causal=True)
+    printed = capsys.readouterr().out
+    assert printed == f"{planned}\n{plan(planned.problem._replace(backward=True))}\n"
+    assert not planned.problem.backward
+
+
+def test_explain_takes_packed_sequences() -> None:
+    offsets = torch.tensor([0, 3, 8])
+    planned = explain(*(t[0] for t in qkv()), cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    assert planned.problem.packed and (planned.problem.batch, planned.problem.q_len) == (2, 5)
+
+
+def test_explain_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(eager, "forward", lambda *args: calls.append(args))
+    explain(*qkv(requires_grad=True), softcap=3.0)
+    assert calls == []
+
+
+def test_explain_raises_what_the_call_would() -> None:
+    with pytest.raises(ValueError, match="softcap"):
+        explain(*qkv(), softcap=-1.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'casual'"):
+        explain(*qkv(), casual=True)
