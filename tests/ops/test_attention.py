@@ -243,6 +243,11 @@ def test_agrees_with_the_reference(backend: str, name: str, dtype: torch.dtype) 
     check(replace(CASES[name], dtype=dtype), backend)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference_can_be_named_as_a_backend(name: str) -> None:
+    check_case(CASES[name], "reference")
+
+
 @settings(max_examples=60)
 @given(rng=st.randoms(use_true_random=False))
 def test_agrees_with_the_reference_on_random_problems(backend: str, rng: random.Random) -> None:

@@ -175,6 +175,8 @@ def _call_reference(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         "seed": inputs.seed,
     }
     if problem.packed:
+        if inputs.alibi_slopes is not None and inputs.alibi_slopes.shape[0] == 1:
+            options["alibi_slopes"] = inputs.alibi_slopes[0]  # one for all sequences, as the caller gave it
         options |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
         out, lse = reference.varlen_attention(*inputs[:3], **options)
     else:

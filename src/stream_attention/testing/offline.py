@@ -13,8 +13,11 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -23,6 +26,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from ..tuning.triton import configure
+from .inputs import Case, make, stated
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -51,6 +57,32 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
 
     with patch.object(JITFunction, "run", compile_launch):
         yield compiled
+
+
+def precompile(cases: Iterable[Case], arch: int, processors: int, workers: int | None = None) -> list[str]:
+    """Compile the kernels of the Triton forward of `cases` into Triton's cache, in parallel and without a GPU.
+
+    Returns what went wrong, a line each.
+    """
+    jobs = [(replace(case, device="cpu"), arch, processors) for case in cases]
+    # Fresh processes: a fork of one that has used CUDA, or has threads, may hang.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return [error for error in pool.map(_compile_case, jobs) if error]
+
+
+def _compile_case(job: tuple[Case, int, int]) -> str:
+    from ..kernels.triton.forward import forward
+
+    case, arch, processors = job
+    query, key, value, options = make(case)
+    problem, inputs = stated(case, {"query": query, "key": key, "value": value}, options)
+    config = configure(problem._replace(arch=arch, processors=processors))
+    try:
+        with compiling_for(arch):
+            forward(problem, inputs, config)
+    except Exception as error:
+        return f"{case!r} for sm_{arch} in {config}: {type(error).__name__}: {error}"
+    return ""
 
 
 def _compile(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int) -> Any:

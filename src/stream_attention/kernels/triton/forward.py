@@ -246,7 +246,7 @@ def _forward_kernel(
             scores = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
             factor = scale * LOG2E
             if HAS_SOFTCAP:
-                scores = softcap_scores(scores * scale, softcap, PRECISION == "ieee") * LOG2E
+                scores = softcap_scores(scores * scale, softcap, PRECISION == "tf32x3") * LOG2E
             elif not SCALE_LATE:
                 scores = scores * factor
             k_pos = k_start + offs_n * k_stride
@@ -394,7 +394,7 @@ def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: 
             packed,  # IS_PACKED
             is_split,  # IS_SPLIT
             problem.scale > 0 and not (problem.softcap or problem.alibi or problem.bias),  # SCALE_LATE
-            "tf32" if problem.tf32 else "ieee",  # PRECISION
+            "tf32x3" if problem.dtype is torch.float32 and not problem.tf32 else "tf32",  # PRECISION
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

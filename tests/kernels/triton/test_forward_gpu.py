@@ -1,0 +1,593 @@
+"""The Triton forward on a GPU: random problems within what is earned, and what only a device can show.
+
+`GPU_RESULTS=folder` keeps the summary of the random problems there, as JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import subprocess
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+
+from stream_attention import attention, explain, varlen_attention
+from stream_attention.kernels import reference
+from stream_attention.kernels.triton.forward import _access
+from stream_attention.problem import UNBOUNDED, Inputs, state_problem
+from stream_attention.testing import Case, check_case, peak_bytes, random_case
+from stream_attention.testing.inputs import _tile_laid_out
+from stream_attention.tuning.triton import configure
+
+pytestmark = pytest.mark.gpu
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+INF = math.inf
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BF16, device: str = "cuda") -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device, dtype=F32).to(dtype)
+
+
+def qkv(
+    B: int = 2, Tq: int = 200, Tk: int = 300, Hq: int = 4, Hkv: int = 2, D: int = 64, dtype: torch.dtype = BF16
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = ((B, Tq, Hq, D), (B, Tk, Hkv, D), (B, Tk, Hkv, D))
+    query, key, value = (normal(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes))
+    return query, key, value
+
+
+def ours(*tensors: Tensor, **options: Any) -> Any:
+    return attention(*tensors, **options, backend="triton")
+
+
+@pytest.fixture
+def give_memory_back() -> Iterator[None]:
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+# Random problems
+
+PROBLEMS = 2000
+TEMPLATES = 32
+VARIANTS = 150
+"""Compiled forms of the kernel that the problems may need; a problem that would need one more is drawn again."""
+
+
+def test_random_problems_agree_within_what_is_earned() -> None:
+    device = torch.cuda.get_device_properties(0)
+    arch, processors = 10 * device.major + device.minor, device.multi_processor_count
+    cases, variants = random_problems(arch, processors)
+
+    from stream_attention.testing.offline import precompile
+
+    started = time.perf_counter()
+    assert precompile(variants, arch, processors, min(16, os.cpu_count() or 1)) == []
+    compiled = time.perf_counter()
+    failures, worst, worst_case = [], 0.0, None
+    for case in cases:
+        try:
+            report = check_case(case, "triton")
+        except AssertionError as error:
+            failures.append(str(error))
+        else:
+            if report.worst > worst:
+                worst, worst_case = report.worst, case
+    finished = time.perf_counter()
+    summary = {
+        "problems": len(cases),
+        "failed": len(failures),
+        "failures": failures[:10],
+        "variants": len(variants),
+        "packed": sum(case.packed for case in cases),
+        "dtypes": {str(dtype): sum(case.dtype is dtype for case in cases) for dtype in (F16, BF16, F32)},
+        "largest share of what is allowed": worst,
+        "its case": repr(worst_case),
+        "seconds to compile": round(compiled - started, 1),
+        "seconds to run": round(finished - compiled, 1),
+        "gpu": device.name,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    print(json.dumps(summary, indent=2))
+    if folder := os.environ.get("GPU_RESULTS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, "triton_forward_random.json").write_text(json.dumps(summary, indent=2) + "\n")
+    assert not failures, f"{len(failures)} of {len(cases)} failed:\n" + "\n\n".join(failures[:10])
+
+
+def random_problems(arch: int, processors: int, seed: int = 0) -> tuple[list[Case], list[Case]]:
+    """Cases in which a few templates (modifiers, dtypes, head dims) come in random sizes, and one of every variant."""
+    rng = Random(seed)
+    templates = [random_case(rng, device="cuda", head_dims=(64, 80, 128, 256)) for _ in range(TEMPLATES)]
+    templates = [replace(case, backward=False, lse_grad=False) for case in templates]
+    cases: list[Case] = []
+    variants: dict[Hashable, Case] = {}
+    while len(cases) < PROBLEMS:
+        case = in_another_size(templates[len(cases) % TEMPLATES], rng)
+        key = variant(case, arch, processors)
+        if key is not None and key not in variants:
+            if len(variants) == VARIANTS:
+                continue
+            variants[key] = case
+        cases.append(case)
+    return cases, list(variants.values())
+
+
+def in_another_size(like: Case, rng: Random) -> Case:
+    """The same kernel features in another random size."""
+    longest = 1100 if rng.random() < 0.05 else 300
+    size = random_case(rng, device="cuda", head_dims=(like.D,), max_length=longest, packed=like.packed)
+    q_heads = size.Hkv * (like.Hq // like.Hkv)
+    full = (size.B, q_heads, size.Tq, size.Tk)
+
+    def broadcast(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return shape and tuple(1 if n == 1 else whole for n, whole in zip(shape, full[-len(shape) :], strict=True))
+
+    return replace(
+        size,
+        Hq=q_heads,
+        Dv=like.Dv,
+        dtype=like.dtype,
+        causal=like.causal,
+        window=like.window and tuple(side if side == UNBOUNDED else rng.randint(0, 40) for side in like.window),
+        mask=broadcast(like.mask),
+        bias=broadcast(like.bias),
+        bias_hides=like.bias_hides,
+        alibi=like.alibi,
+        sink=like.sink,
+        aux_dtype=like.aux_dtype,
+        softcap=like.softcap,
+        scale=like.scale,
+        dropout_p=like.dropout_p,
+        layout="offset" if like.layout == "offset" else "contiguous" if size.layout == "offset" else size.layout,
+        backward=False,
+        lse_grad=False,
+    )
+
+
+def variant(case: Case, arch: int, processors: int) -> Hashable:
+    """What the compiled kernel of a case depends on; None if nothing is launched."""
+
+    def shaped(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def tile(shape: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor | None:
+        laid_out = None if shape is None else _tile_laid_out(case.layout, shaped(*shape, dtype=dtype))
+        return None if laid_out is None else laid_out[(None,) * (4 - laid_out.dim())]
+
+    aux_dtype = case.aux_dtype or case.dtype
+    lengths_q, lengths_k = case.lengths_q or (), case.lengths_k or ()
+    lead_q, lead_k = ((sum(lengths_q),), (sum(lengths_k),)) if case.packed else ((case.B, case.Tq), (case.B, case.Tk))
+    offsets = shaped(case.sequences + 1, dtype=torch.int32) if case.packed else None
+    inputs = Inputs(
+        shaped(*lead_q, case.Hq, case.D),
+        shaped(*lead_k, case.Hkv, case.D),
+        shaped(*lead_k, case.Hkv, case.Dv),
+        mask=tile(case.mask, torch.bool),
+        bias=tile(case.bias, aux_dtype),
+        alibi_slopes=shaped(1, case.Hq) if case.alibi else None,
+        sink=shaped(case.Hq) if case.sink else None,
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+    )
+    problem = state_problem(
+        inputs,
+        q_len=max(lengths_q, default=0),
+        k_len=max(lengths_k, default=0),
+        causal=case.causal,
+        window=case.window or (UNBOUNDED, UNBOUNDED),
+        softcap=case.softcap,
+        scale=case.D**-0.5 if case.scale is None else case.scale,
+        dropout_p=case.dropout_p,
+        deterministic=case.deterministic,
+    )._replace(arch=arch, processors=processors)
+    if 0 in (problem.batch, problem.q_len):
+        return None
+    config = configure(problem)
+    return (
+        (case.D, case.Dv, case.dtype, aux_dtype, problem.group, case.packed, case.layout == "offset"),
+        (*config[:4], config.num_splits > 1, config.pack_heads),
+        (problem.left == UNBOUNDED, problem.right == UNBOUNDED, _access(inputs.mask), _access(inputs.bias)),
+        (case.alibi is None, case.sink, case.softcap == 0, case.dropout_p == 0, problem.scale > 0),
+    )
+
+
+def commit() -> str | None:
+    try:
+        asked = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
+        )
+    except OSError:
+        return None
+    return asked.stdout.strip() or None
+
+
+# Every architecture's rows run on this one too: whatever shared memory allows is right
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("dim", [8, 16, 96, 192, 256])
+def test_head_dims_at_the_ends_of_the_range(dim: int, dtype: torch.dtype) -> None:
+    check_case(
+        Case(B=1, Tq=130, Tk=260, Hq=2, Hkv=1, D=dim, Dv=dim, dtype=dtype, causal=True, device="cuda", backward=False),
+        "triton",
+    )
+
+
+def test_the_same_call_twice_is_bit_equal() -> None:
+    """The first call goes through Triton's own launch, the second through ours."""
+    query, key, value = qkv(Tq=333, Tk=555, D=128)
+    options = {"causal": True, "dropout_p": 0.2, "seed": 3, "sink": normal(4), "return_lse": True}
+    first, second = (ours(query, key, value, **options) for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+# CUDA graphs
+
+
+def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function()
+    return graph, result
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"Tq": 1, "Tk": 20_000, "Hq": 8, "Hkv": 1}, {"dtype": F32}],
+    ids=["long", "split", "fp32"],
+)
+def test_a_graph_replays_with_new_inputs(shape: dict[str, Any]) -> None:
+    static = qkv(**shape)
+    graph, result = captured(lambda: ours(*static, causal=True, return_lse=True))
+    for seed in (10, 20):
+        for n, tensor in enumerate(static):
+            tensor.copy_(normal(*tensor.shape, seed=seed + n, dtype=tensor.dtype))
+        graph.replay()
+        out, lse = ours(*static, causal=True, return_lse=True)
+        assert torch.equal(result[0], out) and torch.equal(result[1], lse)
+
+
+def test_a_graph_replays_with_another_seed() -> None:
+    static, seed = qkv(), torch.tensor([1, 2], device="cuda")
+    graph, result = captured(lambda: ours(*static, dropout_p=0.5, seed=seed))
+    seen = []
+    for pair in ([1, 2], [1, 3], [4, 2], [1, 2]):
+        seed.copy_(torch.tensor(pair))
+        graph.replay()
+        assert torch.equal(result, ours(*static, dropout_p=0.5, seed=torch.tensor(pair, device="cuda")))
+        seen.append(result.clone())
+    assert torch.equal(seen[0], seen[3])
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
+
+
+def test_a_graph_that_draws_its_own_seed_draws_another_at_each_replay() -> None:
+    static = qkv()
+    graph, result = captured(lambda: ours(*static, dropout_p=0.5))
+    graph.replay()
+    first = result.clone()
+    graph.replay()
+    assert not torch.equal(first, result)
+
+
+def test_a_packed_call_is_captured_when_the_lengths_are_told() -> None:
+    query, key, value = (t[0] for t in qkv(B=1, Tq=200, Tk=200))
+    offsets = torch.tensor([0, 50, 50, 180], dtype=torch.int32, device="cuda")
+
+    def call() -> Tensor:
+        return varlen_attention(
+            query, key, value, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=200, max_seqlen_k=200,
+            causal=True, backend="triton",
+        )  # fmt: skip
+
+    graph, result = captured(call)
+    for ends in ([0, 50, 50, 180], [0, 1, 200, 200]):
+        offsets.copy_(torch.tensor(ends, dtype=torch.int32))
+        graph.replay()
+        expected, _ = reference.varlen_attention(
+            query, key, value, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True
+        )
+        torch.testing.assert_close(result, expected.to(BF16))
+
+
+# Devices, streams and the host
+
+
+def test_a_device_that_is_not_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs, and torch.cuda.device_count() is 1")
+    query, key, value = qkv()
+    there = [t.to("cuda:1") for t in (query, key, value)]
+    for options in ({"causal": True}, {"dropout_p": 0.2, "seed": 1}):
+        for _ in range(2):
+            out = ours(*there, **options)
+            assert out.device == torch.device("cuda:1") and torch.cuda.current_device() == 0
+            torch.cuda.synchronize(1)
+            assert torch.equal(out.to("cuda:0"), ours(query, key, value, **options))
+
+
+@pytest.mark.parametrize(
+    "shape", [{"Tq": 1000, "Tk": 1000}, {"Tq": 1, "Tk": 30_000, "Hq": 8, "Hkv": 1}], ids=["long", "split"]
+)
+def test_two_streams_at_once(shape: dict[str, Any]) -> None:
+    inputs = [qkv(**shape), tuple(t.flip(1).contiguous() for t in qkv(**shape))]
+    options = {"dropout_p": 0.1, "seed": torch.tensor([1, 2], device="cuda")} if shape["Tq"] > 1 else {}
+    expected = [ours(*tensors, **options) for tensors in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    found: list[list[Tensor]] = [[], []]
+    for _ in range(30):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[n].append(ours(*inputs[n], **options))
+    torch.cuda.synchronize()
+    for n in range(2):
+        assert all(torch.equal(out, expected[n]) for out in found[n])
+
+
+@pytest.mark.parametrize("seed", ["drawn", "int", "tensor", "no dropout"])
+@pytest.mark.parametrize("kind", ["dense", "split", "packed"])
+def test_no_host_synchronisation(kind: str, seed: str) -> None:
+    seeds: dict[str, dict[str, Any]] = {
+        "drawn": {"dropout_p": 0.1},
+        "int": {"dropout_p": 0.1, "seed": 5},
+        "tensor": {"dropout_p": 0.1, "seed": torch.tensor([1, 2], device="cuda")},
+        "no dropout": {},
+    }
+    options = seeds[seed] | {"causal": True, "sink": normal(4), "alibi_slopes": normal(4).abs(), "backend": "triton"}
+    query, key, value = qkv(Tq=1, Tk=5000) if kind == "split" else qkv(Tq=300)
+    offsets = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+
+    def call() -> Tensor:
+        if kind != "packed":
+            return attention(query, key, value, **options)
+        return varlen_attention(
+            query[0], key[0], value[0], cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=200, max_seqlen_k=200,
+            **options,
+        )  # fmt: skip
+
+    call()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert out.isfinite().all()
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("shape", [{}, {"Tq": 1, "Tk": 3000}], ids=["long", "split"])
+def test_one_element_into_the_storage(shape: dict[str, Any], dtype: torch.dtype) -> None:
+    tensors = qkv(**shape, dtype=dtype)
+    expected = ours(*tensors, causal=True)
+    for moved in ((0,), (1,), (2,), (0, 1, 2)):
+        shifted = list(tensors)
+        for n in moved:
+            buffer = torch.full((tensors[n].numel() + 1,), math.nan, dtype=dtype, device="cuda")
+            shifted[n] = buffer[1:].view(tensors[n].shape).copy_(tensors[n])
+            assert shifted[n].data_ptr() % 16
+        torch.testing.assert_close(ours(*shifted, causal=True), expected)
+
+
+def test_odd_strides() -> None:
+    tensors, views = qkv(), []
+    for tensor in tensors:
+        batch, rows, heads, dim = tensor.shape
+        width = dim + 3
+        buffer = torch.full((batch * (rows * heads * width + 7) + 5,), math.nan, dtype=BF16, device="cuda")
+        strides = (rows * heads * width + 7, heads * width, width, 1)
+        views.append(buffer.as_strided(tensor.shape, strides, 5).copy_(tensor))
+    torch.testing.assert_close(ours(*views, window=(50, 20)), ours(*tensors, window=(50, 20)))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("modifier", ["mask", "bias"])
+def test_mask_and_bias_in_wide_words_or_not(modifier: str, offset: int) -> None:
+    query, key, value = qkv(Tq=130, Tk=256)
+    wide = normal(2, 4, 130, 256 + offset)[..., offset:]
+    tile = wide > -1 if modifier == "mask" else wide
+    if offset and modifier == "mask":
+        tile = (normal(2, 4, 130, 257) > -1)[..., 1:]
+    expected = attention(query, key, value, **{modifier: tile}, backend="reference")
+    found = ours(query, key, value, **{modifier: tile})
+    torch.testing.assert_close(found, expected)
+
+
+# Sizes beyond 16 and 32 bits
+
+
+def test_more_batches_times_heads_than_a_grid_dimension_holds(give_memory_back: None) -> None:
+    for shape in ({"B": 8193, "Hq": 9, "Hkv": 3}, {"B": 70_000, "Hq": 1, "Hkv": 1}):
+        query, key, value = qkv(Tq=16, Tk=16, **shape)
+        out, lse = ours(query, key, value, causal=True, return_lse=True)
+        some = [0, 4000, shape["B"] - 1]
+        expected, expected_lse = reference.attention(query[some], key[some], value[some], causal=True)
+        torch.testing.assert_close(out[some], expected.to(BF16))
+        torch.testing.assert_close(lse[some], expected_lse.float())
+        assert out.isfinite().all()
+
+
+def test_more_sequences_than_a_grid_dimension_holds(give_memory_back: None) -> None:
+    sequences, length = 70_000, 8
+    query, key, value = (t[0] for t in qkv(B=1, Tq=sequences * length, Tk=sequences * length, Hq=2, Hkv=1))
+    offsets = torch.arange(0, sequences * length + 1, length, dtype=torch.int32, device="cuda")
+    out = varlen_attention(
+        query, key, value, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=length, max_seqlen_k=length,
+        causal=True, backend="triton",
+    )  # fmt: skip
+    folded = [t.unflatten(0, (sequences, length)) for t in (query, key, value)]
+    torch.testing.assert_close(out, ours(*folded, causal=True).flatten(0, 1))
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+def test_rows_and_batches_further_apart_than_32_bits(aligned: bool, give_memory_back: None) -> None:
+    """Query, key and value are slices of one buffer of 2**31 elements and more, 4.3 GB."""
+    rows, dim, stride = 1025, 64, 2**21
+    buffer = torch.empty(2**31 + stride, dtype=BF16, device="cuda")
+    start = 0 if aligned else 1
+    views = [buffer.as_strided((1, rows, 1, dim), (0, stride, dim, 1), start + n * dim) for n in range(3)]
+    apart = qkv(B=1, Tq=rows, Tk=rows, Hq=1, Hkv=1, D=dim)
+    for view, tensor in zip(views, apart, strict=True):
+        view.copy_(tensor)
+    assert (rows - 1) * stride >= 2**31
+    torch.testing.assert_close(ours(*views, causal=True), ours(*apart, causal=True))
+    few = [views[0][:, -1:], *views[1:]]
+    torch.testing.assert_close(ours(*few), ours(apart[0][:, -1:], *apart[1:]))
+
+    batches = [
+        buffer.as_strided((3, 100, 2, dim), (2**30, 2 * dim, dim, 1), start + n * 100 * 2 * dim) for n in range(3)
+    ]
+    apart = qkv(B=3, Tq=100, Tk=100, Hq=2, Hkv=2, D=dim)
+    for view, tensor in zip(batches, apart, strict=True):
+        view.copy_(tensor)
+    torch.testing.assert_close(ours(*batches, causal=True), ours(*apart, causal=True))
+
+
+def test_an_output_of_more_elements_than_32_bits(give_memory_back: None) -> None:
+    """8.8 GB: 2**31 elements and more in the query and in the output."""
+    length, heads, dim = 2**18 + 2**12, 64, 128
+    query = torch.empty(1, length, heads, dim, dtype=BF16, device="cuda").normal_()
+    key, value = (normal(1, length, 1, dim, seed=n) for n in range(2))
+    assert query.numel() > 2**31
+    out, lse = ours(query, key, value, window=(15, 0), causal=True, return_lse=True)
+    for begin in (0, length // 2, length - 64):
+        first = max(0, begin - 15)
+        rows = slice(begin, begin + 64)
+        expected, expected_lse = reference.attention(
+            query[:, rows], key[:, first : begin + 64], value[:, first : begin + 64], window=(15, 0)
+        )
+        torch.testing.assert_close(out[:, rows], expected.to(BF16))
+        torch.testing.assert_close(lse[..., rows], expected_lse.float())
+
+
+def test_a_mask_of_more_elements_than_32_bits(give_memory_back: None) -> None:
+    q_len, k_len = 4096, 2**19 + 64
+    query, key, value = qkv(B=1, Tq=q_len, Tk=k_len, Hq=1, Hkv=1)
+    mask = torch.zeros(1, 1, q_len, k_len, dtype=torch.bool, device="cuda")
+    mask[..., ::1001] = True
+    mask[:, :, -1] = False
+    mask[:, :, -2, -5:] = True
+    assert mask.numel() > 2**31
+    out, lse = ours(query, key, value, mask=mask, return_lse=True)
+    expected, expected_lse = reference.attention(query[:, -4:], key, value, mask=mask[:, :, -4:])
+    torch.testing.assert_close(out[:, -4:], expected.to(BF16))
+    torch.testing.assert_close(lse[..., -4:], expected_lse.float())
+    assert not out[:, -1].any() and lse[0, 0, -1] == -INF
+
+
+# Precision
+
+
+def test_fp32_is_exact_unless_tf32_is_allowed() -> None:
+    query, key, value = qkv(D=128, dtype=F32)
+    exact, _ = reference.attention(query, key, value)
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    errors = {}
+    try:
+        for tf32 in (False, True):
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            errors[tf32] = (ours(query, key, value).double() - exact).abs().max().item()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+    assert errors[False] < 5e-6 and errors[True] < 1e-2
+    assert errors[True] > 50 * errors[False], errors
+
+
+# Few queries, many keys
+
+DECODE = Case(B=1, Tq=1, Tk=100_000, Hq=8, Hkv=2, D=128, Dv=128, dtype=BF16, device="cuda", causal=True, backward=False)
+DECODE_CASES: dict[str, Case] = {
+    "one query": DECODE,
+    "a batch": replace(DECODE, B=3, Tk=33_333),
+    "one head per KV head": replace(DECODE, Hq=2, Tk=50_001),
+    "speculative queries": replace(DECODE, Tq=5, Tk=30_000),
+    "every modifier": replace(
+        DECODE, Tk=20_001, sink=True, softcap=20.0, alibi="H", window=(15_000, 0), mask=(1, 8, 1, 20_001), aux_dtype=F32
+    ),
+    "dropout": replace(DECODE, Tk=20_000, dropout_p=0.3),
+    "fp32": replace(DECODE, Tk=20_000, dtype=F32),
+}
+
+
+@pytest.mark.parametrize("name", DECODE_CASES)
+def test_split_keys(name: str) -> None:
+    case = DECODE_CASES[name]
+    query, key, value = qkv(case.B, case.Tq, case.Tk, case.Hq, case.Hkv, case.D, case.dtype)
+    planned = explain(query, key, value, causal=True, dropout_p=case.dropout_p, backend="triton")
+    assert planned.config.num_splits > 1
+    check_case(case, "triton")
+
+
+# torch.compile, gradients, memory
+
+
+def test_auto_takes_triton_and_compiles_in_one_graph() -> None:
+    query, key, value = qkv()
+    assert explain(query, key, value, causal=True).backend == "triton"
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True) * 2, fullgraph=True)
+    torch.testing.assert_close(compiled(query, key, value), attention(query, key, value, causal=True) * 2)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "fp32"])
+def test_gradients_of_a_triton_forward_come_from_the_backend_that_has_them(dtype: torch.dtype) -> None:
+    case = Case(B=2, Tq=130, Tk=200, Hq=4, Hkv=2, D=64, Dv=64, dtype=dtype, device="cuda", causal=True, lse_grad=True)
+    check_case(case, "auto")
+    check_case(replace(case, sink=True, alibi="H", softcap=5.0, dropout_p=0.2, mask=(2, 1, 130, 200)), "auto")
+
+
+def test_gradients_in_a_compiled_graph() -> None:
+    query, key, value = (t.requires_grad_() for t in qkv())
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True).square().sum(), fullgraph=True)
+    found = torch.autograd.grad(compiled(query, key, value), (query, key, value))
+    expected = torch.autograd.grad(attention(query, key, value, causal=True).square().sum(), (query, key, value))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.1, "seed": 1}], ids=["plain", "dropout"])
+def test_memory_is_what_is_returned(options: dict[str, Any], give_memory_back: None) -> None:
+    """65,536 tokens: the scores of one head alone would be 8.6 GB."""
+    tokens, heads, dim = 65_536, 8, 64
+    query, key, value = qkv(B=1, Tq=tokens, Tk=tokens, Hq=heads, Hkv=heads, D=dim)
+    ours(query[:, :512], key[:, :512], value[:, :512], **options)
+    returned = tokens * heads * (2 * dim + 4)
+    words = 2 * 4 * tokens * heads if "dropout_p" in options else 0
+    assert peak_bytes(lambda: ours(query, key, value, **options), "cuda") <= returned + words + 2**20
+
+
+def test_memory_of_splits_does_not_grow_with_the_keys(give_memory_back: None) -> None:
+    def peak(keys: int) -> int:
+        query, key, value = qkv(B=1, Tq=1, Tk=keys, Hq=8, Hkv=1, D=128)
+        ours(query, key, value)
+        return peak_bytes(lambda: ours(query, key, value), "cuda")
+
+    assert peak(1_000_000) <= peak(100_000) + 2**16 <= 4 * 2**20
