@@ -102,8 +102,8 @@ SM80_MODIFIED = (
     Row(256, True, ANY, TritonConfig(32, 32, 4, 2)),
 )
 
-# fp32 products are as exact as fp32 rounding: each is three TF32 products, and operands take twice the registers. H200 as
-# above, causal 1k, of four tiles each: 43 TFLOP/s at D 64 (x1.4 of SDPA), 33 at D 128 (x0.84), there with 352 bytes of
+# fp32 products are as exact as fp32 rounding: each is three TF32 products, and operands take twice the registers. H200
+# as above, causal 1k, of four tiles each: 43 TFLOP/s at D 64 (x1.4 of SDPA), 33 at D 128 (x0.84), with 352 bytes of
 # spills, the tiles without being slower; D 256 is a guess from the compiler's report.
 SM90_FLOAT32 = (
     Row(64, False, ANY, TritonConfig(128, 64, 8, 2)),
