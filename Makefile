@@ -17,6 +17,9 @@ PYTEST_ARGS ?=
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu" -n $(WORKERS) --dist loadgroup \
 	--doctest-modules tests src/stream_attention/ops
 SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" tests
+# triton.jit chooses between compiler and interpreter when it decorates, so interpreted kernels need their own process.
+INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
+	tests/kernels/triton/test_forward_interpreted.py
 
 .PHONY: help
 help: ## list the commands
@@ -27,11 +30,12 @@ demo: $(STAMP) ## run the demonstration on this machine's CPU
 	$(BIN)/python examples/demo.py
 
 .PHONY: test
-test: $(STAMP) ## run every CPU test and doctest: parallel first, then time and memory alone
+test: $(STAMP) ## run every CPU test and doctest: in parallel, then interpreted kernels, then time and memory alone
 	@set -o pipefail; mkdir -p out; failed=0; \
 	$(PARALLEL) $(PYTEST_ARGS) 2>&1 | tee out/test-parallel.log || failed=1; \
+	$(INTERPRETED) $(PYTEST_ARGS) 2>&1 | tee out/test-interpreted.log || failed=1; \
 	$(SERIAL) $(PYTEST_ARGS) 2>&1 | tee out/test-serial.log || failed=1; \
-	echo; echo "parallel: $$(tail -n 1 out/test-parallel.log)"; echo "serial:   $$(tail -n 1 out/test-serial.log)"; \
+	echo; for pass in parallel interpreted serial; do echo "$$pass: $$(tail -n 1 out/test-$$pass.log)"; done; \
 	exit $$failed
 
 .PHONY: check

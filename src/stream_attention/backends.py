@@ -23,7 +23,7 @@ from .tuning import triton as triton_tuning
 
 class Backend(NamedTuple):
     name: str
-    module: str  # has forward(problem, inputs, config) and backward(problem, inputs, config, ...)
+    module: str  # has forward(problem, inputs, config) and, unless why_not says otherwise, backward
     why_not: Callable[[Problem], tuple[str, ...]]  # sentences; empty if it can
     configure: Callable[[Problem], Any]
     why_named_only: Callable[[Problem], tuple[str, ...]] = lambda problem: ()  # why "auto" leaves it although it can
@@ -63,7 +63,7 @@ def _triton_why_named_only(problem: Problem) -> tuple[str, ...]:
 
 
 def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
 
 
 def _eager_why_not(problem: Problem) -> tuple[str, ...]:

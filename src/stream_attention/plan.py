@@ -32,7 +32,7 @@ def plan(problem: Problem, backend: str = AUTO) -> Plan:
 
     Raises `UnsupportedProblem` with the reasons if a backend named by the caller cannot do it.
     """
-    if backend != AUTO:
+    if check_backend(backend) != AUTO:
         chosen = BY_NAME[backend]
         reasons = chosen.why_not(problem)
         if reasons:
@@ -77,7 +77,7 @@ def requested(backend: str) -> str:
 
 def check_backend(name: str) -> str:
     """Refuse names that no backend has."""
-    if name != AUTO and name not in BY_NAME:
+    if not isinstance(name, str) or (name != AUTO and name not in BY_NAME):
         names = ", ".join(repr(known) for known in (AUTO, *BY_NAME))
         raise ValueError(f"backend: expected one of {names}; got {name!r}")
     return name

@@ -125,7 +125,7 @@ class Problem(NamedTuple):
     @property
     def empty(self) -> bool:
         """There is no score to compute."""
-        return 0 in (self.batch, self.q_len, self.k_len)
+        return min(self.batch, self.q_len, self.k_len) <= 0
 
     def __str__(self) -> str:
         kind = "packed" if self.packed else "dense"

@@ -85,7 +85,7 @@ def varlen_tensors(
         )
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if longest is not None and (isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))):
-            _refuse(name, "an int or None", longest, error=TypeError)
+            _refuse(name, "an int or None", _describe(longest), error=TypeError)
         if longest is not None and longest < 0:
             _refuse(name, "at least 0", longest)
     _per_head(alibi_slopes, sink, query, cu_seqlens_q.shape[0] - 1, query.shape[1])
@@ -94,8 +94,11 @@ def varlen_tensors(
 def cu_seqlens_values(name: str, offsets: list[int], rows: int, longest: int | None) -> int:
     """Check cumulative lengths that are known on the host; returns the longest sequence, or what was passed for it."""
     lengths = [late - early for early, late in pairwise(offsets)]
-    if offsets[0] != 0 or any(length < 0 for length in lengths):
-        _refuse(name, "0 first and no value below the one before it", offsets)
+    if offsets[0] != 0:
+        _refuse(name, "0 first", offsets[0])
+    for index, length in enumerate(lengths):
+        if length < 0:
+            _refuse(name, "no value below the one before it", f"{offsets[index : index + 2]} at {index}")
     if offsets[-1] > rows:
         _refuse(name, f"a last value of at most the {rows} packed rows", offsets[-1])
     if longest is not None and longest < max(lengths, default=0):
@@ -139,13 +142,16 @@ def options(
             _refuse("seed", "an int, or an int64 tensor of shape [2]: (seed, offset)", _describe(seed), error=TypeError)
     elif seed is not None:
         if not _is_int(seed):
-            _refuse("seed", "an int, an int64 tensor of shape [2], or None", seed, error=TypeError)
+            _refuse("seed", "an int, an int64 tensor of shape [2], or None", _describe(seed), error=TypeError)
         if not -(1 << 63) <= seed < 1 << 63:
             _refuse("seed", "an int of 64 bits", seed)
 
 
-def states(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
+def states(outs: Any, lses: Any) -> None:
     """Check states that are to be merged."""
+    for name, given in (("outs", outs), ("lses", lses)):
+        if not isinstance(given, (tuple, list, Tensor)):
+            _refuse(name, "a sequence of tensors, or one stacked in dim 0", _describe(given), error=TypeError)
     if not outs or len(outs) != len(lses):
         _refuse("outs and lses", "as many outs as lses, at least one", f"{len(outs)} and {len(lses)}")
     for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
@@ -208,8 +214,8 @@ def _tensor(name: str, tensor: Any, query: Tensor) -> None:
 
 
 def _floating(name: str, tensor: Tensor, hint: str = "") -> None:
-    if not tensor.dtype.is_floating_point:
-        _refuse(name, "a floating dtype", tensor.dtype, hint, TypeError)
+    if tensor.dtype not in DTYPES:
+        _refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype, hint, TypeError)
 
 
 def _broadcastable(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:
@@ -232,7 +238,7 @@ def _is_int(x: Any) -> bool:
 
 
 def _describe(x: Any) -> str:
-    return f"{x.dtype} tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
+    return f"{x.dtype} tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"{x!r} ({type(x).__name__})"
 
 
 def _refuse(name: str, expected: str, actual: Any, hint: str = "", error: type[Exception] = ValueError) -> NoReturn:

@@ -79,6 +79,9 @@ class _Sequence(NamedTuple):
 def _sequences(problem: Problem, inputs: Inputs) -> Iterator[_Sequence]:
     assert inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None
     q_offsets, k_offsets = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
+    for offsets, rows in ((q_offsets, inputs.query.shape[0]), (k_offsets, inputs.key.shape[0])):
+        if offsets != sorted(offsets) or offsets[0] < 0 or offsets[-1] > rows:  # a compiled call comes here unchecked
+            raise ValueError(f"cu_seqlens: expected to rise from 0 to at most the {rows} packed rows; got {offsets}")
     for b in range(problem.batch):
         q_rows, k_rows = slice(q_offsets[b], q_offsets[b + 1]), slice(k_offsets[b], k_offsets[b + 1])
         q_len, k_len = q_rows.stop - q_rows.start, k_rows.stop - k_rows.start
@@ -132,6 +135,8 @@ def _packed_backward(
     for b, (one, its_inputs, q_rows, k_rows) in enumerate(_sequences(problem, inputs)):
         its_grad_lse = None if grad_lse is None else grad_lse[None, :, q_rows]
         saved = out[None, q_rows], lse[None, :, q_rows], grad_out[None, q_rows], its_grad_lse
+        if wanted.alibi_slopes or wanted.sink:  # summed over the sequences: not to be rounded in each
+            one = one._replace(partial=True)
         its = backward(one, its_inputs, configure(one), *saved, wanted)
         for whole, grad, its_rows in ((dq, its.query, q_rows), (dk, its.key, k_rows), (dv, its.value, k_rows)):
             if whole is not None and grad is not None:
@@ -351,14 +356,25 @@ class _Tiles:
             slope = 1.0 - folded * folded if with_slope else None
             folded.mul_(p.softcap)
         if self.inputs.bias is not None:
-            scores.add_(self.tile_of(self.inputs.bias, rows, cols))
+            bias = self.tile_of(self.inputs.bias, rows, cols)
+            if bias.dtype.itemsize > scores.dtype.itemsize:  # huge is not -inf
+                bias = bias.clamp(torch.finfo(scores.dtype).min, torch.finfo(scores.dtype).max)
+            scores.add_(bias)
         if self.inputs.alibi_slopes is not None:
             slopes = self.batch_of(self.inputs.alibi_slopes).to(scores.dtype)
             scores.addcmul_(slopes[:, :, None, None], self.distance(rows, cols), value=-1.0)
         if visible is not None:
+            self._hide(scores, visible)
+        return tile._replace(scores=folded, softcap_slope=slope)
+
+    def _hide(self, scores: Tensor, visible: Tensor) -> None:
+        """-inf where not visible, whatever stood there."""
+        if self.problem.device.type == "cpu":
             highest = visible.to(scores.dtype).sub_(0.5).mul_(torch.inf)  # -inf where hidden, else inf
             torch.minimum(scores, highest, out=scores)
-        return tile._replace(scores=folded, softcap_slope=slope)
+            if not torch.isnan(scores.amax()):  # a minimum lets NaN through
+                return
+        scores.masked_fill_(~visible, EMPTY)
 
     def distance(self, rows: slice, cols: slice) -> Tensor:
         """How far apart a query and a key stand, `[m, n]`."""

@@ -188,6 +188,10 @@ def varlen_attention(
     if dropout_p > 0.0 and seed is None:
         seed = torch.randint(2**63 - 1, (2,), device=query.device)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    # Widened once, so that gradients of the sequences are summed wide and not in a narrow dtype one by one.
+    wide_dtype = torch.promote_types(compute_dtype, torch.float32)
+    sink = None if sink is None else sink.to(wide_dtype)
+    alibi_slopes = None if alibi_slopes is None else alibi_slopes.to(wide_dtype)
     outs, lses = [], []
     for b in range(len(starts_q) - 1):
         rows = slice(starts_q[b], starts_q[b + 1])
@@ -211,7 +215,6 @@ def varlen_attention(
         outs.append(out[0])
         lses.append(lse[0])
     tail, q_heads = query.shape[0] - starts_q[-1], query.shape[1]
-    wide_dtype = torch.promote_types(compute_dtype, torch.float32)
     outs.append(query.new_zeros(tail, q_heads, value.shape[-1], dtype=compute_dtype))
     lses.append(query.new_full((q_heads, tail), -torch.inf, dtype=wide_dtype))
     return torch.cat(outs), torch.cat(lses, dim=-1)

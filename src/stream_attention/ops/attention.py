@@ -13,6 +13,9 @@ from ..plan import plan, requested
 from ..problem import UNBOUNDED, Gradients, Inputs, Positions, Wanted, state_problem
 from .library import forward_op, problem_of, run_backward, run_forward
 
+_FAR = 1 << 40
+"""A window side beyond every position, which the ops' integers still hold."""
+
 
 def attention(
     query: Tensor,
@@ -45,14 +48,16 @@ def attention(
         causal: query i sees keys j <= i + Tk - Tq (bottom-right).
         window: `(left, right)`: also j in [i + Tk - Tq - left, i + Tk - Tq + right]; -1 = unbounded on that side.
         mask: bool, True = attend, broadcastable to `[B, Hq, Tq, Tk]`; never expanded in memory.
-        bias: any float dtype, added to the scores, broadcastable likewise; -inf hides a key.
+        bias: float, added to the scores, broadcastable likewise; -inf hides a key. To hide a whole row use -inf, not
+            a huge number: the LSE of such a row has no digits left for the gradient.
         alibi_slopes: `[Hq]` or `[B, Hq]`: adds -slope * |i + Tk - Tq - j|.
         sink: `[Hq]`: one extra logit per head in the denominator, with no value.
         softcap: c > 0 turns scaled scores s into c * tanh(s / c).
         scale: default D ** -0.5; 0.0 is a legal scale.
         dropout_p: probability in [0, 1) of dropping an attention weight; survivors are scaled by 1 / (1 - p).
         seed: an int, or an int64 tensor (seed, offset) on the query's device; None draws one there.
-        deterministic: bit-equal gradients from run to run; None follows `torch.use_deterministic_algorithms`.
+        deterministic: outputs and gradients bit-equal from run to run; None follows
+            `torch.use_deterministic_algorithms`.
         return_lse: also return the log of the softmax denominator, `[B, Hq, Tq]`, natural log, sink included.
         backend: "auto", or the name of the backend that must do it.
 
@@ -132,10 +137,18 @@ def op_arguments(
     q_len: int = 0,
     k_len: int = 0,
 ) -> tuple[Any, ...]:
-    """The flat arguments of the library ops, every default made explicit."""
-    left, right = window or (UNBOUNDED, UNBOUNDED)
+    """The flat arguments of the library ops, every default made explicit.
+
+    The small tensors are contiguous from here on: kernels read them without strides.
+    """
+    left, right = (min(side, _FAR) for side in window or (UNBOUNDED, UNBOUNDED))
     return (
-        *inputs._replace(seed=seed_tensor(seed, inputs.query) if dropout_p else None),
+        *inputs[:5],
+        _contiguous(inputs.alibi_slopes),
+        _contiguous(inputs.sink),
+        _contiguous(seed_tensor(seed, inputs.query)) if dropout_p else None,
+        _contiguous(inputs.cu_seqlens_q),
+        _contiguous(inputs.cu_seqlens_k),
         q_len,
         k_len,
         causal,
@@ -147,6 +160,10 @@ def op_arguments(
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         backend,
     )
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def call(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -215,9 +232,10 @@ def forward_state(
 ) -> tuple[Tensor, Tensor]:
     """One shard's state `(fp32 out, lse)`, for callers in this package that merge states themselves.
 
-    `inputs` are in the form kernels read and `options` are the remaining keywords of `state_problem`. No sink: it
-    belongs to the merge, once.
+    `inputs` are dense and in the form kernels read; `options` are the remaining keywords of `state_problem`. No sink:
+    it belongs to the merge, once.
     """
+    assert inputs.sink is None and inputs.cu_seqlens_q is None
     problem = state_problem(inputs, positions=positions, batch_start=batch_start, partial=True, **options)
     return run_forward(plan(problem, requested(backend)), inputs)
 
@@ -236,6 +254,7 @@ def backward_step(
     **options: Any,
 ) -> Gradients:
     """One shard's gradients in fp32, to be summed over the shards. `out` and `lse` are those of the whole row."""
+    assert inputs.sink is None and inputs.cu_seqlens_q is None
     problem = state_problem(inputs, positions=positions, batch_start=batch_start, partial=True, **options)
     problem = problem._replace(backward=True, lse_grad=grad_lse is not None)
     return run_backward(plan(problem, requested(backend)), inputs, out, lse, grad_out, grad_lse, wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..plan import Plan, plan
@@ -18,7 +19,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
     """Print which kernel would run for a call, how configured, and why each preferred one was passed over.
 
     Takes the arguments of `attention`, or those of `varlen_attention` where `cu_seqlens_q` is among them. Computes
-    nothing. If an input requires a gradient, the plan of the backward is printed too.
+    nothing. If an input requires a gradient, the plan of the backward is printed too (where the LSE is returned, as
+    if a gradient came through it).
 
     Returns:
         The `Plan` of the forward.
@@ -36,10 +38,12 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
     op, prepare = (varlen_attention, prepare_varlen) if "cu_seqlens_q" in arguments else (attention, prepare_attention)
     bound = signature(op).bind(query, key, value, **arguments)
     bound.apply_defaults()
+    if bound.arguments["seed"] is None:
+        bound.arguments["seed"] = 0  # a plan needs no random numbers, so none are drawn
     op_arguments = prepare(**bound.arguments)
     problem, _, backend = problem_of(op_arguments)
     forward = plan(problem, backend)
     print(forward)
-    if any(t is not None and t.requires_grad for t in op_arguments[: len(Inputs._fields)]):
-        print(plan(problem._replace(backward=True), backend))
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in op_arguments[: len(Inputs._fields)]):
+        print(plan(problem._replace(backward=True, lse_grad=bound.arguments["return_lse"]), backend))
     return forward

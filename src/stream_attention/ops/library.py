@@ -204,6 +204,8 @@ def _vmap_rule(op: Any, inputs_at: int) -> Callable[..., Any]:
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         size = info.batch_size
+        if size == 0:
+            raise ValueError("vmap: expected a mapped dim of at least 1; got 0")
         if all(t is None for t in arguments[inputs_at + 3 : inputs_at + _INPUTS]):
             folded = op(*(_fold(a, dim, size) for a, dim in zip(arguments, in_dims, strict=True)))
             results = tuple(t.unflatten(0, (size, t.shape[0] // size)) for t in folded)

@@ -34,6 +34,5 @@ def merge_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tenso
     >>> torch.allclose(out, attention(query, key, value), atol=1e-6)
     True
     """
-    outs, lses = tuple(outs), tuple(lses)
     validate.states(outs, lses)
-    return merge(outs, lses)
+    return merge(tuple(outs), tuple(lses))

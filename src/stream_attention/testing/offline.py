@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -76,7 +77,8 @@ def _compile_case(job: tuple[Case, int, int]) -> str:
     case, arch, processors = job
     query, key, value, options = make(case)
     problem, inputs = stated(case, {"query": query, "key": key, "value": value}, options)
-    config = configure(problem._replace(arch=arch, processors=processors))
+    problem = problem._replace(device=torch.device("cuda"), arch=arch, processors=processors)
+    config = configure(problem)
     try:
         with compiling_for(arch):
             forward(problem, inputs, config)

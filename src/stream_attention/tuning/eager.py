@@ -16,8 +16,12 @@ BLOCK_K = 512
 ALiBi, a mask, a softcap: 128-512 by 512-1024 are within 5 % of each other, 64 rows or 256 columns cost 10-40 % more."""
 
 
+TINY_SCALE = 1e-30
+"""Scales below this may be 0 in fp32."""
+
+
 class EagerConfig(NamedTuple):
-    """`path` is "flash" (one call of torch's CPU flash op) or "blocked" (our streaming pass over tiles)."""
+    """`path` is "flash" (torch's CPU flash op), "blocked" (our pass over tiles) or "sequences" (each by itself)."""
 
     path: str
     block_b: int = 0
@@ -28,12 +32,16 @@ class EagerConfig(NamedTuple):
     def __str__(self) -> str:
         if self.path == "flash":
             return "torch's CPU flash op"
+        if self.path == "sequences":
+            return "one sequence after the other, each by torch's CPU flash op if it can or else by the blocked pass"
         tile = f"blocked pass, tiles of {self.block_b} x {self.block_q} x {self.block_k} (batch x queries x keys)"
         return f"{tile}, since torch's CPU flash op {'; '.join(self.because)}"
 
 
 def configure(problem: Problem) -> EagerConfig:
-    """The configuration for a dense problem. Packed sequences are configured one by one as they run."""
+    """The configuration of a problem. Packed sequences are configured one by one as they run."""
+    if problem.packed:
+        return EagerConfig("sequences")
     reasons = why_not_flash(problem)
     return blocked(problem, reasons) if reasons else EagerConfig("flash")
 
@@ -54,15 +62,14 @@ def blocked(problem: Problem, reasons: tuple[str, ...] = ("was not asked",)) -> 
 def why_not_flash(problem: Problem) -> tuple[str, ...]:
     """Why torch's CPU flash op cannot compute this problem; empty if it can."""
     same_positions = (problem.q_start, problem.q_stride) == (problem.k_start, problem.k_stride)
-    top_left = problem.right == 0 and same_positions
+    top_left = problem.right == 0 and same_positions and problem.k_len <= problem.q_len
     reasons = (
         (problem.device.type != "cpu", "runs on the CPU alone"),
-        (problem.packed, "takes no packed sequences as a whole"),
         (problem.empty, "divides by zero on empty inputs"),
         (problem.head_dim != problem.value_dim, "wants D = Dv"),
         (problem.left != UNBOUNDED, "has no window"),
         (problem.right != UNBOUNDED and not top_left, "aligns causal top-left"),
-        (problem.scale <= 0.0, "wants a positive scale: it multiplies -inf by it"),
+        (problem.scale < TINY_SCALE, "wants a positive scale: it multiplies -inf by it in fp32"),
         (problem.mask, "gives LSE 0 for masked rows and lets NaN through a mask"),
         (problem.bias is not None, "has no bias gradient"),
         (problem.alibi, "has no ALiBi"),

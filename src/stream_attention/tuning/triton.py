@@ -62,22 +62,22 @@ SM80 = (
     Row(64, True, ANY, TritonConfig(128, 64, 4, 3)),
     Row(128, False, ANY, TritonConfig(128, 64, 8, 2)),
     Row(128, True, ANY, TritonConfig(128, 64, 8, 2)),
-    Row(256, False, ANY, TritonConfig(64, 32, 4, 2)),
-    Row(256, True, ANY, TritonConfig(64, 32, 4, 2)),
+    Row(256, False, ANY, TritonConfig(64, 32, 8, 2)),
+    Row(256, True, ANY, TritonConfig(64, 32, 8, 2)),
 )
 
 # A guess: as SM80, within the 99 KiB of shared memory of these GPUs.
 SM86 = (
-    Row(64, False, ANY, TritonConfig(128, 64, 4, 2)),
-    Row(64, True, ANY, TritonConfig(128, 64, 4, 2)),
+    Row(64, False, ANY, TritonConfig(64, 64, 4, 2)),
+    Row(64, True, ANY, TritonConfig(64, 64, 4, 2)),
     Row(128, False, ANY, TritonConfig(128, 32, 8, 2)),
     Row(128, True, ANY, TritonConfig(128, 32, 8, 2)),
-    Row(256, False, ANY, TritonConfig(64, 16, 4, 2)),
-    Row(256, True, ANY, TritonConfig(64, 16, 4, 2)),
+    Row(256, False, ANY, TritonConfig(32, 32, 4, 2)),
+    Row(256, True, ANY, TritonConfig(32, 32, 4, 2)),
 )
 
-# A mask or bias is one more tile to load, softcap and dropout are more arithmetic; both need registers. H200 as above,
-# causal 2k: x0.7-0.85 of plain SDPA flash; D 256 is a guess from the compiler's report.
+# A mask or bias is one more tile to load; softcap, dropout and ALiBi are more arithmetic. All need registers. H200 as
+# above, causal 2k: x0.7-0.85 of plain SDPA flash; D 256 is a guess from the compiler's report.
 SM90_MASKED = (
     Row(64, False, ANY, TritonConfig(64, 32, 4, 3)),
     Row(64, True, ANY, TritonConfig(64, 32, 4, 3)),
@@ -89,10 +89,13 @@ SM90_MASKED = (
 SM90_COMPUTED = (
     Row(64, False, ANY, TritonConfig(64, 64, 4, 3)),
     Row(64, True, ANY, TritonConfig(64, 64, 4, 3)),
-    *(row for row in SM90_MASKED if row.width > 64),
+    Row(128, False, ANY, TritonConfig(64, 64, 4, 2)),
+    Row(128, True, ANY, TritonConfig(64, 64, 4, 2)),
+    Row(256, False, ANY, TritonConfig(128, 32, 8, 2)),
+    Row(256, True, ANY, TritonConfig(128, 32, 8, 2)),
 )
 
-# A guess from the compiler's report, for every GPU before and beside 90.
+# A guess from the compiler's report, for every GPU but 90, and for both kinds of modifiers together.
 SM80_MODIFIED = (
     Row(64, False, ANY, TritonConfig(64, 32, 4, 2)),
     Row(64, True, ANY, TritonConfig(64, 32, 4, 2)),
@@ -143,25 +146,31 @@ def configure(problem: Problem) -> TritonConfig:
     few = _few_queries(problem)
     if few is not None:
         return few
-    if not problem.arch:
+    if problem.device.type == "cpu":
         return INTERPRETER
+    width, causal = max(problem.head_dim, problem.value_dim), problem.right != UNBOUNDED
+    masked = problem.mask or problem.bias is not None
+    # A left edge is a third copy of the loop, which at the widest heads costs as many registers as a modifier.
+    third_loop = problem.left != UNBOUNDED and width > 128
+    computed = problem.softcap or problem.dropout_p or problem.alibi or third_loop
     table: tuple[Row, ...]
     if problem.dtype is torch.float32:
         table = _nearest(FLOAT32, problem.arch)
-    elif problem.mask or problem.bias:
+    elif masked and computed:
+        table = SM80_MODIFIED
+    elif masked:
         table = _nearest(MASKED, problem.arch)
-    elif problem.softcap or problem.dropout_p:
+    elif computed:
         table = _nearest(COMPUTED, problem.arch)
     else:
         table = _nearest(PLAIN, problem.arch)
-    width, causal = max(problem.head_dim, problem.value_dim), problem.right != UNBOUNDED
     return next(
         row.config for row in table if width <= row.width and causal == row.causal and problem.k_len <= row.up_to
     )
 
 
 def _nearest(tables: Mapping[int, tuple[Row, ...]], arch: int) -> tuple[Row, ...]:
-    return tables[max(known for known in tables if known <= arch)]
+    return tables[max((known for known in tables if known <= arch), default=min(tables))]
 
 
 def _few_queries(problem: Problem) -> TritonConfig | None:
@@ -169,14 +178,18 @@ def _few_queries(problem: Problem) -> TritonConfig | None:
     pack_heads = problem.group > 1 and not problem.dropout_p
     heads_per_tile = problem.group if pack_heads else 1
     rows = problem.q_len * heads_per_tile
-    if rows > FEW_ROWS or problem.packed or problem.k_len < 4 * FEW_ROWS:
+    if rows > FEW_ROWS or problem.packed or problem.empty or problem.k_len < 4 * FEW_ROWS:
         return None
+    width = max(problem.head_dim, problem.value_dim)
     block_m = max(16, 1 << (rows - 1).bit_length())
-    block_n = 128 if max(problem.head_dim, problem.value_dim) <= 64 else 64
-    if problem.dtype is torch.float32:
-        block_m, block_n = min(block_m, 16), 32
+    block_n = 128 if width <= 64 else 64 if width <= 128 else 32
+    num_warps, num_stages = 4, 3 if problem.arch == 90 else 2
+    if problem.dtype is torch.float32:  # twice the bytes, and operands in three parts
+        block_m, block_n, num_warps, num_stages = 16, 32 if width <= 128 else 16, 4 if width <= 128 else 8, 2
+    elif width > 128:
+        block_m = min(block_m, 32)
     programs = problem.batch * (problem.q_heads // heads_per_tile) * -(-rows // block_m)
     tiles = -(-problem.k_len // block_n)
     # Two programs per processor, each with at least two tiles to stream.
     num_splits = max(1, min(2 * problem.processors // programs, tiles // 2))
-    return TritonConfig(block_m, block_n, 4, 3, num_splits, pack_heads)
+    return TritonConfig(block_m, block_n, num_warps, num_stages, num_splits, pack_heads)

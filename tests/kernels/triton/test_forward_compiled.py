@@ -15,8 +15,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton")
 
 from stream_attention.backends import BY_NAME
+from stream_attention.kernels.triton.dropout import dropout_words
 from stream_attention.kernels.triton.forward import forward
 from stream_attention.kernels.triton.merge import launch_merge
+from stream_attention.kernels.triton.visibility import keys_seen
 from stream_attention.problem import UNBOUNDED, Inputs, Problem, state_problem
 from stream_attention.testing.offline import Report, compiling_for, report
 from stream_attention.tuning.triton import ANY, COMPUTED, FLOAT32, MASKED, PLAIN, Row, TritonConfig, configure
@@ -130,7 +132,7 @@ TABLES = {
     **{f"plain {arch}": table for arch, table in PLAIN.items()},
     **{f"masked {arch}": table for arch, table in MASKED.items()},
     **{f"computed {arch}": table for arch, table in COMPUTED.items()},
-    "float32": FLOAT32,
+    **{f"float32 {arch}": table for arch, table in FLOAT32.items()},
 }
 
 
@@ -147,11 +149,13 @@ def test_a_table_has_a_row_for_every_problem(name: str) -> None:
     [
         ({"mask": True}, "masked 90"),
         ({"bias": BF16}, "masked 90"),
-        ({"bias": BF16, "softcap": 20.0}, "masked 90"),
+        ({"bias": BF16, "softcap": 20.0}, "masked 80"),
         ({"softcap": 20.0}, "computed 90"),
         ({"dropout_p": 0.1}, "computed 90"),
-        ({"dtype": F32}, "float32"),
-        ({"dtype": F32, "mask": True}, "float32"),
+        ({"alibi": True}, "computed 90"),
+        ({"dtype": F32}, "float32 90"),
+        ({"dtype": F32, "mask": True}, "float32 90"),
+        ({"dtype": F32, "arch": 86}, "float32 80"),
         ({"dtype": F16}, "plain 90"),
         ({"mask": True, "arch": 86}, "masked 80"),
         ({"softcap": 20.0, "arch": 89}, "computed 80"),
@@ -226,7 +230,6 @@ class Compiled:
         offsets = torch.tensor([0, self.Tq], dtype=torch.int32), torch.tensor([0, self.Tk], dtype=torch.int32)
         extra = {
             "mask": {"mask": zeros(*tile, dtype=torch.bool)},
-            "key mask": {"mask": zeros(1, 1, 1, self.Tk, dtype=torch.bool)},
             "bias": {"bias": zeros(*tile)},
             "alibi": {"alibi_slopes": zeros(1, self.Hq, dtype=F32)},
             "sink": {"sink": zeros(self.Hq, dtype=F32)},
@@ -253,7 +256,8 @@ class Compiled:
             dropout_p=0.1 if "dropout" in self.modifiers else 0.0,
             deterministic=False,
         )
-        return stated._replace(arch=self.arch, processors=132, tf32="tf32" in self.modifiers)
+        there: dict[str, Any] = {"device": torch.device("cuda"), "arch": self.arch, "processors": 132}
+        return stated._replace(tf32="tf32" in self.modifiers, **there)
 
     def config(self) -> TritonConfig:
         return configure(self.problem(self.inputs()))
@@ -261,9 +265,8 @@ class Compiled:
     def compile(self) -> Report:
         """What the compiler reports of the forward kernel itself; helpers launched beside it are tested below."""
         inputs = self.inputs()
-        stated = self.problem(inputs)
         with compiling_for(self.arch) as compiled:
-            forward(stated, inputs, configure(stated))
+            forward(self.problem(inputs), inputs, self.config())
         (kernel,) = (kernel for kernel in compiled if kernel.metadata.name == "_forward_kernel")
         return report(kernel)
 
@@ -281,55 +284,78 @@ def rows_of(arch: int, table: tuple[Row, ...], **how: Any) -> list[Compiled]:
 ALL = ("window", "mask", "bias", "alibi", "sink", "softcap", "dropout")
 PLAIN_ROWS = [
     *rows_of(90, PLAIN[90]),
-    *rows_of(80, PLAIN[80]),
-    *(row for row in rows_of(86, PLAIN[86]) if row.causal),
-    *(row for row in rows_of(89, PLAIN[89]) if not row.causal),
+    *(row for row in rows_of(80, PLAIN[80]) if row.causal),
+    *(row for row in rows_of(86, PLAIN[86]) if row.causal and row.D != 128),
+    *(row for row in rows_of(89, PLAIN[89]) if row.causal and row.D == 128),
 ]
 MASKED_ROWS = [
     *(replace(row, modifiers=("mask",) if row.causal else ("bias",)) for row in rows_of(90, MASKED[90])),
-    *(replace(row, modifiers=("bias",) if row.causal else ("mask",)) for row in rows_of(80, MASKED[80])),
+    *(replace(row, modifiers=("bias",)) for row in rows_of(80, MASKED[80]) if row.causal),
 ]
 COMPUTED_ROWS = [
     *(replace(row, modifiers=("dropout",) if row.causal else ("softcap",)) for row in rows_of(90, COMPUTED[90])),
-    *(replace(row, modifiers=("softcap",) if row.causal else ("dropout",)) for row in rows_of(80, COMPUTED[80])),
+    *(replace(row, modifiers=("dropout",)) for row in rows_of(80, COMPUTED[80]) if row.causal),
 ]
 FLOAT32_ROWS = [
-    *(row for row in rows_of(90, FLOAT32, dtype=F32) if row.causal),
-    *(row for row in rows_of(80, FLOAT32, dtype=F32) if not row.causal),
+    *(row for row in rows_of(90, FLOAT32[90], dtype=F32) if row.causal),
+    *(row for row in rows_of(80, FLOAT32[80], dtype=F32) if row.causal and row.D != 256),
+    *(row for row in rows_of(86, FLOAT32[80], dtype=F32) if row.causal and row.D == 256),
 ]
 REST = [
     *(Compiled(90, dim, True, (modifier,)) for dim in (64, 128, 256) for modifier in ("window", "alibi")),
     Compiled(90, 128, False, ("alibi",)),
     Compiled(80, 128, True, ("alibi", "window")),
-    Compiled(90, 128, True, ("sink",)),
-    Compiled(90, 128, True, ("key mask",)),
     Compiled(90, 128, True, ALL),
     Compiled(80, 64, True, ALL),
     Compiled(90, 128, True, ("tf32",), dtype=F32),
-    Compiled(90, 128, True, ("packed",), dtype=F16),
+    Compiled(90, 128, True, ("packed", "sink"), dtype=F16),
     Compiled(90, 64, True, ("misaligned",), Tk=1024),
     Compiled(90, 80, True),
     Compiled(90, 128, True, Dv=64),
-    Compiled(90, 128, Tq=1, Hq=8, Hkv=1),
     Compiled(90, 64, Tq=64),
-    Compiled(80, 128, Tq=4, Hq=8, Hkv=1),
+    Compiled(90, 128, Tq=1, Hq=8, Hkv=1),
+    Compiled(90, 256, Tq=8, Hq=8, Hkv=1),
+    Compiled(90, 256, Tq=1, dtype=F32),
+    Compiled(80, 256, Tq=64),
+    Compiled(80, 256, Tq=1, dtype=F32),
+    Compiled(86, 128, Tq=8, Hq=8, Hkv=1),
+    Compiled(86, 256, Tq=1),
 ]
 KERNELS = {str(kernel): kernel for kernel in (*PLAIN_ROWS, *MASKED_ROWS, *COMPUTED_ROWS, *FLOAT32_ROWS, *REST)}
 
-SPILLS: dict[str, int] = {}
+SPILLS: dict[str, int] = {
+    "sm_90 float32 d128 causal 4096": 352,  # measured: the tiles that spill nothing are slower; see the table
+    "sm_90 float32 d256 causal 4096": 40,  # no tile tried spills less: operands of 256 in three parts are too wide
+    "sm_86 float32 d256 causal 4096": 76,
+    "sm_90 bfloat16 d128 causal 4096 window mask bias alibi sink softcap dropout": 56,
+    "sm_90 bfloat16 d256 causal 4096 dropout": 16,
+}
 """Bytes that a kernel of the gate is known to spill. Strict: a kernel that spills more or less than its line fails."""
+
+SERIALISED = {"sm_90 bfloat16 d64 causal 4096 mask", "sm_90 bfloat16 d64 full 4096 bias"}
+"""Kernels whose products wait for each other, and which are faster all the same: 190 against 175 TFLOP/s on the H200
+for the best tile without the warning (2026-11-15, causal 2k, mask)."""
 
 
 def test_every_row_of_every_table_is_compiled() -> None:
-    groups = {"masked": MASKED_ROWS, "computed": COMPUTED_ROWS, "float32": FLOAT32_ROWS}
-    groups |= {f"plain {arch}": [k for k in PLAIN_ROWS if k.arch in (arch, 89 if arch == 86 else 0)] for arch in PLAIN}
+    """Of two rows that differ in `causal` alone, one: a right edge only adds to what a kernel holds."""
+
+    def on(kernels: list[Compiled], *archs: int) -> list[Compiled]:
+        return [kernel for kernel in kernels if kernel.arch in archs]
+
+    gated = {
+        PLAIN[80]: on(PLAIN_ROWS, 80),
+        PLAIN[86]: on(PLAIN_ROWS, 86, 89),
+        PLAIN[90]: on(PLAIN_ROWS, 90),
+        FLOAT32[80]: on(FLOAT32_ROWS, 80, 86),
+        FLOAT32[90]: on(FLOAT32_ROWS, 90),
+    }
+    for tables, kernels in ((MASKED, MASKED_ROWS), (COMPUTED, COMPUTED_ROWS)):
+        for arch in (80, 90):  # on 80 one table serves both
+            gated[tables[arch]] = gated.get(tables[arch], []) + on(kernels, arch)
     for name, table in TABLES.items():
-        kernels = groups.get(name) or groups.get(name.split()[0]) or []
-        compiled = {(k.D, k.causal, k.config()) for k in kernels}
-        if table in [TABLES[other] for other in TABLES if other != name and other < name]:
-            continue  # a table that another architecture has too
-        missing = {(row.width, row.causal, row.config) for row in table} - compiled
-        assert not missing, f"{name}: {missing}"
+        compiled = {(kernel.D, kernel.config()) for kernel in gated[table]}
+        assert compiled == {(row.width, row.config) for row in table}, name
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -338,10 +364,11 @@ def test_the_compiler_keeps_it_in_registers_and_on_the_matrix_units(name: str) -
     config, made = kernel.config(), kernel.compile()
     figures = f"{name}: {config}: {made._replace(instructions=None)}"
     products = made.instructions
+    assert made.shared_bytes <= SHARED_KIB[kernel.arch] * 1024, f"does not run at all: {figures}"
     assert made.spill_bytes == SPILLS.get(name, 0), figures
     assert made.registers <= 255, figures
-    assert made.shared_bytes <= SHARED_KIB[kernel.arch] * 1024, figures
-    assert not [warning for warning in made.warnings if "(C75" in warning], figures  # wgmma that waits for itself
+    if name not in SERIALISED:
+        assert not [warning for warning in made.warnings if "(C75" in warning], figures  # wgmma that waits for itself
     if kernel.dtype is not F32 or "tf32" in kernel.modifiers:
         warpgroup = kernel.arch >= 90 and config.block_m >= 64  # 64 rows is what a warpgroup's instruction takes
         assert products["HGMMA" if warpgroup else "HMMA"] > 0, f"{figures} {products}"
@@ -352,17 +379,17 @@ def test_the_compiler_keeps_it_in_registers_and_on_the_matrix_units(name: str) -
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_kernels_beside_it_compile(arch: int) -> None:
-    kernel = Compiled(arch, 64, modifiers=("dropout", "mask", "bias"), Tq=1, Hq=4)
+    kernel = Compiled(arch, 64, causal=True, modifiers=("dropout", "mask", "bias"), Tq=64, Hq=4)
     inputs = kernel.inputs()
     stated = kernel.problem(inputs)
-    outs, lses = torch.zeros(3, 1, 1, 4, 64), torch.zeros(3, 1, 4, 1)
+    outs, lses = torch.zeros(3, 1, 64, 4, 64), torch.zeros(3, 1, 4, 64)
     with compiling_for(arch) as compiled:
-        forward(stated, inputs, configure(stated)._replace(num_splits=3))
-        launch_merge(outs, lses, torch.zeros(4), torch.zeros(1, 1, 4, 64, dtype=BF16), lses[0])
-    beside = [one for one in compiled if one.metadata.name != "_forward_kernel"]
-    names = [one.metadata.name for one in beside]
-    assert sorted(names) == ["_merge_kernel"] * 2 + ["_seen_kernel"] + ["_words_kernel"] * 2
-    for one in beside:
+        dropout_words(stated, inputs)
+        keys_seen(stated, inputs)
+        launch_merge(outs, lses, torch.zeros(4), torch.zeros(1, 64, 4, 64, dtype=BF16), lses[0])
+    names = [one.metadata.name for one in compiled]
+    assert names == ["_words_kernel", "_words_kernel", "_seen_kernel", "_merge_kernel"]
+    for one in compiled[1:]:
         made = report(one)
         assert made.spill_bytes == 0 and not made.warnings, f"{one.metadata.name}: {made}"
 

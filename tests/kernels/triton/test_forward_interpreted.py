@@ -161,6 +161,7 @@ CASES: dict[str, Case] = {
     "scale of zero, causal and softcap": replace(SHAPE, scale=0.0, causal=True, softcap=3.0),
     "negative scale": replace(SHAPE, scale=-0.3),
     "negative scale, mask and alibi": replace(SHAPE, scale=-0.3, mask=(20, 40), alibi="H", causal=True),
+    "scale that fp32 cannot hold": replace(SHAPE, scale=1e-46, causal=True),
     "large scale": replace(SHAPE, scale=30.0, causal=True),
     "one query": replace(SHAPE, Tq=1, causal=True),
     "one key": replace(SHAPE, Tk=1),
@@ -491,6 +492,20 @@ def test_poison_in_a_query_that_sees_nothing() -> None:
     query[:, :10] = NAN
     out, lse = attention(query, key, value, causal=True, return_lse=True, backend="triton")
     assert not out[:, :10].any() and (lse[..., :10] == -INF).all() and out.isfinite().all()
+
+
+@pytest.mark.parametrize("extreme", [torch.finfo(F32).min, torch.finfo(BF16).min, -2.4e38, 2.4e38], ids=str)
+def test_a_row_of_finite_bias_is_seen_however_large(extreme: float) -> None:
+    """The lowest float is how others hide padding: a row of nothing else is the mean of the values, not empty.
+
+    Scores are in log2 units, so beyond 2.3e38 a bias counts as 2.3e38, which only the LSE shows.
+    """
+    query, key, value = qkv()
+    bias = torch.zeros(20, 40)
+    bias[3] = extreme
+    out, lse = attention(query, key, value, bias=bias, return_lse=True, backend="triton")
+    expected, expected_lse = attention(query, key, value, bias=bias, return_lse=True, backend="reference")
+    torch.testing.assert_close((out, lse), (expected, expected_lse.clamp(-2.3e38, 2.3e38)))
 
 
 # Packed sequences

@@ -16,16 +16,18 @@ from torch import Tensor
 
 from ...problem import Inputs, Problem
 from .launch import Kernel
+from .tiles import packed_rows
 
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["length", "heads", "first", "step", "batch_start", "stride_b", "stride_h"])
+@triton.jit(do_not_specialize=["length", "lines", "heads", "first", "step", "batch_start", "stride_b", "stride_h"])
 def _words_kernel(
     seed_ptr,
     words_ptr,
     cu_ptr,
     length: tl.int32,
+    lines: tl.int32,
     heads: tl.int32,
     first: tl.int32,
     step: tl.int32,
@@ -43,8 +45,7 @@ def _words_kernel(
     batch = pid // blocks // heads
     offs = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
     if IS_PACKED:
-        start = tl.load(cu_ptr + batch).to(tl.int64)
-        length = (tl.load(cu_ptr + batch + 1) - start).to(tl.int32)
+        start, length = packed_rows(cu_ptr + batch, lines)
         words_ptr += start
     seed = tl.load(seed_ptr)
     offset = tl.load(seed_ptr + 1)
@@ -87,12 +88,13 @@ def _launch(
 ) -> Tensor:
     assert seed is not None
     lead = () if problem.packed else (problem.batch,)
-    words = torch.empty(*lead, problem.q_heads, lines, dtype=torch.int32, device=problem.device)
+    words = torch.empty(*lead, problem.q_heads, lines, dtype=torch.int32, device=seed.device)
     _kernel.launch(
         grid=triton.cdiv(length, BLOCK) * problem.q_heads * problem.batch,
         pointers=(seed, words, cu_seqlens),
         scalars=(
             length,
+            lines,
             problem.q_heads,
             first,
             step,

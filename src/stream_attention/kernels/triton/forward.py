@@ -25,14 +25,16 @@ from ...tuning.triton import TritonConfig
 from .dropout import dropout_words
 from .launch import Kernel
 from .merge import launch_merge
-from .tiles import LN2, LOG2E, dropout_keep, online_softmax_step, softcap_scores
+from .tiles import LN2, LOG2E, add_bias, dropout_keep, online_softmax_step, packed_rows, softcap_scores
 from .visibility import broadcast_strides, keys_seen
 
 _STRIDES = [
     f"stride_{name}"
     for name in "qb qm qh kb kn kh vb vn vh mb mh mm mn bb bh bm bn sb sh ab rb rh cb ch os ob om oh ls lb lh".split()
 ]
-_INTEGERS = ("q_len k_len q_heads num_splits left right q_start q_stride k_start k_stride dropout_threshold").split()
+_INTEGERS = (
+    "q_len k_len q_rows k_rows q_heads num_splits left right q_start q_stride k_start k_stride dropout_threshold"
+).split()
 
 
 WIDE = tl.constexpr(2)
@@ -88,6 +90,8 @@ def _forward_kernel(
     stride_lh: tl.int64,
     q_len: tl.int32,
     k_len: tl.int32,
+    q_rows: tl.int32,
+    k_rows: tl.int32,
     q_heads: tl.int32,
     num_splits: tl.int32,
     left: tl.int32,
@@ -121,6 +125,7 @@ def _forward_kernel(
     IS_SPLIT: tl.constexpr,
     SCALE_LATE: tl.constexpr,
     PRECISION: tl.constexpr,
+    TANH: tl.constexpr,
 ):
     # Strides of what is read and written in wide words arrive in units of those, so that the compiler knows.
     stride_os, stride_ob, stride_om, stride_oh = stride_os * 8, stride_ob * 8, stride_om * 8, stride_oh * 8
@@ -147,10 +152,8 @@ def _forward_kernel(
     batch = (rest // (q_heads // HEADS)).to(tl.int64)
     kv_head = head // GROUP
     if IS_PACKED:  # rows of the pack before this sequence; its keys and queries end together
-        q_row = tl.load(cu_q_ptr + batch).to(tl.int64)
-        k_row = tl.load(cu_k_ptr + batch).to(tl.int64)
-        q_len = (tl.load(cu_q_ptr + batch + 1) - q_row).to(tl.int32)
-        k_len = (tl.load(cu_k_ptr + batch + 1) - k_row).to(tl.int32)
+        q_row, q_len = packed_rows(cu_q_ptr + batch, q_rows)
+        k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
         q_start = k_len - q_len
         if tile_m * BLOCK_M >= q_len * HEADS:
             return
@@ -231,7 +234,7 @@ def _forward_kernel(
             if BIAS:
                 bias_ptrs = bias_ptr + bias_offs[:, None] + offs_n[None, :] * (1 if BIAS == WIDE else stride_bn)
                 bias_mask = mask_m[:, None] if phase == 1 else mask_m[:, None] & mask_n[None, :]
-                bias = tl.load(bias_ptrs, mask=bias_mask, other=float("-inf")).to(tl.float32)
+                bias = tl.load(bias_ptrs, mask=bias_mask, other=float("-inf"))
             if MASK:
                 mask_ptrs = mask_ptr + mask_offs[:, None] + offs_n[None, :] * (1 if MASK == WIDE else stride_mn)
                 mask_mask = mask_m[:, None] if phase == 1 else mask_m[:, None] & mask_n[None, :]
@@ -246,15 +249,15 @@ def _forward_kernel(
             scores = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
             factor = scale * LOG2E
             if HAS_SOFTCAP:
-                scores = softcap_scores(scores * scale, softcap, PRECISION == "tf32x3") * LOG2E
+                scores = softcap_scores(scores * scale, softcap, TANH) * LOG2E
             elif not SCALE_LATE:
                 scores = scores * factor
             k_pos = k_start + offs_n * k_stride
             if HAS_ALIBI:
                 distance = tl.abs(q_pos[:, None] - k_pos[None, :]).to(tl.float32)
                 scores -= (slopes * LOG2E)[:, None] * distance
-
-            # visible: [BLOCK_M, BLOCK_N]
+            if BIAS:
+                scores = add_bias(scores, bias)
             if phase != 1:
                 visible = mask_n[None, :]
                 if HAS_RIGHT:
@@ -262,8 +265,6 @@ def _forward_kernel(
                 if HAS_LEFT:
                     visible = visible & (k_pos[None, :] >= (q_pos - left)[:, None])
                 scores = tl.where(visible, scores, float("-inf"))
-            if BIAS:
-                scores = tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2E)
             if MASK:
                 scores = tl.where(attend != 0, scores, float("-inf"))
 
@@ -360,6 +361,8 @@ def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: 
             *_line_strides(lse, packed),
             problem.q_len,
             problem.k_len,
+            query.shape[-3],
+            key.shape[-3],
             problem.q_heads,
             config.num_splits,
             min(problem.left, _FAR),
@@ -369,7 +372,7 @@ def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: 
             problem.k_start,
             problem.k_stride,
             int(problem.dropout_p * 2**32),
-            problem.scale,
+            problem.scale if abs(problem.scale) > _TINY else 0.0,
             problem.softcap,
             1.0 / (1.0 - problem.dropout_p),
         ),
@@ -393,8 +396,9 @@ def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: 
             problem.dropout_p != 0.0,  # HAS_DROPOUT
             packed,  # IS_PACKED
             is_split,  # IS_SPLIT
-            problem.scale > 0 and not (problem.softcap or problem.alibi or problem.bias),  # SCALE_LATE
+            problem.scale > _TINY and not (problem.softcap or problem.alibi or problem.bias),  # SCALE_LATE
             "tf32x3" if problem.dtype is torch.float32 and not problem.tf32 else "tf32",  # PRECISION
+            _tanh(problem),  # TANH
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -402,8 +406,17 @@ def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: 
 
 
 _kernel = Kernel(_forward_kernel)
+_TINY = 1e-30
+"""A scale below this is 0, or hardly more, in fp32."""
+
 _FAR = 1 << 30
 """A window side beyond every position; larger ones would not fit 32 bits."""
+
+
+def _tanh(problem: Problem) -> str:
+    if problem.dtype is torch.float32:
+        return "exact"
+    return "unit" if problem.dtype is torch.bfloat16 and problem.device.type == "cuda" else "exp2"
 
 
 def _tile_width(dim: int) -> int:

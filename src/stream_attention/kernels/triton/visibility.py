@@ -91,7 +91,7 @@ def keys_seen(problem: Problem, inputs: Inputs) -> Tensor:
     by_batch, by_head, by_row = (any(t.shape[dim] > 1 for t in given) for dim in range(3))
     batch, heads = (problem.batch if by_batch else 1), (problem.kv_heads if by_head else 1)
     rows = problem.q_len if by_row else 1
-    flags = torch.zeros(batch, heads, problem.k_len, dtype=torch.int8, device=problem.device)
+    flags = torch.zeros(batch, heads, problem.k_len, dtype=torch.int8, device=given[0].device)
     _kernel.launch(
         grid=triton.cdiv(problem.k_len, BLOCK_N) * triton.cdiv(rows, BLOCK_M) * heads * batch,
         pointers=(inputs.mask, inputs.bias, flags),
