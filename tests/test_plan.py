@@ -106,7 +106,6 @@ def test_torchs_flash_op_computes_what_it_can(facts: dict[str, Any]) -> None:
     [
         ({"device": torch.device("cuda")}, "runs on the CPU alone"),
         ({"device": torch.device("mps")}, "runs on the CPU alone"),
-        ({"packed": True}, "takes no packed sequences as a whole"),
         ({"batch": 0}, "empty inputs"),
         ({"q_len": 0}, "empty inputs"),
         ({"k_len": 0}, "empty inputs"),
@@ -130,6 +129,18 @@ def test_each_feature_that_needs_the_blocked_pass_is_named(facts: dict[str, Any]
     config = eager_config(**facts)
     assert config.path == "blocked"
     assert len(config.because) == 1 and reason in config.because[0]
+
+
+def test_packed_sequences_are_planned_one_by_one() -> None:
+    config = eager_config(packed=True)
+    assert config.path == "sequences" and "one sequence after the other" in str(config)
+
+
+@pytest.mark.parametrize("empty", ["batch", "q_len", "k_len"])
+def test_an_empty_problem_has_a_plan_on_every_backend(empty: str) -> None:
+    facts = {"device": torch.device("cuda"), "arch": 90, "processors": 132, "q_len": 1, "k_len": 8192, empty: 0}
+    for backend in ("auto", "triton", "eager", "reference"):
+        assert plan(problem(**facts), backend).config
 
 
 def test_all_reasons_are_given() -> None:

@@ -7,6 +7,7 @@ values of a tensor on an accelerator: that would be a synchronisation.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -147,11 +148,15 @@ def options(
             _refuse("seed", "an int of 64 bits", seed)
 
 
-def states(outs: Any, lses: Any) -> None:
+def sequence(name: str, given: Any) -> tuple[Any, ...]:
+    """What was given as a sequence of tensors, or as one stacked in dim 0."""
+    if not isinstance(given, Iterable):
+        _refuse(name, "a sequence of tensors, or one stacked in dim 0", _describe(given), error=TypeError)
+    return tuple(given)
+
+
+def states(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
     """Check states that are to be merged."""
-    for name, given in (("outs", outs), ("lses", lses)):
-        if not isinstance(given, (tuple, list, Tensor)):
-            _refuse(name, "a sequence of tensors, or one stacked in dim 0", _describe(given), error=TypeError)
     if not outs or len(outs) != len(lses):
         _refuse("outs and lses", "as many outs as lses, at least one", f"{len(outs)} and {len(lses)}")
     for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
@@ -215,7 +220,7 @@ def _tensor(name: str, tensor: Any, query: Tensor) -> None:
 
 def _floating(name: str, tensor: Tensor, hint: str = "") -> None:
     if tensor.dtype not in DTYPES:
-        _refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype, hint, TypeError)
+        _refuse(name, "a floating dtype (float16, bfloat16, float32 or float64)", tensor.dtype, hint, TypeError)
 
 
 def _broadcastable(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from stream_attention import attention, force_backend, merge_states
+from stream_attention import attention, explain, force_backend, merge_states
 from stream_attention.kernels import reference
 from stream_attention.plan import plan
 from stream_attention.testing import Case, Report, check_case, make, random_case, why_not
@@ -911,3 +911,37 @@ def test_a_forced_backend_is_that_of_auto_calls_only(backend: str) -> None:
         assert "Attention" not in type(attention(query, key, value).grad_fn).__name__
         assert "Attention" in type(attention(query, key, value, backend=backend).grad_fn).__name__
     assert "Attention" in type(attention(query, key, value).grad_fn).__name__
+
+
+@pytest.mark.parametrize("feature", ["sink", "mask", "bias"])
+def test_a_nan_stays_with_those_who_see_it(feature: str) -> None:
+    """A minimum used to hide scores, and let NaN through to queries that may not see the key."""
+    query, key, value = torch.randn(3, 1, 4, 1, 8)
+    key[:, 3] = float("nan")
+    features = {
+        "sink": {"sink": torch.zeros(1)},
+        "mask": {"mask": torch.ones(4, 4, dtype=torch.bool)},
+        "bias": {"bias": torch.zeros(4, 4).masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(1), float("nan"))},
+    }
+    out = attention(query, key, value, causal=True, **features[feature])
+    assert out[0, :3].isfinite().all() and out[0, 3].isnan().all()
+
+
+def test_explain_draws_no_random_numbers_and_asks_for_no_gradient_nobody_wants(capsys: Any) -> None:
+    query, key, value = (torch.randn(1, 4, 1, 8, requires_grad=True) for _ in range(3))
+    state = torch.get_rng_state()
+    explain(query, key, value, dropout_p=0.5)
+    assert torch.equal(state, torch.get_rng_state())
+    assert "backward" in capsys.readouterr().out
+    with torch.no_grad():
+        explain(query, key, value)
+    assert "backward" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("window", [(2**63 - 1, 0), (0, 2**70)])
+def test_a_window_beyond_every_integer_hides_nothing(window: tuple[int, int]) -> None:
+    query, key, value = torch.randn(3, 1, 6, 1, 8)
+    unbounded = tuple(-1 if side > 6 else side for side in window)
+    torch.testing.assert_close(
+        attention(query, key, value, window=window), attention(query, key, value, window=unbounded)
+    )

@@ -34,5 +34,6 @@ def merge_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tenso
     >>> torch.allclose(out, attention(query, key, value), atol=1e-6)
     True
     """
+    outs, lses = validate.sequence("outs", outs), validate.sequence("lses", lses)
     validate.states(outs, lses)
-    return merge(tuple(outs), tuple(lses))
+    return merge(outs, lses)

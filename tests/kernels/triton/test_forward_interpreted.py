@@ -30,6 +30,7 @@ from stream_attention import UnsupportedProblem, attention, explain, varlen_atte
 from stream_attention.kernels import dropout as dropout_rule
 from stream_attention.kernels import reference
 from stream_attention.kernels.triton.dropout import dropout_words
+from stream_attention.kernels.triton.forward import forward
 from stream_attention.kernels.triton.merge import launch_merge
 from stream_attention.ops.attention import forward_state
 from stream_attention.problem import Inputs, Positions, state_problem
@@ -549,3 +550,42 @@ def test_offsets_of_either_dtype_and_poison_past_the_end(dtype: torch.dtype) -> 
     )
     torch.testing.assert_close((out, lse), (expected.float(), expected_lse.float()))
     assert not out[9:].any() and (lse[:, 9:] == -INF).all()
+
+
+# Regressions
+
+
+@pytest.mark.parametrize("strided", ["sink", "alibi_slopes", "expanded slopes", "seed", "cu_seqlens"])
+def test_small_tensors_may_be_strided(strided: str) -> None:
+    """Kernels read them without strides; they were read as if contiguous."""
+    heads = 4
+    query, key, value = torch.randn(3, 2, 20, heads, 16)
+    call: Any = attention
+    options: dict[str, Any] = {
+        "sink": {"sink": torch.randn(heads, 3)[:, 1]},
+        "alibi_slopes": {"alibi_slopes": torch.rand(heads, 2).t()},
+        "expanded slopes": {"alibi_slopes": torch.rand(heads).expand(2, heads)},
+        "seed": {"seed": torch.tensor([1, 99, 2])[::2], "dropout_p": 0.4},
+        "cu_seqlens": {},
+    }[strided]
+    if strided == "cu_seqlens":
+        call, (query, key, value) = varlen_attention, (t.flatten(0, 1) for t in (query, key, value))
+        offsets = torch.tensor([[0, 7], [9, 7], [40, 7]])[:, 0]
+        options = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    torch.testing.assert_close(
+        call(query, key, value, **options, backend="triton"), call(query, key, value, **options, backend="eager")
+    )
+
+
+def test_offsets_beyond_the_pack_touch_nothing_outside_it() -> None:
+    """What a compiled call cannot check is held within the pack by the kernel."""
+    problem_rows = 10
+    query = torch.randn(problem_rows, 2, 16)
+    offsets = torch.tensor([0, 4, 99])
+    inputs = Inputs(query, query, query, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    options = {"causal": False, "window": (-1, -1), "softcap": 0.0, "scale": 0.25, "dropout_p": 0.0}
+    problem = state_problem(inputs, q_len=6, k_len=6, deterministic=False, **options)
+    out, lse = forward(problem, inputs, TritonConfig(16, 16, 4, 1))
+    held = torch.tensor([0, 4, problem_rows])
+    expected = varlen_attention(query, query, query, cu_seqlens_q=held, cu_seqlens_k=held, return_lse=True)
+    torch.testing.assert_close((out, lse), expected)
