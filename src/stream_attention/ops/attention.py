@@ -204,7 +204,7 @@ def _call_reference(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, fp16/bf16/fp32 tensors in its dtype, as SDPA takes them; else the tensors as they are."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # is_autocast_available does not trace in torch 2.11
         return tensors
     dtype = torch.get_autocast_dtype(device)
     narrow = (torch.float16, torch.bfloat16, torch.float32)
@@ -218,7 +218,7 @@ def seed_tensor(seed: int | Tensor | None, query: Tensor) -> Tensor:
     if seed is None:
         return torch.randint(1 << 62, (2,), dtype=torch.int64, device=query.device)
     pair = torch.zeros(2, dtype=torch.int64, device=query.device)
-    pair[0] = seed
+    pair[:1].fill_(seed)  # an assignment would copy from the host, and wait
     return pair
 
 

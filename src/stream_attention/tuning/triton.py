@@ -107,14 +107,14 @@ SM80_MODIFIED = (
 
 # fp32 products are as exact as fp32 rounding: each is three TF32 products, and operands take twice the registers. H200
 # as above, causal 1k, of four tiles each: 43 TFLOP/s at D 64 (x1.4 of SDPA), 33 at D 128 (x0.84), with 352 bytes of
-# spills, the tiles without being slower; D 256 is a guess from the compiler's report.
+# spills, the tiles without being slower. At D 256 without matrix instructions, a guess from the compiler's report.
 SM90_FLOAT32 = (
     Row(64, False, ANY, TritonConfig(128, 64, 8, 2)),
     Row(64, True, ANY, TritonConfig(128, 64, 8, 2)),
     Row(128, False, ANY, TritonConfig(128, 32, 8, 2)),
     Row(128, True, ANY, TritonConfig(128, 32, 8, 2)),
-    Row(256, False, ANY, TritonConfig(16, 32, 8, 1)),
-    Row(256, True, ANY, TritonConfig(16, 32, 8, 1)),
+    Row(256, False, ANY, TritonConfig(32, 16, 8, 1)),
+    Row(256, True, ANY, TritonConfig(32, 16, 8, 1)),
 )
 
 # Guesses from the compiler's report.
@@ -123,8 +123,8 @@ SM80_FLOAT32 = (
     Row(64, True, ANY, TritonConfig(64, 32, 4, 1)),
     Row(128, False, ANY, TritonConfig(32, 32, 8, 2)),
     Row(128, True, ANY, TritonConfig(32, 32, 8, 2)),
-    Row(256, False, ANY, TritonConfig(16, 16, 8, 2)),
-    Row(256, True, ANY, TritonConfig(16, 16, 8, 2)),
+    Row(256, False, ANY, TritonConfig(16, 16, 4, 1)),
+    Row(256, True, ANY, TritonConfig(16, 16, 4, 1)),
 )
 
 INTERPRETER = TritonConfig(16, 32, 4, 1)
@@ -185,7 +185,7 @@ def _few_queries(problem: Problem) -> TritonConfig | None:
     block_n = 128 if width <= 64 else 64 if width <= 128 else 32
     num_warps, num_stages = 4, 3 if problem.arch == 90 else 2
     if problem.dtype is torch.float32:  # twice the bytes, and operands in three parts
-        block_m, block_n, num_warps, num_stages = 16, 32 if width <= 128 else 16, 4 if width <= 128 else 8, 2
+        block_m, block_n, num_stages = (16, 32, 2) if width <= 128 else (16, 16, 1)
     elif width > 128:
         block_m = min(block_m, 32)
     programs = problem.batch * (problem.q_heads // heads_per_tile) * -(-rows // block_m)
