@@ -54,8 +54,8 @@ test-gpu: ## run the GPU tests with PYTHON's own torch and triton; installs noth
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests $(PYTEST_ARGS)
 
 .PHONY: bench-cpu
-bench-cpu: $(STAMP) ## measure this machine's CPU
-	$(BIN)/python -m stream_attention.cli.benchmark --device cpu
+bench-cpu: $(STAMP) ## measure this machine's CPU, some minutes, and keep the figures in out/cpu.json
+	$(BIN)/python -m stream_attention.cli.benchmark --device cpu --out out/cpu.json
 
 .PHONY: venv
 venv: $(STAMP) ## build .venv from constraints.txt, if it is missing or out of date
@@ -70,14 +70,14 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "'$(PYTHON)' lacks the venv module (on Debian and Ubuntu: the python3-venv package)." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	grep -v '^triton==' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
 	$(BIN)/python -c 'from importlib.metadata import requires; import sys; \
 		sys.exit(not any(r.startswith("triton") for r in requires("torch")))' \
 		|| cp constraints.txt $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
 .PHONY: clean
 clean: ## remove what the commands wrote, .venv included
-	rm -rf $(VENV) build dist out demo.png .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

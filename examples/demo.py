@@ -72,7 +72,7 @@ def main() -> None:
         )
 
     print("\n3. Longer sequences, causal + ALiBi, one head of 64: streamed, and held densely by plain torch.\n")
-    show("length", "error", "plain torch", "memory", "plain torch")
+    show("length", "error", "torch error", "memory", "torch memory")
     measured: dict[str, list[Growth]] = {name: [] for name in DTYPES}
     for name, dtype in DTYPES.items():
         for length in LENGTHS:

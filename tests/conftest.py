@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
-# A failure prints the line that reproduces it; how long an example takes says nothing about whether it is right.
-settings.register_profile(
-    "stream_attention", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("stream_attention")
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # a GPU machine of which `make test-gpu` asks torch and pytest alone
+    pass
+else:
+    # A failure prints the line that reproduces it; how long an example takes says nothing about whether it is right.
+    settings.register_profile(
+        "stream_attention", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("stream_attention")
 
 # Shapes are tiny, and on shared cores threads that wait for each other cost a hundredfold. Times are compared with
 # those of torch in the same process, so one thread is as fair as many.
@@ -36,3 +48,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """`GPU_RESULTS=folder` keeps the summary of a run of the GPU tests there: CI has no GPU, so it is committed."""
+    folder = os.environ.get("GPU_RESULTS")
+    if not folder or not torch.cuda.is_available():
+        return
+    counts = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
+    random_problems = Path(folder, "triton_forward_random.json")
+    summary = {
+        **counts,
+        "commit": os.environ.get("STREAM_ATTENTION_COMMIT"),
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": version("triton"),
+            "cuda": torch.version.cuda,
+        },
+        "skips": [str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", ())],
+        "random problems": json.loads(random_problems.read_text()) if random_problems.exists() else None,
+    }
+    Path(folder, "gpu_tests.json").write_text(json.dumps(summary, indent=1) + "\n")

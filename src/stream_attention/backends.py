@@ -40,25 +40,25 @@ def _import(module: str) -> ModuleType:
 
 def _triton_why_not(problem: Problem) -> tuple[str, ...]:
     if find_spec("triton") is None:
-        return ("Triton is not installed.",)
+        return ("Triton is not installed",)
     on_gpu = problem.device.type == "cuda"
     dims = (problem.head_dim, problem.value_dim)
     reasons = (
-        (not on_gpu and not _interpreting(), f"it runs on CUDA devices, not on {problem.device.type}."),
-        (on_gpu and 0 < problem.arch < 80, f"it needs compute capability 8.0 or newer, not {problem.arch / 10}."),
-        (problem.dtype is torch.float64, "it computes in fp32 and takes no float64."),
+        (not on_gpu and not _interpreting(), f"it runs on CUDA devices, not on {problem.device.type}"),
+        (on_gpu and 0 < problem.arch < 80, f"it needs compute capability 8.0 or newer, not {problem.arch / 10}"),
+        (problem.dtype is torch.float64, "it computes in fp32 and takes no float64"),
         (
             any(dim % 8 or dim > 256 for dim in dims),
-            f"it takes head dims that are multiples of 8 up to 256, not {dims}.",
+            f"it takes head dims that are multiples of 8 up to 256, not {dims}",
         ),
-        (problem.backward, "it has no backward yet."),
+        (problem.backward, "it has no backward yet"),
     )
     return tuple(reason for applies, reason in reasons if applies)
 
 
 def _triton_why_named_only(problem: Problem) -> tuple[str, ...]:
     if problem.device.type == "cpu":
-        return ("its interpreter is for tests; name it to use it.",)
+        return ("its interpreter is for tests; name it to use it",)
     return ()
 
 
@@ -72,7 +72,7 @@ def _eager_why_not(problem: Problem) -> tuple[str, ...]:
 
 def _reference_why_not(problem: Problem) -> tuple[str, ...]:
     if problem.partial:
-        return ("it computes whole calls, not partial states.",)
+        return ("it computes whole calls, not partial states",)
     return ()
 
 

@@ -21,9 +21,13 @@ class Plan(NamedTuple):
     passed_over: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"problem  {self.problem}", f"backend  {self.backend}: {self.config}"]
-        lines += [f"not      {name}: {' '.join(reasons)}" for name, reasons in self.passed_over]
+        kind = "backward" if self.problem.backward else "forward "
+        lines = [f"{kind}  {self.problem}", f"backend   {self.backend}: {self.config}"]
+        lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.passed_over]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.backend}: {self.config}>"
 
 
 @lru_cache(maxsize=4096)
@@ -36,7 +40,7 @@ def plan(problem: Problem, backend: str = AUTO) -> Plan:
         chosen = BY_NAME[backend]
         reasons = chosen.why_not(problem)
         if reasons:
-            raise UnsupportedProblem(f"backend {backend!r} cannot do this problem ({problem}): {' '.join(reasons)}")
+            raise UnsupportedProblem(f"backend {backend!r} cannot do this problem ({problem}): {'; '.join(reasons)}")
         return Plan(problem, backend, chosen.configure(problem))
     passed_over: list[tuple[str, tuple[str, ...]]] = []
     for candidate in BACKENDS:
@@ -44,7 +48,7 @@ def plan(problem: Problem, backend: str = AUTO) -> Plan:
         if not reasons:
             return Plan(problem, candidate.name, candidate.configure(problem), tuple(passed_over))
         passed_over.append((candidate.name, reasons))
-    listing = "\n".join(f"  {name}: {' '.join(reasons)}" for name, reasons in passed_over)
+    listing = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in passed_over)
     raise UnsupportedProblem(f"no backend can do this problem ({problem}):\n{listing}")
 
 

@@ -129,8 +129,9 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         kind = "packed" if self.packed else "dense"
+        sides = (self.left, self.right)
         features = [
-            f"window=({self.left}, {self.right})" if (self.left, self.right) != (UNBOUNDED, UNBOUNDED) else "",
+            "causal" if sides == (UNBOUNDED, 0) else f"window={sides}" if sides != (UNBOUNDED, UNBOUNDED) else "",
             "mask" if self.mask else "",
             f"bias={_short(self.bias)}" if self.bias else "",
             "alibi" if self.alibi else "",
@@ -138,7 +139,6 @@ class Problem(NamedTuple):
             f"softcap={self.softcap:g}" if self.softcap else "",
             f"dropout={self.dropout_p:g}" if self.dropout_p else "",
             "deterministic" if self.deterministic else "",
-            "backward" if self.backward else "",
         ]
         return (
             f"{kind} B={self.batch} Tq={self.q_len} Tk={self.k_len} Hq={self.q_heads} Hkv={self.kv_heads} "

@@ -121,12 +121,13 @@ def options(
     """Check what is not a tensor of the maths."""
     for name, flag in (("causal", causal), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
-            _refuse(name, "a bool", flag, error=TypeError)
+            _refuse(name, "a bool", _describe(flag), error=TypeError)
     if deterministic is not None and not isinstance(deterministic, bool):
         _refuse("deterministic", "a bool, or None to follow torch", deterministic, error=TypeError)
     if window is not None:
         if not isinstance(window, tuple) or len(window) != 2 or not all(_is_int(side) for side in window):
-            _refuse("window", "a tuple of two ints (left, right), or None", window, error=TypeError)
+            hint = "A window of n keys up to the query itself is (n - 1, 0)."
+            _refuse("window", "a tuple of two ints (left, right), or None", _describe(window), hint, TypeError)
         if window[0] < -1 or window[1] < -1:
             _refuse("window", "sides of at least -1 (-1 = unbounded)", window)
     _real("softcap", softcap)
@@ -189,7 +190,8 @@ def _qkv(query: Tensor, key: Tensor, value: Tensor, q_shape: str, k_shape: str, 
     if value.shape[-3] != key.shape[-3] or value.shape[-2] != key.shape[-2]:
         _refuse("value", f"the key's length and heads, {list(key.shape[:-1])} + [Dv]", list(value.shape))
     if query.shape[-2] % key.shape[-2] != 0:
-        _refuse("query", f"a multiple of the {key.shape[-2]} KV heads as Hq", query.shape[-2])
+        shapes = f"{list(query.shape)} beside key {list(key.shape)}"
+        _refuse("query", f"a multiple of the {key.shape[-2]} KV heads as Hq", shapes, f"The layout is {q_shape}.")
 
 
 def _per_head(alibi_slopes: Tensor | None, sink: Tensor | None, query: Tensor, batch: int, heads: int) -> None:
@@ -228,7 +230,8 @@ def _broadcastable(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:
         size == 1 or size == full for size, full in zip(reversed(tensor.shape), reversed(target), strict=False)
     )
     if not aligned:
-        _refuse(name, f"broadcastable to [B, Hq, Tq, Tk] = {list(target)}", list(tensor.shape))
+        hint = f"A padding mask is {name}[:, None, None, :]." if tensor.shape == (target[0], target[3]) else ""
+        _refuse(name, f"broadcastable to [B, Hq, Tq, Tk] = {list(target)}", list(tensor.shape), hint)
 
 
 def _real(name: str, number: Any) -> None:

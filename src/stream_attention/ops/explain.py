@@ -18,7 +18,7 @@ from .varlen import prepare_varlen, varlen_attention
 def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan:
     """Print which kernel would run for a call, how configured, and why each preferred one was passed over.
 
-    Takes the arguments of `attention`, or those of `varlen_attention` where `cu_seqlens_q` is among them. Computes
+    Takes the arguments of `attention`, or those of `varlen_attention` where `cu_seqlens` are among them. Computes
     nothing. If an input requires a gradient, the plan of the backward is printed too (where the LSE is returned, as
     if a gradient came through it).
 
@@ -31,12 +31,16 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
     >>> import torch
     >>> from stream_attention import explain
     >>> plan = explain(*torch.randn(3, 1, 64, 4, 32), causal=True)  # doctest: +ELLIPSIS
-    problem  dense B=1 Tq=64 Tk=64 Hq=4 Hkv=4 D=32 Dv=32 float32 on cpu scale=0.176777 window=(-1, 0)
-    backend  eager: torch's CPU flash op
-    not      triton: ...
+    forward   dense B=1 Tq=64 Tk=64 Hq=4 Hkv=4 D=32 Dv=32 float32 on cpu scale=0.176777 causal
+    backend   eager: torch's CPU flash op
+    not       triton: ...
     """
-    op, prepare = (varlen_attention, prepare_varlen) if "cu_seqlens_q" in arguments else (attention, prepare_attention)
-    bound = signature(op).bind(query, key, value, **arguments)
+    packed = "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments
+    op, prepare = (varlen_attention, prepare_varlen) if packed else (attention, prepare_attention)
+    try:
+        bound = signature(op).bind(query, key, value, **arguments)
+    except TypeError as error:
+        raise TypeError(f"{op.__name__}() {error}") from None
     bound.apply_defaults()
     if bound.arguments["seed"] is None:
         bound.arguments["seed"] = 0  # a plan needs no random numbers, so none are drawn

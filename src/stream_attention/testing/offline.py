@@ -118,7 +118,9 @@ def report(compiled: Any) -> Report:
 
 
 def _run(tool: Path, *arguments: str | Path) -> str:
-    done = subprocess.run([str(tool), *map(str, arguments)], capture_output=True, text=True, check=True)
+    done = subprocess.run([str(tool), *map(str, arguments)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{tool.name} failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout + done.stderr
 
 

@@ -35,7 +35,7 @@ class EagerConfig(NamedTuple):
         if self.path == "sequences":
             return "one sequence after the other, each by torch's CPU flash op if it can or else by the blocked pass"
         tile = f"blocked pass, tiles of {self.block_b} x {self.block_q} x {self.block_k} (batch x queries x keys)"
-        return f"{tile}, since torch's CPU flash op {'; '.join(self.because)}"
+        return f"{tile}, because torch's CPU flash op {', '.join(self.because)}"
 
 
 def configure(problem: Problem) -> EagerConfig:
