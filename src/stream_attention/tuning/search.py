@@ -17,6 +17,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from importlib.metadata import version
 from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
@@ -179,9 +180,8 @@ def sweep(cells: list[Cell], repeats: int, configs: dict[int, list[TritonConfig]
     return rows
 
 
-def propose(rows: list[dict[str, Any]]) -> list[str]:
+def propose(rows: list[dict[str, Any]], where: str) -> list[str]:
     """The three best configurations per variant, by the geometric mean of speed over the lengths, as table rows."""
-    where = f"{torch.cuda.get_device_name()}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
     lines = []
     variants = sorted({(row["head_dim"], row["causal"], row["modifier"]) for row in rows})
     for head_dim, causal, modifier in variants:
@@ -229,12 +229,19 @@ def main(arguments: list[str] | None = None) -> int:
         for length in options.lengths
     ]
     rows = sweep(cells, options.repeats, {dim: candidates(dim, dtype) for dim in options.head_dims})
+    conditions = {
+        "gpu": torch.cuda.get_device_name(),
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+    }
     with open(options.out, "w") as file:
-        json.dump({"gpu": torch.cuda.get_device_name(), "python": platform.python_version(), "rows": rows}, file)
+        json.dump({**conditions, "rows": rows}, file)
     failed = [row for row in rows if row["error"]]
     for row in failed[:10]:
         print("failed", row)
-    print("\n".join(propose(rows)))
+    print("\n".join(propose(rows, "{gpu}, {date}, torch {torch}, Triton {triton}".format_map(conditions))))
     return 0
 
 
