@@ -28,6 +28,7 @@ def problem(**facts: Any) -> Problem:
         "value_dim": 32,
         "dtype": torch.float32,
         "device": torch.device("cpu"),
+        "scale": 32**-0.5,
     }
     return Problem(**{**plain, **facts})
 
@@ -106,6 +107,7 @@ def test_torchs_flash_op_computes_what_it_can(facts: dict[str, Any]) -> None:
     [
         ({"device": torch.device("cuda")}, "runs on the CPU alone"),
         ({"device": torch.device("mps")}, "runs on the CPU alone"),
+        ({"scale": 1.0}, "too coarse an LSE"),
         ({"batch": 0}, "empty inputs"),
         ({"q_len": 0}, "empty inputs"),
         ({"k_len": 0}, "empty inputs"),

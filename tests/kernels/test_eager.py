@@ -20,7 +20,7 @@ from stream_attention.ops.attention import backward_step, forward_state
 from stream_attention.plan import plan
 from stream_attention.problem import UNBOUNDED, Gradients, Inputs, Positions, Problem, Wanted, state_problem
 from stream_attention.state import add_sink, merge
-from stream_attention.testing import Case, make, peak_bytes, poisoned_memory
+from stream_attention.testing import Case, check_case, make, peak_bytes, poisoned_memory
 from stream_attention.tuning.eager import EagerConfig, configure
 
 F64 = torch.float64
@@ -394,3 +394,14 @@ def test_the_blocked_pass_is_within_twice_of_dense_torch(backward: bool) -> None
     run: Callable[..., Callable[[], Any]] = with_backward if backward else lambda f, *t: lambda: f(*t)
     our_time, dense_time = best_of(6, run(ours, *tensors), run(dense, *tensors))
     assert our_time < 2 * dense_time, f"{our_time * 1e3:.1f} ms, dense {dense_time * 1e3:.1f} ms"
+
+
+# Regressions
+
+
+@pytest.mark.parametrize("seed", [1609920709, *range(8)])
+@pytest.mark.parametrize("scale", [0.3, 0.6])
+def test_gradients_at_a_large_scale_are_within_what_is_earned(scale: float, seed: int) -> None:
+    """From the LSE of torch's flash op dV misses its bound here for up to a third of the seeds; fuzzing found one."""
+    case = Case(B=1, Tq=63, Tk=63, Hq=9, Hkv=3, D=128, Dv=128, seed=seed, causal=True, scale=scale)
+    check_case(case, "eager")
