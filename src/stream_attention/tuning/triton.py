@@ -40,6 +40,11 @@ class Row(NamedTuple):
     config: TritonConfig
 
 
+def _full_and_causal(width: int, config: TritonConfig) -> tuple[Row, Row]:
+    """The two rows of a width that one configuration serves at every length."""
+    return Row(width, False, ANY, config), Row(width, True, ANY, config)
+
+
 # NVIDIA H200, 2026-11-15, torch 2.11.0+cu130, Triton 3.6.0, bf16, batch * length = 16384, hidden 2048: the best of
 # 13-27 tiles per head dim at 512, 1k, 2k, 4k and 8k (tuning/search.py); x1.13-1.65 of SDPA flash in the same run.
 SM90 = (
@@ -52,79 +57,58 @@ SM90 = (
     Row(128, True, 512, TritonConfig(64, 32, 4, 3)),
     Row(128, True, 2048, TritonConfig(64, 64, 4, 3)),
     Row(128, True, ANY, TritonConfig(128, 64, 8, 3)),
-    Row(256, False, ANY, TritonConfig(128, 64, 8, 2)),
-    Row(256, True, ANY, TritonConfig(128, 64, 8, 2)),
+    *_full_and_causal(256, TritonConfig(128, 64, 8, 2)),
 )
 
 # A guess from the compiler's report (no spills, fits 163 KiB of shared memory); never run on such a GPU.
 SM80 = (
-    Row(64, False, ANY, TritonConfig(128, 64, 4, 3)),
-    Row(64, True, ANY, TritonConfig(128, 64, 4, 3)),
-    Row(128, False, ANY, TritonConfig(128, 64, 8, 2)),
-    Row(128, True, ANY, TritonConfig(128, 64, 8, 2)),
-    Row(256, False, ANY, TritonConfig(64, 32, 8, 2)),
-    Row(256, True, ANY, TritonConfig(64, 32, 8, 2)),
+    *_full_and_causal(64, TritonConfig(128, 64, 4, 3)),
+    *_full_and_causal(128, TritonConfig(128, 64, 8, 2)),
+    *_full_and_causal(256, TritonConfig(64, 32, 8, 2)),
 )
 
 # A guess: as SM80, within the 99 KiB of shared memory of these GPUs.
 SM86 = (
-    Row(64, False, ANY, TritonConfig(64, 64, 4, 2)),
-    Row(64, True, ANY, TritonConfig(64, 64, 4, 2)),
-    Row(128, False, ANY, TritonConfig(128, 32, 8, 2)),
-    Row(128, True, ANY, TritonConfig(128, 32, 8, 2)),
-    Row(256, False, ANY, TritonConfig(32, 32, 4, 2)),
-    Row(256, True, ANY, TritonConfig(32, 32, 4, 2)),
+    *_full_and_causal(64, TritonConfig(64, 64, 4, 2)),
+    *_full_and_causal(128, TritonConfig(128, 32, 8, 2)),
+    *_full_and_causal(256, TritonConfig(32, 32, 4, 2)),
 )
 
 # A mask or bias is one more tile to load; softcap, dropout and ALiBi are more arithmetic. All need registers. H200 as
-# above, causal 2k: x0.7-0.85 of plain SDPA flash; D 256 is a guess from the compiler's report.
+# above, causal 2k, beside SDPA flash without the modifier: mask and bias x0.71-0.85, softcap and dropout x0.57-0.59 at
+# D 64 and x0.78-0.82 at D 128; D 256 is a guess from the compiler's report.
 SM90_MASKED = (
-    Row(64, False, ANY, TritonConfig(64, 32, 4, 3)),
-    Row(64, True, ANY, TritonConfig(64, 32, 4, 3)),
-    Row(128, False, ANY, TritonConfig(64, 64, 4, 2)),
-    Row(128, True, ANY, TritonConfig(64, 64, 4, 2)),
-    Row(256, False, ANY, TritonConfig(64, 64, 8, 2)),
-    Row(256, True, ANY, TritonConfig(64, 64, 8, 2)),
+    *_full_and_causal(64, TritonConfig(64, 32, 4, 3)),
+    *_full_and_causal(128, TritonConfig(64, 64, 4, 2)),
+    *_full_and_causal(256, TritonConfig(64, 64, 8, 2)),
 )
 SM90_COMPUTED = (
-    Row(64, False, ANY, TritonConfig(64, 64, 4, 3)),
-    Row(64, True, ANY, TritonConfig(64, 64, 4, 3)),
-    Row(128, False, ANY, TritonConfig(64, 64, 4, 2)),
-    Row(128, True, ANY, TritonConfig(64, 64, 4, 2)),
-    Row(256, False, ANY, TritonConfig(128, 32, 8, 2)),
-    Row(256, True, ANY, TritonConfig(128, 32, 8, 2)),
+    *_full_and_causal(64, TritonConfig(64, 64, 4, 3)),
+    *_full_and_causal(128, TritonConfig(64, 64, 4, 2)),
+    *_full_and_causal(256, TritonConfig(128, 32, 8, 2)),
 )
 
 # A guess from the compiler's report, for every GPU but 90, and for both kinds of modifiers together.
 SM80_MODIFIED = (
-    Row(64, False, ANY, TritonConfig(64, 32, 4, 2)),
-    Row(64, True, ANY, TritonConfig(64, 32, 4, 2)),
-    Row(128, False, ANY, TritonConfig(64, 32, 4, 2)),
-    Row(128, True, ANY, TritonConfig(64, 32, 4, 2)),
-    Row(256, False, ANY, TritonConfig(32, 32, 4, 2)),
-    Row(256, True, ANY, TritonConfig(32, 32, 4, 2)),
+    *_full_and_causal(64, TritonConfig(64, 32, 4, 2)),
+    *_full_and_causal(128, TritonConfig(64, 32, 4, 2)),
+    *_full_and_causal(256, TritonConfig(32, 32, 4, 2)),
 )
 
 # fp32 products are as exact as fp32 rounding: each is three TF32 products, and operands take twice the registers. H200
 # as above, causal 1k, of four tiles each: 43 TFLOP/s at D 64 (x1.4 of SDPA), 33 at D 128 (x0.84), with 352 bytes of
 # spills, the tiles without being slower. At D 256 without matrix instructions, a guess from the compiler's report.
 SM90_FLOAT32 = (
-    Row(64, False, ANY, TritonConfig(128, 64, 8, 2)),
-    Row(64, True, ANY, TritonConfig(128, 64, 8, 2)),
-    Row(128, False, ANY, TritonConfig(128, 32, 8, 2)),
-    Row(128, True, ANY, TritonConfig(128, 32, 8, 2)),
-    Row(256, False, ANY, TritonConfig(32, 16, 8, 1)),
-    Row(256, True, ANY, TritonConfig(32, 16, 8, 1)),
+    *_full_and_causal(64, TritonConfig(128, 64, 8, 2)),
+    *_full_and_causal(128, TritonConfig(128, 32, 8, 2)),
+    *_full_and_causal(256, TritonConfig(32, 16, 8, 1)),
 )
 
 # Guesses from the compiler's report.
 SM80_FLOAT32 = (
-    Row(64, False, ANY, TritonConfig(64, 32, 4, 1)),
-    Row(64, True, ANY, TritonConfig(64, 32, 4, 1)),
-    Row(128, False, ANY, TritonConfig(32, 32, 8, 2)),
-    Row(128, True, ANY, TritonConfig(32, 32, 8, 2)),
-    Row(256, False, ANY, TritonConfig(16, 16, 4, 1)),
-    Row(256, True, ANY, TritonConfig(16, 16, 4, 1)),
+    *_full_and_causal(64, TritonConfig(64, 32, 4, 1)),
+    *_full_and_causal(128, TritonConfig(32, 32, 8, 2)),
+    *_full_and_causal(256, TritonConfig(16, 16, 4, 1)),
 )
 
 INTERPRETER = TritonConfig(16, 32, 4, 1)
