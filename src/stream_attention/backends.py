@@ -51,7 +51,6 @@ def _triton_why_not(problem: Problem) -> tuple[str, ...]:
             any(dim % 8 or dim > 256 for dim in dims),
             f"it takes head dims that are multiples of 8 up to 256, not {dims}",
         ),
-        (problem.backward, "it has no backward yet"),
     )
     return tuple(reason for applies, reason in reasons if applies)
 

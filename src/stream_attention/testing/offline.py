@@ -28,7 +28,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from ..tuning.triton import configure
+from ..problem import Wanted
+from ..tuning.triton import configure_backward, configure_forward
 from .inputs import Case, make, stated
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -61,7 +62,7 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
 
 
 def precompile(cases: Iterable[Case], arch: int, processors: int, workers: int | None = None) -> list[str]:
-    """Compile the kernels of the Triton forward of `cases` into Triton's cache, in parallel and without a GPU.
+    """Compile the Triton kernels of `cases`, of their backward too where they have one, into Triton's cache, in parallel and without a GPU.
 
     Returns what went wrong, a line each.
     """
@@ -72,19 +73,35 @@ def precompile(cases: Iterable[Case], arch: int, processors: int, workers: int |
 
 
 def _compile_case(job: tuple[Case, int, int]) -> str:
-    from ..kernels.triton.forward import forward
-
     case, arch, processors = job
+    try:
+        with compiling_for(arch):
+            launch_case(case, arch, processors)
+    except Exception as error:
+        return f"{case!r} for sm_{arch}: {type(error).__name__}: {error}"
+    return ""
+
+
+def launch_case(
+    case: Case, arch: int, processors: int, forward_config: Any = None, backward_config: Any = None
+) -> None:
+    """Launch the Triton kernels of a case as a GPU of `arch` would be given them; for use while compiling.
+
+    All gradients are wanted. Without a configuration the one of the tables is taken.
+    """
+    from ..kernels.triton import backward, forward
+
     query, key, value, options = make(case)
     problem, inputs = stated(case, {"query": query, "key": key, "value": value}, options)
     problem = problem._replace(device=torch.device("cuda"), arch=arch, processors=processors)
-    config = configure(problem)
-    try:
-        with compiling_for(arch):
-            forward(problem, inputs, config)
-    except Exception as error:
-        return f"{case!r} for sm_{arch} in {config}: {type(error).__name__}: {error}"
-    return ""
+    out, lse = forward(problem, inputs, forward_config or configure_forward(problem))
+    if case.backward:
+        problem = problem._replace(backward=True, lse_grad=case.lse_grad)
+        has_bias, has_slopes, has_sink = (t is not None for t in (inputs.bias, inputs.alibi_slopes, inputs.sink))
+        wanted = Wanted(bias=has_bias, alibi_slopes=has_slopes, sink=has_sink)
+        grad_lse = torch.zeros_like(lse) if case.lse_grad else None
+        saved = out, lse, torch.zeros_like(out), grad_lse
+        backward(problem, inputs, backward_config or configure_backward(problem), *saved, wanted)
 
 
 def _compile(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int) -> Any:

@@ -27,7 +27,7 @@ import triton
 
 from stream_attention import attention, explain, varlen_attention
 from stream_attention.kernels import reference
-from stream_attention.kernels.triton.forward import _access
+from stream_attention.kernels.triton.arguments import access
 from stream_attention.problem import UNBOUNDED, Inputs, state_problem
 from stream_attention.testing import Case, check_case, peak_bytes, random_case
 from stream_attention.testing.inputs import _tile_laid_out
@@ -276,7 +276,7 @@ def variant(case: Case, arch: int, processors: int) -> Hashable:
     return (
         (case.D, case.Dv, case.dtype, aux_dtype, problem.group, case.packed, case.layout == "offset"),
         (*config[:4], config.num_splits > 1, config.pack_heads),
-        (problem.left == UNBOUNDED, problem.right == UNBOUNDED, _access(inputs.mask), _access(inputs.bias)),
+        (problem.left == UNBOUNDED, problem.right == UNBOUNDED, access(inputs.mask), access(inputs.bias)),
         (case.alibi is None, case.sink, case.softcap == 0, case.dropout_p == 0, problem.scale > 0),
     )
 

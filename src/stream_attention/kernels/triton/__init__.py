@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from . import interpreter
+from .backward import backward
 from .forward import forward
 
-__all__ = ["forward"]
+__all__ = ["backward", "forward"]
 
 interpreter.fix()

@@ -22,11 +22,27 @@ from torch import Tensor
 from ...problem import UNBOUNDED, Inputs, Problem
 from ...state import EMPTY
 from ...tuning.triton import TritonConfig
+from .arguments import (
+    FAR,
+    UNIT,
+    WIDE,
+    access,
+    access_unit,
+    broadcast_strides,
+    flag_strides,
+    is_aligned,
+    line_strides,
+    precision,
+    row_strides,
+    scale_of,
+    tanh,
+    tile_width,
+)
 from .dropout import dropout_words
 from .launch import Kernel
 from .merge import launch_merge
 from .tiles import LN2, LOG2E, add_bias, dropout_keep, online_softmax_step, packed_rows, softcap_scores
-from .visibility import broadcast_strides, keys_seen
+from .visibility import keys_seen
 
 _STRIDES = [
     f"stride_{name}"
@@ -35,10 +51,6 @@ _STRIDES = [
 _INTEGERS = (
     "q_len k_len q_rows k_rows q_heads num_splits left right q_start q_stride k_start k_stride dropout_threshold"
 ).split()
-
-
-WIDE = tl.constexpr(2)
-"""A mask or bias whose rows can be read in wide words: contiguous along the keys, and aligned."""
 
 
 @triton.jit(do_not_specialize=_STRIDES + _INTEGERS)
@@ -335,9 +347,8 @@ def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: 
     query, key, value, mask, bias, slopes, sink, _, cu_q, cu_k = inputs
     packed, is_split = problem.packed, config.num_splits > 1
     heads_per_tile = problem.group if config.pack_heads else 1
-    aligned = _aligned(query) and _aligned(key) and _aligned(value)
-    unit = 8 if aligned else 1
-    mask_access, bias_access = _access(mask), _access(bias)
+    aligned = is_aligned(query, key, value)
+    unit = UNIT if aligned else 1
     seen = keys_seen(problem, inputs) if mask is not None or bias is not None else None
     row_words, col_words = dropout_words(problem, inputs) if problem.dropout_p else (None, None)
     tiles_m = triton.cdiv(problem.q_len * heads_per_tile, config.block_m)
@@ -345,34 +356,33 @@ def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: 
         grid=tiles_m * config.num_splits * (problem.q_heads // heads_per_tile) * problem.batch,
         pointers=(query, key, value, mask, bias, seen, slopes, sink, row_words, col_words, cu_q, cu_k, out, lse),
         scalars=(
-            *_row_strides(query, packed, unit),
-            *_row_strides(key, packed, unit),
-            *_row_strides(value, packed, unit),
-            *broadcast_strides(mask, 8 if mask_access == WIDE.value else 1),
-            *broadcast_strides(bias, 8 if bias_access == WIDE.value else 1),
-            seen.stride(0) if seen is not None and seen.shape[0] > 1 else 0,
-            seen.stride(1) if seen is not None and seen.shape[1] > 1 else 0,
+            *row_strides(query, packed, unit),
+            *row_strides(key, packed, unit),
+            *row_strides(value, packed, unit),
+            *broadcast_strides(mask, access_unit(mask)),
+            *broadcast_strides(bias, access_unit(bias)),
+            *flag_strides(seen),
             slopes.stride(0) if slopes is not None and slopes.shape[0] > 1 else 0,
-            *_line_strides(row_words, packed),
-            *_line_strides(col_words, packed),
-            out.stride(0) // 8 if is_split else 0,
-            *_row_strides(out[0] if is_split else out, packed, 8),
+            *line_strides(row_words, packed),
+            *line_strides(col_words, packed),
+            out.stride(0) // UNIT if is_split else 0,
+            *row_strides(out[0] if is_split else out, packed, UNIT),
             lse.stride(0) if is_split else 0,
-            *_line_strides(lse, packed),
+            *line_strides(lse, packed),
             problem.q_len,
             problem.k_len,
             query.shape[-3],
             key.shape[-3],
             problem.q_heads,
             config.num_splits,
-            min(problem.left, _FAR),
-            min(problem.right, _FAR),
+            min(problem.left, FAR),
+            min(problem.right, FAR),
             problem.q_start,
             problem.q_stride,
             problem.k_start,
             problem.k_stride,
             int(problem.dropout_p * 2**32),
-            problem.scale if abs(problem.scale) > _TINY else 0.0,
+            scale_of(problem),
             problem.softcap,
             1.0 / (1.0 - problem.dropout_p),
         ),
@@ -381,24 +391,24 @@ def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: 
             heads_per_tile,  # HEADS
             problem.head_dim,  # D
             problem.value_dim,  # DV
-            _tile_width(problem.head_dim),  # BLOCK_D
-            _tile_width(problem.value_dim),  # BLOCK_DV
+            tile_width(problem.head_dim),  # BLOCK_D
+            tile_width(problem.value_dim),  # BLOCK_DV
             config.block_m,  # BLOCK_M
             config.block_n,  # BLOCK_N
             aligned,  # ALIGNED
             problem.left != UNBOUNDED,  # HAS_LEFT
             problem.right != UNBOUNDED,  # HAS_RIGHT
-            mask_access,  # MASK
-            bias_access,  # BIAS
+            access(mask),  # MASK
+            access(bias),  # BIAS
             slopes is not None,  # HAS_ALIBI
             sink is not None,  # HAS_SINK
             problem.softcap != 0.0,  # HAS_SOFTCAP
             problem.dropout_p != 0.0,  # HAS_DROPOUT
             packed,  # IS_PACKED
             is_split,  # IS_SPLIT
-            problem.scale > _TINY and not (problem.softcap or problem.alibi or problem.bias),  # SCALE_LATE
-            _precision(problem),  # PRECISION
-            _tanh(problem),  # TANH
+            scale_of(problem) > 0 and not (problem.softcap or problem.alibi or problem.bias),  # SCALE_LATE
+            precision(problem),  # PRECISION
+            tanh(problem),  # TANH
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -406,55 +416,3 @@ def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: 
 
 
 _kernel = Kernel(_forward_kernel)
-_TINY = 1e-30
-"""A scale below this is 0, or hardly more, in fp32."""
-
-_FAR = 1 << 30
-"""A window side beyond every position; larger ones would not fit 32 bits."""
-
-
-def _precision(problem: Problem) -> str:
-    """How fp32 is multiplied. Three TF32 products are as good as fp32 up to D = 128; the matrix unit truncates its
-    sums, and over 256 terms that shows (measured on an H200: up to 2.8 times what the tolerance allows)."""
-    if problem.dtype is not torch.float32 or problem.tf32:
-        return "tf32"
-    return "tf32x3" if max(problem.head_dim, problem.value_dim) <= 128 else "ieee"
-
-
-def _tanh(problem: Problem) -> str:
-    if problem.dtype is torch.float32:
-        return "exact"
-    return "unit" if problem.dtype is torch.bfloat16 and problem.device.type == "cuda" else "exp2"
-
-
-def _tile_width(dim: int) -> int:
-    """Columns of a tile that holds `dim`: a power of two, at least what a matrix instruction takes."""
-    return max(16, triton.next_power_of_2(dim))
-
-
-def _row_strides(t: Tensor, packed: bool, unit: int) -> tuple[int, int, int]:
-    """Strides of (batch, row, head) in units; 0 where there is one entry or none."""
-    shape, strides = t.shape, t.stride()
-    batch = 0 if packed or shape[0] == 1 else strides[0] // unit
-    row = 0 if shape[-3] == 1 else strides[-3] // unit
-    head = 0 if shape[-2] == 1 else strides[-2] // unit
-    return batch, row, head
-
-
-def _line_strides(t: Tensor | None, packed: bool) -> tuple[int, int]:
-    """Strides of (batch, head) of a tensor `[..., B, Hq, T]`; packed: `[..., Hq, N]`."""
-    return (0, 0) if t is None else (0 if packed else t.stride(-3), t.stride(-2))
-
-
-def _access(t: Tensor | None) -> int:
-    """How a mask or bias is read: not at all, element by element, or in wide words along its rows."""
-    if t is None:
-        return 0
-    return WIDE.value if t.stride(-1) == 1 and t.shape[-1] > 1 and _aligned(t) else 1
-
-
-def _aligned(t: Tensor) -> bool:
-    """Whether every row starts on 16 bytes and strides are whole multiples of 8 elements."""
-    return t.data_ptr() % 16 == 0 and all(
-        s % 8 == 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1
-    )

@@ -1,7 +1,7 @@
-"""Two repairs of Triton's CPU interpreter (3.6.0), applied when `TRITON_INTERPRET=1`.
+"""Three repairs of Triton's CPU interpreter (3.6.0), applied when `TRITON_INTERPRET=1`.
 
-NumPy 2.4 refuses `int(array([x]))`, which breaks `range(tensor)`; and `tl.dot` on bf16 multiplies the raw 16-bit
-patterns as if they were integers, without a word.
+NumPy 2.4 refuses `int(array([x]))`, which breaks `range(tensor)`; `tl.dot` on bf16 multiplies the raw 16-bit patterns
+as if they were integers, without a word; and fp32 becomes bf16 by cutting bits off, where a GPU rounds to nearest.
 """
 
 from __future__ import annotations
@@ -46,6 +46,17 @@ def fix() -> None:
     def create_dot_in_float32(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return create_dot(self, as_float32(a), as_float32(b), *rest)
 
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_by_rounding(self: Any, source: Any, target: Any) -> Any:
+        if not (source.dtype.scalar.is_fp32() and target.scalar.is_bf16()):
+            return cast(self, source, target)
+        bits = np.ascontiguousarray(source.data).view(np.uint32).astype(np.uint64)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        nan = np.isnan(source.data)
+        return interpreter.TensorHandle(np.where(nan, 0x7FC0, rounded).astype(np.uint16), target.scalar)
+
     interpreter._patch_lang_tensor = patch_tensor_and_index
     interpreter.InterpreterBuilder.create_dot = create_dot_in_float32
+    interpreter.InterpreterBuilder.cast_impl = cast_by_rounding
     _fixed = True

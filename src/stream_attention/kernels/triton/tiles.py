@@ -75,3 +75,72 @@ def dropout_keep(row_words, col_words, threshold):
     x = tl.mul(x, tl.full([1, 1], 0x846CA68B, tl.uint32), sanitize_overflow=False)
     x ^= x >> 16
     return x >= threshold
+
+
+@triton.jit
+def tile_gradients(
+    products,
+    d_weights,
+    lse,
+    delta,
+    q_pos,
+    k_pos,
+    inside,
+    attend,
+    bias,
+    slopes,
+    keep,
+    scale,
+    softcap,
+    left,
+    right,
+    dropout_scale,
+    EDGE: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    MASK: tl.constexpr,
+    BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    TANH: tl.constexpr,
+):
+    """From a tile of products q . k and of d_weights = dO . v: the weights that meet V, d(scores) and d(products).
+
+        p = exp(s - lse)        ds = p (dp - delta)
+
+    The tile lies either way up: everything else broadcasts against it. The LSE comes in log2 units, +inf for a row that
+    sees nothing, whose weights are 0 then. EDGE: positions may hide elements, and `inside` says which exist. What is
+    hidden has weight 0 and gradient 0 * (dp - delta): rows that may be NaN there are not to be read. Neither the scale
+    of d(products) nor that of kept weights is applied: they are left to the sums.
+    """
+    if HAS_SOFTCAP:
+        capped = softcap_scores(products * scale, softcap, TANH)
+        scores = capped * LOG2E
+    else:
+        scores = products * (scale * LOG2E)
+    if HAS_ALIBI:
+        scores -= (slopes * LOG2E) * tl.abs(q_pos - k_pos).to(tl.float32)
+    if BIAS:
+        scores = add_bias(scores, bias)
+    exponents = scores - lse
+    if EDGE:
+        visible = inside
+        if HAS_RIGHT:
+            visible = visible & (k_pos <= q_pos + right)
+        if HAS_LEFT:
+            visible = visible & (k_pos >= q_pos - left)
+        exponents = tl.where(visible, exponents, float("-inf"))
+    if MASK:
+        exponents = tl.where(attend != 0, exponents, float("-inf"))
+    weights = tl.exp2(exponents)
+    if HAS_DROPOUT:
+        d_weights = tl.where(keep, d_weights * dropout_scale, 0.0)
+    d_scores = weights * (d_weights - delta)
+    if HAS_DROPOUT:
+        weights = tl.where(keep, weights, 0.0)
+    d_products = d_scores
+    if HAS_SOFTCAP:
+        slope = capped / softcap
+        d_products = d_scores * (1.0 - slope * slope)
+    return weights, d_scores, d_products

@@ -1,14 +1,16 @@
-"""Which keys any query sees under a mask or bias, in Triton.
+"""Which keys any query sees under a mask or bias, and which queries see any key, in Triton.
 
-A value that nobody sees may be NaN (padding), and 0 * NaN is NaN, so the forward must not read it. Asking inside the
-forward costs a reduction over the rows of every tile and a detour of V through registers; asking here once costs one
-read of the mask.
+A row that takes no part may be NaN (padding), and 0 * NaN is NaN, so it must not be read: in the forward a value that
+nobody sees, in the backward any such row. Asking inside those kernels costs a reduction over every tile and a detour
+of what is loaded through registers; asking here once costs one read of the mask.
 
-Grid: one program per (batch, KV head, block of keys, block of rows), over the dims that mask and bias really have.
+Grid: one program per (batch, head, block of keys, block of queries), over the dims that mask and bias really have.
 Flags start at 0, and programs write 1s only.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import UNBOUNDED, Inputs, Problem
+from .arguments import FAR, broadcast_strides
 from .launch import Kernel
 
 BLOCK_M, BLOCK_N = 64, 128
@@ -54,6 +57,7 @@ def _seen_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    OF_KEYS: tl.constexpr,
 ):
     tiles_m, tiles_n = tl.cdiv(q_len, BLOCK_M), tl.cdiv(k_len, BLOCK_N)
     pid = tl.program_id(0)
@@ -67,7 +71,7 @@ def _seen_kernel(
         inside = inside & (distance <= right)
     if HAS_LEFT:
         inside = inside & (distance >= -left)
-    any_row = tl.zeros([BLOCK_N], tl.int32)
+    anything = tl.zeros([BLOCK_N if OF_KEYS else BLOCK_M], tl.int32)
     for member in tl.static_range(GROUP):
         visible = inside
         if HAS_MASK:
@@ -77,9 +81,25 @@ def _seen_kernel(
             offs = batch * stride_bb + (head * GROUP + member) * stride_bh + offs_m[:, None] * stride_bm
             bias = tl.load(bias_ptr + offs + offs_n[None, :] * stride_bn, mask=inside, other=float("-inf"))
             visible = visible & (bias.to(tl.float32) != float("-inf"))
-        any_row = tl.maximum(any_row, tl.max(visible.to(tl.int32), 0))
-    flags = flags_ptr + batch * stride_fb + head * stride_fh + offs_n
-    tl.store(flags, any_row.to(tl.int8), mask=(offs_n < k_len) & (any_row > 0))
+        anything = tl.maximum(anything, tl.max(visible.to(tl.int32), 0 if OF_KEYS else 1))
+    flags = flags_ptr + batch * stride_fb + head * stride_fh
+    if OF_KEYS:
+        tl.store(flags + offs_n, anything.to(tl.int8), mask=(offs_n < k_len) & (anything > 0))
+    else:
+        tl.store(flags + offs_m, anything.to(tl.int8), mask=(offs_m < q_len) & (anything > 0))
+
+
+class Seen(NamedTuple):
+    """Flags of a backward, int8; None without mask and bias."""
+
+    keys: Tensor | None  # [B or 1, Hkv or 1, Tk]: a query of that batch entry and KV head sees the key
+    queries: Tensor | None  # [B or 1, Hq or 1, Tq]: the query sees a key
+
+
+def seen_by_mask(problem: Problem, inputs: Inputs) -> Seen:
+    if inputs.mask is None and inputs.bias is None:
+        return Seen(None, None)
+    return Seen(keys_seen(problem, inputs), queries_seen(problem, inputs))
 
 
 def keys_seen(problem: Problem, inputs: Inputs) -> Tensor:
@@ -87,11 +107,24 @@ def keys_seen(problem: Problem, inputs: Inputs) -> Tensor:
 
     Where neither mask nor bias has rows, positions are left out: a tile never reads what its positions hide.
     """
-    given = [t for t in (inputs.mask, inputs.bias) if t is not None]
-    by_batch, by_head, by_row = (any(t.shape[dim] > 1 for t in given) for dim in range(3))
-    batch, heads = (problem.batch if by_batch else 1), (problem.kv_heads if by_head else 1)
-    rows = problem.q_len if by_row else 1
-    flags = torch.zeros(batch, heads, problem.k_len, dtype=torch.int8, device=given[0].device)
+    heads, group = (problem.kv_heads, problem.group) if _has(inputs, 1) else (1, 1)
+    return _launch(problem, inputs, heads, group, with_rows=_has(inputs, 2), of_keys=True)
+
+
+def queries_seen(problem: Problem, inputs: Inputs) -> Tensor:
+    """int8 `[B or 1, Hq or 1, Tq]`: 1 for queries that see a key."""
+    return _launch(problem, inputs, problem.q_heads if _has(inputs, 1) else 1, 1, with_rows=True, of_keys=False)
+
+
+def _has(inputs: Inputs, dim: int) -> bool:
+    """Whether mask or bias varies along a dim of [B, Hq, Tq, Tk]."""
+    return any(t is not None and t.shape[dim] > 1 for t in (inputs.mask, inputs.bias))
+
+
+def _launch(problem: Problem, inputs: Inputs, heads: int, group: int, with_rows: bool, of_keys: bool) -> Tensor:
+    by_batch = _has(inputs, 0)
+    batch, rows = (problem.batch if by_batch else 1), (problem.q_len if with_rows else 1)
+    flags = torch.zeros(batch, heads, problem.k_len if of_keys else rows, dtype=torch.int8, device=inputs.query.device)
     _kernel.launch(
         grid=triton.cdiv(problem.k_len, BLOCK_N) * triton.cdiv(rows, BLOCK_M) * heads * batch,
         pointers=(inputs.mask, inputs.bias, flags),
@@ -99,37 +132,30 @@ def keys_seen(problem: Problem, inputs: Inputs) -> Tensor:
             *broadcast_strides(inputs.mask),
             *broadcast_strides(inputs.bias),
             flags.stride(0) if by_batch else 0,
-            flags.stride(1) if by_head else 0,
+            flags.stride(1) if heads > 1 else 0,
             rows,
             problem.k_len,
             heads,
-            problem.left,
-            problem.right,
+            min(problem.left, FAR),
+            min(problem.right, FAR),
             problem.q_start,
             problem.q_stride,
             problem.k_start,
             problem.k_stride,
         ),
         constants=(
-            problem.group if by_head else 1,  # GROUP
+            group,  # GROUP
             BLOCK_M,
             BLOCK_N,
             inputs.mask is not None,  # HAS_MASK
             inputs.bias is not None,  # HAS_BIAS
-            by_row and problem.left != UNBOUNDED,  # HAS_LEFT
-            by_row and problem.right != UNBOUNDED,  # HAS_RIGHT
+            with_rows and problem.left != UNBOUNDED,  # HAS_LEFT
+            with_rows and problem.right != UNBOUNDED,  # HAS_RIGHT
+            of_keys,  # OF_KEYS
         ),
         num_warps=4,
     )
     return flags
-
-
-def broadcast_strides(t: Tensor | None, unit: int = 1) -> tuple[int, int, int, int]:
-    """Strides of a tensor broadcast to [B, Hq, Tq, Tk], 0 in the dims in which it is; all but the last in units."""
-    if t is None:
-        return 0, 0, 0, 0
-    batch, head, row, column = (0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return batch // unit, head // unit, row // unit, column
 
 
 _kernel = Kernel(_seen_kernel)

@@ -1,0 +1,99 @@
+"""How a problem and its tensors are told to a kernel: strides, ways of reading, and the precision of its arithmetic.
+
+A compiler that knows an address to be a multiple of 16 bytes reads and writes in wide words. Triton cannot be told so
+of an integer argument, so strides of aligned tensors are passed in units of `UNIT` elements and multiplied in the
+kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...problem import Problem
+
+UNIT = 8
+"""Elements in a wide word: 16 bytes of the narrowest dtype."""
+
+WIDE = tl.constexpr(2)
+"""A mask or bias whose rows can be read in wide words: contiguous along the keys, and aligned."""
+
+FAR = 1 << 30
+"""A window side beyond every position; larger ones would not fit 32 bits."""
+
+
+def scale_of(problem: Problem) -> float:
+    """The scale, 0 where fp32 holds hardly more."""
+    return problem.scale if abs(problem.scale) > 1e-30 else 0.0
+
+
+def precision(problem: Problem) -> str:
+    """How fp32 is multiplied. Three TF32 products are as good as fp32 up to D = 128; the matrix unit truncates its
+    sums, and over 256 terms that shows (measured on an H200: up to 2.8 times what the tolerance allows)."""
+    if problem.dtype is not torch.float32 or problem.tf32:
+        return "tf32"
+    return "tf32x3" if max(problem.head_dim, problem.value_dim) <= 128 else "ieee"
+
+
+def tanh(problem: Problem) -> str:
+    """Which tanh of tiles.py the dtype deserves."""
+    if problem.dtype is torch.float32:
+        return "exact"
+    return "unit" if problem.dtype is torch.bfloat16 and problem.device.type == "cuda" else "exp2"
+
+
+def tile_width(dim: int) -> int:
+    """Columns of a tile that holds `dim`: a power of two, at least what a matrix instruction takes."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def row_strides(t: Tensor, packed: bool, unit: int) -> tuple[int, int, int]:
+    """Strides of (batch, row, head) in units; 0 where there is one entry or none."""
+    shape, strides = t.shape, t.stride()
+    batch = 0 if packed or shape[0] == 1 else strides[0] // unit
+    row = 0 if shape[-3] == 1 else strides[-3] // unit
+    head = 0 if shape[-2] == 1 else strides[-2] // unit
+    return batch, row, head
+
+
+def line_strides(t: Tensor | None, packed: bool) -> tuple[int, int]:
+    """Strides of (batch, head) of a tensor `[..., B, Hq, T]`; packed: `[..., Hq, N]`."""
+    return (0, 0) if t is None else (0 if packed else t.stride(-3), t.stride(-2))
+
+
+def broadcast_strides(t: Tensor | None, unit: int = 1) -> tuple[int, int, int, int]:
+    """Strides of a tensor broadcast to [B, Hq, Tq, Tk], 0 in the dims in which it is; all but the last in units."""
+    if t is None:
+        return 0, 0, 0, 0
+    batch, head, row, column = (0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return batch // unit, head // unit, row // unit, column
+
+
+def flag_strides(flags: Tensor | None) -> tuple[int, int]:
+    """Strides of (batch, head) of flags `[B or 1, H or 1, T]`."""
+    if flags is None:
+        return 0, 0
+    return flags.stride(0) if flags.shape[0] > 1 else 0, flags.stride(1) if flags.shape[1] > 1 else 0
+
+
+def access(t: Tensor | None) -> int:
+    """How a mask or bias is read: not at all, element by element, or in wide words along its rows."""
+    if t is None:
+        return 0
+    return WIDE.value if t.stride(-1) == 1 and t.shape[-1] > 1 and is_aligned(t) else 1
+
+
+def access_unit(t: Tensor | None) -> int:
+    """The unit in which its strides are passed."""
+    return UNIT if access(t) == WIDE.value else 1
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    """Whether every row starts on 16 bytes and strides are whole multiples of `UNIT` elements."""
+    return all(
+        t.data_ptr() % 16 == 0
+        and all(s % UNIT == 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
+        for t in tensors
+    )

@@ -1,0 +1,81 @@
+"""The streaming backward in Triton, from the saved LSE, with every modifier, in up to three kernels.
+
+    p_ij = exp(s_ij - lse_i)        dp_ij = dO_i . v_j        ds_ij = p_ij (dp_ij - delta_i)
+
+1. backward_query.py, by tiles of queries: delta, dQ, and what slopes and sinks get from each row
+2. backward_key.py, by tiles of keys: dK and dV
+3. backward_bias.py, by tiles of the bias, where its gradient is wanted
+
+Each program owns what it writes and sums it in registers, in one order. So there are no atomics, no workspace but two
+numbers per row, and no other answer from run to run or in another batch: `deterministic=True` has nothing to add. The
+price is that scores are computed twice, seven products in place of five. One kernel of five, which adds dQ atomically,
+was measured and is slower on an H200 (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...problem import Gradients, Inputs, Problem, Wanted
+from ...tuning.triton import BackwardConfig
+from .backward_bias import bias_gradient
+from .backward_key import launch_key
+from .backward_query import launch_query, programs
+from .dropout import dropout_words
+from .rows import empty_rows
+from .visibility import seen_by_mask
+
+
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    config: BackwardConfig,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    """The gradients that are `wanted`, in the inputs' dtypes, or in fp32 where the problem is one of several shards."""
+    # Rows of a pack that belong to no sequence are written by no program.
+    unwritten = problem.packed or 0 in (problem.batch, problem.q_len)
+    room = torch.zeros_like if unwritten else torch.empty_like
+    dq, dk, dv = (
+        room(t, dtype=problem.out_dtype, memory_format=torch.contiguous_format) if want else None
+        for t, want in zip(inputs[:3], wanted[:3], strict=True)
+    )
+    d_slopes, d_sink = (
+        lse.new_zeros(programs(problem, config.query)) if want else None for want in (wanted.alibi_slopes, wanted.sink)
+    )
+    d_bias = None
+    if 0 in (problem.batch, problem.q_len):
+        d_bias = torch.zeros_like(inputs.bias) if inputs.bias is not None and wanted.bias else None
+    else:
+        rows = empty_rows(problem, inputs.query)
+        seen = seen_by_mask(problem, inputs)
+        words = dropout_words(problem, inputs) if problem.dropout_p else (None, None)
+        saved = out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
+        launch_query(problem, inputs, config.query, seen, words, *saved, rows, dq, d_slopes, d_sink)
+        for its_dk, its_dv in [(dk, None), (None, dv)] if config.apart else [(dk, dv)]:
+            if its_dk is not None or its_dv is not None:
+                launch_key(problem, inputs, config.key, seen, words, grad_out, rows, its_dk, its_dv)
+        if wanted.bias:
+            d_bias = bias_gradient(problem, inputs, config.bias, seen, words, grad_out, rows)
+    return Gradients(
+        dq,
+        dk,
+        dv,
+        d_bias,
+        _by_head(problem, d_slopes, inputs.alibi_slopes),
+        _by_head(problem, d_sink, inputs.sink),
+    )
+
+
+def _by_head(problem: Problem, sums: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """Sums of the query kernel's programs, added up to the gradient of slopes `[B or 1, Hq]` or sinks `[Hq]`."""
+    if sums is None or parameter is None:
+        return None
+    by_batch = sums.view(problem.batch, problem.q_heads, sums.numel() // max(1, problem.batch * problem.q_heads))
+    dtype = problem.state_dtype if problem.partial else parameter.dtype
+    return by_batch.sum(-1).sum_to_size(parameter.shape).to(dtype)

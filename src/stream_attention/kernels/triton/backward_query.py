@@ -1,0 +1,427 @@
+"""The gradient of the queries in Triton, and of what belongs to a query row: ALiBi slopes and sinks.
+
+    delta_i = dO_i . O_i - dLSE_i        dq_i = scale * sum_j ds_ij k_j
+    dslope = -sum_ij ds_ij |x_i - y_j|   dsink = -sum_i exp(sink - lse_i) delta_i
+
+Grid: one program per (batch, head, tile of queries), in one dimension; the loop is the forward's, over the keys that
+the tile sees. Runs first, as it writes what
+backward_key.py reads of each row. Gradients of slopes and sinks leave as one number per
+program, to be summed in a fixed order: no atomics anywhere.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...problem import UNBOUNDED, Inputs, Problem
+from ...tuning.triton import Tile
+from .arguments import (
+    FAR,
+    UNIT,
+    WIDE,
+    access,
+    access_unit,
+    broadcast_strides,
+    flag_strides,
+    is_aligned,
+    precision,
+    row_strides,
+    scale_of,
+    tanh,
+    tile_width,
+)
+from .launch import Kernel
+from .rows import PAD, Rows, padded_row
+from .tiles import LOG2E, dropout_keep, packed_rows, tile_gradients
+from .visibility import Seen
+
+_STRIDES = [
+    f"stride_{name}"
+    for name in "qb qm qh kb kn kh vb vn vh ob om oh gb gm gh mb mh mm mn bb bh bm bn fb fh sb sh ab".split()
+]
+_INTEGERS = ("q_len k_len q_rows k_rows row_tiles q_heads left right q_start k_start dropout_threshold").split()
+
+
+@triton.jit(do_not_specialize=_STRIDES + _INTEGERS)
+def _query_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    bias_ptr,
+    keys_seen_ptr,
+    queries_seen_ptr,
+    slopes_ptr,
+    sink_ptr,
+    row_words_ptr,
+    col_words_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    out_ptr,
+    lse_ptr,
+    grad_out_ptr,
+    grad_lse_ptr,
+    rows_lse_ptr,
+    rows_delta_ptr,
+    dq_ptr,
+    d_slopes_ptr,
+    d_sink_ptr,
+    stride_qb: tl.int64,
+    stride_qm: tl.int64,
+    stride_qh: tl.int64,
+    stride_kb: tl.int64,
+    stride_kn: tl.int64,
+    stride_kh: tl.int64,
+    stride_vb: tl.int64,
+    stride_vn: tl.int64,
+    stride_vh: tl.int64,
+    stride_ob: tl.int64,
+    stride_om: tl.int64,
+    stride_oh: tl.int64,
+    stride_gb: tl.int64,
+    stride_gm: tl.int64,
+    stride_gh: tl.int64,
+    stride_mb: tl.int64,
+    stride_mh: tl.int64,
+    stride_mm: tl.int64,
+    stride_mn: tl.int64,
+    stride_bb: tl.int64,
+    stride_bh: tl.int64,
+    stride_bm: tl.int64,
+    stride_bn: tl.int64,
+    stride_fb: tl.int64,
+    stride_fh: tl.int64,
+    stride_sb: tl.int64,
+    stride_sh: tl.int64,
+    stride_ab: tl.int64,
+    q_len: tl.int32,
+    k_len: tl.int32,
+    q_rows: tl.int32,
+    k_rows: tl.int32,
+    row_tiles: tl.int32,
+    q_heads: tl.int32,
+    left: tl.int32,
+    right: tl.int32,
+    q_start: tl.int32,
+    k_start: tl.int32,
+    dropout_threshold: tl.uint32,
+    scale,
+    softcap,
+    dropout_scale,
+    GROUP: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    MASK: tl.constexpr,
+    BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    HAS_LSE_GRAD: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    WANT_QUERY: tl.constexpr,
+    WANT_SLOPES: tl.constexpr,
+    WANT_SINK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TANH: tl.constexpr,
+):
+    # Strides of what is read in wide words arrive in units of those, so that the compiler knows.
+    if ALIGNED:
+        stride_qb, stride_qm, stride_qh = stride_qb * 8, stride_qm * 8, stride_qh * 8
+        stride_kb, stride_kn, stride_kh = stride_kb * 8, stride_kn * 8, stride_kh * 8
+        stride_vb, stride_vn, stride_vh = stride_vb * 8, stride_vn * 8, stride_vh * 8
+        stride_ob, stride_om, stride_oh = stride_ob * 8, stride_om * 8, stride_oh * 8
+        stride_gb, stride_gm, stride_gh = stride_gb * 8, stride_gm * 8, stride_gh * 8
+    if MASK == WIDE:
+        stride_mb, stride_mh, stride_mm = stride_mb * 8, stride_mh * 8, stride_mm * 8
+    if BIAS == WIDE:
+        stride_bb, stride_bh, stride_bm = stride_bb * 8, stride_bh * 8, stride_bm * 8
+
+    # Where am I: tile of queries fastest, the longest first where later queries see more keys.
+    tiles_m = tl.cdiv(q_len, BLOCK_M)
+    pid = tl.program_id(0)
+    tile_m = pid % tiles_m
+    if HAS_RIGHT:
+        tile_m = tiles_m - 1 - tile_m
+    head = pid // tiles_m % q_heads
+    batch = (pid // tiles_m // q_heads).to(tl.int64)
+    kv_head = head // GROUP
+    q_row = batch * q_rows  # of row 0 in contiguous tensors [B, Tq, Hq, D] ...
+    q_line = (batch * q_heads + head) * q_rows  # ... and in [B, Hq, Tq]
+    k_line = (batch * q_heads + head) * k_rows
+    row_line = (batch * q_heads + head) * row_tiles * PAD
+    if IS_PACKED:
+        q_row, q_len = packed_rows(cu_q_ptr + batch, q_rows)
+        k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
+        q_start = k_len - q_len
+        if tile_m * BLOCK_M >= q_len:
+            return
+        q_ptr += q_row * stride_qm
+        k_ptr += k_row * stride_kn
+        v_ptr += k_row * stride_vn
+        out_ptr += q_row * stride_om
+        grad_out_ptr += q_row * stride_gm
+        q_line = head.to(tl.int64) * q_rows + q_row
+        k_line = head.to(tl.int64) * k_rows + k_row
+        row_line = head.to(tl.int64) * row_tiles * PAD + padded_row(q_row, batch)
+
+    offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    mask_m = offs_m < q_len
+    first_pos = q_start + tile_m * BLOCK_M * Q_STRIDE
+    last_pos = q_start + tl.minimum(tile_m * BLOCK_M + BLOCK_M - 1, q_len - 1) * Q_STRIDE
+    q_pos = q_start + offs_m * Q_STRIDE
+
+    # A row that sees no key may be NaN, and meets weights of 0 below: it is not read. Nor is a key that no query sees.
+    load_m = mask_m
+    if HAS_RIGHT:
+        load_m = load_m & (q_pos + right >= k_start)
+    if HAS_LEFT:
+        load_m = load_m & (q_pos - left <= k_start + (k_len - 1) * K_STRIDE)
+    if MASK or BIAS:
+        load_m = load_m & (tl.load(queries_seen_ptr + batch * stride_sb + head * stride_sh + offs_m, mask_m, 0) != 0)
+
+    # Delta, and what a sink takes of each row.
+    mask_out = load_m[:, None] & (offs_dv[None, :] < DV)
+    out_ptr += batch * stride_ob + head * stride_oh
+    grad_out_ptr += batch * stride_gb + head * stride_gh
+    out = tl.load(out_ptr + offs_m[:, None] * stride_om + offs_dv[None, :], mask=mask_out, other=0.0)
+    grad = tl.load(grad_out_ptr + offs_m[:, None] * stride_gm + offs_dv[None, :], mask=mask_out, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    if HAS_LSE_GRAD:
+        delta -= tl.load(grad_lse_ptr + q_line + offs_m, mask=mask_m, other=0.0)
+    lse = tl.load(lse_ptr + q_line + offs_m, mask=mask_m, other=float("-inf")) * LOG2E
+    sees_nothing = lse == float("-inf")
+    delta = tl.where(sees_nothing, 0.0, delta)
+    lse = tl.where(sees_nothing, float("inf"), lse)
+    tl.store(rows_lse_ptr + row_line + offs_m, lse)
+    tl.store(rows_delta_ptr + row_line + offs_m, delta)
+    if WANT_SINK:
+        sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2E
+        tl.store(d_sink_ptr + pid, -tl.sum(tl.exp2(sink - lse) * delta, 0))
+
+    if WANT_QUERY or WANT_SLOPES:
+        q = tl.load(
+            q_ptr + batch * stride_qb + head * stride_qh + offs_m[:, None] * stride_qm + offs_d[None, :],
+            mask=load_m[:, None] & (offs_d[None, :] < D),
+            other=0.0,
+        )
+        k_ptr += batch * stride_kb + kv_head * stride_kh
+        v_ptr += batch * stride_vb + kv_head * stride_vh
+        if MASK or BIAS:
+            keys_seen_ptr += batch * stride_fb + kv_head * stride_fh
+        if MASK:
+            mask_offs = batch * stride_mb + head * stride_mh + offs_m * stride_mm
+        if BIAS:
+            bias_offs = batch * stride_bb + head * stride_bh + offs_m * stride_bm
+        slopes = 0.0
+        if HAS_ALIBI:
+            slopes = tl.load(slopes_ptr + batch * stride_ab + head).to(tl.float32)
+        if HAS_DROPOUT:
+            row_words = tl.load(row_words_ptr + q_line + offs_m, mask=mask_m, other=0)
+            col_words_ptr += k_line
+        grad = grad.to(q.dtype)
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        d_slopes = tl.zeros([BLOCK_M], tl.float32)
+
+        # Keys [key_lo, key_hi) are seen by some row of the tile, those in [whole_lo, whole_hi) by every row.
+        key_lo, key_hi, whole_lo, whole_hi = 0, k_len, 0, k_len
+        if HAS_LEFT:
+            key_lo = (tl.maximum(first_pos - left - k_start, 0) + K_STRIDE - 1) // K_STRIDE
+            whole_lo = (tl.maximum(last_pos - left - k_start, 0) + K_STRIDE - 1) // K_STRIDE
+        if HAS_RIGHT:
+            key_hi = tl.minimum(k_len, (tl.maximum(last_pos + right - k_start, -K_STRIDE) + K_STRIDE) // K_STRIDE)
+            whole_hi = tl.minimum(k_len, (tl.maximum(first_pos + right - k_start, -K_STRIDE) + K_STRIDE) // K_STRIDE)
+        begin, end = key_lo // BLOCK_N, tl.cdiv(key_hi, BLOCK_N)  # in tiles from here on
+        whole_begin = tl.minimum(tl.maximum(tl.cdiv(whole_lo, BLOCK_N), begin), tl.maximum(end, begin))
+        whole_end = tl.maximum(tl.minimum(whole_hi // BLOCK_N, end), whole_begin)
+
+        # Stream tiles. Phase 0: those the left edge cuts; 1: seen whole; 2: those the right edge or the last key cuts.
+        for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
+            if phase == 0:
+                tiles_begin, tiles_end = begin, whole_begin
+            elif phase == 1:
+                tiles_begin, tiles_end = whole_begin, whole_end
+            else:
+                tiles_begin, tiles_end = whole_end, end
+            for tile_n in tl.range(tiles_begin, tiles_end):
+                offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+                mask_n = (offs_n >= key_lo) & (offs_n < key_hi)
+                k_pos = k_start + offs_n * K_STRIDE
+                # Mask and bias come before the products: Triton then keeps the softmax in the products' layout.
+                bias, attend, keep = 0.0, 0, 0
+                if BIAS:
+                    bias_ptrs = bias_ptr + bias_offs[:, None] + offs_n[None, :] * (1 if BIAS == WIDE else stride_bn)
+                    bias_mask = mask_m[:, None] if phase == 1 else mask_m[:, None] & mask_n[None, :]
+                    bias = tl.load(bias_ptrs, mask=bias_mask, other=float("-inf"))
+                if MASK:
+                    mask_ptrs = mask_ptr + mask_offs[:, None] + offs_n[None, :] * (1 if MASK == WIDE else stride_mn)
+                    mask_mask = mask_m[:, None] if phase == 1 else mask_m[:, None] & mask_n[None, :]
+                    attend = tl.load(mask_ptrs, mask=mask_mask, other=0)
+                load_n = mask_n
+                if MASK or BIAS:
+                    load_n = tl.load(keys_seen_ptr + offs_n, mask=mask_n, other=0) != 0
+                k_offs = offs_n[:, None] * stride_kn + offs_d[None, :]
+                v_offs = offs_n[:, None] * stride_vn + offs_dv[None, :]
+                if phase != 1 or MASK or BIAS:
+                    k = tl.load(k_ptr + k_offs, mask=load_n[:, None] & (offs_d[None, :] < D), other=0.0)
+                    v = tl.load(v_ptr + v_offs, mask=load_n[:, None] & (offs_dv[None, :] < DV), other=0.0)
+                else:
+                    if BLOCK_D != D:
+                        k = tl.load(k_ptr + k_offs, mask=offs_d[None, :] < D, other=0.0)
+                    else:
+                        k = tl.load(k_ptr + k_offs)
+                    if BLOCK_DV != DV:
+                        v = tl.load(v_ptr + v_offs, mask=offs_dv[None, :] < DV, other=0.0)
+                    else:
+                        v = tl.load(v_ptr + v_offs)
+                if HAS_DROPOUT:
+                    col_words = tl.load(col_words_ptr + offs_n, mask=mask_n, other=0)
+                    keep = dropout_keep(row_words, col_words, dropout_threshold)
+                products = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+                d_weights = tl.dot(grad, v.T, input_precision=PRECISION)
+                _, d_scores, d_products = tile_gradients(
+                    products,
+                    d_weights,
+                    lse[:, None],
+                    delta[:, None],
+                    q_pos[:, None],
+                    k_pos[None, :],
+                    mask_n[None, :],
+                    attend,
+                    bias,
+                    slopes,
+                    keep,
+                    scale,
+                    softcap,
+                    left,
+                    right,
+                    dropout_scale,
+                    EDGE=phase != 1,
+                    HAS_LEFT=HAS_LEFT,
+                    HAS_RIGHT=HAS_RIGHT,
+                    MASK=MASK,
+                    BIAS=BIAS,
+                    HAS_ALIBI=HAS_ALIBI,
+                    HAS_SOFTCAP=HAS_SOFTCAP,
+                    HAS_DROPOUT=HAS_DROPOUT,
+                    TANH=TANH,
+                )
+                if WANT_SLOPES:
+                    d_slopes -= tl.sum(d_scores * tl.abs(q_pos[:, None] - k_pos[None, :]).to(tl.float32), 1)
+                dq = tl.dot(d_products.to(k.dtype), k, dq, input_precision=PRECISION)
+
+        if WANT_SLOPES:
+            tl.store(d_slopes_ptr + pid, tl.sum(tl.where(mask_m, d_slopes, 0.0), 0))
+        if WANT_QUERY:
+            dq_rows = ((q_row + offs_m) * q_heads + head) * D
+            tl.store(
+                dq_ptr + dq_rows[:, None] + offs_d[None, :],
+                (dq * scale).to(dq_ptr.dtype.element_ty),
+                mask=mask_m[:, None] & (offs_d[None, :] < D),
+            )
+
+
+def launch_query(
+    problem: Problem,
+    inputs: Inputs,
+    tile: Tile,
+    seen: Seen,
+    words: tuple[Tensor | None, Tensor | None],
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    rows: Rows,
+    dq: Tensor | None,
+    d_slopes: Tensor | None,
+    d_sink: Tensor | None,
+) -> None:
+    """Write rows, and those of dq, d_slopes and d_sink that are not None; the last two by `programs`, fp32.
+
+    The LSE and its gradient, words and dq are contiguous.
+    """
+    query, key, value, mask, bias, slopes, sink, _, cu_q, cu_k = inputs
+    packed = problem.packed
+    aligned = is_aligned(query, key, value, out, grad_out)
+    unit = UNIT if aligned else 1
+    _kernel.launch(
+        grid=programs(problem, tile),
+        pointers=(
+            *(query, key, value, mask, bias, *seen, slopes, sink, *words, cu_q, cu_k),
+            *(out, lse, grad_out, grad_lse, *rows, dq, d_slopes, d_sink),
+        ),
+        scalars=(
+            *row_strides(query, packed, unit),
+            *row_strides(key, packed, unit),
+            *row_strides(value, packed, unit),
+            *row_strides(out, packed, unit),
+            *row_strides(grad_out, packed, unit),
+            *broadcast_strides(mask, access_unit(mask)),
+            *broadcast_strides(bias, access_unit(bias)),
+            *flag_strides(seen.keys),
+            *flag_strides(seen.queries),
+            slopes.stride(0) if slopes is not None and slopes.shape[0] > 1 else 0,
+            problem.q_len,
+            problem.k_len,
+            query.shape[-3],
+            key.shape[-3],
+            rows.lse.shape[-1] // PAD.value,
+            problem.q_heads,
+            min(problem.left, FAR),
+            min(problem.right, FAR),
+            problem.q_start,
+            problem.k_start,
+            int(problem.dropout_p * 2**32),
+            scale_of(problem),
+            problem.softcap,
+            1.0 / (1.0 - problem.dropout_p),
+        ),
+        constants=(
+            problem.group,  # GROUP
+            problem.q_stride,  # Q_STRIDE
+            problem.k_stride,  # K_STRIDE
+            problem.head_dim,  # D
+            problem.value_dim,  # DV
+            tile_width(problem.head_dim),  # BLOCK_D
+            tile_width(problem.value_dim),  # BLOCK_DV
+            tile.block_m,  # BLOCK_M
+            tile.block_n,  # BLOCK_N
+            aligned,  # ALIGNED
+            problem.left != UNBOUNDED,  # HAS_LEFT
+            problem.right != UNBOUNDED,  # HAS_RIGHT
+            access(mask),  # MASK
+            access(bias),  # BIAS
+            slopes is not None,  # HAS_ALIBI
+            problem.softcap != 0.0,  # HAS_SOFTCAP
+            problem.dropout_p != 0.0,  # HAS_DROPOUT
+            grad_lse is not None,  # HAS_LSE_GRAD
+            packed,  # IS_PACKED
+            dq is not None,  # WANT_QUERY
+            d_slopes is not None,  # WANT_SLOPES
+            d_sink is not None,  # WANT_SINK
+            precision(problem),  # PRECISION
+            tanh(problem),  # TANH
+        ),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def programs(problem: Problem, tile: Tile) -> int:
+    """How many programs there are; by batch, head and tile."""
+    return problem.batch * problem.q_heads * triton.cdiv(problem.q_len, tile.block_m)
+
+
+_kernel = Kernel(_query_kernel)
