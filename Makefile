@@ -19,7 +19,7 @@ PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu
 SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" tests
 # triton.jit chooses between compiler and interpreter when it decorates, so interpreted kernels need their own process.
 INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
-	tests/kernels/triton/test_forward_interpreted.py
+	tests/kernels/triton/test_forward_interpreted.py tests/kernels/triton/test_backward_interpreted.py
 
 .PHONY: help
 help: ## list the commands

@@ -56,7 +56,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if not folder or not torch.cuda.is_available():
         return
     counts = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
-    random_problems = Path(folder, "triton_forward_random.json")
+    summaries = Path(folder, "gpu_summaries.json")
     summary = {
         **counts,
         "commit": os.environ.get("STREAM_ATTENTION_COMMIT"),
@@ -69,6 +69,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             "cuda": torch.version.cuda,
         },
         "skips": [str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", ())],
-        "random problems": json.loads(random_problems.read_text()) if random_problems.exists() else None,
+        **(json.loads(summaries.read_text()) if summaries.exists() else {}),
     }
     Path(folder, "gpu_tests.json").write_text(json.dumps(summary, indent=1) + "\n")

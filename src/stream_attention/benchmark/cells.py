@@ -22,6 +22,7 @@ class Cell(NamedTuple):
     direction: Direction
     ours: tuple[str, ...]
     peers: tuple[str, ...]
+    beside: tuple[str, ...] = ()  # of ours too, measured and shown but compared with nobody
     bar: float | None = None  # what our time may be at most, as a multiple of the fastest peer's
     unit: Literal["TFLOP/s", "TB/s"] = "TFLOP/s"
 
@@ -153,11 +154,12 @@ def forward(direction: Direction = "forward") -> Iterator[Cell]:
 
 
 def backward() -> Iterator[Cell]:
-    """The same grid, backward alone."""
-    return forward("backward")
+    """The same grid, backward alone, and what `deterministic=True` costs."""
+    for cell in forward("backward"):
+        yield cell._replace(beside=("triton deterministic",))
 
 
-def modifiers() -> Iterator[Cell]:
+def modifiers(direction: Direction = "forward") -> Iterator[Cell]:
     """What each modifier costs: d128 causal 4k with it, against the same call without it."""
     length = 4096
     base = Case(
@@ -174,7 +176,12 @@ def modifiers() -> Iterator[Cell]:
         ("gqa 16/4", replace(base, Hkv=4)),
         ("everything", replace(base, window=(1024, 0), alibi="H", sink=True, softcap=20.0, dropout_p=0.1)),
     ):
-        yield Cell(name, case, "forward", ("gluon", "triton"), ("plain",))
+        yield Cell(name, case, direction, ("gluon", "triton"), ("plain",))
+
+
+def modifiers_backward() -> Iterator[Cell]:
+    """What each costs in the backward, gradients of query, key and value alone."""
+    return modifiers("backward")
 
 
 def decode() -> Iterator[Cell]:
@@ -211,5 +218,6 @@ SUITES: dict[str, Callable[[], Iterator[Cell]]] = {
     "forward": forward,
     "backward": backward,
     "modifiers": modifiers,
+    "modifiers-backward": modifiers_backward,
     "decode": decode,
 }

@@ -64,6 +64,17 @@ class Ours(Provider):
         return attention(x.query, x.key, x.value, **x.options, backend=self.backend)
 
 
+class Deterministic(Ours):
+    """`attention` on one backend with `deterministic=True`."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(backend)
+        self.name = f"{backend} deterministic"
+
+    def attend(self, x: Tensors) -> Tensor:
+        return attention(x.query, x.key, x.value, **x.options, deterministic=True, backend=self.backend)
+
+
 class Plain(Ours):
     """`attention` without the cell's modifiers: what they cost is measured against it."""
 
@@ -222,6 +233,7 @@ def by_name(fa3: Path | None = None) -> dict[str, Provider]:
         *(Ours(name) for name in ("auto", "gluon", "triton", "eager")),
         Plain(),
         Blocked(),
+        Deterministic("triton"),
         Dense(),
         Sdpa(),
         Sdpa("sdpa flash", SDPBackend.FLASH_ATTENTION),

@@ -25,7 +25,7 @@ def measure(
     inputs: dict[Case, list[Tensors]] = {}  # those who compute the same problem share their inputs
     entries: dict[str, dict[str, Any]] = {}
     calls: dict[str, Call] = {}
-    for name in (*cell.ours, *cell.peers):
+    for name in (*cell.ours, *cell.beside, *cell.peers):
         provider = providers[name]
         reason = provider.why_not(cell)
         if reason is not None:
@@ -38,7 +38,7 @@ def measure(
             verdict = check(provider, cell, inputs[case][0])
         except Exception as error:  # a peer that fails is not measured; one of ours that fails is wrong
             reason = f"{type(error).__name__}: {error}"
-            entries[name] = {"failed": reason, "right": False} if name in cell.ours else {"unavailable": reason}
+            entries[name] = {"failed": reason, "right": False} if name not in cell.peers else {"unavailable": reason}
             continue
         entries[name] = {"error": verdict.error, "allowed": verdict.allowed, "right": verdict.right}
         if verdict.right:

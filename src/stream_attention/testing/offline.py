@@ -62,7 +62,7 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
 
 
 def precompile(cases: Iterable[Case], arch: int, processors: int, workers: int | None = None) -> list[str]:
-    """Compile the Triton kernels of `cases`, of their backward too where they have one, into Triton's cache, in parallel and without a GPU.
+    """Compile the Triton kernels of `cases` into Triton's cache, in parallel and without a GPU.
 
     Returns what went wrong, a line each.
     """

@@ -1,6 +1,7 @@
-"""Sweep launch configurations of the Triton forward on this GPU and propose rows for the table.
+"""Sweep launch configurations of the Triton kernels on this GPU and propose rows for the tables.
 
     python -m stream_attention.tuning.search --head-dims 64 128 --lengths 512 2048 8192 --out sweep.json
+    python -m stream_attention.tuning.search --kernels query key --modifiers "" softcap mask
 
 Every configuration is compiled first, in parallel and without the GPU, into Triton's cache; then each is checked
 against SDPA (with a modifier: against each other) and timed beside it in one run, batch * length = 16384, hidden size
@@ -15,10 +16,12 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from itertools import product
+from multiprocessing import get_context
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -27,10 +30,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..problem import Inputs, Problem, state_problem
-from .triton import TritonConfig
+from .triton import Tile, TritonConfig, configure_backward, configure_forward
 
 TOKENS, HIDDEN = 16384, 2048
 
+
+KERNELS = {"forward": 2, "query": 3, "key": 4, "dk": 3, "dv": 2, "bias": 2}
+"""The kernels, and how many products of a tile each computes; "dk" and "dv" are the halves of "key" by themselves."""
 
 MODIFIERS = ("", "window", "mask", "key mask", "bias", "alibi", "softcap", "sink", "dropout")
 
@@ -80,40 +86,113 @@ class Cell(NamedTuple):
             deterministic=False,
         )
 
-    @property
-    def flops(self) -> float:
-        return 4 * TOKENS * self.length * HIDDEN * (0.5 if self.causal else 1.0)
+    def flops(self, products: float) -> float:
+        return 2 * products * TOKENS * self.length * HIDDEN * (0.5 if self.causal else 1.0)
 
     def described(self) -> dict[str, Any]:
         return {**self._asdict(), "dtype": str(self.dtype)}
 
 
-def candidates(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> list[TritonConfig]:
+def candidates(kernel: str, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> list[Any]:
     """Configurations worth trying: what exceeds shared memory or makes no sense is left out."""
-    found = []
+    found: list[Any] = []
     narrow = dtype.itemsize == 2
-    blocks_m, blocks_n = ((64, 128), (32, 64, 128)) if narrow else ((16, 32, 64, 128), (16, 32, 64))
-    for block_m, block_n, warps, stages in product(blocks_m, blocks_n, (4, 8), (2, 3, 4) if narrow else (1, 2)):
-        shared = head_dim * dtype.itemsize * (block_m + 2 * stages * block_n)
-        rows_per_warp = block_m // warps
-        few_rows = 16 if narrow else 4
-        if shared <= 227 * 1024 and few_rows <= rows_per_warp <= 32 and block_m * block_n * head_dim <= 128 * 128 * 128:
-            found.append(TritonConfig(block_m, block_n, warps, stages))
+    sizes = ((64, 128), (32, 64, 128)) if narrow else ((16, 32, 64, 128), (16, 32, 64))
+    stage_counts = (2, 3, 4) if narrow and kernel == "forward" else (2, 3) if narrow and head_dim <= 128 else (1, 2)
+    sums = 2 if kernel == "key" else 1
+    for owned, streamed, warps, stages in product(*sizes, (4, 8), stage_counts):
+        # The tile a program owns stays in shared memory, those that stream by have a copy per stage.
+        kept, moving = 2 * owned, 2 * streamed
+        if kernel == "forward":
+            kept = owned
+        elif kernel == "bias":
+            kept, moving = 0, 2 * (owned + streamed)
+        shared = head_dim * dtype.itemsize * (kept + stages * moving)
+        few_rows = 4 if not narrow else 8 if sums * head_dim > 256 else 16
+        if (
+            shared <= 227 * 1024
+            and few_rows <= owned // warps <= 32
+            and owned * streamed * head_dim <= 128 * 128 * 128
+            and owned * sums * head_dim <= warps * 32 * 192  # registers of the threads
+        ):
+            if kernel == "forward":
+                found.append(TritonConfig(owned, streamed, warps, stages))
+            else:
+                by_keys = kernel in ("key", "dk", "dv")
+                found.append(Tile(*((streamed, owned) if by_keys else (owned, streamed)), warps, stages))
     return found
 
 
-def _compile_one(job: tuple[Cell, TritonConfig, int]) -> str:
-    """Compile in a worker process, filling Triton's cache. Returns what went wrong, if anything."""
+class Bench(NamedTuple):
+    """One kernel on one problem: how it is launched with a configuration, and what it writes."""
+
+    launch: Callable[[Any], Any]
+    results: tuple[torch.Tensor, ...]
+
+
+def bench(kernel: str, problem: Problem, inputs: Inputs) -> Bench:
+    """Set a kernel up. For kernels of the backward this runs those before it."""
+    from ..kernels.triton.backward_bias import bias_gradient
+    from ..kernels.triton.backward_key import launch_key
+    from ..kernels.triton.backward_query import launch_query
+    from ..kernels.triton.dropout import dropout_words
     from ..kernels.triton.forward import launch_forward
+    from ..kernels.triton.rows import empty_rows
+    from ..kernels.triton.visibility import seen_by_mask
+
+    out = torch.empty_like(inputs.query)
+    lse = out.new_zeros(problem.batch, problem.q_heads, problem.q_len, dtype=torch.float32)
+    if kernel == "forward":
+        return Bench(lambda config: launch_forward(problem, inputs, config, out, lse), (out,))
+    launch_forward(problem, inputs, configure_forward(problem), out, lse)
+    problem = problem._replace(backward=True)
+    dq, dk, dv = (torch.empty_like(t) for t in inputs[:3])
+    grad_out = output_gradient(out)
+    rows, seen = empty_rows(problem, out), seen_by_mask(problem, inputs)
+    words = dropout_words(problem, inputs) if problem.dropout_p else (None, None)
+    slopes = out.new_zeros(problem.batch * problem.q_heads * problem.q_len, dtype=torch.float32)
+
+    def query(tile: Tile) -> None:
+        saved = seen, words, out, lse, grad_out, None, rows
+        launch_query(problem, inputs, tile, *saved, dq, slopes if problem.alibi else None, None)
+
+    def key(its_dk: torch.Tensor | None, its_dv: torch.Tensor | None, tile: Tile) -> None:
+        launch_key(problem, inputs, tile, seen, words, grad_out, rows, its_dk, its_dv)
+
+    query(configure_backward(problem).query)
+    if kernel == "query":
+        return Bench(query, (dq,))
+    if kernel == "key":
+        return Bench(partial(key, dk, dv), (dk, dv))
+    if kernel == "dk":
+        return Bench(partial(key, dk, None), (dk,))
+    if kernel == "dv":
+        return Bench(partial(key, None, dv), (dv,))
+    assert inputs.bias is not None
+    d_bias = torch.empty_like(inputs.bias)
+
+    def launch_bias(tile: Tile) -> None:
+        d_bias.copy_(bias_gradient(problem, inputs, tile, words, grad_out, rows))
+
+    return Bench(launch_bias, (d_bias,))
+
+
+def output_gradient(out: torch.Tensor) -> torch.Tensor:
+    """The same random gradient for us and the peer."""
+    generator = torch.Generator(out.device).manual_seed(0)
+    return torch.randn(out.shape, generator=generator, device=out.device, dtype=out.dtype)
+
+
+def _compile_one(job: tuple[Cell, str, Any, int]) -> str:
+    """Compile in a worker process, filling Triton's cache. Returns what went wrong, if anything."""
     from ..testing.offline import compiling_for
 
-    cell, config, arch = job
+    cell, kernel, config, arch = job
     inputs = cell._replace(length=1024).inputs("cpu", batch=2)
-    out = torch.zeros_like(inputs.query)
-    lse = torch.zeros(2, out.shape[2], 1024)
+    problem = cell.problem(inputs)._replace(device=torch.device("cuda"), arch=arch, processors=132)
     try:
         with compiling_for(arch):
-            launch_forward(cell.problem(inputs), inputs, config, out, lse)
+            bench(kernel, problem, inputs).launch(config)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return ""
@@ -132,22 +211,36 @@ def time_ms(function: Any, repeats: int) -> float:
     return median(start.elapsed_time(stop) for start, stop in events)
 
 
-def sdpa(inputs: Inputs, causal: bool) -> torch.Tensor:
-    """The peer: SDPA's flash kernel, or its memory-efficient one for fp32."""
-    query, key, value = (t.transpose(1, 2) for t in inputs[:3])
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], set_priority=True):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+def sdpa(inputs: Inputs, causal: bool, backward: bool) -> tuple[Callable[[], Any], dict[str, tuple[torch.Tensor, ...]]]:
+    """The peer, SDPA's flash kernel or its memory-efficient one for fp32: what to time, and what each kernel gives."""
+    query, key, value = (t.detach().requires_grad_(backward) for t in inputs[:3])
+
+    def forward() -> torch.Tensor:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], set_priority=True):
+            q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+    out = forward()
+    if not backward:
+        return forward, {"forward": (out,)}
+    again = partial(torch.autograd.grad, out, (query, key, value), output_gradient(out), retain_graph=True)
+    dq, dk, dv = again()
+    return again, {"query": (dq,), "key": (dk, dv), "dk": (dk,), "dv": (dv,)}
 
 
-def sweep(cells: list[Cell], repeats: int, configs: dict[int, list[TritonConfig]]) -> list[dict[str, Any]]:
-    """Time every configuration of every cell beside SDPA's flash kernel."""
-    from ..kernels.triton.forward import launch_forward
-
+def sweep(
+    cells: list[Cell], kernels: list[str], repeats: int, configs: dict[tuple[str, int], list[Any]]
+) -> list[dict[str, Any]]:
+    """Time every configuration of every kernel and cell beside SDPA's flash kernel."""
     major, minor = torch.cuda.get_device_capability()
-    jobs = [(cell, config, major * 10 + minor) for cell in cells for config in configs[cell.head_dim]]
-    unique = {(*cell.variant, config): (cell, config, arch) for cell, config, arch in jobs}
+    jobs = [
+        (cell, kernel, config, major * 10 + minor)
+        for cell, kernel in product(cells, kernels)
+        for config in configs[kernel, cell.head_dim]
+    ]
+    unique = {(*cell.variant, kernel, config): (cell, kernel, config, arch) for cell, kernel, config, arch in jobs}
     started = time.time()
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         errors = dict(zip(unique, pool.map(_compile_one, unique.values()), strict=True))
     print(f"compiled {len(unique)} variants in {time.time() - started:.0f} s", flush=True)
 
@@ -155,47 +248,64 @@ def sweep(cells: list[Cell], repeats: int, configs: dict[int, list[TritonConfig]
     for cell in cells:
         inputs = cell.inputs("cuda")
         problem = cell.problem(inputs)
-        peer = time_ms(partial(sdpa, inputs, cell.causal), repeats)
-        out = torch.empty_like(inputs.query)
-        lse = torch.empty(problem.batch, problem.q_heads, problem.q_len, device="cuda")
-        expected = None if cell.modifier else sdpa(inputs, cell.causal).transpose(1, 2)
-        for config in configs[cell.head_dim]:
-            key = (*cell.variant, config)
-            row = {**cell.described(), "config": list(config), "error": errors[key]}
-            rows.append(row)
-            if row["error"]:
-                continue
-            try:
-                out.fill_(float("nan"))
-                launch_forward(problem, inputs, config, out, lse)
-                expected = out.clone() if expected is None else expected
-                distance = (out - expected).abs().max().item()
-                if not distance < 0.05:
-                    row["error"] = f"wrong by {distance}"
+        again, truths = sdpa(inputs, cell.causal, backward=kernels != ["forward"])
+        peer = time_ms(again, repeats)
+        for kernel in kernels:
+            set_up = bench(kernel, problem, inputs)
+            expected = None if cell.modifier else truths[kernel]
+            for config in configs[kernel, cell.head_dim]:
+                variant = (*cell.variant, kernel, config)
+                row = {**cell.described(), "kernel": kernel, "config": list(config), "error": errors[variant]}
+                rows.append(row)
+                if row["error"]:
                     continue
-                ms = time_ms(partial(launch_forward, problem, inputs, config, out, lse), repeats)
-                row.update(ms=ms, tflops=cell.flops / ms / 1e9, sdpa_tflops=cell.flops / peer / 1e9)
-            except Exception as failure:
-                row["error"] = f"{type(failure).__name__}: {str(failure)[:120]}"
+                try:
+                    for result in set_up.results:
+                        result.fill_(float("nan"))
+                    set_up.launch(config)
+                    expected = expected or tuple(result.clone() for result in set_up.results)
+                    distance = max(_distance(ours, truth) for ours, truth in zip(set_up.results, expected, strict=True))
+                    if not distance < 0.02:
+                        row["error"] = f"wrong by {distance}"
+                        continue
+                    ms = time_ms(partial(set_up.launch, config), repeats)
+                    row.update(ms=ms, tflops=cell.flops(KERNELS[kernel]) / ms / 1e9, sdpa_ms=peer)
+                except Exception as failure:
+                    row["error"] = f"{type(failure).__name__}: {str(failure)[:120]}"
     return rows
 
 
+def _distance(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    """Largest difference, as a share of the largest value."""
+    return ((ours - truth).abs().max() / truth.abs().max()).item()
+
+
 def propose(rows: list[dict[str, Any]], where: str) -> list[str]:
-    """The three best configurations per variant, by the geometric mean of speed over the lengths, as table rows."""
+    """The best configurations per variant and kernel, by the geometric mean of speed over the lengths."""
     lines = []
-    variants = sorted({(row["head_dim"], row["causal"], row["modifier"]) for row in rows})
-    for head_dim, causal, modifier in variants:
-        ratios: dict[tuple[int, ...], dict[int, float]] = {}
+    variants = sorted({(row["head_dim"], row["causal"], row["modifier"], row["kernel"]) for row in rows})
+    for variant in variants:
+        found: dict[tuple[int, ...], dict[int, dict[str, Any]]] = {}
         for row in rows:
-            if (row["head_dim"], row["causal"], row["modifier"]) == (head_dim, causal, modifier) and "ms" in row:
-                ratios.setdefault(tuple(row["config"]), {})[row["length"]] = row["tflops"] / row["sdpa_tflops"]
-        lengths = sorted({length for found in ratios.values() for length in found})
-        complete = {config: found for config, found in ratios.items() if len(found) == len(lengths)}
-        for config, found in sorted(complete.items(), key=lambda item: -_geometric_mean(list(item[1].values())))[:3]:
-            shown = " ".join(f"{found[length]:.2f}" for length in lengths)
+            if (row["head_dim"], row["causal"], row["modifier"], row["kernel"]) == variant and "ms" in row:
+                found.setdefault(tuple(row["config"]), {})[row["length"]] = row
+        lengths = sorted({length for by_length in found.values() for length in by_length})
+        complete = {config: by_length for config, by_length in found.items() if len(by_length) == len(lengths)}
+        fastest = {length: min(its[length]["ms"] for its in complete.values()) for length in lengths}
+        means = {
+            config: _geometric_mean([fastest[length] / its[length]["ms"] for length in lengths])
+            for config, its in complete.items()
+        }
+        head_dim, causal, modifier, kernel = variant
+        for config in sorted(means, key=lambda config: -means[config])[:4]:
+            its = complete[config]
+            shown = " ".join(f"{fastest[length] / its[length]['ms']:.2f}" for length in lengths)
+            speeds = " ".join(f"{its[length]['tflops']:.0f}" for length in lengths)
+            shares = " ".join(f"{its[length]['ms'] / its[length]['sdpa_ms']:.2f}" for length in lengths)
             lines.append(
-                f"D={head_dim} {'causal' if causal else 'full'} {modifier or 'plain'}: TritonConfig{config[:4]}  "
-                f"# x{_geometric_mean(list(found.values())):.2f} of plain SDPA ({shown} at {lengths}); {where}"
+                f"D={head_dim} {'causal' if causal else 'full'} {modifier or 'plain'} {kernel}: {config[:4]}  "
+                f"# {means[config]:.2f} of the best ({shown} at {lengths}), {speeds} TFLOP/s, "
+                f"{shares} of the time of plain SDPA; {where}"
             )
     return lines
 
@@ -211,6 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stream_attention.tuning.search", description=__doc__)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=["forward"])
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--causal", choices=["both", "yes", "no"], default="both")
@@ -228,7 +339,10 @@ def main(arguments: list[str] | None = None) -> int:
         for causal in {"both": (False, True), "yes": (True,), "no": (False,)}[options.causal]
         for length in options.lengths
     ]
-    rows = sweep(cells, options.repeats, {dim: candidates(dim, dtype) for dim in options.head_dims})
+    if "forward" in options.kernels and len(options.kernels) > 1:
+        parser.error("--kernels: sweep the forward by itself, its peer is another")
+    configs = {(name, dim): candidates(name, dim, dtype) for name in options.kernels for dim in options.head_dims}
+    rows = sweep(cells, options.kernels, options.repeats, configs)
     conditions = {
         "gpu": torch.cuda.get_device_name(),
         "date": time.strftime("%Y-%m-%d"),

@@ -39,23 +39,29 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    num_splits: int = 1  # parts of what a program streams that run side by side and are summed after; dense only
 
     def __str__(self) -> str:
-        return f"tiles of {self.block_m} x {self.block_n}, {self.num_warps} warps, {self.num_stages} stages"
+        tile = f"tiles of {self.block_m} x {self.block_n}, {self.num_warps} warps, {self.num_stages} stages"
+        return tile + (f", in {self.num_splits} splits" if self.num_splits > 1 else "")
 
 
 class BackwardConfig(NamedTuple):
     """The launches of a backward: a kernel that writes dQ, one that writes dK and dV, and one that writes dBias."""
 
-    query: Tile  # its block_m is at least that of the key kernel, which reads what it wrote by whole tiles
+    query: Tile  # its block_m is at least that of the others, which read what it wrote by whole tiles
     key: Tile
+    value: Tile | None = None  # dV in a launch of its own, where dK and dV together have too few registers
     bias: Tile = Tile(64, 64, 4, 2)
-    apart: bool = False  # dK and dV in a launch each, whose sums have the registers to themselves
 
     def __str__(self) -> str:
-        apart = ", one after the other" if self.apart else ""
-        return f"dQ in {self.query}; dK and dV in {self.key}{apart}"
+        if self.value is None:
+            return f"dQ in {self.query}; dK and dV in {self.key}"
+        return f"dQ in {self.query}; dK in {self.key}; dV in {self.value}"
 
+
+WIDE_BIAS = Tile(32, 32, 4, 1)
+"""A tile of the bias at the widest heads, four operands of which fit any shared memory."""
 
 C = TypeVar("C")
 
@@ -157,9 +163,9 @@ FORWARD: Mapping[str, Mapping[int, tuple[Row[TritonConfig], ...]]] = {
 """By architecture; the nearest at or below a GPU's own is taken. 100 and 120 are guesses: the tables of 90 and of 86,
 whose shared memory they have."""
 
-# The backward. H200, 2026-11-15, torch 2.11.0+cu130, Triton 3.6.0, bf16, batch * length = 16384, hidden 2048: the best
-# of 8 tiles for dQ and 9-10 for dK and dV at 512, 1k, 2k, 4k and 16k; x1.20-1.45 of SDPA flash in the same run.
-_WIDE_BIAS = Tile(32, 32, 4, 1)
+# The backward. NVIDIA H200, 2026-11-15, torch 2.11.0+cu130, Triton 3.6.0, bf16, batch * length = 16384, hidden 2048:
+# the best of 8 tiles for dQ and 9-10 for dK and dV at 512, 1k, 2k, 4k and 16k; x1.20-1.45 of SDPA flash in the same
+# run. At D 256 dK and dV are faster apart: 0.57-0.61 of SDPA's time at 512, 2k and 8k, together 0.66-0.76.
 SM90_BACKWARD = (
     Row(64, False, ANY, BackwardConfig(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3))),
     Row(64, True, 1024, BackwardConfig(Tile(64, 32, 4, 3), Tile(32, 64, 4, 3))),
@@ -170,32 +176,58 @@ SM90_BACKWARD = (
     Row(128, True, 2048, BackwardConfig(Tile(64, 64, 4, 2), Tile(32, 64, 4, 3))),
     Row(128, True, 4096, BackwardConfig(Tile(128, 64, 8, 3), Tile(64, 64, 4, 2))),
     Row(128, True, ANY, BackwardConfig(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2))),
-    *_full_and_causal(256, BackwardConfig(Tile(128, 64, 8, 1), Tile(64, 64, 8, 2), _WIDE_BIAS)),
+    Row(256, False, ANY, BackwardConfig(Tile(128, 64, 8, 1), Tile(64, 128, 8, 1), Tile(32, 64, 4, 2))),
+    Row(256, True, ANY, BackwardConfig(Tile(128, 64, 8, 1), Tile(32, 128, 8, 2), Tile(32, 64, 4, 2))),
 )
+
+# H200 as above, causal 2k: a mask x0.81-1.03 of SDPA flash without it, a bias x0.77 (its own gradient apart: 0.39-0.55
+# of SDPA's whole backward), softcap x1.08, dropout x0.77-0.89.
 SM90_BACKWARD_MASKED = (
-    *_full_and_causal(64, BackwardConfig(Tile(64, 64, 4, 2), Tile(32, 64, 4, 2))),
-    *_full_and_causal(128, BackwardConfig(Tile(64, 64, 4, 2), Tile(32, 64, 4, 2))),
-    *_full_and_causal(256, BackwardConfig(Tile(64, 64, 8, 1), Tile(32, 64, 8, 1), _WIDE_BIAS)),
+    *_full_and_causal(64, BackwardConfig(Tile(64, 32, 4, 3), Tile(64, 64, 4, 3), None, Tile(64, 64, 4, 3))),
+    *_full_and_causal(128, BackwardConfig(Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), None, Tile(64, 32, 4, 2))),
+    *_full_and_causal(256, BackwardConfig(Tile(128, 64, 8, 1), Tile(32, 128, 8, 2), Tile(32, 128, 8, 2), WIDE_BIAS)),
+)
+SM90_BACKWARD_COMPUTED = (
+    *_full_and_causal(64, BackwardConfig(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3))),
+    *_full_and_causal(128, BackwardConfig(Tile(64, 64, 4, 2), Tile(32, 64, 4, 3))),
+    *_full_and_causal(256, BackwardConfig(Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 4, 2))),
+)
+
+# Guesses from the compiler's report: both kinds of modifiers together, and every GPU but 90.
+SM90_BACKWARD_BOTH = (
+    *_full_and_causal(64, BackwardConfig(Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), None, Tile(32, 32, 4, 2))),
+    *_full_and_causal(128, BackwardConfig(Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), None, Tile(32, 32, 4, 2))),
+    *_full_and_causal(256, BackwardConfig(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), Tile(32, 64, 8, 1), WIDE_BIAS)),
 )
 SM80_BACKWARD = (
     *_full_and_causal(64, BackwardConfig(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))),
-    *_full_and_causal(128, BackwardConfig(Tile(64, 64, 4, 2), Tile(32, 64, 4, 2))),
-    *_full_and_causal(256, BackwardConfig(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), _WIDE_BIAS)),
+    *_full_and_causal(128, BackwardConfig(Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(32, 64, 4, 2))),
+    *_full_and_causal(256, BackwardConfig(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), Tile(32, 64, 8, 1))),
 )
-SM80_BACKWARD_FLOAT32 = (
-    *_full_and_causal(64, BackwardConfig(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))),
-    *_full_and_causal(128, BackwardConfig(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))),
-    *_full_and_causal(256, BackwardConfig(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))),
+SM80_BACKWARD_MODIFIED = (
+    *_full_and_causal(64, BackwardConfig(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), None, Tile(32, 32, 4, 1))),
+    *_full_and_causal(128, BackwardConfig(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), None, Tile(32, 32, 4, 1))),
+    *_full_and_causal(256, BackwardConfig(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), WIDE_BIAS)),
 )
+
+# fp32 products, each three TF32 products. H200 as above, causal 1k: x0.89 of SDPA at D 64, x0.81 at D 128. At D 256
+# without matrix instructions: x0.12.
+FLOAT32_BACKWARD = (
+    *_full_and_causal(64, BackwardConfig(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), None, Tile(32, 32, 4, 1))),
+    *_full_and_causal(128, BackwardConfig(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), None, Tile(32, 32, 4, 1))),
+    *_full_and_causal(256, BackwardConfig(Tile(32, 32, 8, 1), Tile(16, 16, 4, 1), None, Tile(16, 16, 4, 1))),
+)
+
 BACKWARD: Mapping[str, Mapping[int, tuple[Row[BackwardConfig], ...]]] = {
     "plain": {80: SM80_BACKWARD, 90: SM90_BACKWARD, 120: SM80_BACKWARD},
-    "masked": {80: SM80_BACKWARD, 90: SM90_BACKWARD_MASKED, 120: SM80_BACKWARD},
-    "computed": {80: SM80_BACKWARD, 90: SM90_BACKWARD_MASKED, 120: SM80_BACKWARD},
-    "masked and computed": {80: SM80_BACKWARD, 90: SM90_BACKWARD_MASKED, 120: SM80_BACKWARD},
-    "float32": {80: SM80_BACKWARD_FLOAT32},
+    "masked": {80: SM80_BACKWARD_MODIFIED, 90: SM90_BACKWARD_MASKED, 120: SM80_BACKWARD_MODIFIED},
+    "computed": {80: SM80_BACKWARD_MODIFIED, 90: SM90_BACKWARD_COMPUTED, 120: SM80_BACKWARD_MODIFIED},
+    "masked and computed": {80: SM80_BACKWARD_MODIFIED, 90: SM90_BACKWARD_BOTH, 120: SM80_BACKWARD_MODIFIED},
+    "float32": {80: FLOAT32_BACKWARD},
 }
+"""By architecture, as FORWARD."""
 
-INTERPRETER_BACKWARD = BackwardConfig(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1))
+INTERPRETER_BACKWARD = BackwardConfig(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), None, Tile(16, 32, 4, 1))
 
 
 def configure(problem: Problem) -> TritonConfig | BackwardConfig:
@@ -217,7 +249,30 @@ def configure_backward(problem: Problem) -> BackwardConfig:
     """The configuration of a backward."""
     if problem.device.type == "cpu":
         return INTERPRETER_BACKWARD
-    return _pick(_nearest(BACKWARD[_kind(problem)], problem.arch), problem)
+    config = _pick(_nearest(BACKWARD[_kind(problem)], problem.arch), problem)
+    return config._replace(
+        query=_split_keys(problem, config.query),
+        key=_split_queries(problem, config.key),
+        value=config.value and _split_queries(problem, config.value),
+    )
+
+
+def _split_keys(problem: Problem, tile: Tile) -> Tile:
+    programs = problem.batch * problem.q_heads * -(-problem.q_len // tile.block_m)
+    return tile._replace(num_splits=_splits(problem, programs, problem.k_len // tile.block_n))
+
+
+def _split_queries(problem: Problem, tile: Tile) -> Tile:
+    programs = problem.batch * problem.kv_heads * -(-problem.k_len // tile.block_n)
+    return tile._replace(num_splits=_splits(problem, programs, problem.q_len // tile.block_m))
+
+
+def _splits(problem: Problem, programs: int, tiles: int) -> int:
+    """Splits that fill a GPU for which `programs` are too few: two programs per processor, of at least eight of the
+    `tiles` each. Every split is another fp32 copy of a gradient, so there are few at most."""
+    if problem.packed or problem.empty:
+        return 1
+    return max(1, min(2 * problem.processors // programs, tiles // 8, 8))
 
 
 def _kind(problem: Problem) -> str:

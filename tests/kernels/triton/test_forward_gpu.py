@@ -5,17 +5,9 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import math
-import os
-import subprocess
-import time
-from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -23,33 +15,18 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import triton
+from gpu_tools import BF16, F16, F32, captured, give_memory_back, keep, normal, qkv, without_synchronising
+from random_problems import Drawn, draw, run_all
 
 from stream_attention import attention, explain, varlen_attention
 from stream_attention.kernels import reference
-from stream_attention.kernels.triton.arguments import access
-from stream_attention.problem import UNBOUNDED, Inputs, state_problem
-from stream_attention.testing import Case, check_case, peak_bytes, random_case
-from stream_attention.testing.inputs import _tile_laid_out
-from stream_attention.tuning.triton import configure
+from stream_attention.testing import Case, check_case, peak_bytes
+
+__all__ = ["give_memory_back"]
 
 pytestmark = pytest.mark.gpu
 
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 INF = math.inf
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BF16, device: str = "cuda") -> Tensor:
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=device, dtype=F32).to(dtype)
-
-
-def qkv(
-    B: int = 2, Tq: int = 200, Tk: int = 300, Hq: int = 4, Hkv: int = 2, D: int = 64, dtype: torch.dtype = BF16
-) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = ((B, Tq, Hq, D), (B, Tk, Hkv, D), (B, Tk, Hkv, D))
-    query, key, value = (normal(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes))
-    return query, key, value
 
 
 def ours(*tensors: Tensor, **options: Any) -> Any:
@@ -63,13 +40,6 @@ def assert_earned(out: Tensor, query: Tensor, key: Tensor, value: Tensor, **opti
     allowed = 2 * (eager.double() - exact).abs().max() + torch.finfo(out.dtype).eps * exact.abs().max()
     error = (out.double() - exact).abs().max()
     assert error <= allowed, f"{error:.3e} of {allowed:.3e} allowed"
-
-
-@pytest.fixture
-def give_memory_back() -> Iterator[None]:
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 # What is compiled, once, in parallel and before anything runs
@@ -108,186 +78,21 @@ DECODE_CASES: dict[str, Case] = {
     "dropout": replace(LONG_DECODE, Tk=20_000, dropout_p=0.3),
     "fp32": replace(LONG_DECODE, Tk=20_000, dtype=F32),
 }  # fmt: skip
-GRADIENT_CASES = [
-    replace(case, dtype=dtype, backward=True, lse_grad=True)
-    for case in (BASE, replace(BASE, sink=True, alibi="H", softcap=5.0, dropout_p=0.2, mask=(2, 1, 200, 300)))
-    for dtype in (BF16, F32)
-]
-
-
-class Random2000(NamedTuple):
-    """The random problems, one case of every kernel they need, and how long everything took to compile."""
-
-    cases: list[Case]
-    variants: list[Case]
-    seconds: float
 
 
 @pytest.fixture(scope="module", autouse=True)
-def random_problems() -> Random2000:
-    from stream_attention.testing.offline import precompile
-
-    device = torch.cuda.get_device_properties(0)
-    arch, processors = 10 * device.major + device.minor, device.multi_processor_count
-    cases, variants = draw_problems(arch, processors)
-    fixed = [*USED, *LAYOUT_CASES, *DIM_CASES, *DECODE_CASES.values(), *GRADIENT_CASES]
-    started = time.perf_counter()
-    errors = precompile([*variants, *fixed], arch, processors, min(16, os.cpu_count() or 1))
-    assert not errors, "\n".join(errors)
-    return Random2000(cases, variants, time.perf_counter() - started)
+def drawn() -> Drawn:
+    fixed = [*USED, *LAYOUT_CASES, *DIM_CASES, *DECODE_CASES.values()]
+    return draw(problems=2000, templates=40, variants=150, also=fixed, backward=False)
 
 
 # Random problems
 
-PROBLEMS = 2000
-TEMPLATES = 40
-VARIANTS = 150
-"""Compiled forms of the kernel that the problems may need; a problem that would need one more is drawn again."""
 
-
-def test_random_problems_agree_within_what_is_earned(random_problems: Random2000) -> None:
-    cases, variants, seconds_to_compile = random_problems
-    started = time.perf_counter()
-    failures, worst, worst_case = [], 0.0, None
-    for case in cases:
-        try:
-            report = check_case(case, "triton")
-        except AssertionError as error:
-            failures.append(str(error))
-        else:
-            if report.worst > worst:
-                worst, worst_case = report.worst, case
-    finished = time.perf_counter()
-    summary = {
-        "problems": len(cases),
-        "failed": len(failures),
-        "failures": failures[:10],
-        "variants": len(variants),
-        "packed": sum(case.packed for case in cases),
-        "dtypes": {str(dtype): sum(case.dtype is dtype for case in cases) for dtype in (F16, BF16, F32)},
-        "largest share of what is allowed": worst,
-        "its case": repr(worst_case),
-        "seconds to compile": round(seconds_to_compile, 1),
-        "seconds to run": round(finished - started, 1),
-        "gpu": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    print(json.dumps(summary, indent=2))
-    if folder := os.environ.get("GPU_RESULTS"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, "triton_forward_random.json").write_text(json.dumps(summary, indent=2) + "\n")
-    assert not failures, f"{len(failures)} of {len(cases)} failed:\n" + "\n\n".join(failures[:10])
-
-
-def draw_problems(arch: int, processors: int, seed: int = 0) -> tuple[list[Case], list[Case]]:
-    """Cases in which a few templates (modifiers, dtypes, head dims) come in random sizes, and one of every variant."""
-    rng = Random(seed)
-    templates = [random_case(rng, device="cuda", head_dims=(64, 80, 128, 256)) for _ in range(TEMPLATES)]
-    templates = [replace(case, backward=False, lse_grad=False) for case in templates]
-    cases: list[Case] = []
-    variants: dict[Hashable, Case] = {}
-    while len(cases) < PROBLEMS:
-        case = in_another_size(templates[len(cases) % TEMPLATES], rng)
-        key = variant(case, arch, processors)
-        if key is not None and key not in variants:
-            if len(variants) == VARIANTS:
-                continue
-            variants[key] = case
-        cases.append(case)
-    return cases, list(variants.values())
-
-
-def in_another_size(like: Case, rng: Random) -> Case:
-    """The same kernel features in another random size."""
-    longest = 1100 if rng.random() < 0.05 else 300
-    size = random_case(rng, device="cuda", head_dims=(like.D,), max_length=longest, packed=like.packed)
-    if rng.random() < 0.15 and not like.packed:  # few queries, many keys
-        size = replace(size, Tq=rng.randint(1, 8), Tk=rng.randint(256, 1100))
-    q_heads = size.Hkv * (like.Hq // like.Hkv)
-    full = (size.B, q_heads, size.Tq, size.Tk)
-
-    def broadcast(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        return shape and tuple(1 if n == 1 else whole for n, whole in zip(shape, full[-len(shape) :], strict=True))
-
-    return replace(
-        size,
-        Hq=q_heads,
-        Dv=like.Dv,
-        dtype=like.dtype,
-        causal=like.causal,
-        window=like.window and tuple(side if side == UNBOUNDED else rng.randint(0, 40) for side in like.window),
-        mask=broadcast(like.mask),
-        bias=broadcast(like.bias),
-        bias_hides=like.bias_hides,
-        alibi=like.alibi,
-        sink=like.sink,
-        aux_dtype=like.aux_dtype,
-        softcap=like.softcap,
-        scale=like.scale,
-        dropout_p=like.dropout_p,
-        layout="offset" if like.layout == "offset" else "contiguous" if size.layout == "offset" else size.layout,
-        backward=False,
-        lse_grad=False,
-    )
-
-
-def variant(case: Case, arch: int, processors: int) -> Hashable:
-    """What the compiled kernel of a case depends on; None if nothing is launched."""
-
-    def shaped(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def tile(shape: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor | None:
-        laid_out = None if shape is None else _tile_laid_out(case.layout, shaped(*shape, dtype=dtype))
-        return None if laid_out is None else laid_out[(None,) * (4 - laid_out.dim())]
-
-    aux_dtype = case.aux_dtype or case.dtype
-    lengths_q, lengths_k = case.lengths_q or (), case.lengths_k or ()
-    lead_q, lead_k = ((sum(lengths_q),), (sum(lengths_k),)) if case.packed else ((case.B, case.Tq), (case.B, case.Tk))
-    offsets = shaped(case.sequences + 1, dtype=torch.int32) if case.packed else None
-    inputs = Inputs(
-        shaped(*lead_q, case.Hq, case.D),
-        shaped(*lead_k, case.Hkv, case.D),
-        shaped(*lead_k, case.Hkv, case.Dv),
-        mask=tile(case.mask, torch.bool),
-        bias=tile(case.bias, aux_dtype),
-        alibi_slopes=shaped(1, case.Hq) if case.alibi else None,
-        sink=shaped(case.Hq) if case.sink else None,
-        cu_seqlens_q=offsets,
-        cu_seqlens_k=offsets,
-    )
-    problem = state_problem(
-        inputs,
-        q_len=max(lengths_q, default=0),
-        k_len=max(lengths_k, default=0),
-        causal=case.causal,
-        window=case.window or (UNBOUNDED, UNBOUNDED),
-        softcap=case.softcap,
-        scale=case.D**-0.5 if case.scale is None else case.scale,
-        dropout_p=case.dropout_p,
-        deterministic=case.deterministic,
-    )._replace(device=torch.device("cuda"), arch=arch, processors=processors)
-    if 0 in (problem.batch, problem.q_len):
-        return None
-    config = configure(problem)
-    return (
-        (case.D, case.Dv, case.dtype, aux_dtype, problem.group, case.packed, case.layout == "offset"),
-        (*config[:4], config.num_splits > 1, config.pack_heads),
-        (problem.left == UNBOUNDED, problem.right == UNBOUNDED, access(inputs.mask), access(inputs.bias)),
-        (case.alibi is None, case.sink, case.softcap == 0, case.dropout_p == 0, problem.scale > 0),
-    )
-
-
-def commit() -> str | None:
-    """From git; a copy of the tree that has no git is told by the environment, as the benchmark is."""
-    told = os.environ.get("STREAM_ATTENTION_COMMIT")
-    if told:
-        return told
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout.strip() or None
+def test_random_problems_agree_within_what_is_earned(drawn: Drawn) -> None:
+    summary = run_all(drawn)
+    keep(summary, "random problems, forward")
+    assert not summary["failed"], "\n\n".join(summary["failures"])
 
 
 @pytest.mark.parametrize("case", DIM_CASES, ids=lambda case: f"d{case.D} {str(case.dtype)[6:]}")
@@ -304,19 +109,6 @@ def test_the_same_call_twice_is_bit_equal() -> None:
 
 
 # CUDA graphs
-
-
-def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function()
-    return graph, result
 
 
 @pytest.mark.parametrize(
@@ -433,12 +225,8 @@ def test_no_host_synchronisation(kind: str, seed: str) -> None:
         )  # fmt: skip
 
     call()  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronising():
         out = call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert out.isfinite().all()
 
 
@@ -581,7 +369,7 @@ def test_split_keys(name: str) -> None:
     check_case(case, "triton")
 
 
-# torch.compile, gradients, memory
+# torch.compile, memory
 
 
 def test_auto_takes_triton_and_compiles_in_one_graph() -> None:
@@ -589,21 +377,6 @@ def test_auto_takes_triton_and_compiles_in_one_graph() -> None:
     assert explain(query, key, value, causal=True).backend == "triton"
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True) * 2, fullgraph=True)
     torch.testing.assert_close(compiled(query, key, value), attention(query, key, value, causal=True) * 2)
-
-
-@pytest.mark.parametrize(
-    "case", GRADIENT_CASES, ids=lambda c: f"{str(c.dtype)[6:]} {'modified' if c.sink else 'plain'}"
-)
-def test_gradients_of_a_triton_forward_come_from_the_backend_that_has_them(case: Case) -> None:
-    check_case(case, "auto")
-
-
-def test_gradients_in_a_compiled_graph() -> None:
-    query, key, value = (t.requires_grad_() for t in qkv())
-    compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True).square().sum(), fullgraph=True)
-    found = torch.autograd.grad(compiled(query, key, value), (query, key, value))
-    expected = torch.autograd.grad(attention(query, key, value, causal=True).square().sum(), (query, key, value))
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1, "seed": 1}], ids=["plain", "dropout"])

@@ -1,4 +1,4 @@
-"""The Triton forward in Triton's interpreter, on the CPU: what it computes. There is no backward yet.
+"""The Triton forward in Triton's interpreter, on the CPU: what it computes.
 
 Tiles are 16 queries by 32 keys here, so that small shapes cross their edges.
 """
@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stream_attention import UnsupportedProblem, attention, explain, varlen_attention
+from stream_attention import attention, explain, varlen_attention
 from stream_attention.kernels import dropout as dropout_rule
 from stream_attention.kernels import reference
 from stream_attention.kernels.triton.dropout import dropout_words
@@ -73,12 +73,6 @@ def test_auto_leaves_the_interpreter_to_tests() -> None:
     assert planned.backend == "eager"
     assert dict(planned.passed_over)["triton"] == ("its interpreter is for tests; name it to use it",)
     assert explain(*qkv(), backend="triton").config == INTERPRETER
-
-
-def test_gradients_are_refused_before_the_forward() -> None:
-    query, key, value = qkv()
-    with pytest.raises(UnsupportedProblem, match="no backward yet"):
-        attention(query.requires_grad_(), key, value, backend="triton")
 
 
 # What it means

@@ -20,6 +20,9 @@ UNIT = 8
 WIDE = tl.constexpr(2)
 """A mask or bias whose rows can be read in wide words: contiguous along the keys, and aligned."""
 
+WHOLE = tl.constexpr(3)
+"""One of which moreover every row is a whole number of wide words, so that none is cut by the last key."""
+
 FAR = 1 << 30
 """A window side beyond every position; larger ones would not fit 32 bits."""
 
@@ -82,12 +85,14 @@ def access(t: Tensor | None) -> int:
     """How a mask or bias is read: not at all, element by element, or in wide words along its rows."""
     if t is None:
         return 0
-    return WIDE.value if t.stride(-1) == 1 and t.shape[-1] > 1 and is_aligned(t) else 1
+    if t.stride(-1) != 1 or t.shape[-1] == 1 or not is_aligned(t):
+        return 1
+    return WHOLE.value if t.shape[-1] % UNIT == 0 else WIDE.value
 
 
 def access_unit(t: Tensor | None) -> int:
     """The unit in which its strides are passed."""
-    return UNIT if access(t) == WIDE.value else 1
+    return UNIT if access(t) >= WIDE.value else 1
 
 
 def is_aligned(*tensors: Tensor) -> bool:

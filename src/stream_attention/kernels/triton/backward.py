@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Gradients, Inputs, Problem, Wanted
-from ...tuning.triton import BackwardConfig
+from ...tuning.triton import BackwardConfig, Tile
 from .backward_bias import bias_gradient
 from .backward_key import launch_key
 from .backward_query import launch_query, programs
@@ -56,12 +56,21 @@ def backward(
         seen = seen_by_mask(problem, inputs)
         words = dropout_words(problem, inputs) if problem.dropout_p else (None, None)
         saved = out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
-        launch_query(problem, inputs, config.query, seen, words, *saved, rows, dq, d_slopes, d_sink)
-        for its_dk, its_dv in [(dk, None), (None, dv)] if config.apart else [(dk, dv)]:
-            if its_dk is not None or its_dv is not None:
-                launch_key(problem, inputs, config.key, seen, words, grad_out, rows, its_dk, its_dv)
+        dq_parts = _parts(dq, config.query)
+        launch_query(problem, inputs, config.query, seen, words, *saved, rows, dq_parts, d_slopes, d_sink)
+        _sum_parts(dq, dq_parts)
+        launches = [(config.key, dk, dv)]
+        if config.value is not None:
+            launches = [(config.key, dk, None), (config.value, None, dv)]
+        for tile, its_dk, its_dv in launches:
+            if its_dk is None and its_dv is None:
+                continue
+            dk_parts, dv_parts = _parts(its_dk, tile), _parts(its_dv, tile)
+            launch_key(problem, inputs, tile, seen, words, grad_out, rows, dk_parts, dv_parts)
+            _sum_parts(its_dk, dk_parts)
+            _sum_parts(its_dv, dv_parts)
         if wanted.bias:
-            d_bias = bias_gradient(problem, inputs, config.bias, seen, words, grad_out, rows)
+            d_bias = bias_gradient(problem, inputs, config.bias, words, grad_out, rows)
     return Gradients(
         dq,
         dk,
@@ -70,6 +79,18 @@ def backward(
         _by_head(problem, d_slopes, inputs.alibi_slopes),
         _by_head(problem, d_sink, inputs.sink),
     )
+
+
+def _parts(grad: Tensor | None, tile: Tile) -> Tensor | None:
+    """Where a kernel writes `grad`: there, or with several splits in fp32, a part each."""
+    if grad is None or tile.num_splits == 1:
+        return grad
+    return grad.new_empty(tile.num_splits, *grad.shape, dtype=torch.float32)
+
+
+def _sum_parts(grad: Tensor | None, parts: Tensor | None) -> None:
+    if grad is not None and parts is not None and parts is not grad:
+        grad.copy_(parts.sum(0))
 
 
 def _by_head(problem: Problem, sums: Tensor | None, parameter: Tensor | None) -> Tensor | None:

@@ -2,10 +2,10 @@
 
     dbias = sum of ds_ij over what the bias is broadcast over
 
-Grid: one program per tile of the result, in one dimension. It walks everything that its tile is broadcast over (batch
-entries, heads, rows, columns) and recomputes ds there: two more products per tile than the other kernels, and in return
-sums in registers, in one order, with nothing of size Tq x Tk but the result. A bias without rows or without columns
-would leave too few programs, so those leave one sum per batch entry and head, and torch adds them up.
+Grid: one program per tile of the result, in one dimension. It walks the batch entries and heads that its tile is
+broadcast over and recomputes ds there: two more products per tile than the other kernels, and in return sums in
+registers, in one order, with nothing of size Tq x Tk but the result. A bias without rows (or columns) would leave too
+few programs, so there a program walks the rows (columns) of one batch entry and head, and torch adds their sums up.
 
 Dense problems only: packed sequences take no bias.
 """
@@ -23,9 +23,10 @@ from ...tuning.triton import Tile
 from .arguments import (
     FAR,
     UNIT,
+    WIDE,
     access,
+    access_unit,
     broadcast_strides,
-    flag_strides,
     is_aligned,
     precision,
     row_strides,
@@ -35,15 +36,12 @@ from .arguments import (
 )
 from .launch import Kernel
 from .rows import PAD, Rows
-from .tiles import dropout_keep, tile_gradients
-from .visibility import Seen
+from .tiles import dropout_keep, load_broadcast, tile_gradients
 
-_STRIDES = [
-    f"stride_{name}" for name in "qb qm qh kb kn kh vb vn vh gb gm gh mb mh mm mn bb bh bm bn fb fh sb sh ab".split()
-]
+_STRIDES = [f"stride_{name}" for name in "qb qm qh kb kn kh vb vn vh gb gm gh mb mh mm mn bb bh bm bn ab".split()]
 _INTEGERS = (
-    "q_len k_len row_tiles q_heads out_heads out_tiles_m out_tiles_n steps_h steps_m steps_n steps left right q_start "
-    "k_start dropout_threshold"
+    "q_len k_len row_tiles q_heads out_heads out_tiles_m out_tiles_n heads_walked steps left right q_start k_start "
+    "dropout_threshold"
 ).split()
 
 
@@ -54,8 +52,6 @@ def _bias_kernel(
     v_ptr,
     mask_ptr,
     bias_ptr,
-    keys_seen_ptr,
-    queries_seen_ptr,
     slopes_ptr,
     row_words_ptr,
     col_words_ptr,
@@ -83,10 +79,6 @@ def _bias_kernel(
     stride_bh: tl.int64,
     stride_bm: tl.int64,
     stride_bn: tl.int64,
-    stride_fb: tl.int64,
-    stride_fh: tl.int64,
-    stride_sb: tl.int64,
-    stride_sh: tl.int64,
     stride_ab: tl.int64,
     q_len: tl.int32,
     k_len: tl.int32,
@@ -95,9 +87,7 @@ def _bias_kernel(
     out_heads: tl.int32,
     out_tiles_m: tl.int32,
     out_tiles_n: tl.int32,
-    steps_h: tl.int32,
-    steps_m: tl.int32,
-    steps_n: tl.int32,
+    heads_walked: tl.int32,
     steps: tl.int32,
     left: tl.int32,
     right: tl.int32,
@@ -120,6 +110,7 @@ def _bias_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     MASK: tl.constexpr,
+    BIAS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
@@ -135,20 +126,34 @@ def _bias_kernel(
         stride_vb, stride_vn, stride_vh = stride_vb * 8, stride_vn * 8, stride_vh * 8
         stride_gb, stride_gm, stride_gh = stride_gb * 8, stride_gm * 8, stride_gh * 8
 
+    if MASK >= WIDE:
+        stride_mb, stride_mh, stride_mm = stride_mb * 8, stride_mh * 8, stride_mm * 8
+    if BIAS >= WIDE:
+        stride_bb, stride_bh, stride_bm = stride_bb * 8, stride_bh * 8, stride_bm * 8
+
     # Where am I in the result.
     pid = tl.program_id(0)
-    out_tile_n = pid % out_tiles_n
-    out_tile_m = pid // out_tiles_n % out_tiles_m
+    tile_n = pid % out_tiles_n
+    tile_m = pid // out_tiles_n % out_tiles_m
     out_head = pid // out_tiles_n // out_tiles_m % out_heads
-    out_batch = pid // out_tiles_n // out_tiles_m // out_heads
+    out_batch = (pid // out_tiles_n // out_tiles_m // out_heads).to(tl.int64)
+    out_line = out_batch * out_heads + out_head
+    offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
+
+    # The bias is the same wherever it is broadcast.
+    bias_ptr += out_batch * stride_bb + out_head * stride_bh
+    bias = load_broadcast(
+        bias_ptr, offs_m[:, None], offs_n[None, :], q_len, k_len, stride_bm, stride_bn, float("-inf"), BIAS
+    )
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
     # A tile that positions hide is hidden in every batch entry and head: nothing to walk.
     if not (SUM_ROWS or SUM_COLUMNS):
-        first_row, last_row = out_tile_m * BLOCK_M, tl.minimum(out_tile_m * BLOCK_M + BLOCK_M, q_len) - 1
-        first_key, last_key = out_tile_n * BLOCK_N, tl.minimum(out_tile_n * BLOCK_N + BLOCK_N, k_len) - 1
+        first_row, last_row = tile_m * BLOCK_M, tl.minimum(tile_m * BLOCK_M + BLOCK_M, q_len) - 1
+        first_key, last_key = tile_n * BLOCK_N, tl.minimum(tile_n * BLOCK_N + BLOCK_N, k_len) - 1
         if HAS_RIGHT:
             if k_start + first_key * K_STRIDE > q_start + last_row * Q_STRIDE + right:
                 steps = 0
@@ -157,59 +162,65 @@ def _bias_kernel(
                 steps = 0
 
     for step in tl.range(0, steps):
-        tile_n = out_tile_n + step % steps_n
-        tile_m = out_tile_m + step // steps_n % steps_m
-        head = out_head + step // steps_n // steps_m % steps_h
-        batch = (out_batch + step // steps_n // steps_m // steps_h).to(tl.int64)
+        batch, head = out_batch, out_head
+        if SUM_ROWS:
+            offs_m = step * BLOCK_M + tl.arange(0, BLOCK_M)
+        elif SUM_COLUMNS:
+            offs_n = step * BLOCK_N + tl.arange(0, BLOCK_N)
+        else:
+            head = out_head + step % heads_walked
+            batch = out_batch + step // heads_walked
         kv_head = head // GROUP
-        offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        line = batch * q_heads + head
         mask_m, mask_n = offs_m < q_len, offs_n < k_len
-        inside = mask_m[:, None] & mask_n[None, :]
-
-        # Mask and bias come before the products: Triton then keeps the softmax in the products' layout.
-        bias_offs = batch * stride_bb + head * stride_bh + offs_m[:, None] * stride_bm
-        bias = tl.load(bias_ptr + bias_offs + offs_n[None, :] * stride_bn, mask=inside, other=float("-inf"))
         attend, slopes, keep = 0, 0.0, 0
         if MASK:
-            mask_offs = batch * stride_mb + head * stride_mh + offs_m[:, None] * stride_mm
-            attend = tl.load(mask_ptr + mask_offs + offs_n[None, :] * stride_mn, mask=inside, other=0)
+            mask_ptrs = mask_ptr + batch * stride_mb + head * stride_mh
+            attend = load_broadcast(
+                mask_ptrs, offs_m[:, None], offs_n[None, :], q_len, k_len, stride_mm, stride_mn, 0, MASK
+            )
         if HAS_ALIBI:
             slopes = tl.load(slopes_ptr + batch * stride_ab + head).to(tl.float32)
-        line = batch * q_heads + head
         if HAS_DROPOUT:
             row_words = tl.load(row_words_ptr + line * q_len + offs_m, mask=mask_m, other=0)
             col_words = tl.load(col_words_ptr + line * k_len + offs_n, mask=mask_n, other=0)
             keep = dropout_keep(row_words, col_words, dropout_threshold)
+        q_ptrs = q_ptr + batch * stride_qb + head * stride_qh
+        k_ptrs = k_ptr + batch * stride_kb + kv_head * stride_kh
+        v_ptrs = v_ptr + batch * stride_vb + kv_head * stride_vh
+        grad_ptrs = grad_out_ptr + batch * stride_gb + head * stride_gh
+        q = tl.load(
+            q_ptrs + offs_m[:, None] * stride_qm + offs_d[None, :],
+            mask=mask_m[:, None] & (offs_d[None, :] < D),
+            other=0.0,
+        )
+        k = tl.load(
+            k_ptrs + offs_n[:, None] * stride_kn + offs_d[None, :],
+            mask=mask_n[:, None] & (offs_d[None, :] < D),
+            other=0.0,
+        )
+        grad = tl.load(
+            grad_ptrs + offs_m[:, None] * stride_gm + offs_dv[None, :],
+            mask=mask_m[:, None] & (offs_dv[None, :] < DV),
+            other=0.0,
+        )
+        v = tl.load(
+            v_ptrs + offs_n[:, None] * stride_vn + offs_dv[None, :],
+            mask=mask_n[:, None] & (offs_dv[None, :] < DV),
+            other=0.0,
+        )
         lse = tl.load(rows_lse_ptr + line * row_tiles * PAD + offs_m)
         delta = tl.load(rows_delta_ptr + line * row_tiles * PAD + offs_m)
-
-        # A row that takes no part may be NaN: it is not read.
-        load_m = tl.load(queries_seen_ptr + batch * stride_sb + head * stride_sh + offs_m, mask=mask_m, other=0) != 0
-        load_n = tl.load(keys_seen_ptr + batch * stride_fb + kv_head * stride_fh + offs_n, mask=mask_n, other=0) != 0
-        mask_q = load_m[:, None] & (offs_d[None, :] < D)
-        mask_k = load_n[:, None] & (offs_d[None, :] < D)
-        mask_g = load_m[:, None] & (offs_dv[None, :] < DV)
-        mask_v = load_n[:, None] & (offs_dv[None, :] < DV)
-        q_ptrs = q_ptr + batch * stride_qb + head * stride_qh + offs_m[:, None] * stride_qm + offs_d[None, :]
-        k_ptrs = k_ptr + batch * stride_kb + kv_head * stride_kh + offs_n[:, None] * stride_kn + offs_d[None, :]
-        v_ptrs = v_ptr + batch * stride_vb + kv_head * stride_vh + offs_n[:, None] * stride_vn + offs_dv[None, :]
-        grad_ptrs = grad_out_ptr + batch * stride_gb + head * stride_gh
-        grad_ptrs += offs_m[:, None] * stride_gm + offs_dv[None, :]
-        q = tl.load(q_ptrs, mask=mask_q, other=0.0)
-        k = tl.load(k_ptrs, mask=mask_k, other=0.0)
-        grad = tl.load(grad_ptrs, mask=mask_g, other=0.0)
-        v = tl.load(v_ptrs, mask=mask_v, other=0.0)
         products = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         d_weights = tl.dot(grad.to(v.dtype), v.T, input_precision=PRECISION)
-        _, d_scores, _ = tile_gradients(
+        weights, d_scores, _ = tile_gradients(
             products,
             d_weights,
             lse[:, None],
             delta[:, None],
             (q_start + offs_m * Q_STRIDE)[:, None],
             (k_start + offs_n * K_STRIDE)[None, :],
-            inside,
+            mask_n[None, :],
             attend,
             bias,
             slopes,
@@ -229,12 +240,9 @@ def _bias_kernel(
             HAS_DROPOUT=HAS_DROPOUT,
             TANH=TANH,
         )
-        acc += d_scores
+        acc += tl.where(weights == 0.0, 0.0, d_scores)  # what is hidden may have met NaN
 
     # Store.
-    offs_m = out_tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = out_tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    out_line = out_batch.to(tl.int64) * out_heads + out_head
     if SUM_ROWS:
         tl.store(d_bias_ptr + out_line * k_len + offs_n, tl.sum(acc, 0), mask=offs_n < k_len)
     elif SUM_COLUMNS:
@@ -252,7 +260,6 @@ def bias_gradient(
     problem: Problem,
     inputs: Inputs,
     tile: Tile,
-    seen: Seen,
     words: tuple[Tensor | None, Tensor | None],
     grad_out: Tensor,
     rows: Rows,
@@ -265,13 +272,13 @@ def bias_gradient(
         return bias.new_zeros(bias.shape, dtype=dtype)
     if bias.shape[2] == 1:
         sums = bias.new_empty(problem.batch, problem.q_heads, 1, problem.k_len, dtype=problem.state_dtype)
-        _launch(problem, inputs, tile, seen, words, grad_out, rows, sums, sum_rows=True)
+        _launch(problem, inputs, tile, words, grad_out, rows, sums, sum_rows=True)
     elif bias.shape[3] == 1:
         sums = bias.new_empty(problem.batch, problem.q_heads, problem.q_len, 1, dtype=problem.state_dtype)
-        _launch(problem, inputs, tile, seen, words, grad_out, rows, sums, sum_columns=True)
+        _launch(problem, inputs, tile, words, grad_out, rows, sums, sum_columns=True)
     else:
         sums = bias.new_empty(bias.shape, dtype=dtype)
-        _launch(problem, inputs, tile, seen, words, grad_out, rows, sums)
+        _launch(problem, inputs, tile, words, grad_out, rows, sums)
     return sums.sum_to_size(bias.shape).to(dtype)
 
 
@@ -279,7 +286,6 @@ def _launch(
     problem: Problem,
     inputs: Inputs,
     tile: Tile,
-    seen: Seen,
     words: tuple[Tensor | None, Tensor | None],
     grad_out: Tensor,
     rows: Rows,
@@ -292,21 +298,19 @@ def _launch(
     unit = UNIT if aligned else 1
     out_batch, out_heads = sums.shape[:2]
     tiles_m, tiles_n = triton.cdiv(problem.q_len, tile.block_m), triton.cdiv(problem.k_len, tile.block_n)
-    out_tiles_m, steps_m = (1, tiles_m) if sum_rows else (tiles_m, 1)
-    out_tiles_n, steps_n = (1, tiles_n) if sum_columns else (tiles_n, 1)
-    steps_b, steps_h = problem.batch // out_batch, problem.q_heads // out_heads
+    heads_walked = problem.q_heads // out_heads
+    steps = tiles_m if sum_rows else tiles_n if sum_columns else heads_walked * (problem.batch // out_batch)
+    out_tiles_m, out_tiles_n = 1 if sum_rows else tiles_m, 1 if sum_columns else tiles_n
     _kernel.launch(
         grid=out_batch * out_heads * out_tiles_m * out_tiles_n,
-        pointers=(query, key, value, mask, bias, *seen, slopes, *words, grad_out, *rows, sums),
+        pointers=(query, key, value, mask, bias, slopes, *words, grad_out, *rows, sums),
         scalars=(
             *row_strides(query, False, unit),
             *row_strides(key, False, unit),
             *row_strides(value, False, unit),
             *row_strides(grad_out, False, unit),
-            *broadcast_strides(mask),
-            *broadcast_strides(bias),
-            *flag_strides(seen.keys),
-            *flag_strides(seen.queries),
+            *broadcast_strides(mask, access_unit(mask)),
+            *broadcast_strides(bias, access_unit(bias)),
             slopes.stride(0) if slopes is not None and slopes.shape[0] > 1 else 0,
             problem.q_len,
             problem.k_len,
@@ -315,10 +319,8 @@ def _launch(
             out_heads,
             out_tiles_m,
             out_tiles_n,
-            steps_h,
-            steps_m,
-            steps_n,
-            steps_b * steps_h * steps_m * steps_n,
+            heads_walked,
+            steps,
             min(problem.left, FAR),
             min(problem.right, FAR),
             problem.q_start,
@@ -342,6 +344,7 @@ def _launch(
             problem.left != UNBOUNDED,  # HAS_LEFT
             problem.right != UNBOUNDED,  # HAS_RIGHT
             access(mask),  # MASK
+            access(bias),  # BIAS
             slopes is not None,  # HAS_ALIBI
             problem.softcap != 0.0,  # HAS_SOFTCAP
             problem.dropout_p != 0.0,  # HAS_DROPOUT

@@ -2,10 +2,10 @@
 
     dv_j = sum_i p_ij dO_i        dk_j = scale * sum_i ds_ij q_i
 
-Grid: one program per (batch, KV head, tile of keys), in one dimension. K and V stay, and the queries of every head that
-shares the KV head stream by: their sum is the program's own, so nothing is expanded for GQA and nothing is added
-atomically. Tiles lie keys by queries, `p^T` and `ds^T`: the two last products then take them as they come, from
-registers.
+Grid: one program per (batch, KV head, split of the queries, tile of keys), in one dimension. K and V stay, and the
+queries of every head that shares the KV head stream by: their sum is the program's own, so nothing is expanded for GQA
+and nothing is added atomically. Tiles lie keys by queries, `p^T` and `ds^T`: the two last products then take them as
+they come, from registers.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from .arguments import (
 )
 from .launch import Kernel
 from .rows import PAD, Rows, padded_row
-from .tiles import dropout_keep, packed_rows, tile_gradients
+from .tiles import dropout_keep, load_broadcast, packed_rows, tile_gradients
 from .visibility import Seen
 
 _STRIDES = [
     f"stride_{name}" for name in "qb qm qh kb kn kh vb vn vh gb gm gh mb mh mm mn bb bh bm bn fb fh sb sh ab".split()
 ]
-_INTEGERS = ("q_len k_len q_rows k_rows row_tiles kv_heads left right q_start k_start dropout_threshold").split()
+_INTEGERS = (
+    "q_len k_len q_rows k_rows row_tiles kv_heads num_splits left right q_start k_start dropout_threshold"
+).split()
 
 
 @triton.jit(do_not_specialize=_STRIDES + _INTEGERS)
@@ -86,12 +88,14 @@ def _key_kernel(
     stride_sb: tl.int64,
     stride_sh: tl.int64,
     stride_ab: tl.int64,
+    batches: tl.int32,
     q_len: tl.int32,
     k_len: tl.int32,
     q_rows: tl.int32,
     k_rows: tl.int32,
     row_tiles: tl.int32,
     kv_heads: tl.int32,
+    num_splits: tl.int32,
     left: tl.int32,
     right: tl.int32,
     q_start: tl.int32,
@@ -118,6 +122,7 @@ def _key_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     IS_PACKED: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     WANT_KEY: tl.constexpr,
     WANT_VALUE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -129,17 +134,21 @@ def _key_kernel(
         stride_kb, stride_kn, stride_kh = stride_kb * 8, stride_kn * 8, stride_kh * 8
         stride_vb, stride_vn, stride_vh = stride_vb * 8, stride_vn * 8, stride_vh * 8
         stride_gb, stride_gm, stride_gh = stride_gb * 8, stride_gm * 8, stride_gh * 8
-    if MASK == WIDE:
+    if MASK >= WIDE:
         stride_mb, stride_mh, stride_mm = stride_mb * 8, stride_mh * 8, stride_mm * 8
-    if BIAS == WIDE:
+    if BIAS >= WIDE:
         stride_bb, stride_bh, stride_bm = stride_bb * 8, stride_bh * 8, stride_bm * 8
 
     # Where am I: tile of keys fastest; the first are seen by most queries where there is a right edge.
     tiles_n = tl.cdiv(k_len, BLOCK_N)
     pid = tl.program_id(0)
     tile_n = pid % tiles_n
-    kv_head = pid // tiles_n % kv_heads
-    batch = (pid // tiles_n // kv_heads).to(tl.int64)
+    rest = pid // tiles_n
+    if IS_SPLIT:
+        split = rest % num_splits
+        rest = rest // num_splits
+    kv_head = rest % kv_heads
+    batch = (rest // kv_heads).to(tl.int64)
     q_heads = kv_heads * GROUP
     k_row = batch * k_rows  # of row 0 in contiguous tensors [B, Tk, Hkv, D]
     if IS_PACKED:
@@ -169,8 +178,8 @@ def _key_kernel(
     if HAS_LEFT:
         load_n = load_n & (k_pos >= q_start - left)
     if MASK or BIAS:
-        flags = keys_seen_ptr + batch * stride_fb + kv_head * stride_fh + offs_n
-        load_n = load_n & (tl.load(flags, mask=mask_n, other=0) != 0)
+        keys_seen_ptr += batch * stride_fb + kv_head * stride_fh
+        load_n = load_n & (tl.load(keys_seen_ptr + offs_n, mask=mask_n, other=0) != 0)
     k = tl.load(
         k_ptr + batch * stride_kb + kv_head * stride_kh + offs_n[:, None] * stride_kn + offs_d[None, :],
         mask=load_n[:, None] & (offs_d[None, :] < D),
@@ -193,6 +202,10 @@ def _key_kernel(
         row_hi = tl.minimum(q_len, (tl.maximum(last_pos + left - q_start, -Q_STRIDE) + Q_STRIDE) // Q_STRIDE)
         whole_hi = tl.minimum(q_len, (tl.maximum(first_pos + left - q_start, -Q_STRIDE) + Q_STRIDE) // Q_STRIDE)
     begin, end = row_lo // BLOCK_M, tl.cdiv(row_hi, BLOCK_M)  # in tiles from here on
+    if IS_SPLIT:
+        per_split = tl.cdiv(tl.maximum(end - begin, 0), num_splits)
+        begin += split * per_split
+        end = tl.minimum(end, begin + per_split)
     whole_begin = tl.minimum(tl.maximum(tl.cdiv(whole_lo, BLOCK_M), begin), tl.maximum(end, begin))
     whole_end = end
     if HAS_LEFT:
@@ -229,18 +242,17 @@ def _key_kernel(
                 q_pos = q_start + offs_m * Q_STRIDE
                 # Mask and bias come before the products: Triton then keeps the softmax in the products' layout.
                 bias, attend, keep = 0.0, 0, 0
+                tile_at = offs_m[None, :], offs_n[:, None], q_len, k_len
                 if BIAS:
-                    bias_offs = batch * stride_bb + head * stride_bh + offs_m * stride_bm
-                    bias_ptrs = bias_ptr + bias_offs[None, :] + offs_n[:, None] * (1 if BIAS == WIDE else stride_bn)
-                    bias = tl.load(bias_ptrs, mask=mask_n[:, None] & mask_m[None, :], other=float("-inf"))
+                    bias_ptrs = bias_ptr + batch * stride_bb + head * stride_bh
+                    bias = load_broadcast(bias_ptrs, *tile_at, stride_bm, stride_bn, float("-inf"), BIAS)
                 if MASK:
-                    mask_offs = batch * stride_mb + head * stride_mh + offs_m * stride_mm
-                    mask_ptrs = mask_ptr + mask_offs[None, :] + offs_n[:, None] * (1 if MASK == WIDE else stride_mn)
-                    attend = tl.load(mask_ptrs, mask=mask_n[:, None] & mask_m[None, :], other=0)
+                    mask_ptrs = mask_ptr + batch * stride_mb + head * stride_mh
+                    attend = load_broadcast(mask_ptrs, *tile_at, stride_mm, stride_mn, 0, MASK)
                 load_m = mask_m
                 if MASK or BIAS:
-                    flags = queries_seen_ptr + batch * stride_sb + head * stride_sh + offs_m
-                    load_m = tl.load(flags, mask=mask_m, other=0) != 0
+                    seen_ptrs = queries_seen_ptr + batch * stride_sb + head * stride_sh + offs_m
+                    load_m = tl.load(seen_ptrs, mask=mask_m, other=0) != 0
                 q_offs = offs_m[:, None] * stride_qm + offs_d[None, :]
                 grad_offs = offs_m[:, None] * stride_gm + offs_dv[None, :]
                 q = tl.load(q_ptrs + q_offs, mask=load_m[:, None] & (offs_d[None, :] < D), other=0.0)
@@ -283,11 +295,15 @@ def _key_kernel(
                     TANH=TANH,
                 )
                 if WANT_VALUE:
+                    if HAS_DROPOUT:
+                        weights = tl.where(keep, weights, 0.0)
                     dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision=PRECISION)
                 if WANT_KEY:
                     dk = tl.dot(d_products.to(q.dtype), q, dk, input_precision=PRECISION)
 
     # Store.
+    if IS_SPLIT:
+        k_row = (batch + split * batches) * k_rows
     rows = (k_row + offs_n) * kv_heads + kv_head
     if WANT_KEY:
         tl.store(
@@ -314,13 +330,16 @@ def launch_key(
     dk: Tensor | None,
     dv: Tensor | None,
 ) -> None:
-    """Write dk and dv, unless None. They and the words are contiguous."""
+    """Write dk and dv, unless None. They and the words are contiguous.
+
+    With several splits they are `[splits, B, Tk, Hkv, D]`, a part of the sum each.
+    """
     query, key, value, mask, bias, slopes, _, _, cu_q, cu_k = inputs
     packed = problem.packed
     aligned = is_aligned(query, key, value, grad_out)
     unit = UNIT if aligned else 1
     _kernel.launch(
-        grid=problem.batch * problem.kv_heads * triton.cdiv(problem.k_len, tile.block_n),
+        grid=problem.batch * problem.kv_heads * tile.num_splits * triton.cdiv(problem.k_len, tile.block_n),
         pointers=(query, key, value, mask, bias, *seen, slopes, *words, cu_q, cu_k, grad_out, *rows, dk, dv),
         scalars=(
             *row_strides(query, packed, unit),
@@ -332,12 +351,14 @@ def launch_key(
             *flag_strides(seen.keys),
             *flag_strides(seen.queries),
             slopes.stride(0) if slopes is not None and slopes.shape[0] > 1 else 0,
+            problem.batch,
             problem.q_len,
             problem.k_len,
             query.shape[-3],
             key.shape[-3],
             rows.lse.shape[-1] // PAD.value,
             problem.kv_heads,
+            tile.num_splits,
             min(problem.left, FAR),
             min(problem.right, FAR),
             problem.q_start,
@@ -366,6 +387,7 @@ def launch_key(
             problem.softcap != 0.0,  # HAS_SOFTCAP
             problem.dropout_p != 0.0,  # HAS_DROPOUT
             packed,  # IS_PACKED
+            tile.num_splits > 1,  # IS_SPLIT
             dk is not None,  # WANT_KEY
             dv is not None,  # WANT_VALUE
             precision(problem),  # PRECISION

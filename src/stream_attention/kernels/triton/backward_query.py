@@ -3,10 +3,9 @@
     delta_i = dO_i . O_i - dLSE_i        dq_i = scale * sum_j ds_ij k_j
     dslope = -sum_ij ds_ij |x_i - y_j|   dsink = -sum_i exp(sink - lse_i) delta_i
 
-Grid: one program per (batch, head, tile of queries), in one dimension; the loop is the forward's, over the keys that
-the tile sees. Runs first, as it writes what
-backward_key.py reads of each row. Gradients of slopes and sinks leave as one number per
-program, to be summed in a fixed order: no atomics anywhere.
+Grid: one program per (batch, head, split of the keys, tile of queries), in one dimension; the loop is the forward's,
+over the keys that the tile sees. Runs first, as it writes what the other kernels read of each row. Gradients of slopes
+and sinks leave as one number per program, to be summed in a fixed order: no atomics anywhere.
 """
 
 from __future__ import annotations
@@ -34,14 +33,16 @@ from .arguments import (
 )
 from .launch import Kernel
 from .rows import PAD, Rows, padded_row
-from .tiles import LOG2E, dropout_keep, packed_rows, tile_gradients
+from .tiles import LOG2E, dropout_keep, load_broadcast, packed_rows, tile_gradients
 from .visibility import Seen
 
 _STRIDES = [
     f"stride_{name}"
     for name in "qb qm qh kb kn kh vb vn vh ob om oh gb gm gh mb mh mm mn bb bh bm bn fb fh sb sh ab".split()
 ]
-_INTEGERS = ("q_len k_len q_rows k_rows row_tiles q_heads left right q_start k_start dropout_threshold").split()
+_INTEGERS = (
+    "q_len k_len q_rows k_rows row_tiles q_heads num_splits left right q_start k_start dropout_threshold"
+).split()
 
 
 @triton.jit(do_not_specialize=_STRIDES + _INTEGERS)
@@ -96,12 +97,14 @@ def _query_kernel(
     stride_sb: tl.int64,
     stride_sh: tl.int64,
     stride_ab: tl.int64,
+    batches: tl.int32,
     q_len: tl.int32,
     k_len: tl.int32,
     q_rows: tl.int32,
     k_rows: tl.int32,
     row_tiles: tl.int32,
     q_heads: tl.int32,
+    num_splits: tl.int32,
     left: tl.int32,
     right: tl.int32,
     q_start: tl.int32,
@@ -129,6 +132,7 @@ def _query_kernel(
     HAS_DROPOUT: tl.constexpr,
     HAS_LSE_GRAD: tl.constexpr,
     IS_PACKED: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     WANT_QUERY: tl.constexpr,
     WANT_SLOPES: tl.constexpr,
     WANT_SINK: tl.constexpr,
@@ -142,9 +146,9 @@ def _query_kernel(
         stride_vb, stride_vn, stride_vh = stride_vb * 8, stride_vn * 8, stride_vh * 8
         stride_ob, stride_om, stride_oh = stride_ob * 8, stride_om * 8, stride_oh * 8
         stride_gb, stride_gm, stride_gh = stride_gb * 8, stride_gm * 8, stride_gh * 8
-    if MASK == WIDE:
+    if MASK >= WIDE:
         stride_mb, stride_mh, stride_mm = stride_mb * 8, stride_mh * 8, stride_mm * 8
-    if BIAS == WIDE:
+    if BIAS >= WIDE:
         stride_bb, stride_bh, stride_bm = stride_bb * 8, stride_bh * 8, stride_bm * 8
 
     # Where am I: tile of queries fastest, the longest first where later queries see more keys.
@@ -153,8 +157,13 @@ def _query_kernel(
     tile_m = pid % tiles_m
     if HAS_RIGHT:
         tile_m = tiles_m - 1 - tile_m
-    head = pid // tiles_m % q_heads
-    batch = (pid // tiles_m // q_heads).to(tl.int64)
+    rest = pid // tiles_m
+    split = 0
+    if IS_SPLIT:
+        split = rest % num_splits
+        rest = rest // num_splits
+    head = rest % q_heads
+    batch = (rest // q_heads).to(tl.int64)
     kv_head = head // GROUP
     q_row = batch * q_rows  # of row 0 in contiguous tensors [B, Tq, Hq, D] ...
     q_line = (batch * q_heads + head) * q_rows  # ... and in [B, Hq, Tq]
@@ -205,11 +214,12 @@ def _query_kernel(
     sees_nothing = lse == float("-inf")
     delta = tl.where(sees_nothing, 0.0, delta)
     lse = tl.where(sees_nothing, float("inf"), lse)
-    tl.store(rows_lse_ptr + row_line + offs_m, lse)
-    tl.store(rows_delta_ptr + row_line + offs_m, delta)
-    if WANT_SINK:
-        sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2E
-        tl.store(d_sink_ptr + pid, -tl.sum(tl.exp2(sink - lse) * delta, 0))
+    if split == 0:
+        tl.store(rows_lse_ptr + row_line + offs_m, lse)
+        tl.store(rows_delta_ptr + row_line + offs_m, delta)
+        if WANT_SINK:
+            sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2E
+            tl.store(d_sink_ptr + pid, -tl.sum(tl.exp2(sink - lse) * delta, 0))
 
     if WANT_QUERY or WANT_SLOPES:
         q = tl.load(
@@ -222,9 +232,9 @@ def _query_kernel(
         if MASK or BIAS:
             keys_seen_ptr += batch * stride_fb + kv_head * stride_fh
         if MASK:
-            mask_offs = batch * stride_mb + head * stride_mh + offs_m * stride_mm
+            mask_ptr += batch * stride_mb + head * stride_mh
         if BIAS:
-            bias_offs = batch * stride_bb + head * stride_bh + offs_m * stride_bm
+            bias_ptr += batch * stride_bb + head * stride_bh
         slopes = 0.0
         if HAS_ALIBI:
             slopes = tl.load(slopes_ptr + batch * stride_ab + head).to(tl.float32)
@@ -244,6 +254,10 @@ def _query_kernel(
             key_hi = tl.minimum(k_len, (tl.maximum(last_pos + right - k_start, -K_STRIDE) + K_STRIDE) // K_STRIDE)
             whole_hi = tl.minimum(k_len, (tl.maximum(first_pos + right - k_start, -K_STRIDE) + K_STRIDE) // K_STRIDE)
         begin, end = key_lo // BLOCK_N, tl.cdiv(key_hi, BLOCK_N)  # in tiles from here on
+        if IS_SPLIT:
+            per_split = tl.cdiv(tl.maximum(end - begin, 0), num_splits)
+            begin += split * per_split
+            end = tl.minimum(end, begin + per_split)
         whole_begin = tl.minimum(tl.maximum(tl.cdiv(whole_lo, BLOCK_N), begin), tl.maximum(end, begin))
         whole_end = tl.maximum(tl.minimum(whole_hi // BLOCK_N, end), whole_begin)
 
@@ -261,14 +275,11 @@ def _query_kernel(
                 k_pos = k_start + offs_n * K_STRIDE
                 # Mask and bias come before the products: Triton then keeps the softmax in the products' layout.
                 bias, attend, keep = 0.0, 0, 0
+                tile_at = offs_m[:, None], offs_n[None, :], q_len, k_len
                 if BIAS:
-                    bias_ptrs = bias_ptr + bias_offs[:, None] + offs_n[None, :] * (1 if BIAS == WIDE else stride_bn)
-                    bias_mask = mask_m[:, None] if phase == 1 else mask_m[:, None] & mask_n[None, :]
-                    bias = tl.load(bias_ptrs, mask=bias_mask, other=float("-inf"))
+                    bias = load_broadcast(bias_ptr, *tile_at, stride_bm, stride_bn, float("-inf"), BIAS)
                 if MASK:
-                    mask_ptrs = mask_ptr + mask_offs[:, None] + offs_n[None, :] * (1 if MASK == WIDE else stride_mn)
-                    mask_mask = mask_m[:, None] if phase == 1 else mask_m[:, None] & mask_n[None, :]
-                    attend = tl.load(mask_ptrs, mask=mask_mask, other=0)
+                    attend = load_broadcast(mask_ptr, *tile_at, stride_mm, stride_mn, 0, MASK)
                 load_n = mask_n
                 if MASK or BIAS:
                     load_n = tl.load(keys_seen_ptr + offs_n, mask=mask_n, other=0) != 0
@@ -325,6 +336,8 @@ def _query_kernel(
         if WANT_SLOPES:
             tl.store(d_slopes_ptr + pid, tl.sum(tl.where(mask_m, d_slopes, 0.0), 0))
         if WANT_QUERY:
+            if IS_SPLIT:
+                q_row = (batch + split * batches) * q_rows
             dq_rows = ((q_row + offs_m) * q_heads + head) * D
             tl.store(
                 dq_ptr + dq_rows[:, None] + offs_d[None, :],
@@ -350,6 +363,8 @@ def launch_query(
 ) -> None:
     """Write rows, and those of dq, d_slopes and d_sink that are not None; the last two by `programs`, fp32.
 
+    With several splits dq is `[splits, B, Tq, Hq, D]`, a part of the sum each.
+
     The LSE and its gradient, words and dq are contiguous.
     """
     query, key, value, mask, bias, slopes, sink, _, cu_q, cu_k = inputs
@@ -373,12 +388,14 @@ def launch_query(
             *flag_strides(seen.keys),
             *flag_strides(seen.queries),
             slopes.stride(0) if slopes is not None and slopes.shape[0] > 1 else 0,
+            problem.batch,
             problem.q_len,
             problem.k_len,
             query.shape[-3],
             key.shape[-3],
             rows.lse.shape[-1] // PAD.value,
             problem.q_heads,
+            tile.num_splits,
             min(problem.left, FAR),
             min(problem.right, FAR),
             problem.q_start,
@@ -408,6 +425,7 @@ def launch_query(
             problem.dropout_p != 0.0,  # HAS_DROPOUT
             grad_lse is not None,  # HAS_LSE_GRAD
             packed,  # IS_PACKED
+            tile.num_splits > 1,  # IS_SPLIT
             dq is not None,  # WANT_QUERY
             d_slopes is not None,  # WANT_SLOPES
             d_sink is not None,  # WANT_SINK
@@ -420,8 +438,8 @@ def launch_query(
 
 
 def programs(problem: Problem, tile: Tile) -> int:
-    """How many programs there are; by batch, head and tile."""
-    return problem.batch * problem.q_heads * triton.cdiv(problem.q_len, tile.block_m)
+    """How many programs there are; by batch, head, split and tile."""
+    return problem.batch * problem.q_heads * tile.num_splits * triton.cdiv(problem.q_len, tile.block_m)
 
 
 _kernel = Kernel(_query_kernel)

@@ -398,8 +398,8 @@ def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: 
             aligned,  # ALIGNED
             problem.left != UNBOUNDED,  # HAS_LEFT
             problem.right != UNBOUNDED,  # HAS_RIGHT
-            access(mask),  # MASK
-            access(bias),  # BIAS
+            min(access(mask), WIDE.value),  # MASK
+            min(access(bias), WIDE.value),  # BIAS
             slopes is not None,  # HAS_ALIBI
             sink is not None,  # HAS_SINK
             problem.softcap != 0.0,  # HAS_SOFTCAP

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arguments import WHOLE, WIDE
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -58,6 +60,21 @@ def add_bias(scores, bias):
 
 
 @triton.jit
+def load_broadcast(ptr, offs_m, offs_n, q_len, k_len, stride_m, stride_n, other, ACCESS: tl.constexpr):
+    """A tile of a mask or bias. `offs_m` and `offs_n` are 2-D and say which way up it lies.
+
+    Rows of whole wide words are never cut inside one, and the compiler sees it: the last key is a multiple of 8.
+    """
+    step = stride_n
+    if ACCESS >= WIDE:
+        step = 1
+    end = k_len
+    if ACCESS == WHOLE:
+        end = k_len // 8 * 8
+    return tl.load(ptr + offs_m * stride_m + offs_n * step, mask=(offs_m < q_len) & (offs_n < end), other=other)
+
+
+@triton.jit
 def packed_rows(cu_ptr, rows):
     """First row and length of a packed sequence, held within the pack whatever the offsets say."""
     first = tl.minimum(tl.maximum(tl.load(cu_ptr).to(tl.int64), 0), rows)
@@ -105,14 +122,14 @@ def tile_gradients(
     HAS_DROPOUT: tl.constexpr,
     TANH: tl.constexpr,
 ):
-    """From a tile of products q . k and of d_weights = dO . v: the weights that meet V, d(scores) and d(products).
+    """From a tile of products q . k and of d_weights = dO . v: the weights (before dropout), d(scores), d(products).
 
         p = exp(s - lse)        ds = p (dp - delta)
 
     The tile lies either way up: everything else broadcasts against it. The LSE comes in log2 units, +inf for a row that
     sees nothing, whose weights are 0 then. EDGE: positions may hide elements, and `inside` says which exist. What is
-    hidden has weight 0 and gradient 0 * (dp - delta): rows that may be NaN there are not to be read. Neither the scale
-    of d(products) nor that of kept weights is applied: they are left to the sums.
+    hidden has weight 0 and gradient 0 * (dp - delta): rows that may be NaN there are not to be read. The scale of
+    d(products) is left to their sums.
     """
     if HAS_SOFTCAP:
         capped = softcap_scores(products * scale, softcap, TANH)
@@ -137,8 +154,6 @@ def tile_gradients(
     if HAS_DROPOUT:
         d_weights = tl.where(keep, d_weights * dropout_scale, 0.0)
     d_scores = weights * (d_weights - delta)
-    if HAS_DROPOUT:
-        weights = tl.where(keep, weights, 0.0)
     d_products = d_scores
     if HAS_SOFTCAP:
         slope = capped / softcap

@@ -1,0 +1,72 @@
+"""What the GPU tests share: inputs, graphs, a watch on synchronisation, and where their summaries are kept."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BF16, device: str = "cuda") -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device, dtype=F32).to(dtype)
+
+
+def qkv(
+    B: int = 2, Tq: int = 200, Tk: int = 300, Hq: int = 4, Hkv: int = 2, D: int = 64, dtype: torch.dtype = BF16
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = ((B, Tq, Hq, D), (B, Tk, Hkv, D), (B, Tk, Hkv, D))
+    query, key, value = (normal(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes))
+    return query, key, value
+
+
+def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of a call, and the tensors that its replays write."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function()
+    return graph, result
+
+
+@contextmanager
+def without_synchronising() -> Iterator[None]:
+    """A call in this block that makes the host wait for the device is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def keep(summary: dict[str, Any], name: str) -> None:
+    """Print a summary, and keep it for the results file if `GPU_RESULTS=folder` says where (tests/conftest.py)."""
+    print(json.dumps({name: summary}, indent=2))
+    if folder := os.environ.get("GPU_RESULTS"):
+        file = Path(folder, "gpu_summaries.json")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(kept | {name: summary}, indent=1) + "\n")
+
+
+@pytest.fixture
+def give_memory_back() -> Iterator[None]:
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()

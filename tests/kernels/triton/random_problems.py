@@ -1,0 +1,176 @@
+"""Random problems that need a bounded number of compiled kernels: for the GPU tests, which compile ahead."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Hashable
+from dataclasses import replace
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stream_attention.kernels.triton.arguments import WIDE, access
+from stream_attention.problem import UNBOUNDED, Inputs, state_problem
+from stream_attention.testing import Case, check_case, random_case
+from stream_attention.testing.inputs import _tile_laid_out
+from stream_attention.testing.offline import precompile
+from stream_attention.tuning.triton import configure_backward, configure_forward
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+class Drawn(NamedTuple):
+    """Random problems, one case of every kernel they need, and how long those and others took to compile."""
+
+    cases: list[Case]
+    variants: list[Case]
+    seconds: float
+
+
+def draw(problems: int, templates: int, variants: int, also: list[Case], *, backward: bool, seed: int = 0) -> Drawn:
+    """A few templates (modifiers, dtypes, head dims) in random sizes.
+
+    A problem that would need one more than `variants` compiled forms is drawn again. Those and the kernels of the cases
+    in `also` are compiled here, in parallel.
+    """
+    device = torch.cuda.get_device_properties(0)
+    arch, processors = 10 * device.major + device.minor, device.multi_processor_count
+    rng = Random(seed)
+    like = [random_case(rng, device="cuda", head_dims=(64, 80, 128, 256)) for _ in range(templates)]
+    cases: list[Case] = []
+    found: dict[Hashable, Case] = {}
+    while len(cases) < problems:
+        case = in_another_size(like[len(cases) % templates], rng, backward)
+        key = variant(case, arch, processors)
+        if key is not None and key not in found:
+            if len(found) == variants:
+                continue
+            found[key] = case
+        cases.append(case)
+    started = time.perf_counter()
+    errors = precompile([*found.values(), *also], arch, processors, min(16, os.cpu_count() or 1))
+    assert not errors, "\n".join(errors)
+    return Drawn(cases, list(found.values()), time.perf_counter() - started)
+
+
+def in_another_size(like: Case, rng: Random, backward: bool) -> Case:
+    """The same kernel features in another random size."""
+    longest = 1100 if rng.random() < 0.05 else 300
+    size = random_case(rng, device="cuda", head_dims=(like.D,), max_length=longest, packed=like.packed)
+    if rng.random() < 0.15 and not like.packed:  # few queries, many keys
+        size = replace(size, Tq=rng.randint(1, 8), Tk=rng.randint(256, 1100))
+    q_heads = size.Hkv * (like.Hq // like.Hkv)
+    full = (size.B, q_heads, size.Tq, size.Tk)
+
+    def broadcast(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return shape and tuple(1 if n == 1 else whole for n, whole in zip(shape, full[-len(shape) :], strict=True))
+
+    return replace(
+        size,
+        Hq=q_heads,
+        Dv=like.Dv,
+        dtype=like.dtype,
+        causal=like.causal,
+        window=like.window and tuple(side if side == UNBOUNDED else rng.randint(0, 40) for side in like.window),
+        mask=broadcast(like.mask),
+        bias=broadcast(like.bias),
+        bias_hides=like.bias_hides,
+        alibi=like.alibi,
+        sink=like.sink,
+        aux_dtype=like.aux_dtype,
+        softcap=like.softcap,
+        scale=like.scale,
+        dropout_p=like.dropout_p,
+        layout="offset" if like.layout == "offset" else "contiguous" if size.layout == "offset" else size.layout,
+        backward=backward,
+        lse_grad=backward and like.lse_grad,
+    )
+
+
+def variant(case: Case, arch: int, processors: int) -> Hashable:
+    """What the compiled kernels of a case depend on; None if nothing is launched."""
+
+    def shaped(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def tile(shape: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor | None:
+        laid_out = None if shape is None else _tile_laid_out(case.layout, shaped(*shape, dtype=dtype))
+        return None if laid_out is None else laid_out[(None,) * (4 - laid_out.dim())]
+
+    aux_dtype = case.aux_dtype or case.dtype
+    lengths_q, lengths_k = case.lengths_q or (), case.lengths_k or ()
+    lead_q, lead_k = ((sum(lengths_q),), (sum(lengths_k),)) if case.packed else ((case.B, case.Tq), (case.B, case.Tk))
+    offsets = shaped(case.sequences + 1, dtype=torch.int32) if case.packed else None
+    inputs = Inputs(
+        shaped(*lead_q, case.Hq, case.D),
+        shaped(*lead_k, case.Hkv, case.D),
+        shaped(*lead_k, case.Hkv, case.Dv),
+        mask=tile(case.mask, torch.bool),
+        bias=tile(case.bias, aux_dtype),
+        alibi_slopes=shaped(1, case.Hq) if case.alibi else None,
+        sink=shaped(case.Hq) if case.sink else None,
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+    )
+    problem = state_problem(
+        inputs,
+        q_len=max(lengths_q, default=0),
+        k_len=max(lengths_k, default=0),
+        causal=case.causal,
+        window=case.window or (UNBOUNDED, UNBOUNDED),
+        softcap=case.softcap,
+        scale=case.D**-0.5 if case.scale is None else case.scale,
+        dropout_p=case.dropout_p,
+        deterministic=case.deterministic,
+    )._replace(device=torch.device("cuda"), arch=arch, processors=processors)
+    if 0 in (problem.batch, problem.q_len):
+        return None
+    config = configure_forward(problem)
+    of_forward = (*config[:4], config.num_splits > 1, config.pack_heads, problem.scale > 0)
+    of_backward: Hashable = None
+    if case.backward:
+        tiles = configure_backward(problem._replace(backward=True))
+        of_backward = (
+            tuple(t and (*t[:4], t.num_splits > 1) for t in tiles),
+            case.lse_grad,
+            case.bias and (case.bias[-1:] == (1,), case.bias[-2:-1] == (1,)),
+            access(inputs.mask),
+            access(inputs.bias),
+        )
+    return (
+        (case.D, case.Dv, case.dtype, aux_dtype, problem.group, case.packed, case.layout == "offset"),
+        (problem.left == UNBOUNDED, problem.right == UNBOUNDED),
+        tuple(min(access(t), WIDE.value) for t in (inputs.mask, inputs.bias)),
+        (case.alibi is None, case.sink, case.softcap == 0, case.dropout_p == 0),
+        of_forward,
+        of_backward,
+    )
+
+
+def run_all(drawn: Drawn) -> dict[str, Any]:
+    """Check every problem against the reference; what to keep of it."""
+    started = time.perf_counter()
+    failures, worst, worst_case = [], 0.0, None
+    for case in drawn.cases:
+        try:
+            report = check_case(case, "triton")
+        except AssertionError as error:
+            failures.append(str(error))
+        else:
+            if report.worst > worst:
+                worst, worst_case = report.worst, case
+    return {
+        "problems": len(drawn.cases),
+        "failed": len(failures),
+        "failures": failures[:10],
+        "variants": len(drawn.variants),
+        "packed": sum(case.packed for case in drawn.cases),
+        "dtypes": {str(dtype): sum(case.dtype is dtype for case in drawn.cases) for dtype in (F16, BF16, F32)},
+        "largest share of what is allowed": worst,
+        "its case": repr(worst_case),
+        "seconds to compile": round(drawn.seconds, 1),
+        "seconds to run": round(time.perf_counter() - started, 1),
+    }

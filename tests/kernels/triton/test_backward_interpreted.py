@@ -1,0 +1,759 @@
+"""The Triton backward in Triton's interpreter, on the CPU: what it computes.
+
+Tiles are 32 queries by 16 keys for dQ and 16 by 32 for the other gradients, so that small shapes cross their edges.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, product
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip(
+        "set TRITON_INTERPRET=1; make test does, in a process of its own, since triton.jit chooses at decoration",
+        allow_module_level=True,
+    )
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_forward_interpreted import (
+    BF16,
+    CASES,
+    EVERYTHING,
+    F16,
+    F32,
+    INF,
+    NAN,
+    PACKED,
+    PACKED_CASES,
+    SHAPE,
+    TILES,
+    normal,
+    offsets,
+    qkv,
+    stated,
+)
+
+from stream_attention import attention, explain, varlen_attention
+from stream_attention.kernels import reference
+from stream_attention.kernels.triton import backward, forward
+from stream_attention.ops.attention import backward_step
+from stream_attention.problem import Inputs, Positions, Problem, Wanted
+from stream_attention.testing import Case, check_case, make, poisoned_memory, random_case, why_not
+from stream_attention.testing.inputs import LAYOUTS, Layout
+from stream_attention.testing.inputs import stated as stated_by
+from stream_attention.tuning.triton import INTERPRETER, INTERPRETER_BACKWARD, BackwardConfig, Tile
+
+# Infinities and what nobody has written meet in products, on the way to a result that does not hold them.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:divide by zero encountered in log2:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning"
+)
+
+Named = dict[str, Tensor]
+
+
+def check(case: Case) -> None:
+    """The output, the LSE and every gradient agree with the fp64 reference."""
+    assert case.backward
+    report = check_case(case, "triton")
+    assert report.worst <= 1, report
+
+
+def drawn(case: Case) -> tuple[Named, dict[str, Any]]:
+    """The inputs of a case: those that have a gradient, and the rest."""
+    query, key, value, options = make(case)
+    tensors = {"query": query, "key": key, "value": value}
+    return tensors | {name: options.pop(name) for name in ("bias", "alibi_slopes", "sink") if name in options}, options
+
+
+def arriving(tensors: Named) -> tuple[Tensor, Tensor]:
+    """Random gradients of the output and of the LSE."""
+    *lead, rows, heads, _ = tensors["query"].shape
+    grad_out = normal(*lead, rows, heads, tensors["value"].shape[-1], seed=8, dtype=tensors["query"].dtype)
+    return grad_out, normal(*lead, heads, rows, seed=9)
+
+
+def gradients(
+    tensors: Named, grad_out: Tensor | None, grad_lse: Tensor | None = None, backend: str = "triton", **options: Any
+) -> Named:
+    """The gradients of all tensors, by autograd; "reference" computes them in fp64 and rounds once."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+    op: Any = varlen_attention if "cu_seqlens_q" in options else attention
+    with poisoned_memory():
+        outputs = op(**leaves, **{"deterministic": False, **options}, return_lse=True, backend=backend)
+        ends = [(end, grad) for end, grad in zip(outputs, (grad_out, grad_lse), strict=True) if grad is not None]
+        found = torch.autograd.grad(
+            [end for end, _ in ends], list(leaves.values()), [grad for _, grad in ends], materialize_grads=True
+        )
+    return dict(zip(leaves, found, strict=True))
+
+
+@cache
+def forwarded(case: Case) -> tuple[Problem, Inputs, tuple[Tensor, ...]]:
+    """What a backward starts from: the problem, its inputs, what the forward saved, and gradients that arrive."""
+    tensors, options = drawn(case)
+    problem, inputs = stated_by(case, tensors, options)
+    saved = forward(problem, inputs, INTERPRETER)
+    return problem._replace(backward=True, lse_grad=True), inputs, (*saved, *arriving(tensors))
+
+
+def computed(case: Case, config: BackwardConfig = INTERPRETER_BACKWARD, names: Collection[str] | None = None) -> Named:
+    """What the kernels, so configured, return if gradients of these inputs are wanted; None: of all there are."""
+    problem, inputs, saved = forwarded(case)
+    if names is None:
+        names = [name for name in Wanted._fields if getattr(inputs, name) is not None]
+    with poisoned_memory():
+        grads = backward(problem, inputs, config, *saved, Wanted(*(name in names for name in Wanted._fields)))
+    return {name: grad for name, grad in grads._asdict().items() if grad is not None}
+
+
+@cache
+def expected(case: Case) -> Named:
+    """The reference's gradients, in the shapes that kernels read."""
+    tensors, options = drawn(case)
+    inputs = forwarded(case)[1]
+    grads = gradients(tensors, *arriving(tensors), "reference", **options)
+    return {name: grad.view(getattr(inputs, name).shape) for name, grad in grads.items()}
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def equal(found: Named, expected: Named) -> None:
+    """Bit for bit, and NaN nowhere."""
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different and found.keys() == expected.keys()
+    assert all(grad.isfinite().all() for grad in found.values())
+
+
+# Where it runs
+
+
+def test_a_backward_is_planned_with_tiles_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    explain(*(t.requires_grad_() for t in qkv()), backend="triton")
+    assert f"backend   triton: {INTERPRETER_BACKWARD}" in capsys.readouterr().out
+
+
+# What it means
+
+
+def test_two_keys_and_a_sink_by_hand() -> None:
+    """Odds of 1 : 3 : 4 for the keys and the sink, values 0 and 8: out = 3 = delta, and ds = p (dp - 3)."""
+    one, k_odds, v_odds = torch.ones(8), torch.tensor([0.0, math.log(3.0)]), torch.tensor([0.0, 8.0])
+    grad_out = torch.tensor([1.0, *[0.0] * 7]).view(1, 1, 1, 8)
+    tensors = {
+        "query": one.view(1, 1, 1, 8),
+        "key": torch.outer(k_odds, one).view(1, 2, 1, 8),
+        "value": torch.outer(v_odds, one).view(1, 2, 1, 8),
+        "bias": torch.zeros(1, 2),
+        "alibi_slopes": torch.zeros(1),
+        "sink": torch.tensor([math.log(4.0)]),
+    }
+    d_scores = torch.tensor([1 / 8 * (0 - 3), 3 / 8 * (8 - 3)])
+    expected = {
+        "query": torch.full((1, 1, 1, 8), 0.125 * d_scores[1].item() * math.log(3.0)),
+        "key": torch.outer(0.125 * d_scores, one).view(1, 2, 1, 8),
+        "value": torch.tensor([1 / 8, 3 / 8]).view(1, 2, 1, 1) * grad_out,
+        "bias": d_scores.view(1, 2),
+        "alibi_slopes": -d_scores[:1],  # the first key is one position away, the second none
+        "sink": torch.tensor([-4 / 8 * 3]),
+    }
+    close(gradients(tensors, grad_out, scale=0.125), expected)
+
+
+# Agreement with the reference, within what is earned
+
+MORE_CASES: dict[str, Case] = {
+    "more queries than a block of padded rows": replace(SHAPE, Tq=130, Tk=20, Hq=1, causal=True),
+    "two blocks of padded rows exactly": replace(SHAPE, Tq=256, Tk=8, Hq=1, D=8, Dv=8),
+    "one query against many keys": replace(SHAPE, Tq=1, Tk=300, Hq=4, causal=True),
+    "gqa, causal, mask of each head": replace(SHAPE, Hq=6, Hkv=2, Tq=20, causal=True, mask=(1, 6, 20, 40)),
+    "bias in bf16 of one row": replace(SHAPE, B=2, bias=(40,), aux_dtype=BF16),
+    "every modifier, one key": replace(SHAPE, **EVERYTHING | {"Tk": 1, "mask": (1, 2, 20, 1), "bias": (2, 1, 20, 1)}),
+    "bias of no queries": replace(SHAPE, Tq=0, bias=(2, 1, 40)),
+    "bias of no keys": replace(SHAPE, Tk=0, bias=(20, 1), sink=True),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *MORE_CASES])
+def test_agreement(name: str) -> None:
+    check((CASES | MORE_CASES)[name])
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(
+    "name", ["plain", "causal with a longer cache", "everything", "softcap", "values narrower than keys"]
+)
+def test_agreement_in_narrow_dtypes(name: str, dtype: torch.dtype) -> None:
+    check(replace(CASES[name], dtype=dtype))
+
+
+@pytest.mark.parametrize("shape", TILES, ids=str)
+def test_bias_of_every_broadcast_shape(shape: tuple[int, ...]) -> None:
+    check(replace(SHAPE, B=2, causal=True, bias=shape, bias_hides=True))
+
+
+@pytest.mark.parametrize(
+    "shape", [shape for shape in TILES if shape.count(1) >= len(shape) - 1 or 1 not in shape], ids=str
+)
+def test_mask_of_one_dim_or_all(shape: tuple[int, ...]) -> None:
+    check(replace(SHAPE, B=2, causal=True, mask=shape))
+
+
+@pytest.mark.parametrize("dim", [8, 24, 40, 64, 72])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "fp32"])
+def test_head_dims(dim: int, dtype: torch.dtype) -> None:
+    check(replace(SHAPE, D=dim, Dv=dim, dtype=dtype, causal=True))
+
+
+MORE_PACKED_CASES: dict[str, Case] = {
+    "capacity beyond the last sequence": replace(PACKED, lengths_q=(9, 20, 0, 0), lengths_k=(5, 33, 0, 0), tail=7),
+    "sequences beside blocks of padded rows": Case(
+        Hq=1, Hkv=1, D=8, Dv=8, lengths_q=(127, 2, 128, 1), lengths_k=(5, 9, 3, 9), causal=True, tail=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*PACKED_CASES, *MORE_PACKED_CASES])
+def test_packed_sequences(name: str) -> None:
+    check((PACKED_CASES | MORE_PACKED_CASES)[name])
+
+
+@settings(max_examples=12)
+@given(seed=st.integers(0, 2**32))
+def test_random_cases(seed: int) -> None:
+    case = random_case(Random(seed), head_dims=(8, 24), max_length=40)
+    if case.sequences * case.Hq <= 8:  # a program takes 10 ms
+        assert not why_not(case, "triton")
+        check(case)
+
+
+# The gradient of the LSE
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        SHAPE,
+        CASES["causal with more queries than keys"],
+        CASES["sink in bf16, with empty rows"],
+        CASES["no keys"],
+        CASES["everything"],
+        PACKED_CASES["everything"],
+    ],
+    ids=["plain", "rows without keys", "sink and rows without keys", "no keys", "everything", "packed"],
+)
+def test_gradients_through_output_and_lse(case: Case) -> None:
+    check(replace(case, lse_grad=True))
+
+
+def test_the_lse_alone_moves_scores_by_their_weights_and_no_value() -> None:
+    """d lse_i / d s_ij = p_ij: whatever comes in at the LSE of a row leaves through its scores and its sink."""
+    tensors, options = drawn(replace(SHAPE, B=2, bias=(2, 2, 20, 40), alibi="BH", sink=True, causal=True))
+    grad_lse = arriving(tensors)[1]
+    found = gradients(tensors, None, grad_lse, **options)
+    close(found, gradients(tensors, None, grad_lse, "reference", **options))
+    assert torch.equal(found["value"], torch.zeros_like(found["value"]))
+    torch.testing.assert_close(found["bias"].sum((0, 2, 3)) + found["sink"], grad_lse.sum((0, 2)))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("with_out", [False, True], ids=["lse alone", "with out"])
+def test_without_keys_the_lse_is_the_sink(with_out: bool, packed: bool) -> None:
+    query, key, value = normal(2, 5, 3, 8), torch.empty(2, 0, 3, 8), torch.empty(2, 0, 3, 16)
+    options: dict[str, Any] = {}
+    if packed:
+        query, key, value = (t.flatten(0, 1) for t in (query, key, value))
+        options = {"cu_seqlens_q": offsets(4, 6), "cu_seqlens_k": offsets(0, 0)}
+    tensors = {"query": query, "key": key, "value": value, "sink": normal(3)}
+    grad_out, grad_lse = arriving(tensors)
+    found = gradients(tensors, grad_out if with_out else None, torch.ones_like(grad_lse), **options)
+    assert torch.equal(found["sink"], torch.full((3,), 10.0))
+    assert not any(found[name].any() for name in ("query", "key", "value"))
+
+
+# Rows and keys that take no part: their gradients are 0, and what they hold reaches nobody
+
+
+def without(rows: list[int], keys: list[int]) -> Tensor:
+    """A mask of 20 queries by 40 keys that hides whole rows and columns."""
+    mask = torch.ones(20, 40, dtype=torch.bool)
+    mask[rows], mask[:, keys] = False, False
+    return mask
+
+
+def as_bias(mask: Tensor) -> Tensor:
+    return normal(*mask.shape, seed=4).masked_fill(~mask, -INF)
+
+
+FIRST, LAST = torch.arange(40) < 15, torch.arange(40) >= 15
+LEFT_PADDED = (torch.arange(40) >= torch.tensor([[5], [18]])).view(2, 1, 1, 40)
+OF_EACH_HEAD = torch.stack([without([3, 17], [8, 9]), without([4], [9])])
+LONG_CACHE: dict[str, Any] = {"Tk": 60, "window": (4, 0)}
+HIDING: dict[str, dict[str, Any]] = {
+    "causal with more queries than keys": {"Tq": 40, "Tk": 20, "causal": True},
+    "window with more queries than keys": {"Tq": 40, "Tk": 20, "window": (9, 3)},
+    "mask": {"mask": without([0, 7, 19], [0, 16, 39])},
+    "bias": {"bias": as_bias(without([0, 7, 19], [0, 16, 39]))},
+    "mask and bias that only together hide a row and a key": {
+        "mask": without([], []).index_put((torch.tensor(6),), LAST).index_put((torch.tensor(11),), FIRST),
+        "bias": as_bias(without([], [31]).index_put((torch.tensor(6),), FIRST)),
+    },
+    "mask of each head": {"mask": OF_EACH_HEAD, "Hq": 2, "Hkv": 1},
+    "bias of each head": {"bias": as_bias(OF_EACH_HEAD), "Hq": 2, "Hkv": 2},
+    "left padding": {"B": 2, "Tq": 40, "causal": True, "mask": LEFT_PADDED},
+    "left padding by a bias": {"B": 2, "Tq": 40, "causal": True, "bias": as_bias(LEFT_PADDED)},
+    "right padding": {"B": 2, "mask": LEFT_PADDED.flip(-1), "causal": True},
+    "window over a longer cache": LONG_CACHE,
+    "window over a longer cache, mask of one row": LONG_CACHE | {"mask": torch.arange(60) != 50},
+    "window over a longer cache, bias of all": LONG_CACHE | {"bias": normal(20, 60)},
+    "window over a longer cache, bias of one column": LONG_CACHE | {"bias": normal(20, 1)},
+    "window over a longer cache, bias of one row": LONG_CACHE | {"bias": normal(60)},
+    "window over a longer cache, bias of one number": LONG_CACHE | {"bias": normal()},
+    "causal with more queries than keys, bias of one row": {"Tq": 40, "Tk": 20, "causal": True, "bias": normal(20)},
+}
+
+
+def visible(
+    q_len: int,
+    k_len: int,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Which of the scores exist, broadcastable to [B, Hq, Tq, Tk]."""
+    ahead = torch.arange(k_len - q_len, k_len)[:, None] - torch.arange(k_len)
+    seen = ahead >= (0 if causal else -INF)
+    for side, distance in zip(window, (ahead, -ahead), strict=True):
+        seen = seen & (distance <= (side if side >= 0 else INF))
+    seen = seen if mask is None else seen & mask
+    return seen if bias is None else seen & (bias != -INF)
+
+
+def reach_nobody(tensors: Named, rows: Tensor, keys: Tensor, **options: Any) -> None:
+    """Gradients of hidden `rows` and `keys` are 0, and NaN in them changes no gradient by a bit."""
+    grads = arriving(tensors)
+    clean = gradients(tensors, *grads, **options)
+    close(clean, gradients(tensors, *grads, "reference", **options))
+    assert rows.any() or keys.any()
+    assert not clean["query"][rows].any() and not clean["key"][keys].any() and not clean["value"][keys].any()
+
+    poisoned = {name: tensor.clone() for name, tensor in tensors.items()}
+    grad_out, grad_lse = grads[0].clone(), grads[1].clone()
+    poisoned["query"][rows], poisoned["key"][keys], poisoned["value"][keys], grad_out[rows] = NAN, NAN, NAN, NAN
+    if "sink" not in tensors:  # without one such a row has no LSE, and so nothing to differentiate
+        grad_lse[rows.mT] = NAN
+    equal(gradients(poisoned, grad_out, grad_lse, **options), clean)
+
+
+@pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
+@pytest.mark.parametrize("name", HIDING)
+def test_what_nobody_sees(name: str, with_sink: bool) -> None:
+    shape = {"B": 1, "Tq": 20, "Tk": 40, "Hq": 1, "Hkv": 1} | HIDING[name]
+    options = {option: shape.pop(option) for option in ("causal", "window", "mask", "bias") if option in shape}
+    query, key, value = qkv(**shape)
+    B, Tq, Tk, Hq, Hkv = (shape[dim] for dim in ("B", "Tq", "Tk", "Hq", "Hkv"))
+    seen = visible(Tq, Tk, **options).expand(B, Hq, Tq, Tk)
+    rows = ~seen.any(-1).mT
+    keys = ~seen.unflatten(1, (Hkv, Hq // Hkv)).any(2).any(2).mT
+    tensors = {"query": query, "key": key, "value": value}
+    tensors |= {"bias": options.pop("bias")} if "bias" in options else {}
+    tensors |= {"sink": normal(Hq, seed=3)} if with_sink else {}
+    reach_nobody(tensors, rows, keys, **options)
+
+
+PACKED_HIDING: dict[str, dict[str, Any]] = {
+    "tail": {"lengths": ((5, 20), (9, 33))},
+    "capacity": {"lengths": ((5, 20, 0, 0), (9, 33, 0, 0))},
+    "causal with more queries than keys": {"lengths": ((20, 5), (4, 9)), "causal": True},
+    "window over longer caches": {"lengths": ((5, 3), (40, 20)), "window": (2, 0)},
+    "a sequence without queries": {"lengths": ((5, 0, 3), (9, 4, 3))},
+    "a sequence without keys": {"lengths": ((5, 4, 3), (9, 0, 3))},
+    "a sequence without keys, window": {"lengths": ((5, 4, 3), (9, 0, 3)), "window": (3, 3)},
+}
+
+
+@pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
+@pytest.mark.parametrize("name", PACKED_HIDING)
+def test_what_nobody_sees_in_a_pack(name: str, with_sink: bool) -> None:
+    options = dict(PACKED_HIDING[name])
+    lengths = options.pop("lengths")
+    query, key, value = (t[0] for t in qkv(Tq=sum(lengths[0]) + 3, Tk=sum(lengths[1]) + 3, Hq=1))
+    seen = torch.block_diag(*(visible(*pair, **options).float() for pair in zip(*lengths, strict=True)))
+    seen = torch.nn.functional.pad(seen, (0, 3, 0, 3)).bool()  # the tail
+    rows, keys = ~seen.any(1)[:, None], ~seen.any(0)[:, None]
+    tensors = {"query": query, "key": key, "value": value} | ({"sink": normal(1, seed=3)} if with_sink else {})
+    cu_seqlens = {"cu_seqlens_q": offsets(*lengths[0]), "cu_seqlens_k": offsets(*lengths[1])}
+    reach_nobody(tensors, rows, keys, **options, **cu_seqlens)
+
+
+def test_no_key_at_all_and_a_sink() -> None:
+    query, key, value = qkv(Tq=5, Tk=0)
+    tensors = {"query": query, "key": key, "value": value, "sink": normal(2, seed=3)}
+    reach_nobody(tensors, torch.ones(1, 5, 2, dtype=torch.bool), torch.ones(1, 0, 1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("extreme", [torch.finfo(F32).min, torch.finfo(BF16).min, -1e9, 2.4e38], ids=str)
+def test_a_row_of_huge_bias_leaves_other_rows_alone(extreme: float) -> None:
+    """The lowest float is how others hide padding. No digit of its LSE is left, so no loss may come from that row."""
+    query, key, value = qkv()
+    bias = normal(20, 40, seed=3)
+    bias[3] = extreme
+    tensors = {"query": query, "key": key, "value": value, "bias": bias}
+    grad_out, _ = arriving(tensors)
+    grad_out[:, 3] = 0.0
+    close(gradients(tensors, grad_out), gradients(tensors, grad_out, backend="reference"))
+
+
+# Dropout: what the forward dropped, bit for bit
+
+
+def dropped_by_sign(seed: int, offset: int) -> Named:
+    """Gradients in which every score stands alone.
+
+    Queries, keys and dO are unit vectors and every dp_ij = 1, so ds_ij = p_ij (keep_ij / (1 - p) - delta_i) is positive
+    where an element was kept and negative where it was dropped, and dv is the weight itself.
+    """
+    units, ones = torch.eye(24)[None, :, None].expand(1, 24, 2, 24), torch.ones(1, 24, 2, 24)
+    tensors = {"query": units, "key": units, "value": ones, "bias": torch.zeros(1, 2, 24, 24)}
+    return gradients(tensors, units, dropout_p=0.4, seed=torch.tensor([seed, offset]))
+
+
+def test_every_gradient_drops_what_the_forward_dropped() -> None:
+    found = dropped_by_sign(9, 8)
+    keep = reference.dropout_keep(9, 8, 1, 2, 24, 24, 0.4)  # [B, H, Tq, Tk]
+    assert torch.equal(found["value"].permute(0, 2, 3, 1) != 0, keep)
+    assert torch.equal(found["bias"] > 0, keep)
+    assert torch.equal(found["query"].transpose(1, 2) > 0, keep)
+    assert torch.equal(found["key"].permute(0, 2, 3, 1) > 0, keep)
+    assert all((grad != 0).all() for name, grad in found.items() if name != "value")
+
+
+def test_the_seed_decides_the_gradients() -> None:
+    first = dropped_by_sign(1, 2)
+    equal(dropped_by_sign(1, 2), first)
+    for other in ((2, 2), (1, 3)):
+        assert all(not torch.equal(grad, first[name]) for name, grad in dropped_by_sign(*other).items())
+
+
+# Only what is wanted
+
+EACH = replace(SHAPE, **EVERYTHING | {"B": 1, "mask": (20, 40), "bias": (1, 2, 20, 40)})
+
+
+@cache
+def every_gradient() -> Named:
+    return computed(EACH)
+
+
+def test_each_gradient_is_the_reference_s() -> None:
+    found = every_gradient()
+    assert [*found] == [*Wanted._fields] and all(grad.any() for grad in found.values())
+    close(found, expected(EACH))
+
+
+@pytest.mark.parametrize("names", [c for n in (1, 2) for c in combinations(Wanted._fields, n)], ids="-".join)
+def test_only_what_is_wanted_is_computed_and_is_the_same(names: tuple[str, ...]) -> None:
+    full = every_gradient()
+    equal(computed(EACH, names=names), {name: full[name] for name in names})
+
+
+@pytest.mark.parametrize("name", Wanted._fields)
+def test_autograd_wants_what_requires_a_gradient(name: str) -> None:
+    tensors, options = drawn(EACH)
+    grads = arriving(tensors)
+    tensors[name].requires_grad_()
+    with poisoned_memory():
+        torch.autograd.backward(attention(**tensors, **options, return_lse=True, backend="triton"), grads)
+    assert [other for other, tensor in tensors.items() if tensor.grad is not None] == [name]
+    assert torch.equal(tensors[name].grad, every_gradient()[name].view(tensors[name].shape))
+
+
+# Configurations: any gives the answer
+
+
+def tiles(
+    query: tuple[int, int], key: tuple[int, int], bias: tuple[int, int], value: tuple[int, int] | None = None
+) -> BackwardConfig:
+    query_tile, key_tile, bias_tile = (Tile(*size, 4, 1) for size in (query, key, bias))
+    return BackwardConfig(query_tile, key_tile, value=value and Tile(*value, 4, 1), bias=bias_tile)
+
+
+CONFIGS: dict[str, BackwardConfig] = {
+    "equal": tiles((16, 16), (16, 16), (16, 16)),
+    "tall for queries": tiles((64, 16), (16, 16), (32, 16)),
+    "wide": tiles((16, 64), (16, 64), (16, 64)),
+    "all in one": tiles((128, 128), (128, 128), (128, 128)),
+    "values apart": tiles((32, 32), (32, 16), (32, 32), value=(16, 64)),
+}
+CONFIGURED: dict[str, Case] = {
+    "window": replace(SHAPE, Hq=1, Tq=50, Tk=70, causal=True, window=(40, 0), dropout_p=0.3, sink=True),
+    "window on both sides": replace(SHAPE, Hq=1, Tq=70, Tk=70, window=(20, 17), alibi="H", softcap=1.5),
+    "mask and bias": replace(SHAPE, Tq=36, mask=(1, 1, 36, 40), bias=(1, 2, 36, 40), bias_hides=True, causal=True),
+    "bias of one row": replace(SHAPE, Hq=1, Tq=36, bias=(1, 1, 1, 40), sink=True),
+    "bias of one column": replace(SHAPE, Hq=1, Tq=36, bias=(1, 1, 36, 1), causal=True),
+    "packed": Case(Hq=2, Hkv=1, lengths_q=(37, 0, 5), lengths_k=(33, 4, 20), alibi="BH", causal=True, tail=2),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_every_configuration_gives_the_answer(name: str, config: str) -> None:
+    close(computed(CONFIGURED[name], CONFIGS[config]), expected(CONFIGURED[name]))
+
+
+# Bit for bit, in any run and any batch
+
+
+@pytest.mark.parametrize("case", [EACH, CONFIGURED["packed"]], ids=["dense", "packed"])
+def test_deterministic_has_nothing_to_add(case: Case) -> None:
+    equal(computed(replace(case, deterministic=True)), computed(case))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+def test_gradients_of_a_batch_entry_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    """Permuted, and alone. Bias and slopes are the entries' own here, so they too."""
+    case = Case(B=3, Tq=20, Tk=40, Hq=1, Hkv=1, dtype=dtype, causal=True, bias=(3, 1, 20, 40), alibi="BH")
+    tensors, options = drawn(case)
+    grads = arriving(tensors)
+    found = gradients(tensors, *grads, **options)
+    for picked in ([2, 0, 1], [1]):
+        its = gradients({name: t[picked] for name, t in tensors.items()}, *(t[picked] for t in grads), **options)
+        equal(its, {name: t[picked] for name, t in found.items()})
+
+
+# Explicit positions: gradients of shards sum to those of the whole
+
+
+def shards(length: int, count: int, striped: bool) -> list[tuple[Tensor, int, int]]:
+    """Rows of each shard, and the start and stride at which they stand."""
+    rows = torch.arange(length)
+    parts = [rows[n::count] for n in range(count)] if striped else list(rows.chunk(count))
+    return [(part, int(part[0]), count if striped else 1) for part in parts]
+
+
+SHARDED: dict[str, Case] = {
+    "causal": replace(SHAPE, Tq=36, causal=True),
+    "causal with more queries than keys": replace(SHAPE, Hq=1, Tq=40, Tk=24, causal=True),
+    "window": replace(SHAPE, Hq=1, Tq=36, window=(11, 4), alibi="H"),
+    "everything": replace(
+        SHAPE, **EVERYTHING | {"B": 1, "mask": (1, 2, 20, 40), "bias": (1, 2, 20, 40), "sink": False}
+    ),
+}
+
+
+@pytest.mark.parametrize("striped", [(False, False), (True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("name", SHARDED)
+def test_gradients_of_shards_sum_to_those_of_the_whole(name: str, striped: tuple[bool, bool]) -> None:
+    case = SHARDED[name]
+    tensors, options = drawn(case)
+    problem, inputs = stated_by(case, tensors, options)
+    out, lse = attention(**tensors, **options, return_lse=True, backend="reference")
+    grad_out, grad_lse = arriving(tensors)
+    whole = gradients(tensors, grad_out, grad_lse, "reference", **options)
+    total = {name: torch.zeros_like(grad) for name, grad in whole.items()}
+    wanted = Wanted(bias="bias" in tensors, alibi_slopes="alibi_slopes" in tensors)
+    told = {"q_len": 0, "k_len": 0, "deterministic": False, "causal": case.causal, "window": case.window or (-1, -1)}
+    told |= {"softcap": case.softcap, "scale": problem.scale, "dropout_p": case.dropout_p}
+    for (rows, q_start, q_stride), (keys, k_start, k_stride) in product(
+        shards(case.Tq, 2, striped[0]), shards(case.Tk, 2, striped[1])
+    ):
+        positions = Positions(problem.q_base + q_start, q_stride, k_start, k_stride, problem.q_base)
+        tile = (slice(None), slice(None), rows[:, None], keys)
+        its = inputs._replace(query=inputs.query[:, rows], key=inputs.key[:, keys], value=inputs.value[:, keys])
+        its = its._replace(**{name: t[tile] for name in ("mask", "bias") if (t := getattr(inputs, name)) is not None})
+        saved = out[:, rows], lse[..., rows], grad_out[:, rows], grad_lse[..., rows]
+        with poisoned_memory():
+            grads = backward_step(its, *saved, positions=positions, wanted=wanted, backend="triton", **told)
+        for name, place in (("query", (slice(None), rows)), ("key", (slice(None), keys)), ("bias", tile)):
+            if name in total:
+                total[name][place] += getattr(grads, name)
+        total["value"][:, keys] += grads.value
+        if "alibi_slopes" in total:
+            total["alibi_slopes"] += grads.alibi_slopes.view(total["alibi_slopes"].shape)
+    close(total, whole)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("q_start", "q_len", "k_len"), [(0, 9, 9), (-30, 9, 9), (0, 0, 9), (0, 9, 0)],
+    ids=["seen", "before every key", "no queries", "no keys"],
+)  # fmt: skip
+def test_gradients_of_a_shard_are_fp32_whatever_the_inputs(
+    q_start: int, q_len: int, k_len: int, dtype: torch.dtype
+) -> None:
+    query, key, value = (t.to(dtype) for t in qkv(Tq=q_len, Tk=k_len))
+    inputs = Inputs(
+        query, key, value, bias=normal(1, 2, q_len, k_len, dtype=dtype), alibi_slopes=normal(1, 2).to(dtype)
+    )
+    options: dict[str, Any] = {"positions": Positions(q_start, 1, 0, 1, q_start), "causal": True, "scale": 0.25}
+    told = {"q_len": 0, "k_len": 0, "deterministic": False, "window": (-1, -1), "softcap": 0.0, "dropout_p": 0.0}
+    saved = forward(stated(inputs, **options, partial=True), inputs, INTERPRETER)
+    grad_out = normal(1, q_len, 2, 16, seed=4)  # fp32, as an output merged from shards has it
+    with poisoned_memory():
+        grads = backward_step(
+            inputs, *saved, grad_out, None, wanted=Wanted(bias=True, alibi_slopes=True), backend="triton", **options,
+            **told,
+        )  # fmt: skip
+    for grad, tensor in ((getattr(grads, name), getattr(inputs, name)) for name in Wanted._fields[:5]):
+        assert grad.dtype is F32 and grad.shape == tensor.shape
+        assert bool(grad.any()) == (q_start == 0 and q_len > 0 and k_len > 0)
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: Layout) -> None:
+    shape = replace(SHAPE, B=2, layout=layout, causal=True)
+    check(replace(shape, mask=(2, 1, 20, 40), bias=(2, 20, 40)))
+    check(replace(shape, dtype=BF16))
+    check(Case(Hq=2, Hkv=1, lengths_q=(5, 12), lengths_k=(7, 12), layout=layout, dtype=BF16, tail=1))
+
+
+ARRIVING: dict[str, Callable[[Tensor], Tensor]] = {
+    "one number everywhere": lambda grad: grad.flatten()[0].expand(grad.shape),
+    "one for the batch": lambda grad: grad[:1].expand(grad.shape),
+    "one for a row": lambda grad: grad[..., :1].expand(grad.shape),
+    "transposed": lambda grad: grad.transpose(1, 2).contiguous().transpose(1, 2),
+    "last dim first": lambda grad: grad.movedim(-1, 0).contiguous().movedim(0, -1),
+    "misaligned": lambda grad: torch.cat([grad.new_zeros(1), grad.flatten()])[1:].view(grad.shape),
+    "odd strides": lambda grad: torch.cat([grad, grad[..., :3]], -1)[..., :-3],
+}
+
+
+@pytest.mark.parametrize("name", ARRIVING)
+def test_gradients_that_arrive_in_any_layout(name: str) -> None:
+    tensors, options = drawn(replace(SHAPE, B=2, Tq=18, Tk=20, bias=(18, 20), causal=True))
+    grads = [ARRIVING[name](grad) for grad in arriving(tensors)]
+    assert not all(grad.is_contiguous() and grad.data_ptr() % 16 == 0 for grad in grads)
+    found = gradients(tensors, *grads, **options)
+    equal(found, gradients(tensors, *(grad.clone(memory_format=torch.contiguous_format) for grad in grads), **options))
+
+
+def test_one_tensor_misaligned_among_aligned_ones() -> None:
+    tensors, options = drawn(replace(SHAPE, Hq=1, bias=(20, 40), mask=(20, 40), causal=True))
+    grads = arriving(tensors)
+    aligned = gradients(tensors, *grads, **options)
+    for moved in tensors:
+        buffer = torch.full((tensors[moved].numel() + 1,), NAN)
+        shifted = buffer[1:].view(tensors[moved].shape).copy_(tensors[moved])
+        equal(gradients(tensors | {moved: shifted}, *grads, **options), aligned)
+
+
+def test_mask_and_bias_rows_that_cannot_be_read_in_wide_words() -> None:
+    query, key, value = qkv(Tk=40)
+    mask, bias = normal(20, 41) > -0.5, normal(20, 41)
+    for its_mask, its_bias in (
+        (mask[:, :40], bias[:, :40]),
+        (mask[:, 1:], bias[:, 1:]),
+        (mask.mT[:40].mT, bias.mT[1:].mT),
+    ):
+        tensors = {"query": query, "key": key, "value": value, "bias": its_bias}
+        grads = arriving(tensors)
+        found = gradients(tensors, *grads, mask=its_mask)
+        close(found, gradients(tensors, *grads, "reference", mask=its_mask))
+        expanded = tensors | {"bias": its_bias.expand(1, 2, 20, 40)}
+        its = gradients(expanded, *grads, mask=its_mask.expand(1, 2, 20, 40))
+        close(its.pop("bias").sum((0, 1)), found.pop("bias"))
+        equal(its, found)
+
+
+@pytest.mark.parametrize("strided", ["sink", "alibi_slopes", "expanded slopes"])
+def test_small_tensors_may_be_strided(strided: str) -> None:
+    query, key, value = qkv(B=2, Tq=5, Tk=9, Hq=4)
+    name, small = {
+        "sink": ("sink", normal(4, 3)[:, 1]),
+        "alibi_slopes": ("alibi_slopes", normal(4, 2).abs().t()),
+        "expanded slopes": ("alibi_slopes", normal(4).abs().expand(2, 4)),
+    }[strided]
+    tensors = {"query": query, "key": key, "value": value, name: small}
+    grads = arriving(tensors)
+    close(gradients(tensors, *grads), gradients(tensors, *grads, "reference"))
+
+
+# Regressions
+
+
+def test_offsets_beyond_the_pack_touch_nothing_outside_it() -> None:
+    """What a compiled call cannot check is held within the pack by the kernels."""
+    query, key, value = (t[0] for t in qkv(Tq=10, Tk=10))
+    grad_out = normal(10, 2, 16, seed=4)
+    found = []
+    for end in (10, 99):
+        cu = torch.tensor([0, 4, end])
+        inputs = Inputs(query, key, value, sink=normal(2), cu_seqlens_q=cu, cu_seqlens_k=cu)
+        problem = stated(inputs, q_len=6, k_len=6, causal=True)
+        saved = forward(problem, inputs, INTERPRETER)
+        with poisoned_memory():
+            grads = backward(problem, inputs, INTERPRETER_BACKWARD, *saved, grad_out, None, Wanted(sink=True))
+        found.append({name: grad for name, grad in grads._asdict().items() if grad is not None})
+    equal(found[1], found[0])
+
+
+# The repairs of the interpreter, without which the tests above would say nothing
+
+
+@triton.jit
+def _sum_below_kernel(n_ptr, out_ptr):
+    total = tl.load(n_ptr) * 0
+    for i in range(tl.load(n_ptr)):
+        total += i
+    tl.store(out_ptr, total)
+
+
+@triton.jit
+def _dot_kernel(a_ptr, b_ptr, out_ptr):
+    offs = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(out_ptr + offs, tl.dot(tl.load(a_ptr + offs), tl.load(b_ptr + offs)))
+
+
+@triton.jit
+def _cast_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs).to(tl.bfloat16))
+
+
+def test_the_interpreter_counts_up_to_a_tensor() -> None:
+    """NumPy 2.4 refuses what Triton does there; earlier ones warn."""
+    found = torch.zeros(1, dtype=torch.int32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _sum_below_kernel[(1,)](torch.tensor([5], dtype=torch.int32), found)
+    assert found.item() == 0 + 1 + 2 + 3 + 4
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=["bf16", "fp16", "fp32"])
+def test_the_interpreter_multiplies_numbers(dtype: torch.dtype) -> None:
+    a, b, found = normal(16, 16, dtype=dtype), normal(16, 16, seed=1, dtype=dtype), torch.zeros(16, 16)
+    _dot_kernel[(1,)](a, b, found)
+    torch.testing.assert_close(found, a.float() @ b.float())
+
+
+def test_the_interpreter_rounds_to_bf16_as_torch_does() -> None:
+    bits = torch.randint(-(2**31), 2**31, (960,), generator=torch.Generator().manual_seed(0))
+    ties = (torch.randint(0, 2**15, (32,), generator=torch.Generator().manual_seed(1)) << 16) + 0x8000
+    patterns = torch.cat([bits, ties, ties - 1, ties + 1]).to(torch.int32)[: 1024 - 9]
+    special = torch.tensor([0.0, -0.0, INF, -INF, NAN, -NAN, torch.finfo(F32).max, torch.finfo(F32).min, 2.0**-149])
+    x = torch.cat([patterns.view(F32), special])
+    found = torch.zeros(1024, dtype=BF16)
+    _cast_kernel[(1,)](x, found, 1024)
+    expected, numbers = x.to(BF16), ~x.isnan()
+    assert torch.equal(found.isnan(), x.isnan())
+    assert torch.equal(found[numbers].view(torch.int16), expected[numbers].view(torch.int16))
