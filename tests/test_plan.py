@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stream_attention import Plan, UnsupportedProblem, attention, explain, force_backend
+from stream_attention import Plan, UnsupportedProblem, attention, device, explain, force_backend
 from stream_attention.backends import AUTO, BACKENDS, BY_NAME
 from stream_attention.kernels import eager
 from stream_attention.plan import plan, requested
@@ -61,6 +64,21 @@ def test_auto_is_the_first_backend_with_nothing_against_it(facts: dict[str, Any]
     planned = plan(on_gpu)
     assert planned.backend == against[first][0]
     assert list(planned.passed_over) == against[:first]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{}, {"lse_grad": True}, {"packed": True}, {"partial": True}, {"dropout_p": 0.1}, {"mask": True}, {"arch": 80}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_on_a_gpu_auto_is_triton_forward_and_backward(dtype: torch.dtype, facts: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    there: dict[str, Any] = {"device": torch.device("cuda"), "arch": 90, "processors": 132, "dtype": dtype}
+    for backward in (False, True):
+        planned = plan(problem(**there | facts, backward=backward))
+        assert planned.backend == "triton" and planned.passed_over == ()
+        assert planned.config == BY_NAME["triton"].configure(planned.problem)
 
 
 def test_the_reference_is_the_last_resort() -> None:
@@ -307,6 +325,29 @@ def test_explain_prints_the_backward_where_a_gradient_is_wanted(capsys: pytest.C
     printed = capsys.readouterr().out
     assert printed == f"{planned}\n{plan(planned.problem._replace(backward=True))}\n"
     assert not planned.problem.backward
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors in this block may be on a GPU that is not there: they have no data."""
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    device._facts.cache_clear()
+    with FakeTensorMode():
+        yield
+    device._facts.cache_clear()
+
+
+@pytest.mark.usefixtures("h200")
+def test_explain_shows_triton_forward_and_backward_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    tensors = [torch.empty(4, 4096, 16, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)]
+    planned = explain(*tensors, causal=True)
+    forward, its_config, backward, backward_config = capsys.readouterr().out.splitlines()
+    assert planned.backend == "triton"
+    assert forward.startswith("forward   dense B=4 Tq=4096") and backward.startswith("backward  dense B=4 Tq=4096")
+    assert its_config.startswith("backend   triton: tiles of ")
+    assert backward_config.startswith("backend   triton: dQ in tiles of ") and "; dK and dV in tiles" in backward_config
 
 
 def test_explain_takes_packed_sequences() -> None:

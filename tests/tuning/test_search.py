@@ -10,17 +10,29 @@ import torch
 pytest.importorskip("triton")
 
 from stream_attention.testing.offline import compiling_for
-from stream_attention.tuning.search import MODIFIERS, Cell, candidates, main, propose
+from stream_attention.tuning.search import KERNELS, MODIFIERS, Cell, bench, candidates, main, propose
+from stream_attention.tuning.triton import Tile, TritonConfig
+
+
+def rows_held(kernel: str, config: Any) -> int:
+    """Rows of operands in shared memory: those a program owns, and those that stream by, once per stage."""
+    block_m, block_n, stages = config.block_m, config.block_n, config.num_stages
+    if kernel == "forward":
+        return block_m + stages * 2 * block_n
+    if kernel == "query":
+        return 2 * block_m + stages * 2 * block_n
+    return stages * 2 * (block_m + block_n) if kernel == "bias" else 2 * block_n + stages * 2 * block_m
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_candidates_fit_the_shared_memory(head_dim: int, dtype: torch.dtype) -> None:
-    found = candidates(head_dim, dtype)
-    assert len(found) == len(set(found)) >= 10
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_candidates_fit_the_shared_memory(kernel: str, head_dim: int, dtype: torch.dtype) -> None:
+    found = candidates(kernel, head_dim, dtype)
+    assert len(found) == len(set(found)) >= (9 if kernel == "forward" else 5)
     for config in found:
-        tiles = config.block_m + 2 * config.num_stages * config.block_n
-        assert head_dim * dtype.itemsize * tiles <= 227 * 1024
+        assert type(config) is (TritonConfig if kernel == "forward" else Tile)
+        assert head_dim * dtype.itemsize * rows_held(kernel, config) <= 227 * 1024
 
 
 @pytest.mark.parametrize("modifier", MODIFIERS)
@@ -42,36 +54,36 @@ def test_a_cell_poses_the_problem_it_is_named_for(modifier: str) -> None:
     assert problem.right == 0 and problem.batch == 2
 
 
-def test_every_candidate_of_a_head_dim_compiles_as_it_would_be_launched() -> None:
-    from stream_attention.kernels.triton.forward import launch_forward
-
-    cell = Cell(64, 128, False)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_candidate_compiles_as_it_would_be_launched(kernel: str) -> None:
+    cell = Cell(64, 128, False, modifier="bias" if kernel == "bias" else "")
     inputs = cell.inputs("cpu", batch=1)
-    out, lse = torch.empty_like(inputs.query), torch.empty(1, 32, 128)
+    problem = cell.problem(inputs)._replace(device=torch.device("cuda"), arch=90, processors=132)
     with compiling_for(90) as compiled:
-        launch_forward(cell.problem(inputs), inputs, candidates(64)[0], out, lse)
-    assert len(compiled) == 1
+        bench(kernel, problem, inputs).launch(candidates(kernel, 64)[0])
+    assert compiled[-1].metadata.name == f"_{'key' if kernel in ('dk', 'dv') else kernel}_kernel"
 
 
-def measured(config: list[int], length: int, tflops: float, **more: Any) -> dict[str, Any]:
-    row = {"head_dim": 64, "causal": False, "modifier": "", "length": length, "config": config}
-    return row | {"ms": 1.0, "tflops": tflops, "sdpa_tflops": 100.0, "error": ""} | more
+def measured(config: list[int], length: int, ms: float, kernel: str = "key") -> dict[str, Any]:
+    row = {"head_dim": 64, "causal": False, "modifier": "", "kernel": kernel, "length": length, "config": config}
+    return row | {"ms": ms, "tflops": 300 / ms, "sdpa_ms": 2.0, "error": ""}
 
 
 def test_it_proposes_the_fastest_over_all_lengths_and_says_where_it_was_measured() -> None:
-    fast, slow, partial = [128, 64, 4, 3, 1, False], [64, 64, 4, 2, 1, False], [64, 32, 4, 2, 1, False]
+    fast, slow, partial = [128, 64, 4, 3, 1], [64, 64, 4, 2, 1], [64, 32, 4, 2, 1]
     rows = [
-        measured(slow, 512, 150.0),
-        measured(slow, 8192, 90.0),
-        measured(fast, 512, 120.0),
-        measured(fast, 8192, 130.0),
-        measured(partial, 512, 500.0),  # not measured at 8192: nothing to propose
+        measured(slow, 512, 1.0),
+        measured(slow, 8192, 2.0),
+        measured(fast, 512, 1.25),
+        measured(fast, 8192, 1.0),
+        measured(partial, 512, 0.1),  # not measured at 8192: nothing to propose
+        measured(slow, 512, 4.0, "query"),  # by itself
     ]
-    best, second = propose(rows, "a GPU, a day")
-    assert (
-        best.startswith("D=64 full plain: TritonConfig(128, 64, 4, 3)") and "x1.25 of plain SDPA (1.20 1.30 at" in best
-    )
-    assert "a GPU, a day" in best and "TritonConfig(64, 64, 4, 2)" in second
+    best, second, other = propose(rows, "a GPU, a day")
+    assert best.startswith("D=64 full plain key: (128, 64, 4, 3)") and "0.89 of the best (0.80 1.00 at [512" in best
+    assert "240 300 TFLOP/s, 0.62 0.50 of the time of plain SDPA; a GPU, a day" in best
+    assert second.startswith("D=64 full plain key: (64, 64, 4, 2)") and "0.71 of the best" in second
+    assert other.startswith("D=64 full plain query: (64, 64, 4, 2)") and "2.00 of the time of plain SDPA" in other
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:

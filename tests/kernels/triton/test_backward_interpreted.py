@@ -51,6 +51,7 @@ from test_forward_interpreted import (
 from stream_attention import attention, explain, varlen_attention
 from stream_attention.kernels import reference
 from stream_attention.kernels.triton import backward, forward
+from stream_attention.kernels.triton.rows import empty_rows, padded_row
 from stream_attention.ops.attention import backward_step
 from stream_attention.problem import Inputs, Positions, Problem, Wanted
 from stream_attention.testing import Case, check_case, make, poisoned_memory, random_case, why_not
@@ -64,6 +65,10 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 Named = dict[str, Tensor]
+Size = tuple[int, int]
+
+EACH = replace(SHAPE, **EVERYTHING | {"B": 1, "Hq": 1, "mask": (20, 40), "bias": (20, 40)})
+"""Every modifier at once, small."""
 
 
 def check(case: Case) -> None:
@@ -165,7 +170,7 @@ def test_two_keys_and_a_sink_by_hand() -> None:
         "sink": torch.tensor([math.log(4.0)]),
     }
     d_scores = torch.tensor([1 / 8 * (0 - 3), 3 / 8 * (8 - 3)])
-    expected = {
+    by_hand = {
         "query": torch.full((1, 1, 1, 8), 0.125 * d_scores[1].item() * math.log(3.0)),
         "key": torch.outer(0.125 * d_scores, one).view(1, 2, 1, 8),
         "value": torch.tensor([1 / 8, 3 / 8]).view(1, 2, 1, 1) * grad_out,
@@ -173,7 +178,7 @@ def test_two_keys_and_a_sink_by_hand() -> None:
         "alibi_slopes": -d_scores[:1],  # the first key is one position away, the second none
         "sink": torch.tensor([-4 / 8 * 3]),
     }
-    close(gradients(tensors, grad_out, scale=0.125), expected)
+    close(gradients(tensors, grad_out, scale=0.125), by_hand)
 
 
 # Agreement with the reference, within what is earned
@@ -196,23 +201,21 @@ def test_agreement(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize(
-    "name", ["plain", "causal with a longer cache", "everything", "softcap", "values narrower than keys"]
-)
+@pytest.mark.parametrize("name", ["gqa", "causal with a longer cache", "softcap", "values narrower than keys", "all"])
 def test_agreement_in_narrow_dtypes(name: str, dtype: torch.dtype) -> None:
-    check(replace(CASES[name], dtype=dtype))
+    check(replace(EACH if name == "all" else CASES[name], dtype=dtype))
 
 
 @pytest.mark.parametrize("shape", TILES, ids=str)
 def test_bias_of_every_broadcast_shape(shape: tuple[int, ...]) -> None:
-    check(replace(SHAPE, B=2, causal=True, bias=shape, bias_hides=True))
+    check(replace(SHAPE, B=2 if len(shape) == 4 else 1, causal=True, bias=shape, bias_hides=True))
 
 
 @pytest.mark.parametrize(
-    "shape", [shape for shape in TILES if shape.count(1) >= len(shape) - 1 or 1 not in shape], ids=str
+    "shape", [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 20, 1), (1, 2, 1, 40), (2, 2, 20, 40), (20, 40), (40,), ()], ids=str
 )
-def test_mask_of_one_dim_or_all(shape: tuple[int, ...]) -> None:
-    check(replace(SHAPE, B=2, causal=True, mask=shape))
+def test_mask_of_any_broadcast_shape(shape: tuple[int, ...]) -> None:
+    check(replace(SHAPE, B=2 if len(shape) == 4 else 1, causal=True, mask=shape))
 
 
 @pytest.mark.parametrize("dim", [8, 24, 40, 64, 72])
@@ -238,7 +241,7 @@ def test_packed_sequences(name: str) -> None:
 @given(seed=st.integers(0, 2**32))
 def test_random_cases(seed: int) -> None:
     case = random_case(Random(seed), head_dims=(8, 24), max_length=40)
-    if case.sequences * case.Hq <= 8:  # a program takes 10 ms
+    if case.sequences * case.Hq <= 6:  # a program takes 10 ms
         assert not why_not(case, "triton")
         check(case)
 
@@ -253,7 +256,7 @@ def test_random_cases(seed: int) -> None:
         CASES["causal with more queries than keys"],
         CASES["sink in bf16, with empty rows"],
         CASES["no keys"],
-        CASES["everything"],
+        EACH,
         PACKED_CASES["everything"],
     ],
     ids=["plain", "rows without keys", "sink and rows without keys", "no keys", "everything", "packed"],
@@ -291,8 +294,8 @@ def test_without_keys_the_lse_is_the_sink(with_out: bool, packed: bool) -> None:
 
 
 def without(rows: list[int], keys: list[int]) -> Tensor:
-    """A mask of 20 queries by 40 keys that hides whole rows and columns."""
-    mask = torch.ones(20, 40, dtype=torch.bool)
+    """A mask of 20 queries by 24 keys that hides whole rows and columns."""
+    mask = torch.ones(20, 24, dtype=torch.bool)
     mask[rows], mask[:, keys] = False, False
     return mask
 
@@ -301,31 +304,33 @@ def as_bias(mask: Tensor) -> Tensor:
     return normal(*mask.shape, seed=4).masked_fill(~mask, -INF)
 
 
-FIRST, LAST = torch.arange(40) < 15, torch.arange(40) >= 15
-LEFT_PADDED = (torch.arange(40) >= torch.tensor([[5], [18]])).view(2, 1, 1, 40)
+FIRST, LAST, ROW_6 = torch.arange(24) < 15, torch.arange(24) >= 15, torch.arange(20)[:, None] == 6
+LEFT_PADDED = (torch.arange(24) >= torch.tensor([[3], [15]])).view(2, 1, 1, 24)
 OF_EACH_HEAD = torch.stack([without([3, 17], [8, 9]), without([4], [9])])
-LONG_CACHE: dict[str, Any] = {"Tk": 60, "window": (4, 0)}
+LONGER: dict[str, Any] = {"Tq": 36, "Tk": 12, "causal": True}
+CACHE: dict[str, Any] = {"Tq": 5, "Tk": 40, "window": (4, 0)}
 HIDING: dict[str, dict[str, Any]] = {
-    "causal with more queries than keys": {"Tq": 40, "Tk": 20, "causal": True},
-    "window with more queries than keys": {"Tq": 40, "Tk": 20, "window": (9, 3)},
-    "mask": {"mask": without([0, 7, 19], [0, 16, 39])},
-    "bias": {"bias": as_bias(without([0, 7, 19], [0, 16, 39]))},
-    "mask and bias that only together hide a row and a key": {
-        "mask": without([], []).index_put((torch.tensor(6),), LAST).index_put((torch.tensor(11),), FIRST),
-        "bias": as_bias(without([], [31]).index_put((torch.tensor(6),), FIRST)),
+    "more queries than keys, causal": LONGER,
+    "more queries than keys, causal, bias of one row": LONGER | {"bias": normal(12)},
+    "more queries than keys, window": LONGER | {"causal": False, "window": (9, 3)},
+    "mask": {"mask": without([0, 7, 19], [0, 16, 23])},
+    "mask, softcap and dropout": {"mask": without([4], [9]), "softcap": 1.5, "dropout_p": 0.3, "seed": 5},
+    "bias": {"bias": as_bias(without([0, 7, 19], [0, 16, 23]))},
+    "mask and bias that only together hide a row": {
+        "mask": without([], [20]) & ~(ROW_6 & FIRST),
+        "bias": as_bias(without([], [21]) & ~(ROW_6 & LAST)),
     },
-    "mask of each head": {"mask": OF_EACH_HEAD, "Hq": 2, "Hkv": 1},
+    "mask of each head": {"mask": OF_EACH_HEAD, "Hq": 2},
     "bias of each head": {"bias": as_bias(OF_EACH_HEAD), "Hq": 2, "Hkv": 2},
-    "left padding": {"B": 2, "Tq": 40, "causal": True, "mask": LEFT_PADDED},
-    "left padding by a bias": {"B": 2, "Tq": 40, "causal": True, "bias": as_bias(LEFT_PADDED)},
-    "right padding": {"B": 2, "mask": LEFT_PADDED.flip(-1), "causal": True},
-    "window over a longer cache": LONG_CACHE,
-    "window over a longer cache, mask of one row": LONG_CACHE | {"mask": torch.arange(60) != 50},
-    "window over a longer cache, bias of all": LONG_CACHE | {"bias": normal(20, 60)},
-    "window over a longer cache, bias of one column": LONG_CACHE | {"bias": normal(20, 1)},
-    "window over a longer cache, bias of one row": LONG_CACHE | {"bias": normal(60)},
-    "window over a longer cache, bias of one number": LONG_CACHE | {"bias": normal()},
-    "causal with more queries than keys, bias of one row": {"Tq": 40, "Tk": 20, "causal": True, "bias": normal(20)},
+    "left padding": {"B": 2, "causal": True, "mask": LEFT_PADDED},
+    "left padding by a bias": {"B": 2, "causal": True, "bias": as_bias(LEFT_PADDED)},
+    "right padding": {"B": 2, "causal": True, "mask": LEFT_PADDED.flip(-1)},
+    "window over a longer cache": CACHE,
+    "window over a longer cache, mask of one row": CACHE | {"mask": torch.arange(40) != 36},
+    "window over a longer cache, bias of all": CACHE | {"bias": normal(5, 40)},
+    "window over a longer cache, bias of one column": CACHE | {"bias": normal(5, 1)},
+    "window over a longer cache, bias of one row": CACHE | {"bias": normal(40)},
+    "window over a longer cache, bias of one number": CACHE | {"bias": normal()},
 }
 
 
@@ -336,6 +341,7 @@ def visible(
     window: tuple[int, int] = (-1, -1),
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    **others: Any,
 ) -> Tensor:
     """Which of the scores exist, broadcastable to [B, Hq, Tq, Tk]."""
     ahead = torch.arange(k_len - q_len, k_len)[:, None] - torch.arange(k_len)
@@ -362,28 +368,26 @@ def reach_nobody(tensors: Named, rows: Tensor, keys: Tensor, **options: Any) -> 
     equal(gradients(poisoned, grad_out, grad_lse, **options), clean)
 
 
-@pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
-@pytest.mark.parametrize("name", HIDING)
+SUNK = ("more queries than keys, causal", "mask", "bias", "mask of each head", "left padding")
+
+
+@pytest.mark.parametrize(("name", "with_sink"), [*((name, False) for name in HIDING), *((name, True) for name in SUNK)])
 def test_what_nobody_sees(name: str, with_sink: bool) -> None:
-    shape = {"B": 1, "Tq": 20, "Tk": 40, "Hq": 1, "Hkv": 1} | HIDING[name]
-    options = {option: shape.pop(option) for option in ("causal", "window", "mask", "bias") if option in shape}
-    query, key, value = qkv(**shape)
-    B, Tq, Tk, Hq, Hkv = (shape[dim] for dim in ("B", "Tq", "Tk", "Hq", "Hkv"))
+    options = {"B": 1, "Tq": 20, "Tk": 24, "Hq": 1, "Hkv": 1} | HIDING[name]
+    B, Tq, Tk, Hq, Hkv = (options.pop(dim) for dim in ("B", "Tq", "Tk", "Hq", "Hkv"))
     seen = visible(Tq, Tk, **options).expand(B, Hq, Tq, Tk)
-    rows = ~seen.any(-1).mT
-    keys = ~seen.unflatten(1, (Hkv, Hq // Hkv)).any(2).any(2).mT
-    tensors = {"query": query, "key": key, "value": value}
+    rows, keys = ~seen.any(-1).mT, ~seen.unflatten(1, (Hkv, Hq // Hkv)).any(2).any(2).mT
+    tensors = dict(zip(("query", "key", "value"), qkv(B, Tq, Tk, Hq, Hkv), strict=True))
     tensors |= {"bias": options.pop("bias")} if "bias" in options else {}
     tensors |= {"sink": normal(Hq, seed=3)} if with_sink else {}
     reach_nobody(tensors, rows, keys, **options)
 
 
 PACKED_HIDING: dict[str, dict[str, Any]] = {
-    "tail": {"lengths": ((5, 20), (9, 33))},
-    "capacity": {"lengths": ((5, 20, 0, 0), (9, 33, 0, 0))},
-    "causal with more queries than keys": {"lengths": ((20, 5), (4, 9)), "causal": True},
+    "tail": {"lengths": ((20,), (33,))},
+    "capacity, and a sequence without queries": {"lengths": ((5, 0, 9, 0, 0), (9, 4, 3, 0, 0))},
+    "causal, more queries than keys": {"lengths": ((20, 5), (4, 9)), "causal": True},
     "window over longer caches": {"lengths": ((5, 3), (40, 20)), "window": (2, 0)},
-    "a sequence without queries": {"lengths": ((5, 0, 3), (9, 4, 3))},
     "a sequence without keys": {"lengths": ((5, 4, 3), (9, 0, 3))},
     "a sequence without keys, window": {"lengths": ((5, 4, 3), (9, 0, 3)), "window": (3, 3)},
 }
@@ -394,11 +398,11 @@ PACKED_HIDING: dict[str, dict[str, Any]] = {
 def test_what_nobody_sees_in_a_pack(name: str, with_sink: bool) -> None:
     options = dict(PACKED_HIDING[name])
     lengths = options.pop("lengths")
-    query, key, value = (t[0] for t in qkv(Tq=sum(lengths[0]) + 3, Tk=sum(lengths[1]) + 3, Hq=1))
     seen = torch.block_diag(*(visible(*pair, **options).float() for pair in zip(*lengths, strict=True)))
     seen = torch.nn.functional.pad(seen, (0, 3, 0, 3)).bool()  # the tail
     rows, keys = ~seen.any(1)[:, None], ~seen.any(0)[:, None]
-    tensors = {"query": query, "key": key, "value": value} | ({"sink": normal(1, seed=3)} if with_sink else {})
+    packs = (pack[0] for pack in qkv(1, *seen.shape, 1, 1))
+    tensors = dict(zip(("query", "key", "value"), packs, strict=True)) | ({"sink": normal(1)} if with_sink else {})
     cu_seqlens = {"cu_seqlens_q": offsets(*lengths[0]), "cu_seqlens_k": offsets(*lengths[1])}
     reach_nobody(tensors, rows, keys, **options, **cu_seqlens)
 
@@ -409,10 +413,10 @@ def test_no_key_at_all_and_a_sink() -> None:
     reach_nobody(tensors, torch.ones(1, 5, 2, dtype=torch.bool), torch.ones(1, 0, 1, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("extreme", [torch.finfo(F32).min, torch.finfo(BF16).min, -1e9, 2.4e38], ids=str)
+@pytest.mark.parametrize("extreme", [torch.finfo(F32).min, -1e9, 2.4e38], ids=str)
 def test_a_row_of_huge_bias_leaves_other_rows_alone(extreme: float) -> None:
     """The lowest float is how others hide padding. No digit of its LSE is left, so no loss may come from that row."""
-    query, key, value = qkv()
+    query, key, value = qkv(Hq=1)
     bias = normal(20, 40, seed=3)
     bias[3] = extreme
     tensors = {"query": query, "key": key, "value": value, "bias": bias}
@@ -454,15 +458,13 @@ def test_the_seed_decides_the_gradients() -> None:
 
 # Only what is wanted
 
-EACH = replace(SHAPE, **EVERYTHING | {"B": 1, "mask": (20, 40), "bias": (1, 2, 20, 40)})
-
 
 @cache
 def every_gradient() -> Named:
     return computed(EACH)
 
 
-def test_each_gradient_is_the_reference_s() -> None:
+def test_each_gradient_agrees_with_the_reference() -> None:
     found = every_gradient()
     assert [*found] == [*Wanted._fields] and all(grad.any() for grad in found.values())
     close(found, expected(EACH))
@@ -488,11 +490,10 @@ def test_autograd_wants_what_requires_a_gradient(name: str) -> None:
 # Configurations: any gives the answer
 
 
-def tiles(
-    query: tuple[int, int], key: tuple[int, int], bias: tuple[int, int], value: tuple[int, int] | None = None
-) -> BackwardConfig:
-    query_tile, key_tile, bias_tile = (Tile(*size, 4, 1) for size in (query, key, bias))
-    return BackwardConfig(query_tile, key_tile, value=value and Tile(*value, 4, 1), bias=bias_tile)
+def tiles(query: Size, key: Size, bias: Size, value: Size | None = None, splits: int = 1) -> BackwardConfig:
+    return BackwardConfig(
+        Tile(*query, 4, 1, splits), Tile(*key, 4, 1, splits), value and Tile(*value, 4, 1, splits), Tile(*bias, 4, 1)
+    )
 
 
 CONFIGS: dict[str, BackwardConfig] = {
@@ -502,20 +503,26 @@ CONFIGS: dict[str, BackwardConfig] = {
     "all in one": tiles((128, 128), (128, 128), (128, 128)),
     "values apart": tiles((32, 32), (32, 16), (32, 32), value=(16, 64)),
 }
+SPLIT: dict[str, BackwardConfig] = {
+    "two splits": tiles((16, 16), (16, 16), (16, 16), splits=2),
+    "more splits than tiles": tiles((32, 32), (32, 32), (32, 32), value=(16, 64), splits=3),
+}
 CONFIGURED: dict[str, Case] = {
-    "window": replace(SHAPE, Hq=1, Tq=50, Tk=70, causal=True, window=(40, 0), dropout_p=0.3, sink=True),
-    "window on both sides": replace(SHAPE, Hq=1, Tq=70, Tk=70, window=(20, 17), alibi="H", softcap=1.5),
-    "mask and bias": replace(SHAPE, Tq=36, mask=(1, 1, 36, 40), bias=(1, 2, 36, 40), bias_hides=True, causal=True),
-    "bias of one row": replace(SHAPE, Hq=1, Tq=36, bias=(1, 1, 1, 40), sink=True),
-    "bias of one column": replace(SHAPE, Hq=1, Tq=36, bias=(1, 1, 36, 1), causal=True),
+    "causal window": replace(SHAPE, Hq=1, Tq=36, causal=True, window=(20, 0), dropout_p=0.3, sink=True),
+    "window on both sides": replace(SHAPE, Hq=1, Tq=50, Tk=50, window=(20, 17), alibi="H", softcap=1.5),
+    "mask and bias": replace(SHAPE, Hq=1, Tq=36, mask=(36, 40), bias=(36, 40), bias_hides=True, causal=True),
+    "bias of one row": replace(SHAPE, Hq=1, Tq=36, bias=(40,), sink=True),
+    "bias of one column": replace(SHAPE, Hq=1, Tq=36, bias=(36, 1), causal=True),
     "packed": Case(Hq=2, Hkv=1, lengths_q=(37, 0, 5), lengths_k=(33, 4, 20), alibi="BH", causal=True, tail=2),
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("name", CONFIGURED)
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [*product(CONFIGURED, CONFIGS), *product(list(CONFIGURED)[:3], SPLIT)],  # dense problems only
+)
 def test_every_configuration_gives_the_answer(name: str, config: str) -> None:
-    close(computed(CONFIGURED[name], CONFIGS[config]), expected(CONFIGURED[name]))
+    close(computed(CONFIGURED[name], (CONFIGS | SPLIT)[config]), expected(CONFIGURED[name]))
 
 
 # Bit for bit, in any run and any batch
@@ -523,13 +530,13 @@ def test_every_configuration_gives_the_answer(name: str, config: str) -> None:
 
 @pytest.mark.parametrize("case", [EACH, CONFIGURED["packed"]], ids=["dense", "packed"])
 def test_deterministic_has_nothing_to_add(case: Case) -> None:
+    assert forwarded(replace(case, deterministic=True))[0].deterministic
     equal(computed(replace(case, deterministic=True)), computed(case))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
-def test_gradients_of_a_batch_entry_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
+def test_gradients_of_a_batch_entry_do_not_depend_on_the_others() -> None:
     """Permuted, and alone. Bias and slopes are the entries' own here, so they too."""
-    case = Case(B=3, Tq=20, Tk=40, Hq=1, Hkv=1, dtype=dtype, causal=True, bias=(3, 1, 20, 40), alibi="BH")
+    case = Case(B=3, Tq=20, Tk=20, Hq=1, Hkv=1, dtype=BF16, causal=True, bias=(3, 1, 20, 20), alibi="BH")
     tensors, options = drawn(case)
     grads = arriving(tensors)
     found = gradients(tensors, *grads, **options)
@@ -552,13 +559,11 @@ SHARDED: dict[str, Case] = {
     "causal": replace(SHAPE, Tq=36, causal=True),
     "causal with more queries than keys": replace(SHAPE, Hq=1, Tq=40, Tk=24, causal=True),
     "window": replace(SHAPE, Hq=1, Tq=36, window=(11, 4), alibi="H"),
-    "everything": replace(
-        SHAPE, **EVERYTHING | {"B": 1, "mask": (1, 2, 20, 40), "bias": (1, 2, 20, 40), "sink": False}
-    ),
+    "everything": replace(EACH, mask=(1, 1, 20, 40), bias=(1, 1, 20, 40), sink=False),
 }
 
 
-@pytest.mark.parametrize("striped", [(False, False), (True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("striped", [(False, False), (True, True), (True, False)], ids=str)
 @pytest.mark.parametrize("name", SHARDED)
 def test_gradients_of_shards_sum_to_those_of_the_whole(name: str, striped: tuple[bool, bool]) -> None:
     case = SHARDED[name]
@@ -567,7 +572,7 @@ def test_gradients_of_shards_sum_to_those_of_the_whole(name: str, striped: tuple
     out, lse = attention(**tensors, **options, return_lse=True, backend="reference")
     grad_out, grad_lse = arriving(tensors)
     whole = gradients(tensors, grad_out, grad_lse, "reference", **options)
-    total = {name: torch.zeros_like(grad) for name, grad in whole.items()}
+    total = {kind: torch.zeros_like(grad) for kind, grad in whole.items()}
     wanted = Wanted(bias="bias" in tensors, alibi_slopes="alibi_slopes" in tensors)
     told = {"q_len": 0, "k_len": 0, "deterministic": False, "causal": case.causal, "window": case.window or (-1, -1)}
     told |= {"softcap": case.softcap, "scale": problem.scale, "dropout_p": case.dropout_p}
@@ -577,17 +582,27 @@ def test_gradients_of_shards_sum_to_those_of_the_whole(name: str, striped: tuple
         positions = Positions(problem.q_base + q_start, q_stride, k_start, k_stride, problem.q_base)
         tile = (slice(None), slice(None), rows[:, None], keys)
         its = inputs._replace(query=inputs.query[:, rows], key=inputs.key[:, keys], value=inputs.value[:, keys])
-        its = its._replace(**{name: t[tile] for name in ("mask", "bias") if (t := getattr(inputs, name)) is not None})
+        its = its._replace(**{kind: t[tile] for kind in ("mask", "bias") if (t := getattr(inputs, kind)) is not None})
         saved = out[:, rows], lse[..., rows], grad_out[:, rows], grad_lse[..., rows]
         with poisoned_memory():
             grads = backward_step(its, *saved, positions=positions, wanted=wanted, backend="triton", **told)
-        for name, place in (("query", (slice(None), rows)), ("key", (slice(None), keys)), ("bias", tile)):
-            if name in total:
-                total[name][place] += getattr(grads, name)
+        total["query"][:, rows] += grads.query
+        total["key"][:, keys] += grads.key
         total["value"][:, keys] += grads.value
+        if "bias" in total:
+            total["bias"][tile] += grads.bias
         if "alibi_slopes" in total:
             total["alibi_slopes"] += grads.alibi_slopes.view(total["alibi_slopes"].shape)
     close(total, whole)
+
+
+def test_batch_start_moves_dropout_to_that_entry_of_the_batch() -> None:
+    case = replace(SHAPE, B=2, dropout_p=0.5)
+    problem, inputs, saved = forwarded(case)
+    its = inputs._replace(query=inputs.query[1:], key=inputs.key[1:], value=inputs.value[1:])
+    problem = problem._replace(batch=1, batch_start=1)
+    grads = backward(problem, its, INTERPRETER_BACKWARD, *(t[1:] for t in saved), Wanted())
+    close(grads[:3], tuple(grad[1:] for grad in expected(case).values()))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
@@ -599,9 +614,8 @@ def test_gradients_of_a_shard_are_fp32_whatever_the_inputs(
     q_start: int, q_len: int, k_len: int, dtype: torch.dtype
 ) -> None:
     query, key, value = (t.to(dtype) for t in qkv(Tq=q_len, Tk=k_len))
-    inputs = Inputs(
-        query, key, value, bias=normal(1, 2, q_len, k_len, dtype=dtype), alibi_slopes=normal(1, 2).to(dtype)
-    )
+    bias, slopes = normal(1, 2, q_len, k_len, dtype=dtype), normal(1, 2, dtype=dtype)
+    inputs = Inputs(query, key, value, bias=bias, alibi_slopes=slopes)
     options: dict[str, Any] = {"positions": Positions(q_start, 1, 0, 1, q_start), "causal": True, "scale": 0.25}
     told = {"q_len": 0, "k_len": 0, "deterministic": False, "window": (-1, -1), "softcap": 0.0, "dropout_p": 0.0}
     saved = forward(stated(inputs, **options, partial=True), inputs, INTERPRETER)
@@ -621,9 +635,8 @@ def test_gradients_of_a_shard_are_fp32_whatever_the_inputs(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: Layout) -> None:
-    shape = replace(SHAPE, B=2, layout=layout, causal=True)
-    check(replace(shape, mask=(2, 1, 20, 40), bias=(2, 20, 40)))
-    check(replace(shape, dtype=BF16))
+    shape = replace(SHAPE, B=2, Tk=20, layout=layout)
+    check(replace(shape, causal=True, mask=(2, 1, 20, 20), bias=(2, 20, 20)))
     check(Case(Hq=2, Hkv=1, lengths_q=(5, 12), lengths_k=(7, 12), layout=layout, dtype=BF16, tail=1))
 
 
@@ -640,7 +653,7 @@ ARRIVING: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", ARRIVING)
 def test_gradients_that_arrive_in_any_layout(name: str) -> None:
-    tensors, options = drawn(replace(SHAPE, B=2, Tq=18, Tk=20, bias=(18, 20), causal=True))
+    tensors, options = drawn(replace(SHAPE, B=2, Tq=9, Tk=9, bias=(9, 9), causal=True))
     grads = [ARRIVING[name](grad) for grad in arriving(tensors)]
     assert not all(grad.is_contiguous() and grad.data_ptr() % 16 == 0 for grad in grads)
     found = gradients(tensors, *grads, **options)
@@ -658,21 +671,15 @@ def test_one_tensor_misaligned_among_aligned_ones() -> None:
 
 
 def test_mask_and_bias_rows_that_cannot_be_read_in_wide_words() -> None:
-    query, key, value = qkv(Tk=40)
     mask, bias = normal(20, 41) > -0.5, normal(20, 41)
     for its_mask, its_bias in (
         (mask[:, :40], bias[:, :40]),
         (mask[:, 1:], bias[:, 1:]),
-        (mask.mT[:40].mT, bias.mT[1:].mT),
+        (mask.mT[:40].mT, bias.mT.contiguous()[1:].mT),
     ):
-        tensors = {"query": query, "key": key, "value": value, "bias": its_bias}
+        tensors = dict(zip(("query", "key", "value"), qkv(Hq=1), strict=True)) | {"bias": its_bias}
         grads = arriving(tensors)
-        found = gradients(tensors, *grads, mask=its_mask)
-        close(found, gradients(tensors, *grads, "reference", mask=its_mask))
-        expanded = tensors | {"bias": its_bias.expand(1, 2, 20, 40)}
-        its = gradients(expanded, *grads, mask=its_mask.expand(1, 2, 20, 40))
-        close(its.pop("bias").sum((0, 1)), found.pop("bias"))
-        equal(its, found)
+        close(gradients(tensors, *grads, mask=its_mask), gradients(tensors, *grads, "reference", mask=its_mask))
 
 
 @pytest.mark.parametrize("strided", ["sink", "alibi_slopes", "expanded slopes"])
@@ -705,6 +712,24 @@ def test_offsets_beyond_the_pack_touch_nothing_outside_it() -> None:
             grads = backward(problem, inputs, INTERPRETER_BACKWARD, *saved, grad_out, None, Wanted(sink=True))
         found.append({name: grad for name, grad in grads._asdict().items() if grad is not None})
     equal(found[1], found[0])
+
+
+@triton.jit
+def _padded_rows_kernel(cu_ptr, out_ptr):
+    sequence = tl.program_id(0)
+    tl.store(out_ptr + sequence, padded_row(tl.load(cu_ptr + sequence), sequence))
+
+
+@pytest.mark.parametrize("lengths", [(5, 0, 128, 1), (127, 129, 256, 3), (1, 1, 1)], ids=str)
+def test_sequences_share_no_block_of_padded_rows(lengths: tuple[int, ...]) -> None:
+    """On a GPU sequences run side by side, and what a tile writes past the end of one must not land in another."""
+    query, starts = torch.zeros(sum(lengths), 1, 8), torch.zeros(len(lengths), dtype=torch.int64)
+    cu = offsets(*lengths, dtype=torch.int64)
+    problem = stated(Inputs(query, query, query, cu_seqlens_q=cu, cu_seqlens_k=cu), q_len=max(lengths), k_len=1)
+    _padded_rows_kernel[(len(lengths),)](cu, starts)
+    ends = starts + (torch.tensor(lengths) + 127) // 128 * 128
+    assert not (starts % 128).any() and (ends[:-1] <= starts[1:]).all()
+    assert ends[-1] <= empty_rows(problem, query).lse.shape[-1]
 
 
 # The repairs of the interpreter, without which the tests above would say nothing
@@ -747,10 +772,11 @@ def test_the_interpreter_multiplies_numbers(dtype: torch.dtype) -> None:
 
 
 def test_the_interpreter_rounds_to_bf16_as_torch_does() -> None:
-    bits = torch.randint(-(2**31), 2**31, (960,), generator=torch.Generator().manual_seed(0))
+    bits = torch.randint(-(2**31), 2**31, (917,), generator=torch.Generator().manual_seed(0))
     ties = (torch.randint(0, 2**15, (32,), generator=torch.Generator().manual_seed(1)) << 16) + 0x8000
-    patterns = torch.cat([bits, ties, ties - 1, ties + 1]).to(torch.int32)[: 1024 - 9]
-    special = torch.tensor([0.0, -0.0, INF, -INF, NAN, -NAN, torch.finfo(F32).max, torch.finfo(F32).min, 2.0**-149])
+    nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1])  # in the first only bits that are cut off say so
+    patterns = torch.cat([bits, ties, ties - 1, ties + 1, nans]).to(torch.int32)
+    special = torch.tensor([0.0, -0.0, INF, -INF, NAN, torch.finfo(F32).max, torch.finfo(F32).min, 2.0**-149])
     x = torch.cat([patterns.view(F32), special])
     found = torch.zeros(1024, dtype=BF16)
     _cast_kernel[(1,)](x, found, 1024)

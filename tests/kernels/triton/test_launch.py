@@ -34,7 +34,8 @@ def test_every_kernel_is_found() -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))
 def test_integers_have_fixed_types_and_no_specialisation(function: Any) -> None:
-    """Triton folds an integer of 1 into the code; a kernel found again by pointers and constants must not know it."""
+    """Triton compiles apart for multiples of 16, and without a type for 1; a kernel that is found again by its pointers
+    and constants must rely on neither."""
     numbers = [
         p for p in function.params if not p.is_constexpr and not p.name.endswith("_ptr") and p.name not in FLOATS
     ]

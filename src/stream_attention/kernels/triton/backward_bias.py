@@ -34,18 +34,12 @@ from .arguments import (
     tanh,
     tile_width,
 )
-from .launch import Kernel
+from .launch import Kernel, jit
 from .rows import PAD, Rows
 from .tiles import dropout_keep, load_broadcast, tile_gradients
 
-_STRIDES = [f"stride_{name}" for name in "qb qm qh kb kn kh vb vn vh gb gm gh mb mh mm mn bb bh bm bn ab".split()]
-_INTEGERS = (
-    "q_len k_len row_tiles q_heads out_heads out_tiles_m out_tiles_n heads_walked steps left right q_start k_start "
-    "dropout_threshold"
-).split()
 
-
-@triton.jit(do_not_specialize=_STRIDES + _INTEGERS)
+@jit
 def _bias_kernel(
     q_ptr,
     k_ptr,

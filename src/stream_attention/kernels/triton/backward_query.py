@@ -31,21 +31,13 @@ from .arguments import (
     tanh,
     tile_width,
 )
-from .launch import Kernel
+from .launch import Kernel, jit
 from .rows import PAD, Rows, padded_row
 from .tiles import LOG2E, dropout_keep, load_broadcast, packed_rows, tile_gradients
 from .visibility import Seen
 
-_STRIDES = [
-    f"stride_{name}"
-    for name in "qb qm qh kb kn kh vb vn vh ob om oh gb gm gh mb mh mm mn bb bh bm bn fb fh sb sh ab".split()
-]
-_INTEGERS = (
-    "q_len k_len q_rows k_rows row_tiles q_heads num_splits left right q_start k_start dropout_threshold"
-).split()
 
-
-@triton.jit(do_not_specialize=_STRIDES + _INTEGERS)
+@jit
 def _query_kernel(
     q_ptr,
     k_ptr,

@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Inputs, Problem
-from .launch import Kernel
+from .launch import Kernel, jit
 from .tiles import packed_rows
 
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["length", "lines", "heads", "first", "step", "batch_start", "stride_b", "stride_h"])
+@jit
 def _words_kernel(
     seed_ptr,
     words_ptr,

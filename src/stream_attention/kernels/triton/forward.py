@@ -39,21 +39,13 @@ from .arguments import (
     tile_width,
 )
 from .dropout import dropout_words
-from .launch import Kernel
+from .launch import Kernel, jit
 from .merge import launch_merge
 from .tiles import LN2, LOG2E, add_bias, dropout_keep, online_softmax_step, packed_rows, softcap_scores
 from .visibility import keys_seen
 
-_STRIDES = [
-    f"stride_{name}"
-    for name in "qb qm qh kb kn kh vb vn vh mb mh mm mn bb bh bm bn sb sh ab rb rh cb ch os ob om oh ls lb lh".split()
-]
-_INTEGERS = (
-    "q_len k_len q_rows k_rows q_heads num_splits left right q_start q_stride k_start k_stride dropout_threshold"
-).split()
 
-
-@triton.jit(do_not_specialize=_STRIDES + _INTEGERS)
+@jit
 def _forward_kernel(
     q_ptr,
     k_ptr,

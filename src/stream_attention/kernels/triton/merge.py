@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Kernel
+from .launch import Kernel, jit
 from .tiles import LN2, LOG2E, online_softmax_step
 
 
-@triton.jit(do_not_specialize=["rows", "q_len", "heads", "num_splits"])
+@jit
 def _merge_kernel(
     outs_ptr,
     lses_ptr,

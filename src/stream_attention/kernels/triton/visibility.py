@@ -19,14 +19,12 @@ from torch import Tensor
 
 from ...problem import UNBOUNDED, Inputs, Problem
 from .arguments import FAR, broadcast_strides
-from .launch import Kernel
+from .launch import Kernel, jit
 
 BLOCK_M, BLOCK_N = 64, 128
-_STRIDES = [f"stride_{name}" for name in "mb mh mm mn bb bh bm bn fb fh".split()]
-_INTEGERS = "q_len k_len heads left right q_start q_stride k_start k_stride".split()
 
 
-@triton.jit(do_not_specialize=_STRIDES + _INTEGERS)
+@jit
 def _seen_kernel(
     mask_ptr,
     bias_ptr,
