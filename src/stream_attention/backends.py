@@ -47,6 +47,7 @@ def _triton_why_not(problem: Problem) -> tuple[str, ...]:
         (not on_gpu and not _interpreting(), f"it runs on CUDA devices, not on {problem.device.type}"),
         (on_gpu and 0 < problem.arch < 80, f"it needs compute capability 8.0 or newer, not {problem.arch / 10}"),
         (problem.dtype is torch.float64, "it computes in fp32 and takes no float64"),
+        (problem.last_position >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
         (
             any(dim % 8 or dim > 256 for dim in dims),
             f"it takes head dims that are multiples of 8 up to 256, not {dims}",

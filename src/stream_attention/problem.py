@@ -123,6 +123,12 @@ class Problem(NamedTuple):
         return self.state_dtype if self.partial else self.dtype
 
     @property
+    def last_position(self) -> int:
+        """The largest position of a query or a key."""
+        last_query = self.q_start + (self.q_len - 1) * self.q_stride
+        return max(last_query, self.k_start + (self.k_len - 1) * self.k_stride)
+
+    @property
     def empty(self) -> bool:
         """There is no score to compute."""
         return min(self.batch, self.q_len, self.k_len) <= 0
@@ -212,9 +218,9 @@ def state_problem(
         bias=None if inputs.bias is None else inputs.bias.dtype,
         alibi=inputs.alibi_slopes is not None,
         sink=inputs.sink is not None,
-        softcap=softcap,
-        scale=scale,
-        dropout_p=dropout_p,
+        softcap=float(softcap),
+        scale=float(scale),
+        dropout_p=float(dropout_p),
         deterministic=deterministic,
         tf32=query.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
         partial=partial,

@@ -64,10 +64,23 @@ def run_forward(planned: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return BY_NAME[planned.backend].load().forward(planned.problem, inputs, planned.config)
 
 
-def run_backward(planned: Plan, inputs: Inputs, *saved_and_grads: Any) -> Gradients:
-    """Compute a planned backward."""
+def run_backward(
+    planned: Plan,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    """Compute a planned backward. Kernels read rows of `out` and `grad_out` as they lie, element after element."""
+    if out.stride(-1) != 1:
+        out = out.contiguous()
+    if grad_out.stride(-1) != 1:  # an expanded gradient, such as that of sum()
+        grad_out = grad_out.contiguous()
+    saved = out, lse, grad_out, grad_lse
     with _no_autocast(planned.problem.device.type):
-        return BY_NAME[planned.backend].load().backward(planned.problem, inputs, planned.config, *saved_and_grads)
+        return BY_NAME[planned.backend].load().backward(planned.problem, inputs, planned.config, *saved, wanted)
 
 
 def _no_autocast(device: str) -> AbstractContextManager[Any]:
@@ -89,8 +102,6 @@ def _backward(
     planned = plan(problem._replace(backward=True, lse_grad=grad_lse is not None), backend)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    elif grad_out.stride(-1) != 1:  # an expanded gradient, such as that of sum()
-        grad_out = grad_out.contiguous()
     grads = run_backward(planned, inputs, out, lse, grad_out, grad_lse, Wanted(*wanted))
     return tuple(
         grad.contiguous() if want and grad is not None else out.new_empty(0)

@@ -159,7 +159,7 @@ def bench(kernel: str, problem: Problem, inputs: Inputs) -> Bench:
     def key(its_dk: torch.Tensor | None, its_dv: torch.Tensor | None, tile: Tile) -> None:
         launch_key(problem, inputs, tile, seen, words, grad_out, rows, its_dk, its_dv)
 
-    query(configure_backward(problem).query)
+    query(configure_backward(problem).query._replace(num_splits=1))
     if kernel == "query":
         return Bench(query, (dq,))
     if kernel == "key":
@@ -341,6 +341,8 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     if "forward" in options.kernels and len(options.kernels) > 1:
         parser.error("--kernels: sweep the forward by itself, its peer is another")
+    if "bias" in options.kernels and options.modifiers != ["bias"]:
+        parser.error("--kernels bias: expected --modifiers bias, the problem that has a gradient of it")
     configs = {(name, dim): candidates(name, dim, dtype) for name in options.kernels for dim in options.head_dims}
     rows = sweep(cells, options.kernels, options.repeats, configs)
     conditions = {

@@ -212,10 +212,17 @@ SM80_BACKWARD_MODIFIED = (
 
 # fp32 products, each three TF32 products. H200 as above, causal 1k: x0.89 of SDPA at D 64, x0.81 at D 128. At D 256
 # without matrix instructions: x0.12.
-FLOAT32_BACKWARD = (
+SM90_BACKWARD_FLOAT32 = (
     *_full_and_causal(64, BackwardConfig(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), None, Tile(32, 32, 4, 1))),
-    *_full_and_causal(128, BackwardConfig(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), None, Tile(32, 32, 4, 1))),
+    *_full_and_causal(128, BackwardConfig(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), None, Tile(16, 32, 4, 1))),
     *_full_and_causal(256, BackwardConfig(Tile(32, 32, 8, 1), Tile(16, 16, 4, 1), None, Tile(16, 16, 4, 1))),
+)
+
+# Guesses from the compiler's report.
+SM80_BACKWARD_FLOAT32 = (
+    *_full_and_causal(64, BackwardConfig(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), None, Tile(32, 32, 4, 1))),
+    *_full_and_causal(128, BackwardConfig(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), None, Tile(16, 32, 4, 1))),
+    *_full_and_causal(256, BackwardConfig(Tile(16, 16, 8, 1), Tile(16, 16, 4, 1), None, Tile(16, 16, 4, 1))),
 )
 
 BACKWARD: Mapping[str, Mapping[int, tuple[Row[BackwardConfig], ...]]] = {
@@ -223,7 +230,7 @@ BACKWARD: Mapping[str, Mapping[int, tuple[Row[BackwardConfig], ...]]] = {
     "masked": {80: SM80_BACKWARD_MODIFIED, 90: SM90_BACKWARD_MASKED, 120: SM80_BACKWARD_MODIFIED},
     "computed": {80: SM80_BACKWARD_MODIFIED, 90: SM90_BACKWARD_COMPUTED, 120: SM80_BACKWARD_MODIFIED},
     "masked and computed": {80: SM80_BACKWARD_MODIFIED, 90: SM90_BACKWARD_BOTH, 120: SM80_BACKWARD_MODIFIED},
-    "float32": {80: FLOAT32_BACKWARD},
+    "float32": {80: SM80_BACKWARD_FLOAT32, 90: SM90_BACKWARD_FLOAT32, 120: SM80_BACKWARD_FLOAT32},
 }
 """By architecture, as FORWARD."""
 
@@ -259,12 +266,20 @@ def configure_backward(problem: Problem) -> BackwardConfig:
 
 def _split_keys(problem: Problem, tile: Tile) -> Tile:
     programs = problem.batch * problem.q_heads * -(-problem.q_len // tile.block_m)
-    return tile._replace(num_splits=_splits(problem, programs, problem.k_len // tile.block_n))
+    seen = min(problem.k_len, _window(problem) + tile.block_m)
+    return tile._replace(num_splits=_splits(problem, programs, seen // tile.block_n))
 
 
 def _split_queries(problem: Problem, tile: Tile) -> Tile:
     programs = problem.batch * problem.kv_heads * -(-problem.k_len // tile.block_n)
-    return tile._replace(num_splits=_splits(problem, programs, problem.q_len // tile.block_m))
+    seeing = min(problem.q_len, _window(problem) + tile.block_n)
+    return tile._replace(num_splits=_splits(problem, programs, seeing // tile.block_m))
+
+
+def _window(problem: Problem) -> int:
+    """How many keys a query sees at most."""
+    sides = problem.left, problem.right
+    return ANY if UNBOUNDED in sides else sum(sides) + 1
 
 
 def _splits(problem: Problem, programs: int, tiles: int) -> int:

@@ -407,6 +407,32 @@ def test_what_nobody_sees_in_a_pack(name: str, with_sink: bool) -> None:
     reach_nobody(tensors, rows, keys, **options, **cu_seqlens)
 
 
+@pytest.mark.parametrize(
+    ("q_start", "options", "rows", "keys"),
+    [(3, {"causal": True}, [], range(23, 40)), (30, {"window": (4, 2)}, range(14, 20), range(26))],
+    ids=["keys after the last query", "queries far past the last key"],
+)
+def test_what_nobody_sees_from_where_it_stands(
+    q_start: int, options: dict[str, Any], rows: Collection[int], keys: Collection[int]
+) -> None:
+    """20 queries from `q_start` on, against keys from 0 on: shards and caches stand anywhere."""
+    query, key, value = qkv()
+    grad_out = arriving({"query": query, "value": value})[0]
+    found = []
+    for _ in ("clean", "poisoned"):
+        inputs = Inputs(query, key, value)
+        problem = stated(inputs, positions=Positions(q_start, 1, 0, 1, q_start), **options)
+        with poisoned_memory():
+            saved = forward(problem, inputs, INTERPRETER)
+            grads = backward(problem, inputs, INTERPRETER_BACKWARD, *saved, grad_out, None, Wanted())
+        found.append(dict(zip(("query", "key", "value"), grads, strict=False)))
+        for tensor, hidden in ((query, rows), (grad_out, rows), (key, keys), (value, keys)):
+            tensor[:, list(hidden)] = NAN
+    assert not found[0]["query"][:, list(rows)].any()
+    assert not found[0]["key"][:, list(keys)].any() and not found[0]["value"][:, list(keys)].any()
+    equal(found[1], found[0])
+
+
 def test_no_key_at_all_and_a_sink() -> None:
     query, key, value = qkv(Tq=5, Tk=0)
     tensors = {"query": query, "key": key, "value": value, "sink": normal(2, seed=3)}

@@ -32,6 +32,19 @@ def scale_of(problem: Problem) -> float:
     return problem.scale if abs(problem.scale) > 1e-30 else 0.0
 
 
+def meaning_of(problem: Problem) -> tuple[int | float, ...]:
+    """What scores mean, as the kernels of the backward take it: window, starts, dropout's threshold, scale, softcap,
+    and the factor of what dropout keeps."""
+    window = min(problem.left, FAR), min(problem.right, FAR)
+    threshold, kept = int(problem.dropout_p * 2**32), 1.0 / (1.0 - problem.dropout_p)
+    return (*window, problem.q_start, problem.k_start, threshold, scale_of(problem), problem.softcap, kept)
+
+
+def slope_stride(slopes: Tensor | None) -> int:
+    """Stride over the batch of ALiBi slopes `[B or 1, Hq]`."""
+    return slopes.stride(0) if slopes is not None and slopes.shape[0] > 1 else 0
+
+
 def precision(problem: Problem) -> str:
     """How fp32 is multiplied. Three TF32 products are as good as fp32 up to D = 128; the matrix unit truncates its
     sums, and over 256 terms that shows (measured on an H200: up to 2.8 times what the tolerance allows)."""

@@ -1,4 +1,4 @@
-"""The streaming backward in Triton, from the saved LSE, with every modifier, in up to three kernels.
+"""The streaming backward in Triton, from the saved LSE, with every modifier: two kernels, and one for a bias.
 
     p_ij = exp(s_ij - lse_i)        dp_ij = dO_i . v_j        ds_ij = p_ij (dp_ij - delta_i)
 
@@ -7,9 +7,13 @@
 3. backward_bias.py, by tiles of the bias, where its gradient is wanted
 
 Each program owns what it writes and sums it in registers, in one order. So there are no atomics, no workspace but two
-numbers per row, and no other answer from run to run or in another batch: `deterministic=True` has nothing to add. The
-price is that scores are computed twice, seven products in place of five. One kernel of five, which adds dQ atomically,
-was measured and is slower on an H200 (docs/performance.md).
+numbers per row, and no other answer from run to run or in another order of the batch: `deterministic=True` has nothing
+to add. The price is that scores are computed twice, seven products in place of five. One kernel of five, which adds dQ
+atomically, was measured and is slower on an H200 (docs/performance.md).
+
+Where programs are too few to fill the GPU (few queries, few keys, many heads on one KV head), what they stream is
+split: each split writes an fp32 part of the sum, a few at most, and torch adds the parts. At the widest heads dK and dV
+are a launch each.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from .backward_bias import bias_gradient
 from .backward_key import launch_key
 from .backward_query import launch_query, programs
 from .dropout import dropout_words
-from .rows import empty_rows
+from .rows import PAD, empty_rows
 from .visibility import seen_by_mask
 
 
@@ -38,6 +42,8 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """The gradients that are `wanted`, in the inputs' dtypes, or in fp32 where the problem is one of several shards."""
+    others = [tile for tile in config[1:] if tile is not None]
+    assert PAD.value >= config.query.block_m >= max(tile.block_m for tile in others), "rows are written by whole tiles"
     # Rows of a pack that belong to no sequence are written by no program.
     unwritten = problem.packed or 0 in (problem.batch, problem.q_len)
     room = torch.zeros_like if unwritten else torch.empty_like
@@ -48,13 +54,11 @@ def backward(
     d_slopes, d_sink = (
         lse.new_zeros(programs(problem, config.query)) if want else None for want in (wanted.alibi_slopes, wanted.sink)
     )
-    d_bias = None
-    if 0 in (problem.batch, problem.q_len):
-        d_bias = torch.zeros_like(inputs.bias) if inputs.bias is not None and wanted.bias else None
-    else:
-        rows = empty_rows(problem, inputs.query)
+    rows = empty_rows(problem, inputs.query)
+    words: tuple[Tensor | None, Tensor | None] = (None, None)
+    if problem.batch and problem.q_len:
         seen = seen_by_mask(problem, inputs)
-        words = dropout_words(problem, inputs) if problem.dropout_p else (None, None)
+        words = dropout_words(problem, inputs) if problem.dropout_p else words
         saved = out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
         dq_parts = _parts(dq, config.query)
         launch_query(problem, inputs, config.query, seen, words, *saved, rows, dq_parts, d_slopes, d_sink)
@@ -69,8 +73,7 @@ def backward(
             launch_key(problem, inputs, tile, seen, words, grad_out, rows, dk_parts, dv_parts)
             _sum_parts(its_dk, dk_parts)
             _sum_parts(its_dv, dv_parts)
-        if wanted.bias:
-            d_bias = bias_gradient(problem, inputs, config.bias, words, grad_out, rows)
+    d_bias = bias_gradient(problem, inputs, config.bias, words, grad_out, rows) if wanted.bias else None
     return Gradients(
         dq,
         dk,

@@ -21,16 +21,16 @@ from torch import Tensor
 from ...problem import UNBOUNDED, Inputs, Problem
 from ...tuning.triton import Tile
 from .arguments import (
-    FAR,
     UNIT,
     WIDE,
     access,
     access_unit,
     broadcast_strides,
     is_aligned,
+    meaning_of,
     precision,
     row_strides,
-    scale_of,
+    slope_stride,
     tanh,
     tile_width,
 )
@@ -305,7 +305,7 @@ def _launch(
             *row_strides(grad_out, False, unit),
             *broadcast_strides(mask, access_unit(mask)),
             *broadcast_strides(bias, access_unit(bias)),
-            slopes.stride(0) if slopes is not None and slopes.shape[0] > 1 else 0,
+            slope_stride(slopes),
             problem.q_len,
             problem.k_len,
             rows.lse.shape[-1] // PAD.value,
@@ -315,14 +315,7 @@ def _launch(
             out_tiles_n,
             heads_walked,
             steps,
-            min(problem.left, FAR),
-            min(problem.right, FAR),
-            problem.q_start,
-            problem.k_start,
-            int(problem.dropout_p * 2**32),
-            scale_of(problem),
-            problem.softcap,
-            1.0 / (1.0 - problem.dropout_p),
+            *meaning_of(problem),
         ),
         constants=(
             problem.group,  # GROUP

@@ -17,7 +17,6 @@ from torch import Tensor
 from ...problem import UNBOUNDED, Inputs, Problem
 from ...tuning.triton import Tile
 from .arguments import (
-    FAR,
     UNIT,
     WIDE,
     access,
@@ -25,9 +24,10 @@ from .arguments import (
     broadcast_strides,
     flag_strides,
     is_aligned,
+    meaning_of,
     precision,
     row_strides,
-    scale_of,
+    slope_stride,
     tanh,
     tile_width,
 )
@@ -145,9 +145,11 @@ def _key_kernel(
     q_heads = kv_heads * GROUP
     k_row = batch * k_rows  # of row 0 in contiguous tensors [B, Tk, Hkv, D]
     if IS_PACKED:
+        longest = q_len
         q_row, q_len = packed_rows(cu_q_ptr + batch, q_rows)
         k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
         q_start = k_len - q_len
+        q_len = tl.minimum(q_len, longest)  # rows beyond what the caller said is the longest have no LSE
         if tile_n * BLOCK_N >= k_len:
             return
         q_ptr += q_row * stride_qm
@@ -343,7 +345,7 @@ def launch_key(
             *broadcast_strides(bias, access_unit(bias)),
             *flag_strides(seen.keys),
             *flag_strides(seen.queries),
-            slopes.stride(0) if slopes is not None and slopes.shape[0] > 1 else 0,
+            slope_stride(slopes),
             problem.batch,
             problem.q_len,
             problem.k_len,
@@ -352,14 +354,7 @@ def launch_key(
             rows.lse.shape[-1] // PAD.value,
             problem.kv_heads,
             tile.num_splits,
-            min(problem.left, FAR),
-            min(problem.right, FAR),
-            problem.q_start,
-            problem.k_start,
-            int(problem.dropout_p * 2**32),
-            scale_of(problem),
-            problem.softcap,
-            1.0 / (1.0 - problem.dropout_p),
+            *meaning_of(problem),
         ),
         constants=(
             problem.group,  # GROUP

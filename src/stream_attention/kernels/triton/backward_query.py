@@ -17,7 +17,6 @@ from torch import Tensor
 from ...problem import UNBOUNDED, Inputs, Problem
 from ...tuning.triton import Tile
 from .arguments import (
-    FAR,
     UNIT,
     WIDE,
     access,
@@ -25,9 +24,10 @@ from .arguments import (
     broadcast_strides,
     flag_strides,
     is_aligned,
+    meaning_of,
     precision,
     row_strides,
-    scale_of,
+    slope_stride,
     tanh,
     tile_width,
 )
@@ -185,7 +185,7 @@ def _query_kernel(
     q_pos = q_start + offs_m * Q_STRIDE
 
     # A row that sees no key may be NaN, and meets weights of 0 below: it is not read. Nor is a key that no query sees.
-    load_m = mask_m
+    load_m = mask_m & (k_len > 0)
     if HAS_RIGHT:
         load_m = load_m & (q_pos + right >= k_start)
     if HAS_LEFT:
@@ -379,7 +379,7 @@ def launch_query(
             *broadcast_strides(bias, access_unit(bias)),
             *flag_strides(seen.keys),
             *flag_strides(seen.queries),
-            slopes.stride(0) if slopes is not None and slopes.shape[0] > 1 else 0,
+            slope_stride(slopes),
             problem.batch,
             problem.q_len,
             problem.k_len,
@@ -388,14 +388,7 @@ def launch_query(
             rows.lse.shape[-1] // PAD.value,
             problem.q_heads,
             tile.num_splits,
-            min(problem.left, FAR),
-            min(problem.right, FAR),
-            problem.q_start,
-            problem.k_start,
-            int(problem.dropout_p * 2**32),
-            scale_of(problem),
-            problem.softcap,
-            1.0 / (1.0 - problem.dropout_p),
+            *meaning_of(problem),
         ),
         constants=(
             problem.group,  # GROUP

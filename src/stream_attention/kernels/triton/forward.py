@@ -9,7 +9,7 @@ meets the grid's 65,535 limit. A tile holds the queries of one head, or (`HEADS`
 head, which fills the tile when queries are few. Keys that no row of a tile may see are never read; tiles that every row
 sees whole pay for no mask. Splits write fp32 states for merge.py; a sink joins in the last step of a row, once.
 
-Not here: backward, paged and quantised caches.
+Not here: paged and quantised caches.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from .arguments import (
     precision,
     row_strides,
     scale_of,
+    slope_stride,
     tanh,
     tile_width,
 )
@@ -354,7 +355,7 @@ def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: 
             *broadcast_strides(mask, access_unit(mask)),
             *broadcast_strides(bias, access_unit(bias)),
             *flag_strides(seen),
-            slopes.stride(0) if slopes is not None and slopes.shape[0] > 1 else 0,
+            slope_stride(slopes),
             *line_strides(row_words, packed),
             *line_strides(col_words, packed),
             out.stride(0) // UNIT if is_split else 0,

@@ -2,7 +2,7 @@
 
 Triton's own launch path binds, types and specialises every argument at each call, which costs more than a short kernel
 runs. Kernels here specialise on nothing but their constexprs and on the dtypes and 16-byte alignment of their pointers
-(integers have fixed types and, by `jit`, no specialisation), so a compiled kernel is found by those and launched directly.
+(integers have fixed types and no specialisation), so a compiled kernel is found by those and launched directly.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from torch import Tensor
 
 def jit(function: Any) -> Any:
     """`triton.jit` without specialising on integers: those that are annotated with their type."""
-    integers = [
-        name for name, kind in function.__annotations__.items() if kind in ("tl.int32", "tl.int64", "tl.uint32")
-    ]
-    return triton.jit(function, do_not_specialize=integers)
+    integers = ("tl.int32", "tl.int64", "tl.uint32")
+    names = [name for name, annotation in function.__annotations__.items() if annotation in integers]
+    return triton.jit(function, do_not_specialize=names)
 
 
 class Kernel:

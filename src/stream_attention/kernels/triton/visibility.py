@@ -78,7 +78,7 @@ def _seen_kernel(
         if HAS_BIAS:
             offs = batch * stride_bb + (head * GROUP + member) * stride_bh + offs_m[:, None] * stride_bm
             bias = tl.load(bias_ptr + offs + offs_n[None, :] * stride_bn, mask=inside, other=float("-inf"))
-            visible = visible & (bias.to(tl.float32) != float("-inf"))
+            visible = visible & (bias != float("-inf"))
         anything = tl.maximum(anything, tl.max(visible.to(tl.int32), 0 if OF_KEYS else 1))
     flags = flags_ptr + batch * stride_fb + head * stride_fh
     if OF_KEYS:
