@@ -51,24 +51,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """`GPU_RESULTS=folder` keeps the summary of a run of the GPU tests there: CI has no GPU, so it is committed."""
+    """`GPU_RESULTS=folder` keeps the summary of every file of GPU tests there: CI has no GPU, so they are committed.
+
+    `test_forward_gpu.py` becomes `gpu_tests_forward.json`, with what its tests kept (gpu_tools.py).
+    """
     folder = os.environ.get("GPU_RESULTS")
     if not folder or not torch.cuda.is_available():
         return
-    counts = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
-    summaries = Path(folder, "gpu_summaries.json")
-    summary = {
-        **counts,
-        "commit": os.environ.get("STREAM_ATTENTION_COMMIT"),
-        "date": time.strftime("%Y-%m-%d"),
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": version("triton"),
-            "cuda": torch.version.cuda,
-        },
-        "skips": [str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", ())],
-        **(json.loads(summaries.read_text()) if summaries.exists() else {}),
-    }
-    Path(folder, "gpu_tests.json").write_text(json.dumps(summary, indent=1) + "\n")
+    outcomes = ("passed", "failed", "error", "skipped")
+    reports = {name: terminalreporter.stats.get(name, []) for name in outcomes}
+    paths = {report.nodeid.split("::")[0] for its in reports.values() for report in its}
+    for path in (path for path in paths if path.endswith("_gpu.py")):
+        name = Path(path).stem.removeprefix("test_").removesuffix("_gpu")
+        its = {outcome: [one for one in reports[outcome] if one.nodeid.startswith(path)] for outcome in outcomes}
+        kept = Path(folder, f"kept_{name}.json")
+        summary = {
+            **{outcome: len(its[outcome]) for outcome in outcomes},
+            "commit": os.environ.get("STREAM_ATTENTION_COMMIT"),
+            "date": time.strftime("%Y-%m-%d"),
+            "gpu": torch.cuda.get_device_name(),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "triton": version("triton"),
+                "cuda": torch.version.cuda,
+            },
+            "skips": [str(report.longrepr[2]) for report in its["skipped"]],
+            **(json.loads(kept.read_text()) if kept.exists() else {}),
+        }
+        Path(folder, f"gpu_tests_{name}.json").write_text(json.dumps(summary, indent=1) + "\n")

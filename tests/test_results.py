@@ -42,7 +42,7 @@ def test_the_grid_is_complete(direction: str) -> None:
 def test_every_provider_was_right_before_it_was_timed() -> None:
     names = (
         "cpu/cpu",
-        *(f"h200/{suite}" for suite in ("forward", "backward", "modifiers", "modifiers-backward", "decode")),
+        *(f"h200/{suite}" for suite in ("forward", "backward", "modifiers", "decode")),
     )
     for name in names:
         for cell in results(name)["cells"]:
@@ -83,11 +83,13 @@ def test_cpu_bars_are_met() -> None:
         assert cell["ratio"] <= cell["bar"], cell["name"]
 
 
-def test_the_gpu_suite_was_run_and_passed() -> None:
-    summary = results("h200/gpu_tests")
-    assert summary["failed"] == 0 and summary["error"] == 0 and summary["passed"] > 100
-    for direction, problems in (("forward", 2000), ("backward", 400)):
-        drawn = summary[f"random problems, {direction}"]
-        assert drawn["problems"] >= problems and drawn["failed"] == 0
-    assert summary["memory of a training step at 64k"]["ratio"] <= 1.15
+@pytest.mark.parametrize(("direction", "tests", "problems"), [("forward", 60, 2000), ("backward", 40, 400)])
+def test_the_gpu_tests_were_run_and_passed(direction: str, tests: int, problems: int) -> None:
+    summary = results(f"h200/gpu_tests_{direction}")
+    assert summary["failed"] == summary["error"] == 0 and summary["passed"] > tests
+    assert summary["random problems"]["problems"] >= problems and summary["random problems"]["failed"] == 0
     assert summary["commit"] and summary["versions"]["torch"] and summary["gpu"]
+
+
+def test_a_training_step_at_64k_tokens_is_within_its_memory_bar() -> None:
+    assert results("h200/gpu_tests_backward")["memory of a training step at 64k"]["ratio"] <= 1.15

@@ -154,7 +154,7 @@ def bench(kernel: str, problem: Problem, inputs: Inputs) -> Bench:
 
     def query(tile: Tile) -> None:
         saved = seen, words, out, lse, grad_out, None, rows
-        launch_query(problem, inputs, tile, *saved, dq, slopes if problem.alibi else None, None)
+        launch_query(problem, inputs, tile, *saved, dq, slopes if problem.alibi else None, None, problem.alibi)
 
     def key(its_dk: torch.Tensor | None, its_dv: torch.Tensor | None, tile: Tile) -> None:
         launch_key(problem, inputs, tile, seen, words, grad_out, rows, its_dk, its_dv)

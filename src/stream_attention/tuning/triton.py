@@ -180,8 +180,8 @@ SM90_BACKWARD = (
     Row(256, True, ANY, BackwardConfig(Tile(128, 64, 8, 1), Tile(32, 128, 8, 2), Tile(32, 64, 4, 2))),
 )
 
-# H200 as above, causal 2k: a mask x0.81-1.03 of SDPA flash without it, a bias x0.77 (its own gradient apart: 0.39-0.55
-# of SDPA's whole backward), softcap x1.08, dropout x0.77-0.89.
+# H200 as above, causal 2k, D 64 and 128: a mask x0.85-0.94 of SDPA flash without it, a bias x0.72-0.76 (and its own
+# gradient another 0.39-0.54 of SDPA's whole backward), softcap x1.00-1.08, dropout x0.76-0.89.
 SM90_BACKWARD_MASKED = (
     *_full_and_causal(64, BackwardConfig(Tile(64, 32, 4, 3), Tile(64, 64, 4, 3), None, Tile(64, 64, 4, 3))),
     *_full_and_causal(128, BackwardConfig(Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), None, Tile(64, 32, 4, 2))),

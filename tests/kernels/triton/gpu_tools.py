@@ -55,11 +55,14 @@ def without_synchronising() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def keep(summary: dict[str, Any], name: str) -> None:
-    """Print a summary, and keep it for the results file if `GPU_RESULTS=folder` says where (tests/conftest.py)."""
+def keep(summary: dict[str, Any], name: str, of: str) -> None:
+    """Print a summary, and keep it for the results file of `test_{of}_gpu.py` if `GPU_RESULTS` says where.
+
+    tests/conftest.py writes that file.
+    """
     print(json.dumps({name: summary}, indent=2))
     if folder := os.environ.get("GPU_RESULTS"):
-        file = Path(folder, "gpu_summaries.json")
+        file = Path(folder, f"kept_{of}.json")
         file.parent.mkdir(parents=True, exist_ok=True)
         kept = json.loads(file.read_text()) if file.exists() else {}
         file.write_text(json.dumps(kept | {name: summary}, indent=1) + "\n")

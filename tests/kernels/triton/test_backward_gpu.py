@@ -76,7 +76,7 @@ def gradients(case: Case, **changed: Any) -> dict[str, Tensor]:
 
 def test_random_problems_agree_within_what_is_earned(drawn: Drawn) -> None:
     summary = run_all(drawn)
-    keep(summary, "random problems, backward")
+    keep(summary, "random problems", of="backward")
     assert not summary["failed"], "\n\n".join(summary["failures"])
 
 
@@ -267,6 +267,7 @@ def test_a_training_step_holds_little_more_than_what_it_returns(give_memory_back
         tensor, row = tokens * heads * dim * 2, tokens * heads * 4
         # Query, key, value; output; their three gradients; LSE and delta. That of the output is not even counted.
         counted = 3 * tensor + tensor + 3 * tensor + 2 * row
-        keep({"bytes": peak, "counted": counted, "ratio": round(peak / counted, 4)}, "memory of a training step at 64k")
+        figures = {"bytes": peak, "counted": counted, "ratio": round(peak / counted, 4)}
+        keep(figures, "memory of a training step at 64k", of="backward")
         assert peak <= 1.15 * counted, peak / counted
         del query, key, value, out, lse

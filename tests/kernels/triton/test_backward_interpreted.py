@@ -185,10 +185,10 @@ def test_two_keys_and_a_sink_by_hand() -> None:
 
 MORE_CASES: dict[str, Case] = {
     "more queries than a block of padded rows": replace(SHAPE, Tq=130, Tk=20, Hq=1, causal=True),
-    "two blocks of padded rows exactly": replace(SHAPE, Tq=256, Tk=8, Hq=1, D=8, Dv=8),
+    "a block of padded rows exactly": replace(SHAPE, Tq=128, Tk=8, Hq=1, D=8, Dv=8),
     "one query against many keys": replace(SHAPE, Tq=1, Tk=300, Hq=4, causal=True),
-    "gqa, causal, mask of each head": replace(SHAPE, Hq=6, Hkv=2, Tq=20, causal=True, mask=(1, 6, 20, 40)),
-    "bias in bf16 of one row": replace(SHAPE, B=2, bias=(40,), aux_dtype=BF16),
+    "gqa, causal, mask of each head": replace(SHAPE, Hq=4, Hkv=2, Tk=24, causal=True, mask=(1, 4, 20, 24)),
+    "bias in bf16 of one row": replace(SHAPE, bias=(40,), aux_dtype=BF16),
     "every modifier, one key": replace(SHAPE, **EVERYTHING | {"Tk": 1, "mask": (1, 2, 20, 1), "bias": (2, 1, 20, 1)}),
     "bias of no queries": replace(SHAPE, Tq=0, bias=(2, 1, 40)),
     "bias of no keys": replace(SHAPE, Tk=0, bias=(20, 1), sink=True),
@@ -206,16 +206,14 @@ def test_agreement_in_narrow_dtypes(name: str, dtype: torch.dtype) -> None:
     check(replace(EACH if name == "all" else CASES[name], dtype=dtype))
 
 
-@pytest.mark.parametrize("shape", TILES, ids=str)
+@pytest.mark.parametrize("shape", [tuple(min(size, 24) for size in shape) for shape in TILES], ids=str)
 def test_bias_of_every_broadcast_shape(shape: tuple[int, ...]) -> None:
-    check(replace(SHAPE, B=2 if len(shape) == 4 else 1, causal=True, bias=shape, bias_hides=True))
+    check(replace(SHAPE, B=2 if len(shape) == 4 else 1, Tk=24, causal=True, bias=shape, bias_hides=True))
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 20, 1), (1, 2, 1, 40), (2, 2, 20, 40), (20, 40), (40,), ()], ids=str
-)
+@pytest.mark.parametrize("shape", [(2, 1, 1, 1), (1, 1, 20, 1), (1, 2, 1, 24), (2, 2, 20, 24), (24,), ()], ids=str)
 def test_mask_of_any_broadcast_shape(shape: tuple[int, ...]) -> None:
-    check(replace(SHAPE, B=2 if len(shape) == 4 else 1, causal=True, mask=shape))
+    check(replace(SHAPE, B=2 if len(shape) == 4 else 1, Tk=24, causal=True, mask=shape))
 
 
 @pytest.mark.parametrize("dim", [8, 24, 40, 64, 72])
@@ -240,7 +238,7 @@ def test_packed_sequences(name: str) -> None:
 @settings(max_examples=12)
 @given(seed=st.integers(0, 2**32))
 def test_random_cases(seed: int) -> None:
-    case = random_case(Random(seed), head_dims=(8, 24), max_length=40)
+    case = random_case(Random(seed), head_dims=(8, 24), max_length=36)
     if case.sequences * case.Hq <= 6:  # a program takes 10 ms
         assert not why_not(case, "triton")
         check(case)
@@ -391,10 +389,12 @@ PACKED_HIDING: dict[str, dict[str, Any]] = {
     "a sequence without keys": {"lengths": ((5, 4, 3), (9, 0, 3))},
     "a sequence without keys, window": {"lengths": ((5, 4, 3), (9, 0, 3)), "window": (3, 3)},
 }
+PACKED_SUNK = ("tail", "causal, more queries than keys", "a sequence without keys", "a sequence without keys, window")
 
 
-@pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
-@pytest.mark.parametrize("name", PACKED_HIDING)
+@pytest.mark.parametrize(
+    ("name", "with_sink"), [*((name, False) for name in PACKED_HIDING), *((name, True) for name in PACKED_SUNK)]
+)
 def test_what_nobody_sees_in_a_pack(name: str, with_sink: bool) -> None:
     options = dict(PACKED_HIDING[name])
     lengths = options.pop("lengths")
@@ -478,16 +478,16 @@ def test_every_gradient_drops_what_the_forward_dropped() -> None:
 def test_the_seed_decides_the_gradients() -> None:
     first = dropped_by_sign(1, 2)
     equal(dropped_by_sign(1, 2), first)
-    for other in ((2, 2), (1, 3)):
-        assert all(not torch.equal(grad, first[name]) for name, grad in dropped_by_sign(*other).items())
+    assert all(not torch.equal(grad, first[name]) for name, grad in dropped_by_sign(1, 3).items())
 
 
 # Only what is wanted
 
 
 @cache
-def every_gradient() -> Named:
-    return computed(EACH)
+def every_gradient(names: tuple[str, ...] = Wanted._fields) -> Named:
+    """Of those a call has that wants these. dK and dV see the exact delta if one of slopes, sink and bias is wanted."""
+    return computed(EACH) if {*names} - {"query", "key", "value"} else computed(EACH, names=("query", "key", "value"))
 
 
 def test_each_gradient_agrees_with_the_reference() -> None:
@@ -498,7 +498,7 @@ def test_each_gradient_agrees_with_the_reference() -> None:
 
 @pytest.mark.parametrize("names", [c for n in (1, 2) for c in combinations(Wanted._fields, n)], ids="-".join)
 def test_only_what_is_wanted_is_computed_and_is_the_same(names: tuple[str, ...]) -> None:
-    full = every_gradient()
+    full = every_gradient(names)
     equal(computed(EACH, names=names), {name: full[name] for name in names})
 
 
@@ -510,7 +510,7 @@ def test_autograd_wants_what_requires_a_gradient(name: str) -> None:
     with poisoned_memory():
         torch.autograd.backward(attention(**tensors, **options, return_lse=True, backend="triton"), grads)
     assert [other for other, tensor in tensors.items() if tensor.grad is not None] == [name]
-    assert torch.equal(tensors[name].grad, every_gradient()[name].view(tensors[name].shape))
+    assert torch.equal(tensors[name].grad, every_gradient((name,))[name].view(tensors[name].shape))
 
 
 # Configurations: any gives the answer
@@ -535,10 +535,9 @@ SPLIT: dict[str, BackwardConfig] = {
 }
 CONFIGURED: dict[str, Case] = {
     "causal window": replace(SHAPE, Hq=1, Tq=36, causal=True, window=(20, 0), dropout_p=0.3, sink=True),
-    "window on both sides": replace(SHAPE, Hq=1, Tq=50, Tk=50, window=(20, 17), alibi="H", softcap=1.5),
+    "window on both sides": replace(SHAPE, Hq=1, Tq=36, Tk=44, window=(20, 9), alibi="H", softcap=1.5),
     "mask and bias": replace(SHAPE, Hq=1, Tq=36, mask=(36, 40), bias=(36, 40), bias_hides=True, causal=True),
     "bias of one row": replace(SHAPE, Hq=1, Tq=36, bias=(40,), sink=True),
-    "bias of one column": replace(SHAPE, Hq=1, Tq=36, bias=(36, 1), causal=True),
     "packed": Case(Hq=2, Hkv=1, lengths_q=(37, 0, 5), lengths_k=(33, 4, 20), alibi="BH", causal=True, tail=2),
 }
 
@@ -661,8 +660,7 @@ def test_gradients_of_a_shard_are_fp32_whatever_the_inputs(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: Layout) -> None:
-    shape = replace(SHAPE, B=2, Tk=20, layout=layout)
-    check(replace(shape, causal=True, mask=(2, 1, 20, 20), bias=(2, 20, 20)))
+    check(replace(SHAPE, B=2, Tq=9, Tk=20, layout=layout, causal=True, mask=(2, 1, 9, 20), bias=(2, 9, 20)))
     check(Case(Hq=2, Hkv=1, lengths_q=(5, 12), lengths_k=(7, 12), layout=layout, dtype=BF16, tail=1))
 
 
@@ -671,7 +669,6 @@ ARRIVING: dict[str, Callable[[Tensor], Tensor]] = {
     "one for the batch": lambda grad: grad[:1].expand(grad.shape),
     "one for a row": lambda grad: grad[..., :1].expand(grad.shape),
     "transposed": lambda grad: grad.transpose(1, 2).contiguous().transpose(1, 2),
-    "last dim first": lambda grad: grad.movedim(-1, 0).contiguous().movedim(0, -1),
     "misaligned": lambda grad: torch.cat([grad.new_zeros(1), grad.flatten()])[1:].view(grad.shape),
     "odd strides": lambda grad: torch.cat([grad, grad[..., :3]], -1)[..., :-3],
 }
@@ -687,7 +684,7 @@ def test_gradients_that_arrive_in_any_layout(name: str) -> None:
 
 
 def test_one_tensor_misaligned_among_aligned_ones() -> None:
-    tensors, options = drawn(replace(SHAPE, Hq=1, bias=(20, 40), mask=(20, 40), causal=True))
+    tensors, options = drawn(replace(SHAPE, Hq=1, Tq=9, Tk=20, bias=(9, 20), mask=(9, 20), causal=True))
     grads = arriving(tensors)
     aligned = gradients(tensors, *grads, **options)
     for moved in tensors:
@@ -710,11 +707,11 @@ def test_mask_and_bias_rows_that_cannot_be_read_in_wide_words() -> None:
 
 @pytest.mark.parametrize("strided", ["sink", "alibi_slopes", "expanded slopes"])
 def test_small_tensors_may_be_strided(strided: str) -> None:
-    query, key, value = qkv(B=2, Tq=5, Tk=9, Hq=4)
+    query, key, value = qkv(B=2, Tq=5, Tk=9)
     name, small = {
-        "sink": ("sink", normal(4, 3)[:, 1]),
-        "alibi_slopes": ("alibi_slopes", normal(4, 2).abs().t()),
-        "expanded slopes": ("alibi_slopes", normal(4).abs().expand(2, 4)),
+        "sink": ("sink", normal(2, 3)[:, 1]),
+        "alibi_slopes": ("alibi_slopes", normal(2, 2).abs().t()),
+        "expanded slopes": ("alibi_slopes", normal(2).abs().expand(2, 2)),
     }[strided]
     tensors = {"query": query, "key": key, "value": value, name: small}
     grads = arriving(tensors)
@@ -722,6 +719,71 @@ def test_small_tensors_may_be_strided(strided: str) -> None:
 
 
 # Regressions
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=2, Tq=2, Tk=6, Hq=1, Hkv=1, D=8, Dv=8, dtype=BF16, seed=1212229510, bias=(1, 6), alibi="H"),
+        Case(B=1, Tq=5, Tk=2, Hq=2, Hkv=1, D=24, Dv=24, dtype=BF16, seed=580069146, bias=(1, 2, 1, 1), bias_hides=True,
+             alibi="BH", aux_dtype=F32),
+        Case(B=2, Tq=2, Tk=5, Hq=2, Hkv=1, D=8, Dv=8, dtype=F16, seed=1133758144, bias=(1, 2, 1, 1), bias_hides=True,
+             alibi="H", layout="expanded"),
+        Case(B=1, Tq=5, Tk=4, Hq=6, Hkv=2, D=8, Dv=8, dtype=BF16, seed=2123762139, causal=True, window=(36, 14),
+             bias=(1, 1, 5, 1), bias_hides=True, alibi="H", softcap=20.0),
+    ],
+    ids=["bf16 slopes", "fp32 slopes", "bias of one number", "bias without columns"],
+)  # fmt: skip
+def test_sums_over_a_row_where_the_output_carries_the_rounding_of_its_weights(case: Case) -> None:
+    """The forward rounds weights to bf16 before they meet V, and delta is dO . O with all of that error."""
+    check(case)
+
+
+def test_a_shard_takes_an_expanded_gradient() -> None:
+    """Kernels read rows as they lie; a gradient such as that of sum() has no rows."""
+    query, key, value = qkv()
+    inputs = Inputs(query, key, value)
+    told = {"q_len": 0, "k_len": 0, "deterministic": False, "window": (-1, -1), "softcap": 0.0, "dropout_p": 0.0}
+    told |= {"causal": False, "scale": 1}
+    saved = forward(stated(inputs, scale=1.0), inputs, INTERPRETER)
+    options: dict[str, Any] = {"positions": Positions(20, 1, 0, 1, 20), "wanted": Wanted(), "backend": "triton"}
+    expanded = torch.ones(()).expand(1, 20, 2, 16)
+    grads = [backward_step(inputs, *saved, grad, None, **options, **told) for grad in (expanded, expanded.contiguous())]
+    equal(*(dict(zip("qkv", grad[:3], strict=True)) for grad in grads))
+
+
+def test_numbers_are_floats_whatever_the_caller_wrote() -> None:
+    """An int 1 would be compiled into the kernel, and found again for another scale."""
+    problem = stated(Inputs(*qkv()), scale=1, softcap=2, dropout_p=0)
+    assert [type(x) for x in (problem.scale, problem.softcap, problem.dropout_p)] == [float, float, float]
+
+
+def test_rows_beyond_the_longest_take_no_part() -> None:
+    """Where a caller says less than the truth: the forward leaves them 0, and they are not read from anywhere."""
+    query, key, value = (t[0] for t in qkv(Tq=40, Tk=40))
+    cu = torch.tensor([0, 40])
+    inputs = Inputs(query, key, value, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    problem = stated(inputs, q_len=32, k_len=40)
+    saved = forward(problem, inputs, INTERPRETER)
+    with poisoned_memory():
+        grads = backward(problem, inputs, INTERPRETER_BACKWARD, *saved, normal(40, 2, 16, seed=4), None, Wanted())
+    assert all(grad.isfinite().all() for grad in grads[:3])
+    assert not grads.query[32:].any() and grads.key.any()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_a_bias_below_the_range_of_fp32_is_finite_all_the_same() -> None:
+    query, key, value = qkv()
+    bias = torch.full((20, 40), -1e39, dtype=torch.float64)
+    out = attention(query, key, value, bias=bias, backend="triton")
+    torch.testing.assert_close(out, attention(query, key, value, bias=bias, backend="reference"))
+
+
+def test_tiles_that_read_rows_nobody_wrote_are_refused() -> None:
+    problem, inputs, saved = forwarded(SHAPE)
+    config = BackwardConfig(Tile(16, 16, 4, 1), Tile(32, 16, 4, 1))
+    with pytest.raises(AssertionError, match="whole tiles"):
+        backward(problem, inputs, config, *saved, Wanted())
 
 
 def test_offsets_beyond_the_pack_touch_nothing_outside_it() -> None:

@@ -1,7 +1,4 @@
-"""The Triton forward on a GPU: random problems within what is earned, and what only a device can show.
-
-`GPU_RESULTS=folder` keeps the summary of the random problems there, as JSON.
-"""
+"""The Triton forward on a GPU: random problems within what is earned, and what only a device can show."""
 
 from __future__ import annotations
 
@@ -91,7 +88,7 @@ def drawn() -> Drawn:
 
 def test_random_problems_agree_within_what_is_earned(drawn: Drawn) -> None:
     summary = run_all(drawn)
-    keep(summary, "random problems, forward")
+    keep(summary, "random problems", of="forward")
     assert not summary["failed"], "\n\n".join(summary["failures"])
 
 

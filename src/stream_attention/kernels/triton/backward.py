@@ -61,7 +61,8 @@ def backward(
         words = dropout_words(problem, inputs) if problem.dropout_p else words
         saved = out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
         dq_parts = _parts(dq, config.query)
-        launch_query(problem, inputs, config.query, seen, words, *saved, rows, dq_parts, d_slopes, d_sink)
+        exact_delta = any(wanted[3:]) and config.query.num_splits == 1 and not problem.partial
+        launch_query(problem, inputs, config.query, seen, words, *saved, rows, dq_parts, d_slopes, d_sink, exact_delta)
         _sum_parts(dq, dq_parts)
         launches = [(config.key, dk, dv)]
         if config.value is not None:

@@ -3,6 +3,11 @@
     delta_i = dO_i . O_i - dLSE_i        dq_i = scale * sum_j ds_ij k_j
     dslope = -sum_ij ds_ij |x_i - y_j|   dsink = -sum_i exp(sink - lse_i) delta_i
 
+Delta is made from an output that was rounded when it was returned, and from weights that were rounded before they met
+V. For dQ, dK and dV that is as good as their own rounding. For sums over a row (of slopes, sinks, a bias) it is not:
+the weights of a row add up to 1, its ds to dLSE, and what is left is that error. They want `EXACT_DELTA`, which the
+loop gives at the price of two more sums: delta_i = sum_j p_ij dp_ij - dLSE_i.
+
 Grid: one program per (batch, head, split of the keys, tile of queries), in one dimension; the loop is the forward's,
 over the keys that the tile sees. Runs first, as it writes what the other kernels read of each row. Gradients of slopes
 and sinks leave as one number per program, to be summed in a fixed order: no atomics anywhere.
@@ -128,6 +133,7 @@ def _query_kernel(
     WANT_QUERY: tl.constexpr,
     WANT_SLOPES: tl.constexpr,
     WANT_SINK: tl.constexpr,
+    EXACT_DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
     TANH: tl.constexpr,
 ):
@@ -193,27 +199,26 @@ def _query_kernel(
     if MASK or BIAS:
         load_m = load_m & (tl.load(queries_seen_ptr + batch * stride_sb + head * stride_sh + offs_m, mask_m, 0) != 0)
 
-    # Delta, and what a sink takes of each row.
+    # Delta, as the output says.
     mask_out = load_m[:, None] & (offs_dv[None, :] < DV)
     out_ptr += batch * stride_ob + head * stride_oh
     grad_out_ptr += batch * stride_gb + head * stride_gh
     out = tl.load(out_ptr + offs_m[:, None] * stride_om + offs_dv[None, :], mask=mask_out, other=0.0)
     grad = tl.load(grad_out_ptr + offs_m[:, None] * stride_gm + offs_dv[None, :], mask=mask_out, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    grad_lse = tl.zeros([BLOCK_M], tl.float32)
     if HAS_LSE_GRAD:
-        delta -= tl.load(grad_lse_ptr + q_line + offs_m, mask=mask_m, other=0.0)
+        grad_lse = tl.load(grad_lse_ptr + q_line + offs_m, mask=mask_m, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1) - grad_lse
     lse = tl.load(lse_ptr + q_line + offs_m, mask=mask_m, other=float("-inf")) * LOG2E
     sees_nothing = lse == float("-inf")
     delta = tl.where(sees_nothing, 0.0, delta)
     lse = tl.where(sees_nothing, float("inf"), lse)
     if split == 0:
         tl.store(rows_lse_ptr + row_line + offs_m, lse)
-        tl.store(rows_delta_ptr + row_line + offs_m, delta)
-        if WANT_SINK:
-            sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2E
-            tl.store(d_sink_ptr + pid, -tl.sum(tl.exp2(sink - lse) * delta, 0))
+        if not EXACT_DELTA:
+            tl.store(rows_delta_ptr + row_line + offs_m, delta)
 
-    if WANT_QUERY or WANT_SLOPES:
+    if WANT_QUERY or WANT_SLOPES or EXACT_DELTA:
         q = tl.load(
             q_ptr + batch * stride_qb + head * stride_qh + offs_m[:, None] * stride_qm + offs_d[None, :],
             mask=load_m[:, None] & (offs_d[None, :] < D),
@@ -236,6 +241,9 @@ def _query_kernel(
         grad = grad.to(q.dtype)
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         d_slopes = tl.zeros([BLOCK_M], tl.float32)
+        sum_weights = tl.zeros([BLOCK_M], tl.float32)
+        sum_d_scores = tl.zeros([BLOCK_M], tl.float32)
+        sum_distance = tl.zeros([BLOCK_M], tl.float32)
 
         # Keys [key_lo, key_hi) are seen by some row of the tile, those in [whole_lo, whole_hi) by every row.
         key_lo, key_hi, whole_lo, whole_hi = 0, k_len, 0, k_len
@@ -294,7 +302,7 @@ def _query_kernel(
                     keep = dropout_keep(row_words, col_words, dropout_threshold)
                 products = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
                 d_weights = tl.dot(grad, v.T, input_precision=PRECISION)
-                _, d_scores, d_products = tile_gradients(
+                weights, d_scores, d_products = tile_gradients(
                     products,
                     d_weights,
                     lse[:, None],
@@ -322,9 +330,19 @@ def _query_kernel(
                     TANH=TANH,
                 )
                 if WANT_SLOPES:
-                    d_slopes -= tl.sum(d_scores * tl.abs(q_pos[:, None] - k_pos[None, :]).to(tl.float32), 1)
+                    distance = tl.abs(q_pos[:, None] - k_pos[None, :]).to(tl.float32)
+                    d_slopes -= tl.sum(d_scores * distance, 1)
+                    sum_distance += tl.sum(weights * distance, 1)
+                if EXACT_DELTA:
+                    sum_weights += tl.sum(weights, 1)
+                    sum_d_scores += tl.sum(d_scores, 1)
                 dq = tl.dot(d_products.to(k.dtype), k, dq, input_precision=PRECISION)
 
+        if EXACT_DELTA:
+            exact_delta = tl.where(sees_nothing, 0.0, sum_d_scores + delta * sum_weights - grad_lse)
+            d_slopes -= (delta - exact_delta) * sum_distance
+            delta = exact_delta
+            tl.store(rows_delta_ptr + row_line + offs_m, delta)
         if WANT_SLOPES:
             tl.store(d_slopes_ptr + pid, tl.sum(tl.where(mask_m, d_slopes, 0.0), 0))
         if WANT_QUERY:
@@ -336,6 +354,11 @@ def _query_kernel(
                 (dq * scale).to(dq_ptr.dtype.element_ty),
                 mask=mask_m[:, None] & (offs_d[None, :] < D),
             )
+
+    if WANT_SINK:
+        if split == 0:
+            sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2E
+            tl.store(d_sink_ptr + pid, -tl.sum(tl.exp2(sink - lse) * delta, 0))
 
 
 def launch_query(
@@ -352,10 +375,12 @@ def launch_query(
     dq: Tensor | None,
     d_slopes: Tensor | None,
     d_sink: Tensor | None,
+    exact_delta: bool,
 ) -> None:
     """Write rows, and those of dq, d_slopes and d_sink that are not None; the last two by `programs`, fp32.
 
-    With several splits dq is `[splits, B, Tq, Hq, D]`, a part of the sum each.
+    With several splits dq is `[splits, B, Tq, Hq, D]`, a part of the sum each. `exact_delta` needs whole rows: no
+    splits, and no shards.
 
     The LSE and its gradient, words and dq are contiguous.
     """
@@ -414,6 +439,7 @@ def launch_query(
             dq is not None,  # WANT_QUERY
             d_slopes is not None,  # WANT_SLOPES
             d_sink is not None,  # WANT_SINK
+            exact_delta,  # EXACT_DELTA
             precision(problem),  # PRECISION
             tanh(problem),  # TANH
         ),
