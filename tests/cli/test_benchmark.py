@@ -229,3 +229,19 @@ def test_the_grid_is_that_of_the_published_comparisons() -> None:
     grid = list(cells_.forward())
     assert len(grid) == 36
     assert {(cell.case.B * cell.case.Tq, cell.case.Hq * cell.case.D) for cell in grid} == {(16384, 2048)}
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--repeats", "0"], ["--threads", "-1"], ["--warmup", "-1"], ["--cell-seconds", "0"]]
+)
+def test_numbers_that_measure_nothing_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(wrong)
+    assert f"argument {wrong[0]}: expected" in capsys.readouterr().err
+
+
+def test_the_backward_suite_measures_what_determinism_costs_and_compares_it_with_nobody() -> None:
+    cells = list(SUITES["backward"]())
+    assert len(cells) == 36 and {cell.direction for cell in cells} == {"backward"}
+    assert all(cell.beside == ("triton deterministic",) and not {*cell.beside} & {*cell.ours} for cell in cells)
+    assert [cell.name for cell in SUITES["modifiers-backward"]()] == [cell.name for cell in SUITES["modifiers"]()]

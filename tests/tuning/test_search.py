@@ -91,3 +91,23 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("there is a GPU here")
     assert main([]) == 1
     assert "needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--head-dims", "20"], "--head-dims: expected multiples of 8 up to 256"),
+        (["--lengths", "0"], "--lengths: expected positive numbers; got 0"),
+        (["--lengths", "1000"], "--lengths: expected divisors of 16384"),
+        (["--repeats", "0"], "--repeats: expected positive numbers; got 0"),
+        (["--kernels", "forward", "key"], "--kernels: sweep the forward by itself"),
+        (["--kernels", "bias"], "expected --modifiers bias"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_with_or_without_a_gpu(
+    wrong: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(wrong)
+    assert words in capsys.readouterr().err

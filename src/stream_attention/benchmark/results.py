@@ -129,7 +129,7 @@ def table(results: dict[str, Any]) -> list[list[str]]:
     """Rows of the short table, headings first: one row per cell, one column per provider, then the ratio."""
     on_gpu = results["machine"].get("device") == "cuda"
     names: list[str] = list(dict.fromkeys(name for cell in results["cells"] for name in _timed(cell)))
-    rows = [["problem", "direction", *names, "ours / fastest peer", "bar"]]
+    rows = [["problem", "direction", *names, "time, ours / fastest peer", "bar"]]
     for cell in results["cells"]:
         times = [_shown(cell["providers"][name], on_gpu) if name in _timed(cell) else "" for name in names]
         ratio = "" if cell["ratio"] is None else f"{cell['ratio']:.2f}"

@@ -128,17 +128,33 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--suite", choices=tuple(SUITES), help="default: cpu, or forward on cuda")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cells whose name has all these words")
     parser.add_argument("--out", type=Path, metavar="JSON", help="benchmarks/results/<machine>/<name>.json")
-    parser.add_argument("--repeats", type=int, default=25, help="rounds per cell")
-    parser.add_argument("--warmup", type=int, default=5, help="rounds per cell that are not counted")
+    parser.add_argument("--repeats", type=_count, default=25, help="rounds per cell")
+    parser.add_argument("--warmup", type=_count_or_none, default=5, help="rounds per cell that are not counted")
     parser.add_argument(
-        "--cell-seconds", type=float, default=4.0, help="stop a cell's rounds after this long, with at least three"
+        "--cell-seconds", type=_seconds, default=4.0, help="stop a cell's rounds after this long, with at least three"
     )
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time, for a machine others use"
     )
-    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own choice")
+    parser.add_argument("--threads", type=_count, help="CPU threads; default: torch's own choice")
     parser.add_argument("--fa3", type=Path, metavar="PATH", help="folder with fa3.so.xz and libcudart.so.12")
     return parser
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1; got {text}")
+    return int(text)
+
+
+def _count_or_none(text: str) -> int:
+    return 0 if int(text) == 0 else _count(text)
+
+
+def _seconds(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"expected more than 0 seconds; got {text}")
+    return float(text)
 
 
 if __name__ == "__main__":

@@ -318,16 +318,35 @@ def _geometric_mean(numbers: list[float]) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m stream_attention.tuning.search", description=__doc__)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
-    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=["forward"])
-    parser.add_argument("--repeats", type=int, default=10)
+    parser = argparse.ArgumentParser(
+        prog="python -m stream_attention.tuning.search",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    numbers: dict[str, Any] = {"type": int, "nargs": "+"}
+    parser.add_argument("--head-dims", **numbers, default=[64, 128, 256], help="default: 64 128 256")
+    parser.add_argument("--lengths", **numbers, default=[512, 2048, 8192], help="default: 512 2048 8192")
+    kernels = "query is dQ, key is dK and dV, dk and dv are its halves, bias is dBias; default: forward"
+    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=["forward"], help=kernels)
+    parser.add_argument("--repeats", type=int, default=10, help="of each configuration; default: 10")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--causal", choices=["both", "yes", "no"], default="both")
-    parser.add_argument("--modifiers", nargs="+", choices=MODIFIERS, default=[""])
-    parser.add_argument("--out", default="sweep.json")
+    parser.add_argument("--causal", choices=["both", "yes", "no"], default="both", help="default: both")
+    parser.add_argument("--modifiers", nargs="+", choices=MODIFIERS, default=[""], help='"" is none, the default')
+    parser.add_argument("--out", default="sweep.json", help="every figure, as JSON; default: sweep.json")
     options = parser.parse_args(arguments)
+    sizes = {"--repeats": [options.repeats], "--lengths": options.lengths, "--head-dims": options.head_dims}
+    for name, given in sizes.items():
+        if min(given) < 1:
+            parser.error(f"{name}: expected positive numbers; got {min(given)}")
+    unfit = [dim for dim in options.head_dims if HIDDEN % dim or dim % 8 or dim > 256]
+    if unfit:
+        parser.error(f"--head-dims: expected multiples of 8 up to 256 that divide {HIDDEN}; got {unfit}")
+    if any(TOKENS % length for length in options.lengths):
+        parser.error(f"--lengths: expected divisors of {TOKENS}, the tokens of a batch; got {options.lengths}")
+    if "forward" in options.kernels and len(options.kernels) > 1:
+        parser.error("--kernels: sweep the forward by itself, its peer is another")
+    if "bias" in options.kernels and options.modifiers != ["bias"]:
+        parser.error("--kernels bias: expected --modifiers bias, the problem that has a gradient of it")
     if not torch.cuda.is_available():
         print("tuning needs a CUDA device; there is none here", file=sys.stderr)
         return 1
@@ -339,10 +358,6 @@ def main(arguments: list[str] | None = None) -> int:
         for causal in {"both": (False, True), "yes": (True,), "no": (False,)}[options.causal]
         for length in options.lengths
     ]
-    if "forward" in options.kernels and len(options.kernels) > 1:
-        parser.error("--kernels: sweep the forward by itself, its peer is another")
-    if "bias" in options.kernels and options.modifiers != ["bias"]:
-        parser.error("--kernels bias: expected --modifiers bias, the problem that has a gradient of it")
     configs = {(name, dim): candidates(name, dim, dtype) for name in options.kernels for dim in options.head_dims}
     rows = sweep(cells, options.kernels, options.repeats, configs)
     conditions = {

@@ -165,7 +165,7 @@ whose shared memory they have."""
 
 # The backward. NVIDIA H200, 2026-11-15, torch 2.11.0+cu130, Triton 3.6.0, bf16, batch * length = 16384, hidden 2048:
 # the best of 8 tiles for dQ and 9-10 for dK and dV at 512, 1k, 2k, 4k and 16k; x1.20-1.45 of SDPA flash in the same
-# run. At D 256 dK and dV are faster apart: 0.57-0.61 of SDPA's time at 512, 2k and 8k, together 0.66-0.76.
+# run. At D 256 dK and dV are faster apart: 0.58-0.63 of SDPA's time at 512, 2k and 8k, together 0.66-0.76.
 SM90_BACKWARD = (
     Row(64, False, ANY, BackwardConfig(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3))),
     Row(64, True, 1024, BackwardConfig(Tile(64, 32, 4, 3), Tile(32, 64, 4, 3))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Hashable
 from dataclasses import replace
@@ -154,7 +155,9 @@ def run_all(drawn: Drawn) -> dict[str, Any]:
     """Check every problem against the reference; what to keep of it."""
     started = time.perf_counter()
     failures, worst, worst_case = [], 0.0, None
-    for case in drawn.cases:
+    for n, case in enumerate(drawn.cases):
+        if n % 100 == 0:  # where a run that is cut off was
+            sys.__stderr__.write(f"problem {n} of {len(drawn.cases)}, {time.perf_counter() - started:.0f} s\n")
         try:
             report = check_case(case, "triton")
         except AssertionError as error:

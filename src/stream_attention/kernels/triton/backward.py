@@ -51,8 +51,11 @@ def backward(
         room(t, dtype=problem.out_dtype, memory_format=torch.contiguous_format) if want else None
         for t, want in zip(inputs[:3], wanted[:3], strict=True)
     )
+    # Sums over rows want the exact delta, which whole rows give: no splits of the keys, and none of a shard.
+    exact_delta = any(wanted[3:]) and not problem.partial
+    by_queries = config.query._replace(num_splits=1) if exact_delta else config.query
     d_slopes, d_sink = (
-        lse.new_zeros(programs(problem, config.query)) if want else None for want in (wanted.alibi_slopes, wanted.sink)
+        lse.new_zeros(programs(problem, by_queries)) if want else None for want in (wanted.alibi_slopes, wanted.sink)
     )
     rows = empty_rows(problem, inputs.query)
     words: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -60,9 +63,8 @@ def backward(
         seen = seen_by_mask(problem, inputs)
         words = dropout_words(problem, inputs) if problem.dropout_p else words
         saved = out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
-        dq_parts = _parts(dq, config.query)
-        exact_delta = any(wanted[3:]) and config.query.num_splits == 1 and not problem.partial
-        launch_query(problem, inputs, config.query, seen, words, *saved, rows, dq_parts, d_slopes, d_sink, exact_delta)
+        dq_parts = _parts(dq, by_queries)
+        launch_query(problem, inputs, by_queries, seen, words, *saved, rows, dq_parts, d_slopes, d_sink, exact_delta)
         _sum_parts(dq, dq_parts)
         launches = [(config.key, dk, dv)]
         if config.value is not None:
