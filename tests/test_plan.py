@@ -123,8 +123,6 @@ def test_torchs_flash_op_computes_what_it_can(facts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"device": torch.device("cuda")}, "runs on the CPU alone"),
-        ({"device": torch.device("mps")}, "runs on the CPU alone"),
         ({"scale": 1.0}, "too coarse an LSE"),
         ({"batch": 0}, "empty inputs"),
         ({"q_len": 0}, "empty inputs"),
@@ -149,6 +147,12 @@ def test_each_feature_that_needs_the_blocked_pass_is_named(facts: dict[str, Any]
     config = eager_config(**facts)
     assert config.path == "blocked"
     assert len(config.because) == 1 and reason in config.because[0]
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_an_accelerator_runs_the_blocked_pass_and_hears_nothing_of_a_cpu(device: str) -> None:
+    config = eager_config(device=torch.device(device))
+    assert config.path == "blocked" and not config.because and "CPU" not in str(config)
 
 
 def test_packed_sequences_are_planned_one_by_one() -> None:

@@ -43,8 +43,9 @@ def _triton_why_not(problem: Problem) -> tuple[str, ...]:
         return ("Triton is not installed",)
     on_gpu = problem.device.type == "cuda"
     dims = (problem.head_dim, problem.value_dim)
+    hint = " (for tests: TRITON_INTERPRET=1, set before Triton is imported)" if problem.device.type == "cpu" else ""
     reasons = (
-        (not on_gpu and not _interpreting(), f"it runs on CUDA devices, not on {problem.device.type}"),
+        (not on_gpu and not _interpreting(), f"it runs on CUDA devices, not on {problem.device.type}{hint}"),
         (on_gpu and 0 < problem.arch < 80, f"it needs compute capability 8.0 or newer, not {problem.arch / 10}"),
         (problem.dtype is torch.float64, "it computes in fp32 and takes no float64"),
         (problem.last_position >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),

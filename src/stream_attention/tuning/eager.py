@@ -27,7 +27,7 @@ class EagerConfig(NamedTuple):
     block_b: int = 0
     block_q: int = 0
     block_k: int = 0
-    because: tuple[str, ...] = ()
+    because: tuple[str, ...] = ()  # why not the flash op, on a CPU, where one might expect it
 
     def __str__(self) -> str:
         if self.path == "flash":
@@ -35,7 +35,7 @@ class EagerConfig(NamedTuple):
         if self.path == "sequences":
             return "one sequence after the other, each by torch's CPU flash op if it can or else by the blocked pass"
         tile = f"blocked pass, tiles of {self.block_b} x {self.block_q} x {self.block_k} (batch x queries x keys)"
-        return f"{tile}, because torch's CPU flash op {', '.join(self.because)}"
+        return f"{tile}, because torch's CPU flash op {', '.join(self.because)}" if self.because else tile
 
 
 def configure(problem: Problem) -> EagerConfig:
@@ -56,7 +56,7 @@ def blocked(problem: Problem, reasons: tuple[str, ...] = ("was not asked",)) -> 
     while problem.q_heads * block_q * block_k > budget and block_k > 128:
         block_k //= 2
     block_b = max(1, min(problem.batch, budget // (problem.q_heads * block_q * block_k)))
-    return EagerConfig("blocked", block_b, block_q, block_k, reasons)
+    return EagerConfig("blocked", block_b, block_q, block_k, reasons if problem.device.type == "cpu" else ())
 
 
 def why_not_flash(problem: Problem) -> tuple[str, ...]:

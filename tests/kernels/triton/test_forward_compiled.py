@@ -166,7 +166,10 @@ def test_the_wider_of_the_head_dims_chooses_the_row() -> None:
         ({"D": 264}, "it takes head dims that are multiples of 8 up to 256, not (264, 264)"),
         ({"q_start": 2**30}, "it counts positions in 32 bits, up to 2**30"),
         ({"arch": 75}, "it needs compute capability 8.0 or newer, not 7.5"),
-        ({"device": torch.device("cpu"), "arch": 0}, "it runs on CUDA devices, not on cpu"),
+        (
+            {"device": torch.device("cpu"), "arch": 0},
+            "it runs on CUDA devices, not on cpu (for tests: TRITON_INTERPRET=1, set before Triton is imported)",
+        ),
         ({"device": torch.device("mps"), "arch": 0}, "it runs on CUDA devices, not on mps"),
     ],
     ids=str,
