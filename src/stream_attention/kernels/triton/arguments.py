@@ -7,12 +7,15 @@ kernel.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem import Problem
+from ...problem import UNBOUNDED, Inputs, Problem
+from ...tuning.triton import Tile
 
 UNIT = 8
 """Elements in a wide word: 16 bytes of the narrowest dtype."""
@@ -38,6 +41,29 @@ def meaning_of(problem: Problem) -> tuple[int | float, ...]:
     window = min(problem.left, FAR), min(problem.right, FAR)
     threshold, kept = int(problem.dropout_p * 2**32), 1.0 / (1.0 - problem.dropout_p)
     return (*window, problem.q_start, problem.k_start, threshold, scale_of(problem), problem.softcap, kept)
+
+
+def constants_of(problem: Problem, inputs: Inputs, tile: Tile, aligned: bool) -> tuple[Any, ...]:
+    """The constexprs that the kernels of the backward share, in their order, from GROUP to HAS_DROPOUT."""
+    return (
+        problem.group,  # GROUP
+        problem.q_stride,  # Q_STRIDE
+        problem.k_stride,  # K_STRIDE
+        problem.head_dim,  # D
+        problem.value_dim,  # DV
+        tile_width(problem.head_dim),  # BLOCK_D
+        tile_width(problem.value_dim),  # BLOCK_DV
+        tile.block_m,  # BLOCK_M
+        tile.block_n,  # BLOCK_N
+        aligned,  # ALIGNED
+        problem.left != UNBOUNDED,  # HAS_LEFT
+        problem.right != UNBOUNDED,  # HAS_RIGHT
+        access(inputs.mask),  # MASK
+        access(inputs.bias),  # BIAS
+        problem.alibi,  # HAS_ALIBI
+        problem.softcap != 0.0,  # HAS_SOFTCAP
+        problem.dropout_p != 0.0,  # HAS_DROPOUT
+    )
 
 
 def slope_stride(slopes: Tensor | None) -> int:

@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem import UNBOUNDED, Inputs, Problem
+from ...problem import Inputs, Problem
 from ...tuning.triton import Tile
 from .arguments import (
     UNIT,
     WIDE,
-    access,
     access_unit,
     broadcast_strides,
+    constants_of,
     flag_strides,
     is_aligned,
     meaning_of,
@@ -29,7 +29,6 @@ from .arguments import (
     row_strides,
     slope_stride,
     tanh,
-    tile_width,
 )
 from .launch import Kernel, jit
 from .rows import PAD, Rows, padded_row
@@ -357,23 +356,7 @@ def launch_key(
             *meaning_of(problem),
         ),
         constants=(
-            problem.group,  # GROUP
-            problem.q_stride,  # Q_STRIDE
-            problem.k_stride,  # K_STRIDE
-            problem.head_dim,  # D
-            problem.value_dim,  # DV
-            tile_width(problem.head_dim),  # BLOCK_D
-            tile_width(problem.value_dim),  # BLOCK_DV
-            tile.block_m,  # BLOCK_M
-            tile.block_n,  # BLOCK_N
-            aligned,  # ALIGNED
-            problem.left != UNBOUNDED,  # HAS_LEFT
-            problem.right != UNBOUNDED,  # HAS_RIGHT
-            access(mask),  # MASK
-            access(bias),  # BIAS
-            slopes is not None,  # HAS_ALIBI
-            problem.softcap != 0.0,  # HAS_SOFTCAP
-            problem.dropout_p != 0.0,  # HAS_DROPOUT
+            *constants_of(problem, inputs, tile, aligned),
             packed,  # IS_PACKED
             tile.num_splits > 1,  # IS_SPLIT
             dk is not None,  # WANT_KEY
