@@ -15,11 +15,12 @@ PYTEST_ARGS ?=
 
 # Parallel workers get one torch thread each: more oversubscribe the cores and make the suite slower, not faster.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu" -n $(WORKERS) --dist loadgroup \
-	--doctest-modules tests src/stream_attention/ops
+	--doctest-modules tests src/stream_attention/ops src/stream_attention/core src/stream_attention/plan.py src/flash_attention
 SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" tests
 # triton.jit chooses between compiler and interpreter when it decorates, so interpreted kernels need their own process.
 INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
-	tests/kernels/triton/test_forward_interpreted.py tests/kernels/triton/test_backward_interpreted.py
+	tests/kernels/triton/test_forward_interpreted.py tests/kernels/triton/test_backward_interpreted.py \
+	tests/ops/test_recall_interpreted.py
 
 .PHONY: help
 help: ## list the commands
@@ -55,7 +56,7 @@ test-gpu: ## run the GPU tests with PYTHON's own torch and triton; installs noth
 
 .PHONY: bench-cpu
 bench-cpu: $(STAMP) ## measure this machine's CPU, some minutes, and keep the figures in out/cpu.json
-	$(BIN)/python -m stream_attention.cli.benchmark --device cpu --out out/cpu.json
+	$(BIN)/python -m stream_attention.cli.benchmark --device cpu --suite cpu --out out/cpu.json
 
 .PHONY: venv
 venv: $(STAMP) ## build .venv from constraints.txt, if it is missing or out of date

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
+import os
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stream_attention import Plan, UnsupportedProblem, attention, device, explain, force_backend
+from stream_attention import Plan, UnsupportedProblem, attention, explain, force_backend
 from stream_attention.backends import AUTO, BACKENDS, BY_NAME
-from stream_attention.kernels import eager
-from stream_attention.plan import plan, requested
+from stream_attention.plan import plan, requested, spell
 from stream_attention.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
 from stream_attention.tuning.eager import EagerConfig
 
@@ -315,60 +313,67 @@ def test_an_unknown_backend_is_refused_with_the_names_there_are(use: Any) -> Non
     assert requested(AUTO) == AUTO
 
 
-# explain
+# Forcing a configuration
 
 
-def test_explain_prints_the_plan_it_returns(capsys: pytest.CaptureFixture[str]) -> None:
-    planned = explain(*qkv(), causal=True)
-    assert planned == plan(planned.problem)
-    assert capsys.readouterr().out == f"{planned}\n"
+def on_h200(**facts: Any) -> Problem:
+    there = {"device": torch.device("cuda"), "arch": 90, "processors": 132, "dtype": torch.float16}
+    return problem(**{"q_len": 4096, "k_len": 4096, **there, **facts})
 
 
-def test_explain_prints_the_backward_where_a_gradient_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
-    planned = explain(*qkv(requires_grad=True), causal=True)
-    printed = capsys.readouterr().out
-    assert printed == f"{planned}\n{plan(planned.problem._replace(backward=True))}\n"
-    assert not planned.problem.backward
-
-
-@pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors in this block may be on a GPU that is not there: they have no data."""
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    device._facts.cache_clear()
-    with FakeTensorMode():
-        yield
-    device._facts.cache_clear()
-
-
-@pytest.mark.usefixtures("h200")
-def test_explain_shows_triton_forward_and_backward_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_forced_is_taken_and_the_rest_stays_planned() -> None:
     pytest.importorskip("triton")
-    tensors = [torch.empty(4, 4096, 16, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)]
-    planned = explain(*tensors, causal=True)
-    forward, its_config, backward, backward_config = capsys.readouterr().out.splitlines()
+    by_table = plan(on_h200()).config
+    planned = plan(on_h200(), "triton(block_m=32, num_stages=1)")
     assert planned.backend == "triton"
-    assert forward.startswith("forward   dense B=4 Tq=4096") and backward.startswith("backward  dense B=4 Tq=4096")
-    assert its_config.startswith("backend   triton: tiles of ")
-    assert backward_config.startswith("backend   triton: dQ in tiles of ") and "; dK and dV in tiles" in backward_config
+    assert planned.config == by_table._replace(block_m=32, num_stages=1) != by_table
+    text = str(planned).splitlines()[1]
+    assert text == f"backend   triton: {planned.config} (forced: block_m=32, num_stages=1)"
 
 
-def test_explain_takes_packed_sequences() -> None:
-    offsets = torch.tensor([0, 3, 8])
-    planned = explain(*(t[0] for t in qkv()), cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-    assert planned.problem.packed and (planned.problem.batch, planned.problem.q_len) == (2, 5)
+def test_splits_and_packed_heads_survive_a_forced_tile() -> None:
+    pytest.importorskip("triton")
+    decode = on_h200(q_len=1, q_heads=8, kv_heads=2, k_len=8192)
+    by_table, forced = (plan(decode, backend).config for backend in ("triton", "triton(block_n=16)"))
+    assert by_table.num_splits > 1 and by_table.pack_heads
+    assert forced == by_table._replace(block_n=16)
 
 
-def test_explain_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(eager, "forward", lambda *args: calls.append(args))
-    explain(*qkv(requires_grad=True), softcap=3.0)
-    assert calls == []
+def test_a_backward_is_planned_whatever_is_forced() -> None:
+    pytest.importorskip("triton")
+    backward = on_h200(backward=True)
+    assert plan(backward, "triton(block_m=16)") == plan(backward, "triton")
 
 
-def test_explain_raises_what_the_call_would() -> None:
-    with pytest.raises(ValueError, match="softcap"):
-        explain(*qkv(), softcap=-1.0)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'casual'"):
-        explain(*qkv(), casual=True)
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter computes it on the CPU")
+def test_a_forced_tile_that_cannot_run_raises_the_reasons_of_its_backend() -> None:
+    with pytest.raises(UnsupportedProblem, match=r"'triton\(block_m=64\)' cannot .*(CUDA devices|not installed)"):
+        attention(*qkv(), backend="triton(block_m=64)")
+
+
+def test_spelling_and_reading_are_inverse() -> None:
+    assert spell("eager") == "eager"
+    spelt = spell("triton", block_m=64, block_n=32, num_warps=8, num_stages=3)
+    assert spelt == "triton(block_m=64, block_n=32, num_warps=8, num_stages=3)"
+    with force_backend(spelt):
+        assert requested(AUTO) == spelt
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("triton(block_q=64)", "name=value once for any of 'block_m', 'block_n', 'num_warps', 'num_stages'"),
+        ("triton(block_m=64, block_m=32)", "name=value once"),
+        ("triton(64)", "name=value once"),
+        ("triton()", "name=value once"),
+        ("triton(block_m=48)", "one of 16, 32, 64, 128, 256 for block_m; got '48'"),
+        ("triton(num_warps=x)", "one of 1, 2, 4, 8, 16 for num_warps; got 'x'"),
+        ("triton(block_m=64", "a closing bracket"),
+        ("eager(block_m=64)", "'eager' alone, which has no configuration to force"),
+        ("cuda(block_m=64)", "one of 'auto', 'triton'"),
+        ("auto(block_m=64)", "one of 'auto', 'triton'"),
+    ],
+)
+def test_a_configuration_that_is_none_is_refused(asked: str, words: str) -> None:
+    with pytest.raises(ValueError, match="backend: expected " + re.escape(words)):
+        attention(*qkv(), backend=asked)

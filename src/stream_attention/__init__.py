@@ -1,5 +1,14 @@
 """StreamAttention: exact attention for PyTorch in one streaming pass over K/V, O(N) memory, forward and backward."""
 
+from .core import (
+    FlashAttentionV3,
+    FusedOnlineAttention,
+    StreamAttention,
+    StreamAttentionConfig,
+    StreamMultiheadAttention,
+    create_fused_online_attention,
+    create_stream_attention,
+)
 from .errors import UnsupportedProblem
 from .ops.attention import attention
 from .ops.explain import explain
@@ -10,9 +19,16 @@ from .plan import Plan, force_backend
 __version__ = "0.1.0"
 
 __all__ = [
+    "FlashAttentionV3",
+    "FusedOnlineAttention",
     "Plan",
+    "StreamAttention",
+    "StreamAttentionConfig",
+    "StreamMultiheadAttention",
     "UnsupportedProblem",
     "attention",
+    "create_fused_online_attention",
+    "create_stream_attention",
     "explain",
     "force_backend",
     "merge_states",

@@ -7,7 +7,7 @@ kernels are. Asking needs no kernel module, so planning works on a machine that 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,6 +27,7 @@ class Backend(NamedTuple):
     why_not: Callable[[Problem], tuple[str, ...]]  # sentences; empty if it can
     configure: Callable[[Problem], Any]
     why_named_only: Callable[[Problem], tuple[str, ...]] = lambda problem: ()  # why "auto" leaves it although it can
+    forceable: Mapping[str, tuple[int, ...]] = {}  # fields of a forward's config that a caller may set, with the values
 
     def load(self) -> ModuleType:
         """The kernel module, imported on first use."""
@@ -45,7 +46,7 @@ def _triton_why_not(problem: Problem) -> tuple[str, ...]:
     dims = (problem.head_dim, problem.value_dim)
     hint = " (for tests: TRITON_INTERPRET=1, set before Triton is imported)" if problem.device.type == "cpu" else ""
     reasons = (
-        (not on_gpu and not _interpreting(), f"it runs on CUDA devices, not on {problem.device.type}{hint}"),
+        (not on_gpu and not interpreting(), f"it runs on CUDA devices, not on {problem.device.type}{hint}"),
         (on_gpu and 0 < problem.arch < 80, f"it needs compute capability 8.0 or newer, not {problem.arch / 10}"),
         (problem.dtype is torch.float64, "it computes in fp32 and takes no float64"),
         (problem.last_position >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
@@ -63,7 +64,7 @@ def _triton_why_named_only(problem: Problem) -> tuple[str, ...]:
     return ()
 
 
-def _interpreting() -> bool:
+def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
 
 
@@ -78,7 +79,14 @@ def _reference_why_not(problem: Problem) -> tuple[str, ...]:
 
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("triton", ".kernels.triton", _triton_why_not, triton_tuning.configure, _triton_why_named_only),
+    Backend(
+        "triton",
+        ".kernels.triton",
+        _triton_why_not,
+        triton_tuning.configure,
+        _triton_why_named_only,
+        triton_tuning.FORCEABLE,
+    ),
     Backend("eager", ".kernels.eager", _eager_why_not, eager_tuning.configure),
     Backend("reference", ".kernels.reference", _reference_why_not, lambda problem: "dense, fp64"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,10 +19,12 @@ class Plan(NamedTuple):
     backend: str
     config: Any
     passed_over: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    forced: tuple[tuple[str, int], ...] = ()  # fields of `config` that the caller set
 
     def __str__(self) -> str:
         kind = "backward" if self.problem.backward else "forward "
-        lines = [f"{kind}  {self.problem}", f"backend   {self.backend}: {self.config}"]
+        forced = f" (forced: {', '.join(f'{name}={value}' for name, value in self.forced)})" if self.forced else ""
+        lines = [f"{kind}  {self.problem}", f"backend   {self.backend}: {self.config}{forced}"]
         lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.passed_over]
         return "\n".join(lines)
 
@@ -34,14 +36,21 @@ class Plan(NamedTuple):
 def plan(problem: Problem, backend: str = AUTO) -> Plan:
     """Plan `problem` on `backend`, or on the first that can.
 
+    Fields of the configuration stand behind the name, "triton(block_m=64, num_warps=8)": they are forced, the others
+    stay planned. A backward is planned as if they were not there: they are those of a forward.
+
     Raises `UnsupportedProblem` with the reasons if a backend named by the caller cannot do it.
     """
     if check_backend(backend) != AUTO:
-        chosen = BY_NAME[backend]
+        name, forced = _parse(backend) or (backend, ())
+        chosen = BY_NAME[name]
         reasons = chosen.why_not(problem)
         if reasons:
             raise UnsupportedProblem(f"backend {backend!r} cannot do this problem ({problem}): {'; '.join(reasons)}")
-        return Plan(problem, backend, chosen.configure(problem))
+        config = chosen.configure(problem)
+        if problem.backward or not forced:
+            return Plan(problem, name, config)
+        return Plan(problem, name, config._replace(**dict(forced)), forced=forced)
     passed_over: list[tuple[str, tuple[str, ...]]] = []
     for candidate in BACKENDS:
         reasons = candidate.why_not(problem) or candidate.why_named_only(problem)
@@ -79,9 +88,49 @@ def requested(backend: str) -> str:
     return _forced if check_backend(backend) == AUTO else backend
 
 
-def check_backend(name: str) -> str:
-    """Refuse names that no backend has."""
-    if not isinstance(name, str) or (name != AUTO and name not in BY_NAME):
-        names = ", ".join(repr(known) for known in (AUTO, *BY_NAME))
-        raise ValueError(f"backend: expected one of {names}; got {name!r}")
-    return name
+def check_backend(backend: str) -> str:
+    """Refuse names that no backend has, and configurations that it does not take."""
+    if not isinstance(backend, str) or (backend != AUTO and backend not in BY_NAME and not _parse(backend)):
+        raise ValueError(f"backend: expected one of {_listed((AUTO, *BY_NAME))}; got {backend!r}")
+    return backend
+
+
+def spell(backend: str, **forced: int) -> str:
+    """How a call asks for `backend` with fields of its configuration forced; the inverse of what `plan` reads.
+
+    >>> from stream_attention.plan import spell
+    >>> spell("triton", block_m=64, num_warps=8)
+    'triton(block_m=64, num_warps=8)'
+    """
+    return f"{backend}({', '.join(f'{name}={value}' for name, value in forced.items())})" if forced else backend
+
+
+def _parse(backend: str) -> tuple[str, tuple[tuple[str, int], ...]] | None:
+    """A backend's name and the fields forced on its configuration; None where no backend has that name.
+
+    Plain string methods, no cache and no regular expression: torch.compile traces through this.
+    """
+    name, bracket, rest = backend.partition("(")
+    if name not in BY_NAME:
+        return None
+    if not bracket:
+        return name, ()
+    legal = BY_NAME[name].forceable
+    if not legal:
+        raise ValueError(f"backend: expected {name!r} alone, which has no configuration to force; got {backend!r}")
+    if not rest.endswith(")"):
+        raise ValueError(f"backend: expected a closing bracket at the end; got {backend!r}")
+    forced: dict[str, int] = {}
+    for pair in rest[:-1].split(","):
+        field, equals, number = (piece.strip() for piece in pair.partition("="))
+        if not equals or field not in legal or field in forced:
+            raise ValueError(f"backend: expected name=value once for any of {_listed(legal)}; got {backend!r}")
+        if not number.isdecimal() or int(number) not in legal[field]:
+            values = ", ".join(str(value) for value in legal[field])
+            raise ValueError(f"backend: expected one of {values} for {field}; got {number!r} in {backend!r}")
+        forced[field] = int(number)
+    return name, tuple(forced.items())
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)

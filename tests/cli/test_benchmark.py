@@ -1,18 +1,25 @@
 """The benchmark command on tiny cells: who is asked, who is refused a speed, what is written."""
 
+import builtins
+import csv
 import json
+import math
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from stream_attention.benchmark import cells as cells_
 from stream_attention.benchmark import providers as providers_
 from stream_attention.benchmark import results as results_
-from stream_attention.benchmark.accuracy import check
-from stream_attention.benchmark.cells import SUITES, Cell, Tensors, draw, flops, kv_bytes
-from stream_attention.benchmark.timing import Latency, interleaved, paired_ratio
+from stream_attention.benchmark.accuracy import check, check_all
+from stream_attention.benchmark.cells import SUITES, Cell, Tensors, calls, chunked, draw, flops, kv_bytes, tensor_bytes
+from stream_attention.benchmark.progress import progress
+from stream_attention.benchmark.timing import CLOCKS, Latency, interleaved, paired_ratio
 from stream_attention.cli import benchmark as cli
 from stream_attention.testing.inputs import Case
 
@@ -30,8 +37,32 @@ class Wrong(providers_.Sdpa):
         return super().attend(x) * 1.001
 
 
+class TopLeft(providers_.Sdpa):
+    """SDPA's own causal alignment, where a chunk of new queries would see the oldest keys alone."""
+
+    def attend(self, x: Tensors) -> torch.Tensor:
+        query, key, value = (t.transpose(1, 2) for t in (x.query, x.key, x.value))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+class LastRowWrong(providers_.Sdpa):
+    """Wrong in one row of the last batch entry."""
+
+    def attend(self, x: Tensors) -> torch.Tensor:
+        out = super().attend(x).clone()
+        out[-1, -1] += 0.1
+        return out
+
+
+class Nan(providers_.Sdpa):
+    def attend(self, x: Tensors) -> torch.Tensor:
+        out = super().attend(x).clone()
+        out[0, 0, 0, 0] = torch.nan
+        return out
+
+
 def tiny(**changes: object) -> Cell:
-    return Cell("tiny", replace(TINY, **changes), "forward", ("auto",), ("sdpa", "dense"), bar=100.0)
+    return Cell("tiny", replace(TINY, **changes), "forward", ("stream",), ("sdpa", "dense"), bar=100.0)
 
 
 # The arithmetic
@@ -47,6 +78,15 @@ def test_flops_are_counted_by_one_formula() -> None:
 
 def test_kv_bytes_count_each_kv_head_once() -> None:
     assert kv_bytes(Case(B=2, Tq=1, Tk=10, Hq=8, Hkv=2, D=16, Dv=16, dtype=torch.bfloat16)) == 2 * 10 * 2 * 32 * 2
+
+
+def test_traffic_counts_each_tensor_once_a_call_and_gradients_again() -> None:
+    case = Case(B=2, Tq=10, Tk=10, Hq=8, Hkv=2, D=16, Dv=16, dtype=torch.bfloat16)
+    cell = Cell("a", case, "forward", (), ())
+    query_and_out, key_and_value = 2 * 10 * 8 * 32 * 2, 2 * 10 * 2 * 32 * 2
+    assert tensor_bytes(cell, case) == query_and_out + key_and_value
+    assert tensor_bytes(cell._replace(direction="backward"), case) == 2 * (query_and_out + key_and_value)
+    assert tensor_bytes(cell._replace(chunk=5), case) == query_and_out + 1.5 * key_and_value  # 5 keys, then all 10
 
 
 def test_percentiles_and_paired_ratios() -> None:
@@ -65,7 +105,9 @@ def test_everybody_runs_once_a_round_and_inputs_rotate() -> None:
 
 
 def test_the_budget_ends_a_cell_after_three_rounds() -> None:
-    assert len(interleaved({"a": lambda n: None}, "cpu", repeats=50, warmup=0, budget_s=0.0)["a"]) == 3
+    ran: list[int] = []
+    assert len(interleaved({"a": ran.append}, "cpu", repeats=50, warmup=20, budget_s=0.0)["a"]) == 3
+    assert ran == [0, 0, 1, 2]  # one round to warm up
 
 
 # Who is right
@@ -83,6 +125,7 @@ def test_the_budget_ends_a_cell_after_three_rounds() -> None:
         {"bias": (2, 4, 32, 32), "window": (7, -1)},
         {"causal": True, "window": (7, 0)},
         {"Tq": 1},
+        {"causal": True, "Tq": 12},
     ],
     ids=str,
 )
@@ -90,15 +133,15 @@ def test_every_provider_that_can_is_right(changes: dict[str, object], dtype: tor
     cell = tiny(**changes, dtype=dtype)
     x = draw(cell.case)
     checked = []
-    for name in ("auto", "eager", "blocked", "dense", "sdpa"):
+    for name in ("stream", "eager", "blocked", "dense", "sdpa"):
         if PROVIDERS[name].why_not(cell) is None:
             verdict = check(PROVIDERS[name], cell, x)
             assert verdict.right, (name, verdict)
             checked.append(name)
-    assert {"auto", "eager", "blocked", "dense"} <= set(checked)
+    assert {"stream", "eager", "blocked", "dense"} <= set(checked)
 
 
-@pytest.mark.parametrize("name", ["auto", "sdpa", "dense"])
+@pytest.mark.parametrize("name", ["stream", "sdpa", "dense"])
 def test_gradients_are_checked_too(name: str) -> None:
     cell = tiny(causal=True)._replace(direction="forward+backward")
     assert check(PROVIDERS[name], cell, draw(cell.case)).right
@@ -109,8 +152,31 @@ def test_gradients_are_checked_too(name: str) -> None:
 )
 def test_sink_and_dropout_are_checked_on_rows_of_the_cell(changes: dict[str, object]) -> None:
     cell = tiny(causal=True, Tq=100, Tk=100, **changes)
-    assert check(PROVIDERS["auto"], cell, draw(cell.case)).right
+    assert check(PROVIDERS["stream"], cell, draw(cell.case)).right
     assert PROVIDERS["dense"].why_not(cell) and PROVIDERS["sdpa"].why_not(cell)
+
+
+def test_a_sequence_in_chunks_is_the_whole_sequence_and_is_checked_as_such() -> None:
+    cell = tiny(causal=True)._replace(chunk=12)
+    parts = chunked(draw(cell.case), cell.chunk)
+    assert [(part.query.shape[1], part.key.shape[1]) for part in parts] == [(12, 12), (12, 24), (8, 32)]
+    assert [(case.Tq, case.Tk) for case in calls(cell)] == [(12, 12), (12, 24), (8, 32)]
+    for name in ("stream", "blocked", "dense", "sdpa"):
+        assert check(PROVIDERS[name], cell, draw(cell.case)).right, name
+    assert not check(TopLeft(), cell, draw(cell.case)).right
+
+
+def test_everything_is_compared_where_it_is_asked_for() -> None:
+    cell = tiny(causal=True, B=3)._replace(direction="backward")
+    verdicts = check_all(PROVIDERS["stream"], cell, draw(cell.case))
+    assert [verdict.of for verdict in verdicts] == ["out", "d_query", "d_key", "d_value"]
+    assert all(verdict.right and 0 < verdict.mean < verdict.error for verdict in verdicts)
+    assert not check_all(LastRowWrong(), cell, draw(cell.case))[0].right
+
+
+def test_nan_is_never_right() -> None:
+    verdict = check_all(Nan(), tiny(), draw(tiny().case))[0]
+    assert not verdict.right and math.isnan(verdict.error)
 
 
 def test_plain_computes_the_problem_without_its_modifiers() -> None:
@@ -121,7 +187,7 @@ def test_plain_computes_the_problem_without_its_modifiers() -> None:
 
 
 def test_who_cannot_says_why() -> None:
-    assert "top-left" in (PROVIDERS["sdpa"].why_not(tiny(causal=True, Tq=16)) or "")
+    assert "not both" in (PROVIDERS["sdpa"].why_not(tiny(causal=True, mask=(1, 1, 32, 32))) or "")
     assert "--fa3" in (PROVIDERS["fa3"].why_not(tiny()) or "")
     assert "gluon" in (PROVIDERS["gluon"].why_not(tiny()) or "")
     assert "CUDA" in (PROVIDERS["sdpa flash"].why_not(tiny()) or "")
@@ -153,13 +219,24 @@ def test_one_of_ours_that_fails_is_wrong_and_a_peer_that_fails_is_not_measured(w
 def test_gpu_tables_show_rates_and_decoding_its_bandwidth() -> None:
     cell = {"name": "a", "direction": "forward", "ratio": 0.5, "bar": None}
     timed = {"median_ms": 0.5, "tflops": 512.4}
-    gpu = {"machine": {"device": "cuda"}, "cells": [cell | {"providers": {"triton": timed}}]}
+    how = {"conditions": {"timing": CLOCKS["events"]}}
+    gpu = {"machine": {"device": "cuda"}, "cells": [cell | {"providers": {"triton": timed}}], **how}
     assert results_.table(gpu)[1] == ["a", "forward", "512", "0.50"]
     gpu["cells"] = [cell | {"providers": {"triton": timed | {"tb_per_s": 3.456}}}]
     assert results_.table(gpu)[1] == ["a", "forward", "500 us (3.46)", "0.50"]
 
 
-# The command
+def test_what_a_call_costs_in_all_is_shown_as_time() -> None:
+    cell = {"name": "a", "direction": "forward", "ratio": 0.5, "bar": 1.0, "met": True}
+    calls = {
+        "machine": {"device": "cuda"},
+        "cells": [cell | {"providers": {"stream": {"median_ms": 0.0215, "tflops": 1.2}}}],
+        "conditions": {"timing": CLOCKS["calls"]},
+    }
+    assert results_.table(calls)[1] == ["a", "forward", "21.5 us", "0.50", "1"]
+
+
+# A suite
 
 
 @pytest.fixture
@@ -170,7 +247,7 @@ def tiny_suite(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("tiny_suite")
 def test_the_results_file_says_what_where_when_and_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "deep" / "tiny.json"
-    assert cli.main(["--device", "cpu", "--repeats", "3", "--warmup", "1", "--out", str(out)]) == 0
+    assert cli.main(["--device", "cpu", "--suite", "cpu", "--repeats", "3", "--warmup", "1", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["suite"] == "cpu" and set(found["commit"]) == {"hash", "dirty"}
     assert found["versions"]["torch"] == torch.__version__ and found["versions"]["python"]
@@ -179,28 +256,201 @@ def test_the_results_file_says_what_where_when_and_how(tmp_path: Path, capsys: p
     assert [cell["name"] for cell in found["cells"]] == ["tiny", "tiny causal"]
     for cell in found["cells"]:
         assert cell["problem"]["Hkv"] == 2 and cell["problem"]["dtype"] == "float32"
-        assert cell["ours"] == "auto" and cell["fastest_peer"] in ("sdpa", "dense")
+        assert cell["ours"] == "stream" and cell["fastest_peer"] in ("sdpa", "dense")
         assert cell["ratio"] > 0 and cell["met"] == (cell["ratio"] <= cell["bar"])
         for one in cell["providers"].values():
             assert one["right"] and one["error"] <= one["allowed"]
             assert one["best_ms"] <= one["p20_ms"] <= one["median_ms"] <= one["p80_ms"] and one["tflops"] > 0
-    printed = capsys.readouterr().out
-    assert "tiny causal" in printed and str(out) in printed
-    assert "\x1b" not in printed  # not a terminal: plain lines
+            assert one["peak_bytes"] >= 2 * 32 * 4 * 16 * 4 and one["gb_per_s"] > 0  # its own output, at least
+        assert cell["providers"]["stream"]["ran"].startswith("eager: ")
+    printed = capsys.readouterr()
+    assert "tiny causal" in printed.out and str(out) in printed.out
+    assert "tiny causal" in printed.err and "\x1b" not in printed.err  # not a terminal: plain lines
 
 
 @pytest.mark.usefixtures("tiny_suite")
 def test_the_exit_code_is_1_if_a_provider_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers_, "by_name", lambda fa3=None: PROVIDERS | {"sdpa": Wrong()})
-    assert cli.main(["--repeats", "3", "--warmup", "0"]) == 1
+    assert cli.main(["--suite", "cpu", "--repeats", "3", "--warmup", "0"]) == 1
+    assert cli.main(["--seq", "32", "--iters", "3", "--warmup", "0"]) == 1
+
+
+# The grid
+
+QUICK = ["--iters", "3", "--warmup", "0", "--device", "cpu"]
+
+
+def table(printed: str) -> list[list[str]]:
+    """The rows of the documented table, by its head."""
+    lines = printed.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.split()[:1] == ["SeqLen"])
+    return [line.split() for line in lines[first : lines.index("", first)]]
+
+
+def test_the_documented_command_prints_the_documented_columns_and_names_its_baseline(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "grid.json"
+    shape = ["--seq", "64", "128", "--batch", "1", "--heads", "4", "--dim", "16"]
+    assert cli.main([*shape, "--warmup", "1", "--iters", "3", "--device", "cpu", "--json_out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    heads, *rows = table(printed)
+    documented = ["SeqLen", "Fused(ms)", "Fused(TF)", "FA3(ms)", "FA3(TF)", "FA3/Fused(ms)"]
+    assert heads[:6] == [head.replace("FA3", "SDPA") for head in documented]  # what ran is what the table says
+    assert heads[6:] == ["Fused(GB/s)", "Fused(p20-p80)"]
+    assert [row[0] for row in rows] == ["64", "128"]
+    assert "FLOPs = 2 B Hq Tq Tk (D + Dv)" in printed and "Fused is stream_attention.attention: eager" in printed
+    assert printed.index("checked against fp64") < printed.index("SeqLen")
+
+    found = json.loads(out.read_text())
+    assert [cell["problem"]["dtype"] for cell in found["cells"]] == ["float32"] * 2
+    for cell, row in zip(found["cells"], rows, strict=True):
+        ours, peer = cell["providers"]["stream"], cell["providers"]["sdpa"]
+        assert cell["problem"]["causal"] and cell["baseline"] == "sdpa"
+        assert (cell["fused_time_ms"], cell["fused_tflops"]) == (ours["median_ms"], ours["tflops"])
+        assert (cell["baseline_time_ms"], cell["baseline_tflops"]) == (peer["median_ms"], peer["tflops"])
+        assert cell["speedup_vs_baseline"] == peer["vs_ours"] > 0
+        assert not any("fa3" in key for key in cell)
+        assert float(row[1]) == pytest.approx(ours["median_ms"], abs=1e-3)
+        work = 2 * 4 * cell["seq_len"] ** 2 * 32 / 2  # one formula for both columns
+        assert all(one["tflops"] * one["median_ms"] * 1e9 == pytest.approx(work) for one in (ours, peer))
+
+
+class StandIn(providers_.Sdpa):
+    """Computes as SDPA does, under FlashAttention-3's name."""
+
+    def __init__(self) -> None:
+        super().__init__("fa3", label="FA3")
+
+
+def test_the_columns_are_called_fa3_where_fa3_itself_ran(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(providers_, "by_name", lambda fa3=None: PROVIDERS | {"fa3": StandIn()})
+    out = tmp_path / "grid.json"
+    assert cli.main([*QUICK, "--seq", "64", "--providers", "sdpa", "fa3", "--json-out", str(out)]) == 0
+    heads = table(capsys.readouterr().out)[0]
+    assert heads[:6] == ["SeqLen", "Fused(ms)", "Fused(TF)", "FA3(ms)", "FA3(TF)", "FA3/Fused(ms)"]
+    assert heads[8:] == ["SDPA(ms)", "SDPA(TF)", "SDPA/Fused(ms)"]
+    cell = json.loads(out.read_text())["cells"][0]
+    assert cell["fa3_time_ms"] == cell["baseline_time_ms"] and cell["speedup_vs_fa3"] > 0 and cell["fa3_tflops"] > 0
+
+
+def test_chunks_have_a_column_and_everybody_is_right_on_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*QUICK, "--seq", "100", "--heads", "2", "--chunk", "32"]) == 0
+    heads, row = table(capsys.readouterr().out)
+    assert heads[:3] == ["SeqLen", "Chunk", "Fused(ms)"] and row[:2] == ["100", "32"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem", "baseline"),
+    [
+        (["--decode", "--kv-heads", "2"], {"Tq": 1, "Tk": 64, "Hkv": 2, "causal": True}, "sdpa"),
+        (["--backward", "--dtype", "bf16"], {"Tq": 64, "dtype": "bfloat16"}, "sdpa"),
+        (["--dropout", "0.25", "--no-causal"], {"dropout_p": 0.25, "Tq": 64}, "plain"),
+        (["--dtype", "fp16"], {"dtype": "float16"}, "sdpa"),
+    ],
+)
+def test_what_the_flags_say_is_what_is_measured(
+    argv: list[str], problem: dict[str, object], baseline: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "grid.json"
+    assert cli.main([*QUICK, "--seq", "64", "--heads", "4", *argv, "--json-out", str(out)]) == 0
+    cell = json.loads(out.read_text())["cells"][0]
+    assert problem.items() <= cell["problem"].items()
+    assert ("causal" in cell["problem"]) == ("--no-causal" not in argv)
+    assert cell["direction"] == ("backward" if "--backward" in argv else "forward")
+    assert cell["baseline"] == baseline and cell["baseline_time_ms"] > 0 and cell["fused_time_ms"] > 0
+
+
+def test_csv_has_a_row_per_cell_and_provider_and_the_report_is_one_page(tmp_path: Path) -> None:
+    sheet, report = tmp_path / "grid.csv", tmp_path / "report"
+    argv = [*QUICK, "--seq", "32", "64", "--providers", "stream", "eager", "sdpa-math"]
+    assert cli.main([*argv, "--csv", str(sheet), "--report", str(report)]) == 0
+    with sheet.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["Tk"], row["provider"]) for row in rows] == [
+        (length, name) for length in ("32", "64") for name in ("stream", "eager", "sdpa math")
+    ]
+    assert all(float(row["median_ms"]) > 0 and row["right"] == "True" for row in rows)
+    assert "<html" in (report / "index.html").read_text()
+
+
+def test_who_is_here_and_which_suites_there_are_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--list", "--device", "cpu"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name.replace(" ", "-") in listed for name in PROVIDERS)
+    assert all(f"  {suite}, " in listed for suite in SUITES) and "d128 causal 4096" in listed
+    if not providers_.base.installed("flash_attn"):
+        assert "not here: flash_attn is not installed" in listed
+
+
+class Terminal:
+    """A stderr that is a terminal."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None: ...
+
+
+def stderr_as_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
+
+
+def test_a_terminal_gets_a_bar_that_says_what_runs_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    terminal = stderr_as_terminal(monkeypatch)
+    with progress(2) as shown:
+        shown.now("causal 512: checking stream")
+        shown.done("causal 512 done")
+    assert "causal 512: checking stream" in terminal.text and "1/2" in terminal.text and "0:00:0" in terminal.text
+
+
+def test_a_terminal_without_rich_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = stderr_as_terminal(monkeypatch)
+    real = builtins.__import__
+
+    def without_rich(name: str, *args: object, **kwargs: object) -> object:
+        if name.startswith("rich"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_rich)
+    with progress(1) as shown:
+        shown.now("causal 512: checking stream")
+        shown.done("causal 512 done")
+    assert terminal.text == "causal 512 done\n"
+
+
+# Refusals
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--suite", "cpu", "--only", "no such cell"], "no such cell"),
-        (["--suite", "decode"], "--device cuda"),
-        (["--threads", "2", "--clock", "cpu"], "--threads 1"),
+        (["--suite", "cpu", "--only", "nothing"], "  causal 1024 fp32 forward"),
+        (["--suite", "cpu", "--device", "cpu", "--seq", "64"], "leave out --seq"),
+        (["--suite", "decode", "--device", "cpu"], "--device cuda"),
+        (["--device", "cpu", "--threads", "2", "--clock", "cpu"], "--threads 1"),
+        (["--device", "cpu", "--fa3", "."], "Hopper"),
+        (["--device", "cpu", "--providers", "sdpa-flash"], "--providers sdpa-flash: a CUDA kernel"),
+        (["--device", "cpu", "--dropout", "0.1", "--providers", "sdpa"], "dropout"),
+        (["--device", "cpu", "--providers", "nobody"], "sdpa-math"),
+        (["--device", "cpu", "--kv-heads", "3"], "--kv-heads: expected a divisor of --heads 8; got 3"),
+        (["--device", "cpu", "--chunk", "8", "--backward"], "leave out --backward"),
+        (["--device", "cpu", "--chunk", "8", "--no-causal"], "leave out --no-causal"),
         pytest.param(
             ["--device", "cuda"],
             "no CUDA device",
@@ -215,6 +465,17 @@ def test_refusals(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert cli.main(argv) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--out", "--json_out", "--csv", "--report"])
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(providers_, "by_name", lambda fa3=None: PROVIDERS | {"stream": Broken("stream")})
+    (tmp_path / "file").write_text("kept")
+    assert cli.main([*QUICK, "--seq", "32", flag, str(tmp_path / "file" / "below")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 @pytest.mark.parametrize("suite", list(SUITES))
@@ -232,12 +493,20 @@ def test_the_grid_is_that_of_the_published_comparisons() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--repeats", "0"], ["--threads", "-1"], ["--warmup", "-1"], ["--cell-seconds", "0"]]
+    "wrong",
+    [
+        ["--repeats", "0"],
+        ["--seq", "0"],
+        ["--threads", "-1"],
+        ["--warmup", "-1"],
+        ["--cell-seconds", "0"],
+        ["--dropout", "1"],
+    ],
 )
 def test_numbers_that_measure_nothing_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(wrong)
-    assert f"argument {wrong[0]}: expected" in capsys.readouterr().err
+    assert re.search(f"argument (--iters/)?{wrong[0]}: expected", capsys.readouterr().err)
 
 
 def test_the_backward_suite_measures_what_determinism_costs_and_compares_it_with_nobody() -> None:

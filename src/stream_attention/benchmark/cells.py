@@ -14,6 +14,9 @@ from ..testing.inputs import Case
 Direction = Literal["forward", "backward", "forward+backward"]
 WORK = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}
 """FLOPs of a direction, as a multiple of the forward's."""
+FLOPS = "2 B Hq Tq Tk (D + Dv), halved where causal and Tq = Tk, x2.5 backward, x3.5 forward+backward"
+TRAFFIC = "bytes of query, key, value and out once per call, x2 backward, x3 forward+backward"
+"""What `flops` and `tensor_bytes` count, for readers of a table."""
 
 
 class Cell(NamedTuple):
@@ -22,9 +25,10 @@ class Cell(NamedTuple):
     direction: Direction
     ours: tuple[str, ...]
     peers: tuple[str, ...]
-    beside: tuple[str, ...] = ()  # of ours too, measured and shown but compared with nobody
+    beside: tuple[str, ...] = ()  # measured and shown too, but compared with nobody
     bar: float | None = None  # what our time may be at most, as a multiple of the fastest peer's
     unit: Literal["TFLOP/s", "TB/s"] = "TFLOP/s"
+    chunk: int = 0  # the sequence arrives in chunks of so many queries, each a call against all keys so far
 
 
 class Tensors(NamedTuple):
@@ -72,9 +76,34 @@ def draw(case: Case, seed: int = 0) -> Tensors:
     )
 
 
+def chunked(x: Tensors, size: int) -> list[Tensors]:
+    """The calls in which a sequence arrives, `size` queries at a time against all keys so far: views, no copies."""
+    length = x.query.shape[1]
+    if not size:
+        return [x]
+    spans = [(start, min(start + size, length)) for start in range(0, length, size)]
+    return [
+        Tensors(x.query[:, start:end], x.key[:, :end], x.value[:, :end], x.options, x.grad_out[:, start:end])
+        for start, end in spans
+    ]
+
+
+def calls(cell: Cell) -> list[Case]:
+    """The problems of a cell's calls, one of each kind: the first chunk, whose keys are its own, the second, the last.
+
+    What a provider cannot do in one of them it cannot do in the cell.
+    """
+    case, size = cell.case, cell.chunk
+    if not size:
+        return [case]
+    ends = {min(size, case.Tk): None, min(2 * size, case.Tk): None, case.Tk: None}
+    return [replace(case, Tq=(end - 1) % size + 1, Tk=end) for end in ends]
+
+
 def shortened(case: Case, rows: int, batch: int) -> Case:
-    """The same features with at most so many queries, keys and batch entries."""
-    limits = (batch, case.Hq, rows, rows)
+    """The same features with at most so many queries, keys and batch entries; fewer queries than keys stay fewer."""
+    q_rows = rows if case.Tq >= case.Tk else rows // 2
+    limits = (batch, case.Hq, q_rows, rows)
 
     def shape(of: tuple[int, ...] | None) -> tuple[int, ...] | None:
         return of and tuple(min(size, limit) for size, limit in zip(of, limits[-len(of) :], strict=True))
@@ -82,7 +111,7 @@ def shortened(case: Case, rows: int, batch: int) -> Case:
     return replace(
         case,
         B=min(case.B, batch),
-        Tq=min(case.Tq, rows),
+        Tq=min(case.Tq, q_rows),
         Tk=min(case.Tk, rows),
         mask=shape(case.mask),
         bias=shape(case.bias),
@@ -103,6 +132,16 @@ def kv_bytes(case: Case) -> float:
     return float(case.B * case.Tk * case.Hkv * (case.D + case.Dv) * case.dtype.itemsize)
 
 
+def tensor_bytes(cell: Cell, case: Case) -> float:
+    """Bytes of query, key, value and out, once per call; twice for backward, which has their gradients too."""
+    q_row, out_row = case.Hq * case.D, case.Hq * case.Dv
+    kv_row = case.Hkv * (case.D + case.Dv)
+    size = cell.chunk or case.Tk
+    keys = sum(min(start + size, case.Tk) for start in range(0, case.Tk, size))
+    once = case.B * (case.Tq * (q_row + out_row) + keys * kv_row) * case.dtype.itemsize
+    return float(once * {"forward": 1, "backward": 2, "forward+backward": 3}[cell.direction])
+
+
 # Suites
 
 
@@ -118,7 +157,7 @@ def cpu() -> Iterator[Cell]:
         ):
             directions: tuple[Direction, ...] = ("forward", "forward+backward")
             for direction in directions:
-                yield Cell(f"{kind} {length} {dtype}", case, direction, ("auto",), ("sdpa",), bar=1.05)
+                yield Cell(f"{kind} {length} {dtype}", case, direction, ("stream",), ("sdpa",), bar=1.05)
     for length, bar in ((2048, 2.0), (8192, 1.0)):
         for dtype in dtypes:
             base = Case(B=1, Tq=length, Tk=length, Hq=4, Hkv=4, D=64, Dv=64, dtype=dtypes[dtype])
@@ -213,6 +252,32 @@ def decode() -> Iterator[Cell]:
         yield Cell(name, case, "forward", ("gluon", "triton"), ("sdpa flash", "sdpa cudnn", "fa3"), unit="TB/s")
 
 
+def small() -> Iterator[Cell]:
+    """Calls so short that the host decides: what one takes in all, beside FlashAttention-3's own op."""
+    for batch, length, heads, head_dim in (
+        (1, 128, 8, 64),
+        (1, 512, 16, 64),
+        (4, 256, 16, 128),
+        (32, 128, 12, 64),
+        (256, 64, 8, 32),
+    ):
+        for causal in (False, True):
+            case = Case(
+                B=batch,
+                Tq=length,
+                Tk=length,
+                Hq=heads,
+                Hkv=heads,
+                D=head_dim,
+                Dv=head_dim,
+                dtype=torch.bfloat16,
+                device="cuda",
+                causal=causal,
+            )
+            name = f"b{batch} s{length} h{heads} d{head_dim} {'causal' if causal else 'full'}"
+            yield Cell(name, case, "forward", ("stream",), ("fa3",), beside=("sdpa",), bar=1.0)
+
+
 SUITES: dict[str, Callable[[], Iterator[Cell]]] = {
     "cpu": cpu,
     "forward": forward,
@@ -220,4 +285,5 @@ SUITES: dict[str, Callable[[], Iterator[Cell]]] = {
     "modifiers": modifiers,
     "modifiers-backward": modifiers_backward,
     "decode": decode,
+    "small": small,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from .timing import CLOCKS
 
 
 def conditions(device: str) -> dict[str, Any]:
@@ -48,6 +50,9 @@ def _commit() -> dict[str, Any]:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
+    top = git("rev-parse", "--show-toplevel")
+    if top is None or not Path(top, "src", "stream_attention").is_dir():  # installed, maybe inside another's checkout
+        return {"hash": None, "dirty": None}
     changed = git("status", "--porcelain")
     return {"hash": git("rev-parse", "--verify", "HEAD"), "dirty": None if changed is None else bool(changed)}
 
@@ -127,11 +132,11 @@ def _bar(entry: dict[str, Any]) -> str:
 
 def table(results: dict[str, Any]) -> list[list[str]]:
     """Rows of the short table, headings first: one row per cell, one column per provider, then the ratio."""
-    on_gpu = results["machine"].get("device") == "cuda"
+    by_rate = _unit(results) != "time"
     names: list[str] = list(dict.fromkeys(name for cell in results["cells"] for name in _timed(cell)))
     rows = [["problem", "direction", *names, "time, ours / fastest peer", "bar"]]
     for cell in results["cells"]:
-        times = [_shown(cell["providers"][name], on_gpu) if name in _timed(cell) else "" for name in names]
+        times = [_shown(cell["providers"][name], by_rate) if name in _timed(cell) else "" for name in names]
         ratio = "" if cell["ratio"] is None else f"{cell['ratio']:.2f}"
         bar = "" if cell["bar"] is None else f"{cell['bar']:g}{'' if cell.get('met') else ' missed'}"
         rows.append([cell["name"], cell["direction"], *times, ratio, bar])
@@ -139,15 +144,15 @@ def table(results: dict[str, Any]) -> list[list[str]]:
     return [[row[column] for column in kept] for row in rows]
 
 
-def _shown(one: dict[str, Any], on_gpu: bool) -> str:
-    """A measurement as readers compare it: decoding by time and TB/s, other GPU cells by TFLOP/s, CPU cells by time."""
+def _shown(one: dict[str, Any], by_rate: bool) -> str:
+    """A measurement as readers compare it: decoding by time and TB/s, other GPU cells by TFLOP/s, or by time."""
     if "tb_per_s" in one:
         return f"{_ms(one['median_ms'])} ({one['tb_per_s']:.2f})"
-    return f"{one['tflops']:.0f}" if on_gpu else _ms(one["median_ms"])
+    return f"{one['tflops']:.0f}" if by_rate else _ms(one["median_ms"])
 
 
 def _unit(results: dict[str, Any]) -> str:
-    if results["machine"].get("device") != "cuda":
+    if results["machine"].get("device") != "cuda" or results["conditions"]["timing"] == CLOCKS["calls"]:
         return "time"
     decoding = any("tb_per_s" in one for cell in results["cells"] for one in cell["providers"].values())
     return "time (TB/s of K and V)" if decoding else "TFLOP/s"
@@ -157,12 +162,30 @@ def _timed(cell: dict[str, Any]) -> Iterable[str]:
     return [name for name, one in cell["providers"].items() if "median_ms" in one]
 
 
-def aligned(rows: list[list[str]]) -> str:
-    """A table for a terminal."""
+def aligned(rows: list[list[str]], right: bool = False) -> str:
+    """A table for a terminal, columns flush left, or right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    place = str.rjust if right else str.ljust
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(place(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+_SHAPE = ("B", "Tq", "Tk", "Hq", "Hkv", "D", "Dv", "dtype", "causal", "dropout_p", "chunk")
+_FIGURES = "median_ms p20_ms p80_ms best_ms repeats tflops gb_per_s tb_per_s vs_ours peak_bytes".split()
+_VERDICT = "error allowed right ran unavailable failed".split()
+
+
+def save_csv(results: dict[str, Any], path: Path) -> None:
+    """One row per cell and provider."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        rows = csv.DictWriter(file, ("cell", "direction", *_SHAPE, "provider", *_FIGURES, *_VERDICT))
+        rows.writeheader()
+        for cell in results["cells"]:
+            shape = {key: value for key, value in cell["problem"].items() if key in _SHAPE}
+            for name, one in cell["providers"].items():
+                rows.writerow({"cell": cell["name"], "direction": cell["direction"], **shape, "provider": name} | one)
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -1,33 +1,52 @@
-"""Measure a cell: ask who can, check who is right, time those who are."""
+"""Measure cells: ask who can, check who is right, time those who are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
 
 from ..testing.inputs import Case
+from ..testing.memory import peak_bytes
 from .accuracy import check
-from .cells import Cell, Tensors, draw, flops, kv_bytes
+from .cells import FLOPS, TRAFFIC, Cell, Tensors, calls, chunked, draw, flops, kv_bytes, tensor_bytes
+from .progress import progress
 from .providers import Provider
-from .timing import Call, Clock, Latency, interleaved, paired_ratio
+from .results import conditions, line
+from .timing import CALLS_IN_A_ROW, CLOCKS, Call, Clock, Latency, interleaved, paired_ratio
 
 L2_BYTES = 128 << 20
 """What the input sets of a GPU cell must exceed together: over twice the L2 cache of any GPU of today."""
 
 
+def why_not(provider: Provider, cell: Cell) -> str | None:
+    """Why a provider cannot compute a cell: the first of its reasons over the cell's calls."""
+    reasons = (provider.why_not(cell._replace(case=case)) for case in calls(cell))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
 def measure(
-    cell: Cell, providers: dict[str, Provider], clock: Clock, repeats: int, warmup: int, budget_s: float = float("inf")
+    cell: Cell,
+    providers: dict[str, Provider],
+    clock: Clock,
+    repeats: int,
+    warmup: int,
+    budget_s: float = float("inf"),
+    now: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """A cell's entry in the results: every provider's error and latency, or why it has none."""
+    """A cell's entry in the results: every provider's error, memory and latency, or why it has none.
+
+    `now` is told what is being done.
+    """
     inputs: dict[Case, list[Tensors]] = {}  # those who compute the same problem share their inputs
     entries: dict[str, dict[str, Any]] = {}
-    calls: dict[str, Call] = {}
+    ready: dict[str, Call] = {}
     for name in (*cell.ours, *cell.beside, *cell.peers):
+        now(f"{cell.name}: checking {name}")
         provider = providers[name]
-        reason = provider.why_not(cell)
+        reason = why_not(provider, cell)
         if reason is not None:
             entries[name] = {"unavailable": reason}
             continue
@@ -36,27 +55,44 @@ def measure(
             inputs[case] = _input_sets(case, cell)
         try:
             verdict = check(provider, cell, inputs[case][0])
+            entries[name] = {"error": verdict.error, "allowed": verdict.allowed, "right": verdict.right}
+            if not verdict.right:
+                continue
+            last = chunked(inputs[case][0], cell.chunk)[-1]
+            if (ran := provider.ran(last, backward=cell.direction == "backward")) is not None:
+                entries[name]["ran"] = ran
+            ready[name] = _bare(provider, inputs[case]) if clock == "calls" else _call(provider, cell, inputs[case])
+            entries[name]["peak_bytes"] = _peak_bytes(ready[name], case)
         except Exception as error:  # a peer that fails is not measured; one of ours that fails is wrong
+            ready.pop(name, None)
             reason = f"{type(error).__name__}: {error}"
             entries[name] = {"failed": reason, "right": False} if name not in cell.peers else {"unavailable": reason}
-            continue
-        entries[name] = {"error": verdict.error, "allowed": verdict.allowed, "right": verdict.right}
-        if verdict.right:
-            calls[name] = _call(provider, cell, inputs[case])
-    samples = interleaved(calls, clock, repeats, warmup, budget_s) if calls else {}
+    now(f"{cell.name}: timing {', '.join(ready)}")
+    with torch.set_grad_enabled(cell.direction != "forward"):
+        samples = interleaved(ready, clock, repeats, warmup, budget_s) if ready else {}
     for name, its in samples.items():
         latency, case = Latency.of(its), providers[name].case(cell.case)
         entries[name] |= {f"{field}_ms": getattr(latency, field) for field in ("median", "p20", "p80", "best")}
         entries[name] |= {"repeats": len(its), "tflops": flops(case, cell.direction) / latency.median / 1e9}
+        entries[name]["gb_per_s"] = tensor_bytes(cell, case) / latency.median / 1e6
         if cell.unit == "TB/s":
             entries[name]["tb_per_s"] = kv_bytes(case) / latency.median / 1e9
+    compared = _compared(cell, samples)
+    for name in samples:
+        if compared["ours"] is not None and name != compared["ours"]:
+            entries[name]["vs_ours"] = paired_ratio(samples[name], samples[compared["ours"]])
     return {
         "name": cell.name,
         "direction": cell.direction,
-        "problem": _described(cell.case),
+        "problem": described(cell.case) | ({"chunk": cell.chunk} if cell.chunk else {}),
         "providers": entries,
-        **_compared(cell, samples),
+        **compared,
     }
+
+
+def _peak_bytes(call: Call, case: Case) -> int:
+    """The most memory that one call holds beyond its inputs, its result included; the caller has warmed up."""
+    return peak_bytes(lambda: call(0), case.device)
 
 
 def _input_sets(case: Case, cell: Cell) -> list[Tensors]:
@@ -71,9 +107,16 @@ def _input_sets(case: Case, cell: Cell) -> list[Tensors]:
     return sets
 
 
+def _bare(provider: Provider, sets: list[Tensors]) -> Call:
+    alone = [provider.bare(x) for x in sets]
+    return lambda n: alone[n % len(alone)]()
+
+
 def _call(provider: Provider, cell: Cell, sets: list[Tensors]) -> Call:
+    parts = [chunked(x, cell.chunk) for x in sets]
+
     def forward(n: int) -> object:
-        return provider.attend(sets[n % len(sets)])
+        return [provider.attend(part) for part in parts[n % len(parts)]]
 
     def both(n: int) -> object:
         x = sets[n % len(sets)]
@@ -93,7 +136,7 @@ def _call(provider: Provider, cell: Cell, sets: list[Tensors]) -> Call:
     return backward
 
 
-def _described(case: Case) -> dict[str, Any]:
+def described(case: Case) -> dict[str, Any]:
     """What a case says, as JSON: shapes, and whatever is not at its default."""
     shapes = ("B", "Tq", "Tk", "Hq", "Hkv", "D", "Dv", "dtype")
     described = {
@@ -124,20 +167,40 @@ def wrong(entry: dict[str, Any]) -> list[str]:
     return [name for name, one in entry["providers"].items() if one.get("right") is False]
 
 
-def measure_all(
-    cells: Iterable[Cell],
+def _turn(clock: Clock) -> str:
+    return f"{CALLS_IN_A_ROW} calls" if clock == "calls" else "one call"
+
+
+def measured(
+    suite: str,
+    cells: Sequence[Cell],
     providers: dict[str, Provider],
     clock: Clock,
     repeats: int,
     warmup: int,
-    budget_s: float,
-    done: Callable[[dict[str, Any]], None],
-) -> list[dict[str, Any]]:
-    """Every cell's entry, each handed to `done` as it is finished."""
-    entries = []
-    for cell in cells:
-        entries.append(measure(cell, providers, clock, repeats, warmup, budget_s))
-        done(entries[-1])
-        if cell.case.device == "cuda":
-            torch.cuda.empty_cache()
-    return entries
+    cell_seconds: float,
+) -> dict[str, Any]:
+    """What a results file holds: every cell's entry, and under which conditions it was measured."""
+    found: dict[str, Any] = {
+        "suite": suite,
+        **conditions(cells[0].case.device),
+        "conditions": {
+            "repeats": repeats,
+            "warmup": warmup,
+            "cell_seconds": cell_seconds if cell_seconds < float("inf") else None,
+            "timing": CLOCKS[clock],
+            "order": f"interleaved, {_turn(clock)} each per round; inputs rotate",
+            "ratio": "median over the rounds of our time by that of the fastest peer",
+            "flops": FLOPS,
+            "gb_per_s": TRAFFIC,
+        },
+        "cells": [],
+    }
+    with progress(len(cells)) as shown:
+        for cell in cells:
+            entry = measure(cell, providers, clock, repeats, warmup, cell_seconds, shown.now)
+            found["cells"].append(entry)
+            shown.done(line(entry))
+            if cell.case.device == "cuda":
+                torch.cuda.empty_cache()
+    return found

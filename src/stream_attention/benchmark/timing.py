@@ -13,18 +13,23 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Clock = Literal["events", "wall", "cpu"]
-"""CUDA events; perf_counter; or the CPU time of the process, which other load on the machine hardly touches. That is
-for one thread: with more, threads that wait for each other spin, and it would count the waiting as work."""
+Clock = Literal["events", "calls", "wall", "cpu"]
+"""CUDA events; many calls in a row on a GPU, host and device; perf_counter; or the CPU time of the process, which other
+load on the machine hardly touches. That is for one thread: with more, threads that wait for each other spin, and it
+would count the waiting as work."""
 
 CLOCKS = {
     "events": "CUDA events, device time",
+    "calls": "perf_counter over 200 calls in a row, synchronised at both ends, host and device",
     "wall": "perf_counter, wall time",
     "cpu": "process_time, CPU time of one thread",
 }
 
 Call = Callable[[int], object]
 """Computes once, on the inputs set of this number."""
+
+CALLS_IN_A_ROW = 200
+"""What the clock "calls" divides by."""
 
 HOST_LEAD_CYCLES = 2_000_000  # about 1 ms: enough to queue a round of a few calls
 
@@ -56,10 +61,16 @@ def paired_ratio(ours: Sequence[float], peer: Sequence[float]) -> float:
 def interleaved(
     calls: dict[str, Call], clock: Clock, repeats: int, warmup: int, budget_s: float = float("inf")
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call, round by round: `repeats` rounds, or fewer after `budget_s`, but at least three."""
+    """Milliseconds of each call, round by round: `repeats` rounds, or fewer after `budget_s`, but at least three.
+
+    The `warmup` rounds before them stop after `budget_s` too, after at least one.
+    """
+    began = time.perf_counter()
     for n in range(warmup):
         for call in calls.values():
             call(n)
+        if time.perf_counter() - began > budget_s:
+            break
     samples: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     began = time.perf_counter()
@@ -75,6 +86,8 @@ def interleaved(
 def _round(calls: dict[str, Call], n: int, clock: Clock) -> dict[str, float]:
     if clock == "events":
         return _cuda_round(calls, n)
+    if clock == "calls":
+        return {name: _in_a_row(call, n) for name, call in calls.items()}
     now = time.process_time if clock == "cpu" else time.perf_counter
     taken = {}
     for name, call in calls.items():
@@ -82,6 +95,16 @@ def _round(calls: dict[str, Call], n: int, clock: Clock) -> dict[str, float]:
         call(n)
         taken[name] = (now() - began) * 1e3
     return taken
+
+
+def _in_a_row(call: Call, n: int) -> float:
+    """Milliseconds of one of many calls in a row: what the host takes for it, or the device if that takes longer."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(CALLS_IN_A_ROW):
+        call(n)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) * 1e3 / CALLS_IN_A_ROW
 
 
 def _cuda_round(calls: dict[str, Call], n: int) -> dict[str, float]:

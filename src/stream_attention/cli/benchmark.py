@@ -1,57 +1,79 @@
-"""python -m stream_attention.cli.benchmark: measure attention here, beside its peers, and write down the result.
+"""stream-attention-benchmark: measure attention here, beside its peers, and write down the result.
 
-Every provider is compared with the fp64 reference on a cell before it is timed on it. The exit code is 1 if one of them
-was wrong.
+Every provider is compared with the fp64 reference on a cell before it is timed on it. Without --suite, one problem is
+measured over sequence lengths, ours beside the strongest baseline there is; with --suite, a set of cells that the
+published figures come from. The exit code is 1 if somebody was wrong, 2 if the command line cannot be run.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..benchmark import grid as grid_
 from ..benchmark import providers as providers_
 from ..benchmark import results as results_
-from ..benchmark.cells import SUITES, Cell
+from ..benchmark.cells import FLOPS, SUITES, TRAFFIC, Cell
+from ..benchmark.grid import Grid
+from ..benchmark.page import write_page
 from ..benchmark.providers import Provider
-from ..benchmark.run import measure_all, wrong
-from ..benchmark.timing import CLOCKS, Clock
+from ..benchmark.run import measured, why_not, wrong
+from ..benchmark.timing import Clock
+from . import flags
+from .flags import Refused
+
+PROG = "stream-attention-benchmark"
+GRID_FLAGS = "seq batch heads kv_heads dim dtype causal dropout backward decode chunk providers".split()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """The command; returns its exit code."""
-    options = _parser().parse_args(argv)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("--device cuda: torch finds no CUDA device here", file=sys.stderr)
-        return 2
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    clock: Clock = "events" if options.device == "cuda" else options.clock
-    if clock == "cpu" and torch.get_num_threads() != 1:
-        print(f"--clock cpu counts one thread; say --threads 1, not {torch.get_num_threads()}", file=sys.stderr)
-        return 2
-    suite = options.suite or {"cpu": "cpu", "cuda": "forward"}[options.device]
-    cells = [cell for cell in SUITES[suite]() if all(word in _label(cell) for word in options.only)]
-    if not cells:
-        print(f"--only {' '.join(options.only)}: the suite {suite} has no such cell", file=sys.stderr)
-        return 2
-    if any(cell.case.device != options.device for cell in cells):
-        print(f"--suite {suite} runs on {cells[0].case.device}; say --device {cells[0].case.device}", file=sys.stderr)
-        return 2
-    found = benchmark(
-        suite, cells, providers_.by_name(options.fa3), clock, options.repeats, options.warmup, options.cell_seconds
-    )
-    if options.out is None:
-        print("no --out: nothing was written")
-    else:
-        results_.save(found, options.out)
-        print(f"written to {options.out}")
-    return 1 if any(wrong(entry) for entry in found["cells"]) else 0
+    options = _parser(prog).parse_args(argv)
+    return flags.exit_code(prog, lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    device = flags.device(options.device or (None if options.list else _device_of(options.suite)))
+    clock = _clock(options, device)
+    providers = providers_.by_name(flags.fa3_folder(options.fa3, device))
+    grid = None if options.suite else _grid(options, device)
+    if options.list:
+        return _list(options.suite, grid or Grid(device=device), providers)
+    cells = _grid_cells(grid, options.providers, providers) if grid else _suite_cells(options, device)
+    cells = _only(cells, options)
+    write_page = _outputs(options)
+
+    repeats = options.iters or (50 if grid else 25)
+    warmup = options.warmup if options.warmup is not None else 10 if grid else 5
+    cells_ = f"{len(cells)} cell{'s' if len(cells) > 1 else ''}"
+    limits = f"up to {repeats} rounds each, stopped after {options.cell_seconds:g} s (--cell-seconds)"
+    print(f"{cells_}, {limits}", file=sys.stderr, flush=True)
+    name, show = ("grid", _show_grid) if grid else (options.suite, _show_suite)
+    found = measured(name, cells, providers, clock, repeats, warmup, options.cell_seconds)
+    if grid:
+        for entry, cell in zip(found["cells"], cells, strict=True):
+            entry |= grid_.documented(entry, cell)
+    show(found, cells, providers)
+    _shortfalls(found)
+    if options.json_out is not None:
+        results_.save(found, options.json_out)
+        print(f"written to {options.json_out}")
+    if options.csv is not None:
+        results_.save_csv(found, options.csv)
+        print(f"written to {options.csv}")
+    if write_page is not None:
+        print(f"written to {write_page([found], options.report)}")
+    if options.json_out is options.csv is write_page is None:
+        print("no --json-out, --csv or --report: nothing was written")
+    asked = flags.named(options.providers or [], providers)
+    failed = any("unavailable" in entry["providers"][name] for entry in found["cells"] for name in asked)
+    return 1 if failed or any(wrong(entry) for entry in found["cells"]) else 0
 
 
 def benchmark(
@@ -64,23 +86,122 @@ def benchmark(
     cell_seconds: float = float("inf"),
 ) -> dict[str, Any]:
     """Measure the cells, print each as it is finished and the table last; returns what a results file holds."""
-    device = cells[0].case.device
-    found: dict[str, Any] = {
-        "suite": suite,
-        **results_.conditions(device),
-        "conditions": {
-            "repeats": repeats,
-            "warmup": warmup,
-            "cell_seconds": cell_seconds if cell_seconds < float("inf") else None,
-            "timing": CLOCKS[clock],
-            "order": "interleaved, one call each per round; inputs rotate",
-            "ratio": "median over the rounds of our time by that of the fastest peer",
-            "flops": "2 B Hq Tq Tk (D + Dv), halved for causal, x2.5 backward, x3.5 forward+backward",
-        },
-    }
-    with _progress(len(cells)) as done:
-        found["cells"] = measure_all(cells, providers, clock, repeats, warmup, cell_seconds, done)
+    found = measured(suite, cells, providers, clock, repeats, warmup, cell_seconds)
+    _show_suite(found, cells, providers)
+    _shortfalls(found)
+    return found
+
+
+# What is measured
+
+
+def _device_of(suite: str | None) -> str | None:
+    return next(SUITES[suite]()).case.device if suite else None
+
+
+def _clock(options: argparse.Namespace, device: str) -> Clock:
+    if device == "cuda":
+        if options.clock or options.threads:
+            raise Refused("--clock and --threads are for the cpu; calls on cuda are timed by CUDA events")
+        return "calls" if options.suite == "small" else "events"
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.clock == "cpu" and torch.get_num_threads() != 1:
+        raise Refused(f"--clock cpu counts one thread; say --threads 1, not {torch.get_num_threads()}")
+    return options.clock or "wall"
+
+
+def _suite_cells(options: argparse.Namespace, device: str) -> list[Cell]:
+    said = [f"--{flag.replace('_', '-')}" for flag in GRID_FLAGS if getattr(options, flag) is not None]
+    if said:
+        raise Refused(f"--suite {options.suite} has its own cells; leave out {', '.join(said)}")
+    cells = list(SUITES[options.suite]())
+    if cells[0].case.device != device:
+        raise Refused(f"--suite {options.suite} runs on {cells[0].case.device}; say --device {cells[0].case.device}")
+    return cells
+
+
+def _grid(options: argparse.Namespace, device: str) -> Grid:
+    if options.chunk:
+        for flag, said in (
+            ("--no-causal", options.causal is False),
+            ("--backward", options.backward),
+            ("--decode", options.decode),
+            ("--dropout", options.dropout),
+        ):
+            if said:
+                raise Refused(f"--chunk streams a causal prefill, a forward without dropout; leave out {flag}")
+    modes = {name: getattr(options, name) for name in ("backward", "decode", "chunk")}
+    fields = {name: value for name, value in modes.items() if value is not None} | flags.problem(options, device)
+    return Grid(**fields, seq=tuple(dict.fromkeys(options.seq))) if options.seq else Grid(**fields)
+
+
+def _grid_cells(grid: Grid, asked: Sequence[str] | None, providers: dict[str, Provider]) -> list[Cell]:
+    if asked is None:
+        peer, passed_over = grid_.baseline(providers, grid.cells())
+        for name, reason in passed_over.items():
+            print(f"not the baseline: {name}: {reason}", file=sys.stderr)
+        return grid.cells(peers=(peer,))
+    names = flags.named(asked, providers)
+    ours, peers = grid_.split(names, providers)
+    cells = grid.cells(ours, peers)
+    for name in names:
+        if (refusal := grid_.why_not_all(name, providers, cells)) is not None:
+            raise Refused(f"--providers {name.replace(' ', '-')}: {refusal}")
+    return cells
+
+
+def _only(cells: list[Cell], options: argparse.Namespace) -> list[Cell]:
+    kept = [cell for cell in cells if all(word in _label(cell) for word in options.only)]
+    if not kept:
+        names = "".join(f"\n  {_label(cell)}" for cell in cells)
+        whose = f"the suite {options.suite}" if options.suite else "the grid"
+        raise Refused(f"--only {' '.join(options.only)}: {whose} has no such cell; it has{names}")
+    return kept
+
+
+def _outputs(options: argparse.Namespace) -> Any:
+    """Refuse what could not be written; returns the writer of the report, if there is to be one."""
+    flags.writable_file("--json-out", options.json_out)
+    flags.writable_file("--csv", options.csv)
+    if options.report is None:
+        return None
+    flags.writable_file("--report", options.report / "index.html")
+    return write_page
+
+
+# What is shown
+
+
+def _show_suite(found: dict[str, Any], cells: list[Cell], providers: dict[str, Provider]) -> None:
     print(f"\n{results_.aligned(results_.table(found))}")
+
+
+def _show_grid(found: dict[str, Any], cells: list[Cell], providers: dict[str, Provider]) -> None:
+    entries = found["cells"]
+    print("checked against fp64 before it was timed, largest error of what is allowed:")
+    for entry, cell in zip(entries, cells, strict=True):
+        print(f"  {cell.case.Tk}: {grid_.errors(entry)}")
+    print(f"\n{results_.aligned(grid_.table(entries, cells, providers), right=True)}\n")
+    ours = cells[0].ours[0]
+    ran = dict.fromkeys(entry["providers"][ours].get("ran", "nothing") for entry in entries)
+    kind = f"B={cells[0].case.B} Hq={cells[0].case.Hq} Hkv={cells[0].case.Hkv} D={cells[0].case.D}"
+    print(f"{cells[0].direction}, {kind}, {found['machine']['name']}, {found['conditions']['timing']}, medians.")
+    print(f"Fused is stream_attention.attention: {'; '.join(ran)}.")
+    for name in grid_.others(cells[0])[:1]:
+        print(f"{providers[name].label} is {providers[name].about}.")
+        print(f"{providers[name].label}/Fused(ms) is its time by ours, round by round: above 1, ours is the faster.")
+    print(f"TF: TFLOP/s, FLOPs = {FLOPS}, for every column.")
+    print(f"GB/s: {TRAFFIC}.")
+    for entry in entries:
+        rounds = min((one["repeats"] for one in entry["providers"].values() if "repeats" in one), default=0)
+        if 0 < rounds < found["conditions"]["repeats"]:
+            seconds = found["conditions"]["cell_seconds"]
+            print(f"{entry['name']}: {rounds} rounds in its {seconds:g} s (--cell-seconds)")
+
+
+def _shortfalls(found: dict[str, Any]) -> None:
+    """Who was wrong, and who was not measured."""
     for entry in found["cells"]:
         for name in wrong(entry):
             print(f"WRONG: {name} on {entry['name']} ({entry['direction']})")
@@ -92,69 +213,102 @@ def benchmark(
     }
     for reason in list(reasons)[:12]:
         print(f"not measured: {reason}")
-    return found
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """How a finished cell is shown: above a bar on a terminal that has rich, else as a plain line."""
-    if sys.stdout.isatty():
-        try:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-        except ImportError:
-            pass
-        else:
-            with Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
-                task = bar.add_task("cells", total=total)
+def _list(suite: str | None, grid: Grid, providers: dict[str, Provider]) -> int:
+    cell = grid.cells()[0]
+    print(f"providers, asked about {_label(cell)} on {grid.device}:")
+    for name, provider in providers.items():
+        reason = why_not(provider, cell)
+        print(f"  {name.replace(' ', '-'):22} {provider.about if reason is None else f'not here: {reason}'}")
+    print("\nsuites and their cells (--suite, --only):")
+    for known, made in SUITES.items():
+        if suite not in (None, known):
+            continue
+        cells = list(made())
+        title = (inspect.getdoc(made) or "").splitlines()[0]
+        print(f"  {known}, {len(cells)} cells on {cells[0].case.device}. {title}")
+        for direction in dict.fromkeys(cell.direction for cell in cells):
+            names = ", ".join(cell.name.replace(" ", _GLUE) for cell in cells if cell.direction == direction)
+            lines = textwrap.wrap(f"{direction}: {names}", 116, initial_indent=" " * 4, subsequent_indent=" " * 6)
+            print("\n".join(lines).replace(_GLUE, " "))
+    return 0
 
-                def show(entry: dict[str, Any]) -> None:
-                    bar.console.print(results_.line(entry), markup=False, highlight=False)
-                    bar.advance(task)
 
-                yield show
-            return
-    yield lambda entry: print(results_.line(entry), flush=True)
+_GLUE = "\x00"  # holds the words of a name together while a line is wrapped
 
 
 def _label(cell: Cell) -> str:
     return f"{cell.name} {cell.direction}"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m stream_attention.cli.benchmark", description=(__doc__ or "").split("\n\n", 1)[1]
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--suite", choices=tuple(SUITES), help="default: cpu, or forward on cuda")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cells whose name has all these words")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="benchmarks/results/<machine>/<name>.json")
-    parser.add_argument("--repeats", type=_count, default=25, help="rounds per cell")
-    parser.add_argument("--warmup", type=_count_or_none, default=5, help="rounds per cell that are not counted")
+# The command line
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=flags.about(__doc__))
+    flags.add_device(parser)
     parser.add_argument(
-        "--cell-seconds", type=_seconds, default=4.0, help="stop a cell's rounds after this long, with at least three"
+        "--list", action="store_true", help="say who can compute here, or why not, and which suites there are; then end"
     )
-    parser.add_argument(
-        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time, for a machine others use"
+
+    grid = parser.add_argument_group("the grid (without --suite)")
+    grid.add_argument(
+        "--seq", type=flags.count, nargs="+", metavar="N", help="sequence lengths; default 512 1024 2048 4096"
     )
-    parser.add_argument("--threads", type=_count, help="CPU threads; default: torch's own choice")
-    parser.add_argument("--fa3", type=Path, metavar="PATH", help="folder with fa3.so.xz and libcudart.so.12")
+    flags.add_problem(grid, batch=1)
+    grid.add_argument("--backward", action="store_true", default=None, help="time the backward alone")
+    grid.add_argument(
+        "--decode", action="store_true", default=None, help="one new query per sequence against --seq keys"
+    )
+    grid.add_argument(
+        "--chunk",
+        type=flags.count_or_none,
+        metavar="C",
+        help="the sequence arrives C queries at a time, each chunk a call against all keys so far; default 0: at once",
+    )
+    flags.add_providers(grid)
+
+    suites = parser.add_argument_group("suites")
+    suites.add_argument("--suite", choices=tuple(SUITES), help="measure this set of cells instead of the grid")
+    suites.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cells whose name has all these words")
+
+    how = parser.add_argument_group("measuring")
+    how.add_argument(
+        "--warmup", type=flags.count_or_none, metavar="N", help="rounds that are not counted; default 10, suites 5"
+    )
+    how.add_argument(
+        "--iters", "--repeats", type=flags.count, metavar="N", help="rounds per cell; default 50, suites 25"
+    )
+    how.add_argument(
+        "--cell-seconds",
+        type=flags.seconds,
+        default=4.0,
+        metavar="S",
+        help="stop a cell's rounds after this long, with at least three; default 4",
+    )
+    how.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        help="on the cpu: wall time, the default, or the process's own CPU time, for a machine others use",
+    )
+    how.add_argument("--threads", type=flags.count, metavar="N", help="CPU threads; default: torch's own choice")
+    flags.add_fa3(how)
+
+    out = parser.add_argument_group("output")
+    out.add_argument(
+        "--json-out",
+        "--json_out",
+        "--out",
+        type=flags.path_or_none,
+        metavar="FILE",
+        help="write the results file: every figure, with commit, versions, machine and conditions",
+    )
+    out.add_argument("--csv", type=flags.path_or_none, metavar="FILE", help="write a row per cell and provider")
+    out.add_argument(
+        "--report", type=flags.path_or_none, metavar="DIR", help="write DIR/index.html, one page with the plots"
+    )
     return parser
-
-
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1; got {text}")
-    return int(text)
-
-
-def _count_or_none(text: str) -> int:
-    return 0 if int(text) == 0 else _count(text)
-
-
-def _seconds(text: str) -> float:
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"expected more than 0 seconds; got {text}")
-    return float(text)
 
 
 if __name__ == "__main__":

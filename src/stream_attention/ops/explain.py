@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..plan import Plan, plan
-from ..problem import Inputs
+from ..problem import Inputs, Problem
 from .attention import attention, prepare_attention
 from .library import problem_of
 from .varlen import prepare_varlen, varlen_attention
@@ -35,6 +35,13 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
     backend   eager: torch's CPU flash op
     not       triton: ...
     """
+    problems, backend = problems_of_call(query, key, value, **arguments)
+    return print_plans(problems, backend)
+
+
+def problems_of_call(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[list[Problem], str]:
+    """What a call would have to compute: its forward and, where a gradient is wanted, its backward; and the backend
+    it asks for. Reads no tensor's values, so meta tensors pose the problem of tensors that nobody allocates."""
     packed = "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments
     op, prepare = (varlen_attention, prepare_varlen) if packed else (attention, prepare_attention)
     try:
@@ -46,8 +53,18 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
         bound.arguments["seed"] = 0  # a plan needs no random numbers, so none are drawn
     op_arguments = prepare(**bound.arguments)
     problem, _, backend = problem_of(op_arguments)
-    forward = plan(problem, backend)
-    print(forward)
+    problems = [problem]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in op_arguments[: len(Inputs._fields)]):
-        print(plan(problem._replace(backward=True, lse_grad=bound.arguments["return_lse"]), backend))
+        problems.append(problem._replace(backward=True, lse_grad=bound.arguments["return_lse"]))
+    return problems, backend
+
+
+def print_plans(problems: list[Problem], backend: str) -> Plan:
+    """Plan the problems of one call, print the plans, and return that of the forward."""
+    forward, *backwards = [plan(problem, backend) for problem in problems]
+    print(forward)
+    for backward in backwards:
+        through = ", with a gradient through the LSE" if backward.problem.lse_grad else ""
+        _, _, chosen = str(backward).partition("\n")  # its first line is the problem, which the forward has shown
+        print(f"backward  of the same call{through}\n{chosen}")
     return forward

@@ -16,6 +16,11 @@ from ..problem import UNBOUNDED, Problem
 ANY = 1 << 62
 
 
+def _tile(block_m: int, block_n: int, warps: int, stages: int) -> str:
+    counts = (f"{count} {unit}{'' if count == 1 else 's'}" for count, unit in ((warps, "warp"), (stages, "stage")))
+    return f"tiles of {block_m} x {block_n}, {', '.join(counts)}"
+
+
 class TritonConfig(NamedTuple):
     """One launch: the tile (queries x keys), its warps and stages, and how keys and heads are laid over programs."""
 
@@ -27,7 +32,7 @@ class TritonConfig(NamedTuple):
     pack_heads: bool = False  # the query heads of one KV head share a tile
 
     def __str__(self) -> str:
-        tile = f"tiles of {self.block_m} x {self.block_n}, {self.num_warps} warps, {self.num_stages} stages"
+        tile = _tile(self.block_m, self.block_n, self.num_warps, self.num_stages)
         splits = f", keys in {self.num_splits} splits" if self.num_splits > 1 else ""
         return tile + splits + (", query heads of a KV head in one tile" if self.pack_heads else "")
 
@@ -42,7 +47,7 @@ class Tile(NamedTuple):
     num_splits: int = 1  # parts of what a program streams that run side by side and are summed after; dense only
 
     def __str__(self) -> str:
-        tile = f"tiles of {self.block_m} x {self.block_n}, {self.num_warps} warps, {self.num_stages} stages"
+        tile = _tile(self.block_m, self.block_n, self.num_warps, self.num_stages)
         return tile + (f", in {self.num_splits} splits" if self.num_splits > 1 else "")
 
 
@@ -52,12 +57,12 @@ class BackwardConfig(NamedTuple):
     query: Tile  # its block_m is at least that of the others, which read what it wrote by whole tiles
     key: Tile
     value: Tile | None = None  # dV in a launch of its own, where dK and dV together have too few registers
-    bias: Tile = Tile(64, 64, 4, 2)
+    bias: Tile | None = Tile(64, 64, 4, 2)  # None without one
 
     def __str__(self) -> str:
-        if self.value is None:
-            return f"dQ in {self.query}; dK and dV in {self.key}"
-        return f"dQ in {self.query}; dK in {self.key}; dV in {self.value}"
+        keys = f"dK and dV in {self.key}" if self.value is None else f"dK in {self.key}; dV in {self.value}"
+        bias = f"; dBias, if wanted, in {self.bias}" if self.bias is not None else ""
+        return f"dQ in {self.query}; {keys}{bias}"
 
 
 WIDE_BIAS = Tile(32, 32, 4, 1)
@@ -152,6 +157,18 @@ INTERPRETER = TritonConfig(16, 32, 4, 1)
 
 FEW_ROWS = 64
 """Up to this many rows (queries times the heads that share a tile) a problem is few queries against many keys."""
+
+TILES = (16, 32, 64, 128, 256)
+"""Sides of a tile: matrix instructions want 16 at least, and `tl.arange` powers of two."""
+
+FORCEABLE: Mapping[str, tuple[int, ...]] = {
+    "block_m": TILES,
+    "block_n": TILES,
+    "num_warps": (1, 2, 4, 8, 16),
+    "num_stages": tuple(range(1, 9)),
+}
+"""What a caller may set of a forward's configuration by hand. Whether a tile fits a GPU's shared memory is found out
+when it is compiled for that GPU, and the compiler says so."""
 
 FORWARD: Mapping[str, Mapping[int, tuple[Row[TritonConfig], ...]]] = {
     "plain": {80: SM80, 86: SM86, 89: SM86, 90: SM90, 100: SM90, 120: SM86},
@@ -254,9 +271,12 @@ def configure_forward(problem: Problem) -> TritonConfig:
 
 def configure_backward(problem: Problem) -> BackwardConfig:
     """The configuration of a backward."""
-    if problem.device.type == "cpu":
-        return INTERPRETER_BACKWARD
-    config = _pick(_nearest(BACKWARD[_kind(problem)], problem.arch), problem)
+    on_cpu = problem.device.type == "cpu"
+    config = INTERPRETER_BACKWARD if on_cpu else _pick(_nearest(BACKWARD[_kind(problem)], problem.arch), problem)
+    if problem.bias is None:
+        config = config._replace(bias=None)
+    if on_cpu:
+        return config
     return config._replace(
         query=_split_keys(problem, config.query),
         key=_split_queries(problem, config.key),

@@ -72,11 +72,16 @@ def test_every_problem_takes_the_row_that_is_for_it(arch: int, kind: str) -> Non
     dims, lengths = (8, 64, 72, 128, 136, 256), (1, 128, 512, 1024, 1025, 2048, 4096, 4097, 16384, 1 << 20)
     for facts, dim, right, length in product(KINDS[kind], dims, (UNBOUNDED, 0), lengths):
         stated = backward_of(**{"D": dim, **facts}, right=right, Tq=length, Tk=length, arch=arch)
-        assert configure(stated) == row_of(table, stated).config, stated
+        assert configure(stated) == planned(row_of(table, stated), stated), stated
 
 
 def test_every_kind_of_table_is_reached() -> None:
     assert KINDS.keys() == BACKWARD.keys()
+
+
+def planned(row: Row[BackwardConfig], stated: Problem) -> BackwardConfig:
+    """What a row means for a problem: a bias has a tile where there is one."""
+    return row.config if stated.bias is not None else row.config._replace(bias=None)
 
 
 def all_configs() -> list[BackwardConfig]:
@@ -99,7 +104,8 @@ def test_a_kernel_reads_no_row_that_the_query_kernel_has_not_written(config: Bac
 def test_an_unknown_architecture_takes_the_nearest_lower_table(arch: int, nearest: int) -> None:
     for row in BACKWARD["plain"][nearest]:
         facts = {"D": row.width, "Tk": min(row.up_to, 1 << 20), "right": 0 if row.causal else UNBOUNDED}
-        assert configure(backward_of(arch=arch, **facts)) == row.config
+        stated = backward_of(arch=arch, **facts)
+        assert configure(stated) == planned(row, stated)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +129,13 @@ def test_an_unknown_architecture_takes_the_nearest_lower_table(arch: int, neares
 def test_what_needs_registers_has_its_own_table(facts: dict[str, Any], name: str) -> None:
     for dim in (8, 64, 72, 128, 136, 256):
         stated = backward_of(D=dim, **facts)
-        assert configure(stated) == row_of(TABLES[name], stated).config
+        assert configure(stated) == planned(row_of(TABLES[name], stated), stated)
 
 
 def test_a_left_edge_needs_registers_at_the_widest_heads() -> None:
     for dim, kind in ((64, "plain"), (128, "plain"), (136, "computed"), (256, "computed")):
         stated = backward_of(D=dim, left=100, right=0)
-        assert configure(stated) == row_of(BACKWARD[kind][90], stated).config
+        assert configure(stated) == planned(row_of(BACKWARD[kind][90], stated), stated)
 
 
 def test_the_wider_of_the_head_dims_chooses_the_row() -> None:
@@ -156,7 +162,13 @@ def test_the_wider_of_the_head_dims_chooses_the_row() -> None:
 def test_what_leaves_processors_idle_is_split(facts: dict[str, Any], splits: tuple[int, int]) -> None:
     config = configure(backward_of(**{"Hq": 16, **facts}))
     assert (config.query.num_splits, config.key.num_splits) == splits
-    assert config.bias.num_splits == 1
+    assert config.bias is None
+
+
+def test_a_bias_has_its_tile_and_is_named_only_where_there_is_one() -> None:
+    with_bias, without = configure(backward_of(bias=torch.bfloat16)), configure(backward_of())
+    assert with_bias.bias.num_splits == 1 and "dBias" in str(with_bias)
+    assert without.bias is None and "dBias" not in str(without)
 
 
 # What the compiler makes of them

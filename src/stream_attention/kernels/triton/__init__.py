@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from . import interpreter
 from .backward import backward
-from .forward import forward
+from .forward import forward, repeat
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "repeat"]
 
 interpreter.fix()

@@ -76,7 +76,10 @@ def backward(
             launch_key(problem, inputs, tile, seen, words, grad_out, rows, dk_parts, dv_parts)
             _sum_parts(its_dk, dk_parts)
             _sum_parts(its_dv, dv_parts)
-    d_bias = bias_gradient(problem, inputs, config.bias, words, grad_out, rows) if wanted.bias else None
+    d_bias = None
+    if wanted.bias:
+        assert config.bias is not None
+        d_bias = bias_gradient(problem, inputs, config.bias, words, grad_out, rows)
     return Gradients(
         dq,
         dk,

@@ -14,8 +14,10 @@ Not here: paged and quantised caches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -62,6 +64,7 @@ def _forward_kernel(
     cu_k_ptr,
     out_ptr,
     lse_ptr,
+    write_lse: tl.int32,
     stride_qb: tl.int64,
     stride_qm: tl.int64,
     stride_qh: tl.int64,
@@ -310,7 +313,8 @@ def _forward_kernel(
         out.to(out_ptr.dtype.element_ty),
         mask=mask_m[:, None] & (offs_dv[None, :] < DV),
     )
-    tl.store(lse_ptr + batch * stride_lb + offs_h * stride_lh + offs_m, lse, mask=mask_m)
+    mask_lse = mask_m & (write_lse != 0)
+    tl.store(lse_ptr + batch * stride_lb + offs_h * stride_lh + offs_m, lse, mask=mask_lse)
 
 
 def forward(problem: Problem, inputs: Inputs, config: TritonConfig) -> tuple[Tensor, Tensor]:
@@ -335,8 +339,49 @@ def forward(problem: Problem, inputs: Inputs, config: TritonConfig) -> tuple[Ten
     return out, lse
 
 
+def repeat(
+    problem: Problem, inputs: Inputs, config: TritonConfig, out: Tensor, lse: Tensor
+) -> Callable[[Tensor, Tensor, Tensor, bool], Any]:
+    """A plain call that was computed, as a function of a query, key and value of the same layout and of whether the LSE
+    is returned too. `out` and `lse` are that call's results."""
+
+    def compute(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> Any:
+        results = forward(problem, inputs._replace(query=query, key=key, value=value), config)
+        return results if return_lse else results[0]
+
+    if config.num_splits > 1 or problem.empty:
+        return compute
+    arguments = _launch_arguments(problem, inputs, config, out, lse)
+    launch = _kernel.repeat(**arguments)
+    if launch is None:  # the interpreter
+        return compute
+    out_shape, lse_shape, float32 = out.shape, lse.shape, lse.new_empty(0)
+    absent = (None,) * 9  # mask to cu_seqlens_k
+    with_lse, (_, *others) = arguments["scalars"], arguments["scalars"]
+    without_lse = (0, *others)
+
+    def compute_at_once(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> Any:
+        out = query.new_empty(out_shape)
+        addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), *absent, out.data_ptr()
+        if not return_lse:
+            launch(*addresses, None, *without_lse)
+            return out
+        lse = float32.new_empty(lse_shape)
+        launch(*addresses, lse.data_ptr(), *with_lse)
+        return out, lse
+
+    return compute_at_once
+
+
 def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: Tensor, lse: Tensor) -> None:
     """Launch the kernel. `out` and `lse` are fresh, with a leading dim of splits if there are several."""
+    _kernel.launch(**_launch_arguments(problem, inputs, config, out, lse))
+
+
+def _launch_arguments(
+    problem: Problem, inputs: Inputs, config: TritonConfig, out: Tensor, lse: Tensor
+) -> dict[str, Any]:
+    """What `Kernel.launch` takes."""
     query, key, value, mask, bias, slopes, sink, _, cu_q, cu_k = inputs
     packed, is_split = problem.packed, config.num_splits > 1
     heads_per_tile = problem.group if config.pack_heads else 1
@@ -344,11 +389,12 @@ def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: 
     unit = UNIT if aligned else 1
     seen = keys_seen(problem, inputs) if mask is not None or bias is not None else None
     row_words, col_words = dropout_words(problem, inputs) if problem.dropout_p else (None, None)
-    tiles_m = triton.cdiv(problem.q_len * heads_per_tile, config.block_m)
-    _kernel.launch(
-        grid=tiles_m * config.num_splits * (problem.q_heads // heads_per_tile) * problem.batch,
-        pointers=(query, key, value, mask, bias, seen, slopes, sink, row_words, col_words, cu_q, cu_k, out, lse),
-        scalars=(
+    tiles_m = -(-problem.q_len * heads_per_tile // config.block_m)
+    return {
+        "grid": tiles_m * config.num_splits * (problem.q_heads // heads_per_tile) * problem.batch,
+        "pointers": (query, key, value, mask, bias, seen, slopes, sink, row_words, col_words, cu_q, cu_k, out, lse),
+        "scalars": (
+            1,  # write_lse
             *row_strides(query, packed, unit),
             *row_strides(key, packed, unit),
             *row_strides(value, packed, unit),
@@ -379,7 +425,7 @@ def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: 
             problem.softcap,
             1.0 / (1.0 - problem.dropout_p),
         ),
-        constants=(
+        "constants": (
             problem.group,  # GROUP
             heads_per_tile,  # HEADS
             problem.head_dim,  # D
@@ -403,9 +449,9 @@ def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: 
             precision(problem),  # PRECISION
             tanh(problem),  # TANH
         ),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
 
 
 _kernel = Kernel(_forward_kernel)

@@ -7,6 +7,7 @@ runs. Kernels here specialise on nothing but their constexprs and on the dtypes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,34 +41,76 @@ class Kernel:
 
         The function's parameters are pointers, scalars, constants, in this order.
         """
-        device = next(t.device for t in pointers if t is not None)
-        kinds = tuple(None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in pointers)
-        key = (device, kinds, constants, *options.values())
+        key = self._key(pointers, constants, options)
+        device, kernel = key[0], self.compiled.get(key)
+        arguments = (*pointers, *scalars, *constants)
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self._launch(key, grid, (*pointers, *scalars, *constants), options)
-        return self._launch(key, grid, (*pointers, *scalars, *constants), options)
+                return self._launch(key, kernel, grid, arguments, options)
+        return self._launch(key, kernel, grid, arguments, options)
 
-    def _launch(self, key: tuple[Any, ...], grid: int, arguments: tuple[Any, ...], options: dict[str, int]) -> None:
+    def _launch(
+        self, key: tuple[Any, ...], kernel: Any, grid: int, arguments: tuple[Any, ...], options: dict[str, int]
+    ) -> None:
+        if kernel is not None:
+            return _run(kernel, grid, key[0].index, arguments)
+        # Compiles if need be, and launches. Nothing comes back from the interpreter or an offline compilation.
+        kernel = self.function[(grid,)](*arguments, **options)
+        if kernel is not None:
+            self.compiled[key] = kernel
+
+    def repeat(
+        self,
+        grid: int,
+        pointers: tuple[Tensor | None, ...],
+        scalars: tuple[int | float, ...],
+        constants: tuple[Any, ...],
+        **options: int,
+    ) -> Callable[..., None] | None:
+        """A launch that was made, as a function of addresses (None where there was no tensor) and scalars.
+
+        The addresses are of tensors with the same dtypes and alignment, on the same device, and that is the current
+        one. None where launches leave nothing compiled behind.
+        """
+        key = self._key(pointers, constants, options)
         kernel = self.compiled.get(key)
-        if kernel is None:
-            # Compiles if need be, and launches. Nothing comes back from the interpreter or an offline compilation.
-            kernel = self.function[(grid,)](*arguments, **options)
-            if kernel is not None:
-                self.compiled[key] = kernel
-            return
-        stream = torch._C._cuda_getCurrentRawStream(key[0].index)
-        hooks = triton.knobs.runtime
+        return None if kernel is None else _repeat(kernel, grid, key[0].index, constants)
+
+    @staticmethod
+    def _key(pointers: tuple[Tensor | None, ...], constants: tuple[Any, ...], options: dict[str, int]) -> Any:
+        device = next(t.device for t in pointers if t is not None)
+        kinds = tuple(None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in pointers)
+        return (device, kinds, constants, *options.values())
+
+
+def _run(kernel: Any, grid: int, device: int, arguments: tuple[Any, ...]) -> None:
+    """Launch a compiled kernel on the current device. Triton's hooks, a profiler's, are called if there are any."""
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    enter, leave = _hooks.launch_enter_hook, _hooks.launch_exit_hook
+    if enter.calls or leave.calls:
         metadata = kernel.launch_metadata((grid, 1, 1), stream, *arguments)
-        kernel.run(
-            grid,
-            1,
-            1,
-            stream,
-            kernel.function,
-            kernel.packed_metadata,
-            metadata,
-            hooks.launch_enter_hook,
-            hooks.launch_exit_hook,
-            *arguments,
-        )
+    else:
+        metadata = enter = leave = None
+    kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)
+
+
+def _repeat(kernel: Any, grid: int, device: int, constants: tuple[Any, ...]) -> Callable[..., None]:
+    launcher, stream_of = kernel.run, torch._C._cuda_getCurrentRawStream
+    if _VERSION != (3, 6) or launcher.global_scratch_size or launcher.profile_scratch_size:
+        return lambda *arguments: _run(kernel, grid, device, (*arguments, *constants))
+    # What the launcher of Triton 3.6 does for a kernel without scratch memory, all but the launch itself done here.
+    launch, function, metadata = launcher.launch, kernel.function, kernel.packed_metadata
+    kind = launcher.launch_cooperative_grid, launcher.launch_pdl
+    enter, leave = _hooks.launch_enter_hook, _hooks.launch_exit_hook
+
+    def at_once(*arguments: Any) -> None:
+        if enter.calls or leave.calls:
+            return _run(kernel, grid, device, (*arguments, *constants))
+        stream = stream_of(device)
+        launch(grid, 1, 1, stream, function, *kind, None, None, metadata, None, None, None, *arguments, *constants)
+
+    return at_once
+
+
+_hooks = triton.knobs.runtime
+_VERSION = tuple(int(number) for number in triton.__version__.split(".")[:2])

@@ -1,0 +1,174 @@
+"""The documented grid: one problem over sequence lengths, ours beside one baseline, in the documented table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..testing.inputs import Case
+from .cells import Cell, Direction
+from .providers import Ours, Provider
+from .run import why_not
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+OURS = "stream"
+BASELINES = {"cuda": ("fa3", "sdpa cudnn", "sdpa flash", "sdpa", "plain"), "cpu": ("sdpa", "plain")}
+"""Whom ours is compared with: the first that can. Where no peer can (dropout, whose mask is a library's own), the same
+call without modifiers, which shows what they cost."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What the flags of the command say."""
+
+    seq: tuple[int, ...] = (512, 1024, 2048, 4096)
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    dim: int = 64
+    dtype: str = "fp32"
+    device: str = "cpu"
+    causal: bool = True
+    backward: bool = False
+    decode: bool = False
+    dropout: float = 0.0
+    chunk: int = 0
+
+    def cells(self, ours: Sequence[str] = (OURS,), peers: Sequence[str] = ()) -> list[Cell]:
+        """One cell per length. Ours but the first are measured beside it."""
+        direction: Direction = "backward" if self.backward else "forward"
+        return [
+            Cell(self._name(n), self.case(n), direction, (ours[0],), tuple(peers), tuple(ours[1:]), chunk=self.chunk)
+            for n in self.seq
+        ]
+
+    def case(self, length: int) -> Case:
+        return Case(
+            B=self.batch,
+            Tq=1 if self.decode else length,
+            Tk=length,
+            Hq=self.heads,
+            Hkv=self.kv_heads,
+            D=self.dim,
+            Dv=self.dim,
+            dtype=DTYPES[self.dtype],
+            device=self.device,
+            causal=self.causal,
+            dropout_p=self.dropout,
+        )
+
+    def _name(self, length: int) -> str:
+        words = (
+            "decode" if self.decode else "causal" if self.causal else "full",
+            f"gqa {self.heads}/{self.kv_heads}" if self.kv_heads != self.heads else "",
+            f"chunk={self.chunk}" if self.chunk else "",
+            f"dropout={self.dropout:g}" if self.dropout else "",
+            str(length),
+            self.dtype,
+        )
+        return " ".join(word for word in words if word)
+
+
+def why_not_all(name: str, providers: dict[str, Provider], cells: Iterable[Cell]) -> str | None:
+    """Why a provider cannot compute the cells: its reason for the first that it cannot."""
+    return next((reason for cell in cells if (reason := why_not(providers[name], cell)) is not None), None)
+
+
+def baseline(providers: dict[str, Provider], cells: Sequence[Cell]) -> tuple[str, dict[str, str]]:
+    """Whom ours is compared with where nobody was named, and why each before it was passed over."""
+    passed_over: dict[str, str] = {}
+    for name in BASELINES[cells[0].case.device]:
+        if (reason := why_not_all(name, providers, cells)) is None:
+            return name, passed_over
+        passed_over[name] = reason
+    raise AssertionError("attention without modifiers computes every cell")
+
+
+def split(names: Sequence[str], providers: dict[str, Provider]) -> tuple[list[str], list[str]]:
+    """Those named as ours and peers, each in the order of the table; ours is `stream` unless a backend was named."""
+    mine = [name for name in names if isinstance(providers[name], Ours) and name != "plain"]
+    peers = [name for name in names if name not in mine]
+    ranked = [name for name in BASELINES["cuda"] if name in peers]
+    return mine or [OURS], ranked + [name for name in peers if name not in ranked]
+
+
+def others(cell: Cell) -> tuple[str, ...]:
+    """Who stands beside ours in the table; the first is the baseline."""
+    return (*cell.peers, *cell.beside)
+
+
+def documented(entry: dict[str, Any], cell: Cell) -> dict[str, Any]:
+    """The keys that readers of the documented JSON look for. Those of fa3 are there only where FlashAttention-3 ran."""
+    ours, peer = cell.ours[0], next(iter(others(cell)), None)
+    one, other = entry["providers"][ours], entry["providers"].get(peer, {})
+    keys = {
+        "seq_len": cell.case.Tk,
+        "fused": ours,
+        "fused_time_ms": one.get("median_ms"),
+        "fused_tflops": one.get("tflops"),
+        "fused_gb_per_s": one.get("gb_per_s"),
+        "baseline": peer,
+        "baseline_time_ms": other.get("median_ms"),
+        "baseline_tflops": other.get("tflops"),
+        "speedup_vs_baseline": other.get("vs_ours"),
+    }
+    fa3 = entry["providers"].get("fa3", {})
+    if "median_ms" in fa3:
+        keys |= {"fa3_time_ms": fa3["median_ms"], "fa3_tflops": fa3["tflops"], "speedup_vs_fa3": fa3.get("vs_ours")}
+    return keys
+
+
+def table(entries: Sequence[dict[str, Any]], cells: Sequence[Cell], providers: dict[str, Provider]) -> list[list[str]]:
+    """The documented columns under the documented heads, then bandwidth and spread, then everybody else."""
+    ours, names = cells[0].ours[0], others(cells[0])
+    first, rest = names[:1], names[1:]
+
+    def headed(name: str) -> list[str]:
+        label = providers[name].label.replace(" ", "-")
+        return [f"{label}(ms)", f"{label}(TF)", f"{label}/Fused(ms)"]
+
+    heads = ["SeqLen", *(["Chunk"] if cells[0].chunk else []), "Fused(ms)", "Fused(TF)"]
+    heads += [head for name in first for head in headed(name)]
+    heads += ["Fused(GB/s)", "Fused(p20-p80)"]
+    heads += [head for name in rest for head in headed(name)]
+    rows = [heads]
+    for entry, cell in zip(entries, cells, strict=True):
+        its = entry["providers"]
+        fused = its[ours]
+        row = [str(cell.case.Tk), *([str(cell.chunk)] if cell.chunk else []), _time(fused), _number(fused, "tflops")]
+        row += [figure for name in first for figure in _compared(its[name])]
+        spread = f"{fused['p20_ms']:.3f}-{fused['p80_ms']:.3f}" if "median_ms" in fused else "-"
+        row += [_number(fused, "gb_per_s"), spread]
+        row += [figure for name in rest for figure in _compared(its[name])]
+        rows.append(row)
+    return rows
+
+
+def errors(entry: dict[str, Any]) -> str:
+    """Everybody's largest error against fp64 beside what it may be."""
+    shown = (
+        f"{name} {one['error']:.1e} of {one['allowed']:.1e}{'' if one['right'] else ' WRONG'}"
+        for name, one in entry["providers"].items()
+        if "error" in one
+    )
+    return ", ".join(shown)
+
+
+def _compared(one: dict[str, Any]) -> list[str]:
+    return [_time(one), _number(one, "tflops"), _number(one, "vs_ours")]
+
+
+def _time(one: dict[str, Any]) -> str:
+    if "median_ms" in one:
+        return f"{one['median_ms']:.3f}"
+    return "WRONG" if one.get("right") is False and "error" in one else "FAILED" if "failed" in one else "-"
+
+
+def _number(one: dict[str, Any], key: str) -> str:
+    if key not in one:
+        return "-"
+    return f"{one[key]:.2f}" if key == "vs_ours" or one[key] >= 1 else f"{one[key]:.4f}"

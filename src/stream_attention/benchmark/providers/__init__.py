@@ -1,0 +1,42 @@
+"""Who computes a cell: our backends, and the peers they are compared with, one small class each.
+
+To add one: a `Provider` in the file of its family, and its line in `by_name`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.nn.attention import SDPBackend
+
+from .base import Provider
+from .flash_attention import FlashAttention2, FlashAttention3, FlashAttention4
+from .flex import Flex
+from .ours import Blocked, Deterministic, Ours, Plain
+from .sdpa import Dense, Sdpa
+from .xformers import Xformers
+
+__all__ = ["Ours", "Provider", "Sdpa", "by_name"]
+
+
+def by_name(fa3: Path | None = None) -> dict[str, Provider]:
+    """Every provider a cell may name. `fa3` is a folder with a packed FlashAttention-3."""
+    providers: list[Provider] = [
+        Ours("stream", "auto"),
+        *(Ours(name) for name in ("gluon", "triton", "eager", "reference")),
+        Deterministic("triton"),
+        Plain(),
+        Blocked(),
+        Dense(),
+        Sdpa(),
+        Sdpa("sdpa flash", SDPBackend.FLASH_ATTENTION, "SDPA-flash"),
+        Sdpa("sdpa cudnn", SDPBackend.CUDNN_ATTENTION, "cuDNN"),
+        Sdpa("sdpa efficient", SDPBackend.EFFICIENT_ATTENTION, "SDPA-efficient"),
+        Sdpa("sdpa math", SDPBackend.MATH, "SDPA-math"),
+        Flex(),
+        FlashAttention2(),
+        FlashAttention3(fa3),
+        FlashAttention4(),
+        Xformers(),
+    ]
+    return {provider.name: provider for provider in providers}

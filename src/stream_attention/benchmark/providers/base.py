@@ -1,0 +1,94 @@
+"""What a provider is, and what its answers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...testing.inputs import Case
+from ..cells import Cell, Tensors
+
+
+class Provider:
+    """One way to compute attention.
+
+    `why_not` says in a sentence why it cannot compute a cell here (None: it can); `attend` computes it, layout
+    `[B, T, H, D]` in and out. A peer gets views of the same memory: nobody's tensors are copied for them.
+    """
+
+    name = ""
+    label = ""  # at the head of a table's columns
+    about = ""  # one sentence
+
+    def why_not(self, cell: Cell) -> str | None:
+        raise NotImplementedError
+
+    def attend(self, x: Tensors) -> Tensor:
+        raise NotImplementedError
+
+    def bare(self, x: Tensors) -> Callable[[], object]:
+        """The call on `x` with nothing of the benchmark around it, to measure what a call costs the host."""
+        return lambda: self.attend(x)
+
+    def case(self, case: Case) -> Case:
+        """The problem that is really computed."""
+        return case
+
+    def ran(self, x: Tensors, backward: bool = False) -> str | None:
+        """What computes `x`, where the provider chooses by itself and can say it."""
+        return None
+
+
+MODIFIERS = {
+    "window": "window",
+    "mask": "mask",
+    "bias": "bias",
+    "alibi": "ALiBi",
+    "sink": "sink",
+    "softcap": "softcap",
+    "scale": "scale",
+    "dropout_p": "dropout (its mask would be another one)",
+}
+
+
+def without_modifiers(case: Case, *but: str) -> str | None:
+    """Why a peer that is called without modifiers, `but` those named, cannot compute a case."""
+    present = [
+        words for field, words in MODIFIERS.items() if field not in but and getattr(case, field) != getattr(Case, field)
+    ]
+    return f"it is called here without {', '.join(present)}" if present else None
+
+
+def needs(case: Case, module: str, capability: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> str | None:
+    """Why a library of CUDA kernels cannot be used: it is not there, or not for this device or dtype."""
+    if not installed(module):
+        return f"{module} is not installed"
+    if case.device != "cuda":
+        return f"{module} computes on CUDA devices alone"
+    if torch.cuda.get_device_capability() < capability:
+        return f"{module} needs compute capability {'.'.join(map(str, capability))} or newer"
+    if case.dtype not in dtypes:
+        return f"{module} computes in {' and '.join(str(d).removeprefix('torch.') for d in dtypes)}"
+    return tried(lambda: import_module(module))
+
+
+def installed(module: str) -> bool:
+    """Whether a module can be found; those around it are imported, itself not."""
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # what is around it is not there, or broken
+        return False
+
+
+def tried(attempt: Callable[[], Any]) -> str | None:
+    """Why an attempt failed, in the first line of its exception; None if it did not."""
+    try:
+        attempt()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None

@@ -1,0 +1,113 @@
+"""The FlashAttention libraries, versions 2 to 4, each where it can be imported."""
+
+from __future__ import annotations
+
+import ctypes
+import lzma
+import shutil
+import tempfile
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cells import Cell, Tensors
+from .base import Provider, installed, needs, tried, without_modifiers
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class FlashAttention2(Provider):
+    """FlashAttention-2: flash_attn.flash_attn_func, layout, GQA and causal alignment as ours."""
+
+    name = "fa2"
+    label = "FA2"
+    about = "FlashAttention-2"
+    module = "flash_attn"
+    capability = (8, 0)
+
+    def why_not(self, cell: Cell) -> str | None:
+        return needs(cell.case, self.module, self.capability, HALVES) or without_modifiers(cell.case, "scale")
+
+    def attend(self, x: Tensors) -> Tensor:
+        function = import_module(self.module).flash_attn_func
+        options = {"softmax_scale": x.options.get("scale"), "causal": x.options["causal"]}
+        returned = function(x.query, x.key, x.value, **options)
+        return returned[0] if isinstance(returned, tuple) else returned  # some versions return the LSE too
+
+
+class FlashAttention4(FlashAttention2):
+    """FlashAttention-4: flash_attn.cute, compiled by its own DSL on first use."""
+
+    name = "fa4"
+    label = "FA4"
+    about = "FlashAttention-4"
+    module = "flash_attn.cute"
+    capability = (9, 0)
+
+
+class FlashAttention3(FlashAttention2):
+    """FlashAttention-3: flash_attn_interface, or a folder with its extension `fa3.so.xz` and `libcudart.so.12`."""
+
+    name = "fa3"
+    label = "FA3"
+    about = "FlashAttention-3"
+    module = "flash_attn_interface"
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._ops: Any = None
+
+    def why_not(self, cell: Cell) -> str | None:
+        case = cell.case
+        if self.folder is None and not installed(self.module):
+            return f"{self.module} is not installed, and no --fa3 PATH was given"
+        if case.device != "cuda" or torch.cuda.get_device_capability() != (9, 0):
+            return "it runs on Hopper (sm_90) alone"
+        if case.dtype not in HALVES:
+            return "it computes in float16 and bfloat16"
+        if self.folder is None:
+            return super().why_not(cell)
+        return without_modifiers(case) or tried(self._load)
+
+    def attend(self, x: Tensors) -> Tensor:
+        if self.folder is None:
+            return super().attend(x)
+        return _FlashAttention3.apply(x.query, x.key, x.value, x.options["causal"], self._ops)
+
+    def bare(self, x: Tensors) -> Callable[[], object]:
+        if self.folder is None:
+            return super().bare(x)
+        forward, query, key, value, causal = self._ops.fwd.default, x.query, x.key, x.value, x.options["causal"]
+        return lambda: forward(query, key, value, is_causal=causal)
+
+    def _load(self) -> None:
+        if self._ops is not None:
+            return
+        assert self.folder is not None
+        # One folder for the process: a library that is loaded must stay where it is.
+        unpacked = Path(tempfile.mkdtemp(prefix="fa3-")) / "fa3.so"
+        with lzma.open(self.folder / "fa3.so.xz") as packed, unpacked.open("wb") as plain:
+            shutil.copyfileobj(packed, plain)
+        ctypes.CDLL(str(self.folder / "libcudart.so.12"), mode=ctypes.RTLD_GLOBAL)
+        torch.ops.load_library(str(unpacked))
+        self._ops = torch.ops.flash_attn_3
+
+
+class _FlashAttention3(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, ops: Any) -> Tensor:
+        out, lse, *_ = ops.fwd(query, key, value, is_causal=causal)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.causal, ctx.ops = causal, ops
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        results = tuple(torch.empty_like(t) for t in (query, key, value))
+        ctx.ops.bwd(grads[0], query, key, value, out, lse, *results, is_causal=ctx.causal, deterministic=False)
+        return (*results, None, None)

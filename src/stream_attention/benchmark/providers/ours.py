@@ -1,0 +1,101 @@
+"""Ours: `attention` on each backend, and two ways to look at parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ...backends import AUTO, BY_NAME
+from ...ops.attention import attention, prepare_attention
+from ...ops.library import problem_of, run_forward
+from ...plan import Plan, plan
+from ...problem import Problem
+from ...testing.inputs import Case
+from ...tuning import eager as eager_tuning
+from ..cells import Cell, Tensors, draw, shortened
+from .base import Provider
+
+
+class Ours(Provider):
+    """`attention` on one backend, or on the one it plans by itself ("stream")."""
+
+    options: ClassVar[dict[str, Any]] = {}  # beside those of the cell
+
+    def __init__(self, name: str, backend: str | None = None) -> None:
+        self.name = self.label = name
+        self.backend = backend or name
+        self.about = f"attention() on {'the backend it plans' if backend == AUTO else f'the backend {self.backend}'}"
+
+    def why_not(self, cell: Cell) -> str | None:
+        if self.backend not in (AUTO, *BY_NAME):
+            return f"this version has no {self.backend} backend"
+        if self.backend == AUTO:
+            return None
+        problem = self._problem(draw(shortened(self.case(cell.case), rows=128, batch=1)))
+        problems = [problem] if cell.direction == "forward" else [problem, problem._replace(backward=True)]
+        reasons = [reason for one in problems for reason in BY_NAME[self.backend].why_not(one)]
+        return "; ".join(dict.fromkeys(reasons)) or None
+
+    def attend(self, x: Tensors) -> Tensor:
+        return attention(x.query, x.key, x.value, **x.options, **self.options, backend=self.backend)
+
+    def bare(self, x: Tensors) -> Callable[[], object]:
+        query, key, value, causal = x.query, x.key, x.value, x.options["causal"]
+        if self.backend != AUTO or self.options or len(x.options) > 1:
+            return super().bare(x)
+        return lambda: attention(query, key, value, causal=causal)
+
+    def ran(self, x: Tensors, backward: bool = False) -> str | None:
+        problem = self._problem(x)
+        planned = plan(problem._replace(backward=True) if backward else problem, self.backend)
+        return f"{planned.backend}: {planned.config}"
+
+    def _problem(self, x: Tensors) -> Problem:
+        return problem_of(_arguments(x, **self.options))[0]
+
+
+class Deterministic(Ours):
+    """`attention` on one backend with `deterministic=True`."""
+
+    options: ClassVar[dict[str, Any]] = {"deterministic": True}
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(f"{backend} deterministic", backend)
+        self.about += " with deterministic=True"
+
+
+class Plain(Ours):
+    """`attention` without the cell's modifiers: what they cost is measured against it."""
+
+    def __init__(self) -> None:
+        super().__init__("plain", AUTO)
+        self.label = "Plain"
+        self.about = "attention() without the cell's modifiers, heads all with their own keys: what they cost"
+
+    def case(self, case: Case) -> Case:
+        kept = {"B", "Tq", "Tk", "Hq", "D", "Dv", "dtype", "device", "causal", "seed"}
+        return Case(**{name: value for name, value in vars(case).items() if name in kept}, Hkv=case.Hq)
+
+
+class Blocked(Provider):
+    """The eager backend's blocked pass, also where it would call torch's flash op."""
+
+    name = label = "blocked"
+    about = "the eager backend's blocked pass alone"
+
+    def why_not(self, cell: Cell) -> str | None:
+        return None if cell.direction == "forward" else "forced by hand, it bypasses autograd: forward only"
+
+    def attend(self, x: Tensors) -> Tensor:
+        problem, inputs, _ = problem_of(_arguments(x))
+        return run_forward(Plan(problem, "eager", eager_tuning.blocked(problem)), inputs)[0]
+
+
+def _arguments(x: Tensors, **options: Any) -> tuple[Any, ...]:
+    absent: dict[str, Any] = dict.fromkeys(
+        ("window", "mask", "bias", "alibi_slopes", "sink", "scale", "seed", "deterministic")
+    )
+    defaults = {"softcap": 0.0, "dropout_p": 0.0, "return_lse": True, "backend": "auto"}
+    return prepare_attention(x.query, x.key, x.value, **(absent | defaults | x.options | options))

@@ -1,0 +1,104 @@
+"""What torch itself offers: scaled_dot_product_attention, kernel by kernel, and attention written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from ..cells import Cell, Tensors, draw, shortened
+from .base import Provider, tried, without_modifiers
+
+
+class Sdpa(Provider):
+    """torch's scaled_dot_product_attention: the kernel it picks, or one of its kernels by name."""
+
+    def __init__(self, name: str = "sdpa", kernel: SDPBackend | None = None, label: str = "SDPA") -> None:
+        self.name, self.kernel, self.label = name, kernel, label
+        which = "the kernel it picks" if kernel is None else f"its {name.removeprefix('sdpa ')} kernel"
+        self.about = f"torch's scaled_dot_product_attention, {which}"
+
+    def why_not(self, cell: Cell) -> str | None:
+        case = cell.case
+        if reason := without_modifiers(case, "mask", "scale"):
+            return reason
+        if case.mask and case.causal:
+            return "it takes a mask or causal, not both"
+        if self.kernel in (None, SDPBackend.MATH):
+            return None
+        if case.device != "cuda":
+            return "a CUDA kernel"
+        return tried(lambda: self.attend(draw(shortened(case, rows=128, batch=1))))
+
+    def attend(self, x: Tensors) -> Tensor:
+        if self.kernel is None:
+            return self._call(x)
+        with sdpa_kernel(self.kernel):
+            return self._call(x)
+
+    def bare(self, x: Tensors) -> Callable[[], object]:
+        square = x.query.shape == x.key.shape
+        if self.kernel is not None or not square or len(x.options) > 1:
+            return super().bare(x)
+        query, key, value = (t.transpose(1, 2) for t in (x.query, x.key, x.value))
+        causal = x.options["causal"]
+        return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+    def _call(self, x: Tensors) -> Tensor:
+        query, key, value = (t.transpose(1, 2) for t in (x.query, x.key, x.value))
+        q_len, k_len = query.shape[2], key.shape[2]
+        causal, mask = x.options["causal"] and q_len > 1, x.options.get("mask")
+        if causal and q_len != k_len:  # is_causal would align top-left
+            causal, mask = False, causal_lower_right(q_len, k_len)
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=causal,
+            scale=x.options.get("scale"),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.transpose(1, 2)
+
+
+class Dense(Provider):
+    """Matmul, softmax, matmul, holding Tq x Tk: what one writes without a library, in the dtype of the inputs."""
+
+    name = "dense"
+    label = "Dense"
+    about = "matmul, softmax, matmul, as one writes it in torch"
+
+    def why_not(self, cell: Cell) -> str | None:
+        case = cell.case
+        return "sink and dropout are not written out here" if case.sink or case.dropout_p else None
+
+    def attend(self, x: Tensors) -> Tensor:
+        query, key, value = (t.transpose(1, 2) for t in (x.query, x.key, x.value))
+        q_len, k_len, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+        if group > 1:
+            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        options = x.options
+        scores = query @ key.mT * options.get("scale", query.shape[-1] ** -0.5)
+        if softcap := options.get("softcap"):
+            scores = torch.tanh(scores / softcap) * softcap
+        if (bias := options.get("bias")) is not None:
+            scores = scores + bias
+        ahead = torch.arange(k_len - q_len, k_len, device=query.device)[:, None] - torch.arange(
+            k_len, device=query.device
+        )
+        if (slopes := options.get("alibi_slopes")) is not None:
+            scores = scores - (slopes[..., None, None] * ahead.abs()).to(scores.dtype)
+        if options["causal"]:
+            scores = scores.masked_fill(ahead < 0, -torch.inf)
+        if window := options.get("window"):
+            left, right = window
+            hidden = (ahead > left if left >= 0 else False) | (ahead < -right if right >= 0 else torch.tensor(False))
+            scores = scores.masked_fill(hidden.to(query.device), -torch.inf)
+        if (mask := options.get("mask")) is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        return (torch.softmax(scores, -1) @ value).transpose(1, 2)

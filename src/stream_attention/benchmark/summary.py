@@ -1,0 +1,195 @@
+"""What a results file says: its cells over length, how ours compares, who was not measured. No torch, no drawing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+Cell = dict[str, Any]
+Entry = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """Cells that differ in length only, shortest first."""
+
+    label: str
+    direction: str
+    cells: list[Cell]
+
+    @property
+    def is_line(self) -> bool:
+        """Enough lengths, each once, to be drawn over length."""
+        return len({length(cell) for cell in self.cells}) == len(self.cells) >= 3
+
+
+class Rate(NamedTuple):
+    """What speed is counted in, and how to read it from a timed entry."""
+
+    unit: str
+    of: Callable[[Entry], float]
+
+
+class Ratios(NamedTuple):
+    """Our time by that of the fastest peer, over the cells that have both."""
+
+    cells: list[Cell]
+    mean: float  # geometric
+    best: Cell
+    worst: Cell
+    faster: int  # cells in which ours takes less time than every peer
+
+
+def timed(cell: Cell) -> dict[str, Entry]:
+    """The providers of a cell that have a speed."""
+    return {name: one for name, one in cell["providers"].items() if "median_ms" in one}
+
+
+def names(results: Iterable[dict[str, Any]]) -> list[str]:
+    """Everybody who was timed, in the order of first appearance."""
+    return list(dict.fromkeys(name for found in results for cell in found["cells"] for name in timed(cell)))
+
+
+def length(cell: Cell) -> int:
+    """Keys of a cell: what plots and heat maps run over."""
+    return int(cell["problem"]["Tk"])
+
+
+def label(cell: Cell) -> str:
+    """A cell's name without its length."""
+    words = [word for word in str(cell["name"]).split() if word != str(length(cell))]
+    return " ".join(words) or str(cell["name"])
+
+
+def rows(cells: Iterable[Cell]) -> list[Row]:
+    """The cells by direction and label, in the order of the file."""
+    found: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        found.setdefault((cell["direction"], label(cell)), []).append(cell)
+    return [Row(its_label, direction, sorted(its, key=length)) for (direction, its_label), its in found.items()]
+
+
+def rate(results: dict[str, Any]) -> Rate:
+    """Decoding by bytes of K and V, the rest by FLOPs; CPUs in GFLOP/s."""
+    entries = [one for cell in results["cells"] for one in timed(cell).values()]
+    if entries and all("tb_per_s" in one for one in entries):
+        return Rate("TB/s of K and V", lambda one: float(one["tb_per_s"]))
+    if max((one["tflops"] for one in entries), default=1.0) < 1:
+        return Rate("GFLOP/s", lambda one: 1e3 * float(one["tflops"]))
+    return Rate("TFLOP/s", lambda one: float(one["tflops"]))
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def ratios(results: dict[str, Any]) -> Ratios | None:
+    """None where no cell has both ours and a peer."""
+    compared = [cell for cell in results["cells"] if cell["ratio"] is not None]
+    if not compared:
+        return None
+    ordered = sorted(compared, key=lambda cell: float(cell["ratio"]))
+    mean = geometric_mean([cell["ratio"] for cell in compared])
+    return Ratios(compared, mean, ordered[0], ordered[-1], sum(cell["ratio"] < 1 for cell in compared))
+
+
+def speed_over(cells: Iterable[Cell], other: str) -> list[float]:
+    """By cell that has both, how many times faster our fastest is than another provider, medians."""
+    return [
+        its[other]["median_ms"] / its[cell["ours"]]["median_ms"]
+        for cell in cells
+        if other in (its := timed(cell)) and cell["ours"] is not None and cell["ours"] != other
+    ]
+
+
+def is_variant(name: str, cells: Iterable[Cell]) -> bool:
+    """Whether a name is one of ours and more, as "triton deterministic" is: no peer."""
+    first, *more = name.split()
+    return bool(more) and any(first == cell["ours"] for cell in cells)
+
+
+def strictness(one: Entry) -> float | None:
+    """Error by what is allowed: at most 1 if right; None where nothing was computed."""
+    if "error" not in one:
+        return None
+    error, allowed = float(one["error"]), float(one["allowed"])
+    return error / allowed if allowed else (0.0 if error == 0 else math.inf)
+
+
+def not_measured(results: dict[str, Any]) -> Counter[tuple[str, str]]:
+    """(provider, reason) by the number of cells it was not timed in."""
+    found: Counter[tuple[str, str]] = Counter()
+    for cell in results["cells"]:
+        for name, one in cell["providers"].items():
+            if "median_ms" in one:
+                continue
+            if "unavailable" in one:
+                found[name, str(one["unavailable"])] += 1
+            elif "failed" in one:
+                found[name, f"failed: {one['failed']}"] += 1
+            else:
+                found[name, f"wrong: error {one['error']:.2e}, allowed {one['allowed']:.2e}"] += 1
+    return found
+
+
+def origin(results: dict[str, Any]) -> str:
+    """Where, when and with what, in one line."""
+    machine, commit = results["machine"], results["commit"]
+    changes = " with changes" if commit["dirty"] else ""
+    words = [
+        machine["name"],
+        f"{machine['threads']} threads" if "threads" in machine else "",
+        f"torch {results['versions']['torch']}",
+        results["date"][:10],
+        f"commit {commit['hash'][:12]}{changes}" if commit["hash"] else "no commit yet",
+    ]
+    return ", ".join(word for word in words if word)
+
+
+# Figures as readers write them
+
+
+def capital(words: str) -> str:
+    """With a capital, the rest as it is."""
+    return f"{words[:1].upper()}{words[1:]}"
+
+
+def short(count: int) -> str:
+    """16384 as 16k, 1048576 as 1M; what is no whole number of them as it is."""
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "k")):
+        if count >= unit and count % unit == 0:
+            return f"{count // unit}{letter}"
+    return str(count)
+
+
+def figure(value: float) -> str:
+    """Three digits: 0.155, 4.60, 321, 1250; whole numbers without a point."""
+    return f"{value:.0f}" if value >= 100 or value == round(value) else f"{value:#.3g}".rstrip(".")
+
+
+def duration(ms: float) -> str:
+    return _timed_as(ms, ms)
+
+
+def durations(low: float, high: float) -> str:
+    """A range in the unit of its end: 213-219 µs."""
+    return f"{_timed_as(low, high).split()[0]}-{_timed_as(high, high)}"
+
+
+def _timed_as(ms: float, scale: float) -> str:
+    unit, name = (1e3, "s") if scale >= 1e3 else (1.0, "ms") if scale >= 1 else (1e-3, "µs")
+    return f"{figure(ms / unit)} {name}"
+
+
+def size(count: float) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{figure(count / unit)} {name}"
+    return f"{count:.0f} B"
+
+
+def span(values: Sequence[float], form: str = ".2f") -> str:
+    """The least and the greatest: 1.12-1.52."""
+    least, most = f"{min(values):{form}}", f"{max(values):{form}}"
+    return least if least == most else f"{least}-{most}"

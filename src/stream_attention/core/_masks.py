@@ -1,0 +1,52 @@
+"""What the modules take as `attention_mask`, turned into the op's `mask` and `bias`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def split_mask(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """`(mask, bias)`, at most one of them not None, four dims each.
+
+    A bool mask is True where a query attends, an integer one 1; a floating one is added to the scores. Two dims are
+    `[B, Tk]`, three `[B, Tq, Tk]`, four are broadcastable to `[B, Hq, Tq, Tk]`. That integers are 0 or 1 is checked
+    where looking costs nothing: on the CPU, outside torch.compile.
+    """
+    if attention_mask is None:
+        return None, None
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask: expected a torch.Tensor or None; got {type(attention_mask).__name__}")
+    if attention_mask.device != query.device:
+        raise ValueError(f"attention_mask: expected the query's device {query.device}; got {attention_mask.device}")
+    wide = _four_dims(attention_mask, query, key)
+    if wide.is_floating_point():
+        return None, wide
+    if wide.dtype is torch.bool:
+        return wide, None
+    if wide.dtype not in INTEGERS:
+        raise TypeError(f"attention_mask: expected bool, integer or floating values; got {wide.dtype}")
+    if wide.device.type == "cpu" and not torch.compiler.is_compiling() and ((wide != 0) & (wide != 1)).any():
+        raise ValueError(
+            "attention_mask: expected integers 0 and 1 (1 = attend); got others. "
+            "A mask that is added to the scores has a floating dtype"
+        )
+    return wide != 0, None
+
+
+def _four_dims(attention_mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    views = {2: (slice(None), None, None), 3: (slice(None), None), 4: ()}
+    shape = list(attention_mask.shape)
+    if attention_mask.dim() in views:
+        wide = attention_mask[views[attention_mask.dim()]]
+        if all(size in (1, whole) for size, whole in zip(wide.shape, full, strict=True)):
+            return wide
+    batch, _, q_len, k_len = full
+    hint = ". One mask for the whole batch is attention_mask[None]" if shape == [q_len, k_len] else ""
+    raise ValueError(
+        f"attention_mask: expected [B, Tk] = {[batch, k_len]}, [B, Tq, Tk] = {[batch, q_len, k_len]}, or four dims "
+        f"broadcastable to [B, Hq, Tq, Tk] = {list(full)}; got {shape}{hint}"
+    )

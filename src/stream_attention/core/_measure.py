@@ -1,0 +1,118 @@
+"""How the modules time themselves: one clock, one flop formula, medians.
+
+Enough to see where one stands. Figures to keep come from `stream-attention-benchmark`, which rotates its inputs,
+interleaves everybody and checks the answers first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_counts(**counts: int) -> None:
+    """Refuse sizes and repetitions that are not whole numbers from 1 (`warmup` from 0)."""
+    for name, count in counts.items():
+        least = 0 if name == "warmup" else 1
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"{name}: expected an int; got {count!r} ({type(count).__name__})")
+        if count < least:
+            raise ValueError(f"{name}: expected at least {least}; got {count}")
+
+
+def median_ms(
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    warmup: int,
+    iterations: int,
+    budget_s: float = float("inf"),
+) -> dict[str, float]:
+    """Median milliseconds of each call, all in turn round by round: `iterations` rounds, or fewer (at least three)
+    after `budget_s` seconds. CUDA events on a CUDA device, wall time elsewhere."""
+    for _ in range(warmup):
+        for call in calls.values():
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    clock = _cuda_ms if device.type == "cuda" else _wall_ms
+    began = time.perf_counter()
+    for done in range(iterations):
+        for name, call in calls.items():
+            samples[name].append(clock(call, device))
+        if done >= 2 and time.perf_counter() - began > budget_s:
+            break
+    return {name: median(taken) for name, taken in samples.items()}
+
+
+def _cuda_ms(call: Callable[[], object], device: torch.device) -> float:
+    with torch.cuda.device(device):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended)
+
+
+def _wall_ms(call: Callable[[], object], device: torch.device) -> float:
+    began = time.perf_counter()
+    call()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return (time.perf_counter() - began) * 1e3
+
+
+def random_qkv(
+    batch_size: int, seq_len: int, num_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
+    """Query, key and value of a self-attention. The caller's random numbers are left where they were."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (batch_size, seq_len, num_heads, head_dim)
+    return [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(3)]
+
+
+def rates(qkv: list[Tensor], causal: bool, time_ms: float) -> dict[str, float]:
+    """`tflops`, counting 2 Tq Tk (D + Dv) per head, half of it where causal, and `bandwidth_gb_s`, counting query,
+    key, value and output once each."""
+    query, key, value = qkv
+    batch, q_len, heads, dim = query.shape
+    flops = 2 * batch * heads * q_len * key.shape[1] * (dim + value.shape[-1]) * (0.5 if causal else 1.0)
+    out_elements = query.numel() // dim * value.shape[-1]
+    moved = (query.numel() + key.numel() + value.numel() + out_elements) * query.element_size()
+    seconds = time_ms * 1e-3
+    return {"tflops": flops / seconds / 1e12, "bandwidth_gb_s": moved / seconds / 1e9}
+
+
+def self_attention_figures(
+    attend: Callable[[Tensor, Tensor, Tensor], object],
+    seq_len: int,
+    batch_size: int,
+    num_heads: int,
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    warmup: int,
+    iterations: int,
+) -> dict[str, Any]:
+    """What `benchmark` of a module returns for causal self-attention, forward only.
+
+    Inputs are drawn in `dtype` on a GPU and in fp32 on a CPU, which has no fast arithmetic for half types.
+    """
+    check_counts(seq_len=seq_len, batch_size=batch_size, warmup=warmup, iterations=iterations)
+    if device.type == "cpu":
+        dtype = torch.float32
+    tensors = random_qkv(batch_size, seq_len, num_heads, head_dim, device, dtype)
+    with torch.no_grad():
+        time_ms = median_ms({"this": lambda: attend(*tensors)}, device, warmup, iterations)["this"]
+    return {
+        "time_ms": time_ms,
+        **rates(tensors, True, time_ms),
+        "seq_len": seq_len,
+        "batch_size": batch_size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+    }

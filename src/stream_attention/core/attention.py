@@ -1,0 +1,362 @@
+"""StreamAttention: self-attention with projections and a cache, or attention on explicit queries, keys and values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, overload
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from ._measure import check_counts, median_ms, random_qkv, rates
+from .config import StreamAttentionConfig
+from .fused_online_attention import FusedOnlineAttention
+from .multihead_attention import StreamMultiheadAttention
+
+GPUS = ("cuda",)
+"""Devices where `use_fp16` chooses the dtype of parameters."""
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+class StreamAttention(nn.Module):
+    """Attention for a transformer block, in one streaming pass over the keys, forward and backward.
+
+    `attend(hidden_states)` projects, attends causally and projects back. `attend(query, key, value)` attends only.
+    What the fields of the config do, each of them, stands in `StreamAttentionConfig`.
+
+    Calls compute in the dtype of their input, in which parameters are read; under autocast in its dtype. Moving the
+    module to a CUDA device makes fp32 parameters fp16 unless `use_fp16=False`; `.float()` and the like after that hold.
+
+    Attributes:
+        config: a copy of the config.
+        attention: the `FusedOnlineAttention` inside; `attention.device` is where the module is.
+        q_proj, k_proj, v_proj, out_proj: the projections, or None without `use_qkv_projections`.
+        layer_norm: of the hidden states, or None without `use_layer_norm`.
+        last_speedup_achieved: of the longest sequence of the last `benchmark_speedup`; None before.
+
+    >>> import torch
+    >>> from stream_attention import StreamAttention, StreamAttentionConfig
+    >>> attend = StreamAttention(StreamAttentionConfig(num_heads=4, head_dim=16))
+    >>> attend(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+    >>> attend(*torch.randn(3, 2, 10, 4, 16), causal=False).shape
+    torch.Size([2, 10, 4, 16])
+    """
+
+    q_proj: nn.Linear | None
+    k_proj: nn.Linear | None
+    v_proj: nn.Linear | None
+    out_proj: nn.Linear | None
+    layer_norm: nn.LayerNorm | None
+
+    def __init__(self, config: StreamAttentionConfig) -> None:
+        super().__init__()
+        if not isinstance(config, StreamAttentionConfig):
+            raise TypeError(f"config: expected a StreamAttentionConfig; got {type(config).__name__}")
+        self.config = config = dataclasses.replace(config)
+        features = config.num_heads * config.head_dim
+        self.attention = FusedOnlineAttention(
+            config.num_heads,
+            config.head_dim,
+            dropout=config.dropout,
+            dtype=torch.float16 if config.use_fp16 else torch.float32,
+            backend=config.backend,
+        )
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            bias = config.qkv_bias or name == "out_proj"
+            setattr(self, name, nn.Linear(features, features, bias=bias) if config.use_qkv_projections else None)
+        self.layer_norm = nn.LayerNorm(features) if config.use_layer_norm else None
+        self.last_speedup_achieved: float | None = None
+        for parameter in self.parameters():  # made on a GPU, under torch.device("cuda") say
+            parameter.data = self._arrived(torch.device("cpu"), parameter.dtype, parameter.data)
+
+    @property
+    def last_method_used(self) -> str | None:
+        """The backend that computed the last call; None before the first one and after a call inside torch.compile,
+        which is planned when the compiled code runs."""
+        return self.attention.last_method_used
+
+    def forward(
+        self,
+        *args: Tensor,
+        hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: None = None,
+        past_key_value: KeyValue | None = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        query: Tensor | None = None,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        causal: bool = True,
+    ) -> Any:
+        """Attend: one positional tensor is `hidden_states`, three are `query`, `key` and `value`.
+
+        Args:
+            hidden_states: `[B, T, num_heads * head_dim]`.
+            attention_mask: bool (True = attend), 0 and 1 (1 = attend) or floating (added to the scores); `[B, Tk]`,
+                `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`. Tk counts the cache too.
+            position_ids: refused: there is no position embedding here to apply them to.
+            past_key_value: keys and values `[B, T, Hkv, D]` that stand before those of this call.
+            use_cache: also return the keys and values, those of `past_key_value` included.
+            output_attentions: True is refused: the weights are never held.
+            query: `[B, Tq, num_heads, head_dim]`.
+            key, value: `[B, Tk, Hkv, head_dim]` and `[B, Tk, Hkv, Dv]`; Hkv divides `num_heads`.
+            causal: query i sees keys j <= i + Tk - Tq: the last query sees every key, so a call for new tokens with
+                their cache computes what a call for all tokens would.
+
+        Returns:
+            `[B, T, num_heads * head_dim]` of hidden states, or `[B, Tq, num_heads, Dv]` of explicit queries; with
+            `use_cache`, that and `(key, value)`.
+
+        Raises:
+            ValueError, TypeError: a bad argument, before any work.
+            UnsupportedProblem: tiles are forced and the Triton kernel cannot compute this; the message says why.
+        """
+        inputs = self._inputs(args, hidden_states, query, key, value)
+        if position_ids is not None:
+            _refuse(
+                "position_ids",
+                "None: there is no position embedding here",
+                "a value",
+                "Rotate query and key yourself and pass them with value",
+            )
+        if output_attentions:
+            _refuse(
+                "output_attentions",
+                "False: weights are never held",
+                output_attentions,
+                "StreamMultiheadAttention returns them (need_weights=True)",
+            )
+        past = _checked_past(past_key_value)
+        dropout_p = self.attention.dropout_of_call()
+        seed = self.attention.next_seed(dropout_p)  # drawn out here: what is recomputed has the same mask
+        arguments = (inputs, past, attention_mask, causal, dropout_p, seed)
+        if self.config.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            out, keys, values = checkpoint(self._compute, *arguments, use_reentrant=False)
+        else:
+            out, keys, values = self._compute(*arguments)
+        return (out, (keys, values)) if use_cache else out
+
+    def _inputs(
+        self,
+        args: tuple[Tensor, ...],
+        hidden_states: Tensor | None,
+        query: Tensor | None,
+        key: Tensor | None,
+        value: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """(hidden_states,) or (query, key, value), however they were passed."""
+        explicit = [t for t in (query, key, value) if t is not None]
+        given = [*args, *([hidden_states] if hidden_states is not None else []), *explicit]
+        one_way = bool(args) + (hidden_states is not None) + bool(explicit) == 1
+        features = self.config.num_heads * self.config.head_dim
+        dims = [t.dim() if isinstance(t, Tensor) else None for t in given]
+        if not one_way or len(given) not in (1, 3) or (explicit and len(given) != 3) or dims not in ([3], [4, 4, 4]):
+            shapes = [list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in given]
+            hint = "StreamMultiheadAttention takes query, key and value of three dims" if dims == [3, 3, 3] else ""
+            _refuse("inputs", "hidden states [B, T, H * D], or query, key and value [B, T, H, D]", shapes, hint)
+        if len(given) == 1 and given[0].shape[-1] != features:
+            _refuse("hidden_states", f"[B, T, num_heads * head_dim = {features}]", list(given[0].shape))
+        return tuple(given)
+
+    def _compute(
+        self,
+        inputs: tuple[Tensor, ...],
+        past: KeyValue | None,
+        attention_mask: Tensor | None,
+        causal: bool,
+        dropout_p: float,
+        seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The output, and the keys and values it was made of."""
+        from_hidden_states = len(inputs) == 1
+        query, key, value = self._heads(*inputs) if from_hidden_states else inputs
+        if past is not None:
+            key, value = (_behind(old, new, name) for old, new, name in zip(past, (key, value), "kv", strict=True))
+        if key.shape[1] > self.config.max_sequence_length:
+            limit = f"at most max_sequence_length={self.config.max_sequence_length} keys, the cache included"
+            _refuse("key", limit, key.shape[1], "Raise it in the StreamAttentionConfig")
+        out = self.attention.attend(
+            query, key, value, causal=causal, attention_mask=attention_mask, dropout_p=dropout_p, seed=seed
+        )
+        if from_hidden_states:
+            out = out.flatten(-2)
+            out = out if self.out_proj is None else _in_dtype_of(out, self.out_proj)
+        return out, key, value
+
+    def _heads(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Query, key and value of hidden states, `[B, T, num_heads, head_dim]` each."""
+        if self.layer_norm is not None:
+            hidden_states = _in_dtype_of(hidden_states, self.layer_norm)
+        projections = self.q_proj, self.k_proj, self.v_proj
+        flat = (hidden_states if one is None else _in_dtype_of(hidden_states, one) for one in projections)
+        return tuple(t.unflatten(-1, (self.config.num_heads, self.config.head_dim)) for t in flat)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StreamAttention:
+        def move(tensor: Tensor) -> Tensor:
+            return self._arrived(tensor.device, tensor.dtype, fn(tensor))
+
+        return super()._apply(move, recurse)
+
+    def _arrived(self, device: torch.device, dtype: torch.dtype, now: Tensor) -> Tensor:
+        """A parameter where it is `now`, coming from `device` in `dtype`: in fp16 if it was fp32, has come to a GPU
+        and nothing else was said about its dtype."""
+        came = device.type not in GPUS and now.device.type in GPUS
+        unasked = dtype is torch.float32 and now.dtype is torch.float32
+        return now.to(torch.float16) if self.config.use_fp16 and came and unasked else now
+
+    @staticmethod
+    def replace_attention_in_model(model: nn.Module, module_name_pattern: str = "self_attn") -> int:
+        """Put `StreamMultiheadAttention` in the place of each `nn.MultiheadAttention` inside `model` whose qualified
+        name contains `module_name_pattern`; it shares the old module's parameters. Returns how many were replaced.
+
+        Raises ValueError if there is none, and says what has such a name but is something else.
+        """
+        named = [
+            (name, module)
+            for name, module in model.named_modules(remove_duplicate=False)
+            if name and module_name_pattern in name
+        ]
+        replaced: dict[nn.Module, StreamMultiheadAttention] = {}
+        for name, module in named:
+            if type(module) is nn.MultiheadAttention:
+                replaced.setdefault(module, StreamMultiheadAttention.from_torch(module))
+                model.set_submodule(name, replaced[module])
+        if not replaced:
+            others = ", ".join(f"{name} ({type(module).__name__})" for name, module in named) or "nothing of that name"
+            _refuse("model", f"an nn.MultiheadAttention inside it, with {module_name_pattern!r} in its name", others)
+        return len(replaced)
+
+    def benchmark_speedup(
+        self, seq_lengths: Sequence[int] = (512, 1024, 2048, 4096), batch_size: int = 1
+    ) -> dict[int, dict[str, float]]:
+        """Time causal self-attention on random inputs against standard attention, which holds softmax(QK^T).
+
+        Both run here, in turn, forward only and without dropout or projections, on the module's device: in fp32 on a
+        CPU, else in fp16 if `use_fp16`. Medians of up to 50 rounds, or of what fits in two seconds, three at least.
+
+        Returns:
+            By length: `stream_time_ms`, `standard_time_ms`, `speedup` (standard by stream), and of the streaming pass
+            `tflops` and `bandwidth_gb_s` (query, key, value and output once each).
+        """
+        lengths = list(seq_lengths)
+        if not lengths:
+            _refuse("seq_lengths", "at least one length", lengths)
+        for length in lengths:
+            check_counts(seq_len=length, batch_size=batch_size)
+        device, heads, dim = self.attention.device, self.config.num_heads, self.config.head_dim
+        dtype = torch.float32 if device.type == "cpu" or not self.config.use_fp16 else torch.float16
+        results = {}
+        for length in lengths:
+            tensors = random_qkv(batch_size, length, heads, dim, device, dtype)
+
+            def stream(tensors: list[Tensor] = tensors) -> Tensor:
+                return self.attention(*tensors, causal=True, dropout_p=0.0)
+
+            def standard(tensors: list[Tensor] = tensors) -> Tensor:
+                return _standard_attention(*tensors)
+
+            with torch.no_grad():
+                calls = {"stream": stream, "standard": standard}
+                times = median_ms(calls, device, warmup=2, iterations=50, budget_s=2.0)
+            results[length] = {
+                "stream_time_ms": times["stream"],
+                "standard_time_ms": times["standard"],
+                "speedup": times["standard"] / times["stream"],
+                **rates(tensors, causal=True, time_ms=times["stream"]),
+            }
+        self.last_speedup_achieved = results[max(lengths)]["speedup"]
+        return results
+
+
+def build_stream_attention(config: StreamAttentionConfig) -> StreamAttention:
+    """A `StreamAttention` from its config."""
+    return StreamAttention(config)
+
+
+@overload
+def create_stream_attention(config: StreamAttentionConfig) -> StreamAttention: ...
+
+
+@overload
+def create_stream_attention(
+    embed_dim: int,
+    num_heads: int,
+    dropout: float = 0.0,
+    bias: bool = True,
+    batch_first: bool = False,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> StreamMultiheadAttention: ...
+
+
+def create_stream_attention(*args: Any, **options: Any) -> StreamAttention | StreamMultiheadAttention:
+    """`create_stream_attention(config)` is a `StreamAttention`; `create_stream_attention(embed_dim, num_heads,
+    dropout=0.0, bias=True, batch_first=False, device=None, dtype=None)` is a `StreamMultiheadAttention`."""
+    if not args and "config" not in options and "embed_dim" not in options:
+        raise TypeError("create_stream_attention: expected a config, or embed_dim and num_heads; got neither")
+    if "config" not in options and not any(isinstance(argument, StreamAttentionConfig) for argument in args):
+        embed_dim_first = ("embed_dim", "num_heads", "dropout", "bias", "batch_first", "device", "dtype")
+        unknown = set(options) - set(embed_dim_first)
+        if unknown or len(args) > len(embed_dim_first):
+            expected = f"arguments among config, {', '.join(embed_dim_first)}"
+            raise TypeError(f"create_stream_attention: expected {expected}; got {sorted(unknown) or len(args)}")
+        return StreamMultiheadAttention(**dict(zip(embed_dim_first, args, strict=False)), **options)
+    if len(args) + len(options) != 1:
+        others = [type(argument).__name__ for argument in args] + sorted(options)
+        raise TypeError(f"create_stream_attention: expected a config alone; got {', '.join(others)}")
+    return StreamAttention(*args, **options)
+
+
+def _in_dtype_of(x: Tensor, layer: nn.Module) -> Tensor:
+    """`layer(x)`, its parameters read in the dtype of x. Autocast, where it is on, chooses by itself."""
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return layer(x)
+    cast = {
+        name: parameter.to(x.dtype)
+        for name, parameter in layer.named_parameters()
+        if parameter.is_floating_point() and parameter.dtype is not x.dtype
+    }
+    return functional_call(layer, cast, (x,)) if cast else layer(x)
+
+
+def _checked_past(past: Any) -> KeyValue | None:
+    if past is None:
+        return None
+    if not isinstance(past, (tuple, list)) or len(past) != 2 or not all(isinstance(t, Tensor) for t in past):
+        expected = "(key, value), the tensors that use_cache=True returned"
+        raise TypeError(f"past_key_value: expected {expected}; got {type(past).__name__}")
+    key, value = past
+    return key, value
+
+
+def _behind(old: Tensor, new: Tensor, name: str) -> Tensor:
+    """New keys or values behind those of a cache, of which nothing but the length may differ."""
+    alike = (
+        old.dim() == new.dim()
+        and old.dtype is new.dtype
+        and old.device == new.device
+        and (old.shape[0], *old.shape[2:]) == (new.shape[0], *new.shape[2:])
+    )
+    if not alike:
+        expected = f"[{new.shape[0]}, T, {', '.join(map(str, new.shape[2:]))}] in {new.dtype} on {new.device}"
+        _refuse(f"past_key_value ({name})", expected, f"{list(old.shape)} in {old.dtype} on {old.device}")
+    return torch.cat((old, new), 1)
+
+
+def _standard_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal self-attention as one writes it without a library: Tq x Tk scores, softmax, product."""
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
+    return (torch.softmax(scores, -1) @ v).transpose(1, 2)
+
+
+def _refuse(name: str, expected: str, actual: Any, hint: str = "") -> NoReturn:
+    raise ValueError(f"{name}: expected {expected}; got {actual}{'. ' + hint if hint else ''}")

@@ -1,0 +1,296 @@
+"""StreamAttentionConfig: what the modules of `core` are built from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..device import arch, processors
+from ..plan import plan, spell
+from ..problem import Problem
+from ..tuning.triton import FORCEABLE, TritonConfig
+
+PLANNED = {"tile_size_q": 128, "tile_size_k": 64, "num_warps": 4, "num_stages": 2}
+"""The values that mean "planned"."""
+
+_FIELD_OF = {
+    "tile_size_q": "block_m",
+    "tile_size_k": "block_n",
+    "num_warps": "num_warps",
+    "num_stages": "num_stages",
+}  # what the kernels' configuration calls them
+
+
+def tiled_backend(**tiles: int) -> str:
+    """The backend for these values of tile_size_q, tile_size_k, num_warps and num_stages: "auto" if all are planned."""
+    forced = {_FIELD_OF[name]: value for name, value in tiles.items() if value != PLANNED[name]}
+    return spell("triton", **forced) if forced else "auto"
+
+
+def check_tiles(**tiles: int) -> None:
+    """Refuse values of tile_size_q, tile_size_k, num_warps and num_stages that no kernel takes."""
+    for name, value in tiles.items():
+        legal = FORCEABLE[_FIELD_OF[name]]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected an int; got {value!r} ({type(value).__name__})")
+        if value not in legal:
+            raise ValueError(f"{name}: expected one of {', '.join(map(str, legal))}; got {value}")
+
+
+@dataclass
+class StreamAttentionConfig:
+    """24 fields, each of which acts or is refused.
+
+    Read by `StreamAttention` (and, where it says so, by `FlashAttentionV3`):
+
+    - `num_heads`, `head_dim`: of the queries; hidden states have `num_heads * head_dim` features. `FlashAttentionV3`
+      reads them too.
+    - `tile_size_q`, `tile_size_k`, `num_warps`, `num_stages`: the defaults (128, 64, 4, 2) mean "planned": the tables
+      choose for the problem and the GPU. Any other value forces the Triton kernel with that value, while those left
+      at their default stay planned. Forced tiles are those of the forward; the backward is always planned. Tiles are
+      16, 32, 64, 128 or 256; a tile too large for a GPU is refused by the compiler when it first runs there.
+    - `use_fp16`: fp32 parameters that move to a CUDA device become fp16. Calls compute in the dtype of their input,
+      whatever the parameters are. False where an optimiser wants fp32 parameters. `FlashAttentionV3` draws the inputs
+      of its benchmark in that dtype.
+    - `gradient_checkpointing`: the forward is recomputed in the backward, while training.
+    - `use_qkv_projections`: False leaves `q_proj`, `k_proj`, `v_proj` and `out_proj` out: hidden states are split into
+      heads and attend to themselves.
+    - `qkv_bias`: the q, k and v projections have a bias. (`out_proj` always has one.)
+    - `use_layer_norm`: hidden states are normalised first. Explicit queries, keys and values are not.
+    - `dropout`: of the attention weights, while training. `FlashAttentionV3` reads it too.
+    - `max_sequence_length`: more keys than this, the cache included, are refused. `FlashAttentionV3` reads it too.
+    - `enable_flash_attention`: False computes densely, O(Tq * Tk) memory, in fp64 (backend "reference"), for debugging;
+      `FlashAttentionV3` refuses to be built.
+
+    Checked and kept here for classes that are not in this version yet; `StreamAttention` runs on one device, keeps
+    every token, and reads none of them:
+
+    - `enable_distributed`, `enable_ring_attention`, `ring_attention_block_size`, `ring_attention_overlap_size`: for
+      ring attention over several devices.
+    - `enable_star_attention`, `star_attention_block_size`, `star_attention_anchor_size`, `star_attention_num_hosts`:
+      for star attention.
+    - `enable_kv_compression`, `kv_compression_ratio`: for KV compression, which happens where it is asked for and
+      never by itself.
+
+    A value that is out of range or of the wrong type raises when the config is made. A module keeps a copy, checked
+    again, so changing a field afterwards changes modules built after that.
+
+    >>> from stream_attention import StreamAttentionConfig
+    >>> StreamAttentionConfig(num_heads=8, head_dim=64).to_dict()["tile_size_q"]
+    128
+    """
+
+    num_heads: int = 32
+    head_dim: int = 128
+    tile_size_q: int = 128
+    tile_size_k: int = 64
+    use_fp16: bool = True
+    gradient_checkpointing: bool = False
+    use_qkv_projections: bool = True
+    qkv_bias: bool = False
+    use_layer_norm: bool = False
+    dropout: float = 0.0
+    enable_distributed: bool = True
+    num_warps: int = 4
+    num_stages: int = 2
+    max_sequence_length: int = 65536
+    enable_flash_attention: bool = True
+    enable_ring_attention: bool = True
+    enable_star_attention: bool = True
+    enable_kv_compression: bool = True
+    kv_compression_ratio: float = 4.0
+    ring_attention_block_size: int = 2048
+    ring_attention_overlap_size: int = 256
+    star_attention_block_size: int = 2048
+    star_attention_anchor_size: int = 256
+    star_attention_num_hosts: int = 1
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name), type(field.default))
+        self.dropout, self.kv_compression_ratio = float(self.dropout), float(self.kv_compression_ratio)
+        for name in ("ring_attention_overlap_size", "star_attention_anchor_size"):
+            _check_least(name, getattr(self, name), 0)
+        for name in (
+            "num_heads",
+            "head_dim",
+            "max_sequence_length",
+            "ring_attention_block_size",
+            "star_attention_block_size",
+            "star_attention_num_hosts",
+            "kv_compression_ratio",
+        ):
+            _check_least(name, getattr(self, name), 1)
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout: expected a probability in [0, 1); got {self.dropout}")
+        check_tiles(**self._tiles())
+        if self.qkv_bias and not self.use_qkv_projections:
+            raise ValueError("qkv_bias: expected False without projections; got True with use_qkv_projections=False")
+        if not self.enable_flash_attention and self._tiles() != PLANNED:
+            raise ValueError(
+                f"enable_flash_attention: expected True where tiles are forced; got False with {self._tiles()}. "
+                "Dense attention has no tiles"
+            )
+
+    @property
+    def backend(self) -> str:
+        """The `backend` of `stream_attention.attention` that these fields ask for."""
+        return tiled_backend(**self._tiles()) if self.enable_flash_attention else "reference"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StreamAttentionConfig:
+        """A config with these fields, the others at their defaults. Names that are no field are refused."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"values: expected a mapping of field names to values; got {type(values).__name__}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        _refuse_unknown(values, known, "a field of StreamAttentionConfig")
+        return cls(**values)
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> StreamAttentionConfig:
+        """Read a YAML file that maps field names to values, with the safe loader. An empty file is the defaults."""
+        try:
+            import yaml
+        except ImportError:
+            raise ImportError('from_yaml needs PyYAML: pip install "stream-attention[bench]"') from None
+        values = yaml.safe_load(Path(path).read_text())
+        if values is None:
+            return cls()
+        if not isinstance(values, dict):
+            raise TypeError(f"{path}: expected a mapping of field names to values; got a {type(values).__name__}")
+        return cls.from_dict(values)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> StreamAttentionConfig:
+        """Read the `STREAM_ATTENTION_*` variables of `.env.example`; those that are not set leave the default.
+
+        A value that cannot be read raises and names its variable, and so does a variable with this prefix that is
+        none of ours, which is most likely misspelt. `environ` stands in for `os.environ`.
+        """
+        environ = os.environ if environ is None else environ
+        ours = {name: text for name, text in environ.items() if name.startswith(PREFIX)}
+        _refuse_unknown([name for name in ours if name not in OTHER_VARIABLES], VARIABLES, "a variable that is read")
+        values = {}
+        for variable, (field, read) in VARIABLES.items():
+            if variable in ours:
+                try:
+                    values[field] = read(ours[variable].strip())
+                except ValueError as error:
+                    raise ValueError(f"{variable}: expected {error}; got {ours[variable]!r}") from None
+        try:
+            return cls(**values)
+        except ValueError as error:
+            named = {field: variable for variable, (field, _) in VARIABLES.items()}
+            field = str(error).partition(":")[0]
+            raise ValueError(f"{named[field]} ({error})" if field in named else str(error)) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field and its value; `from_dict` is the inverse."""
+        return dataclasses.asdict(self)
+
+    def optimal_tile_sizes(self, seq_len: int) -> tuple[int, int]:
+        """(tile_size_q, tile_size_k) for causal self-attention over `seq_len` tokens.
+
+        With a CUDA device, what the planner takes there for this config (forced tiles included). Without one, or where
+        Triton cannot compute it, a rule of thumb by length alone, which nothing else reads.
+        """
+        _check_type("seq_len", seq_len, int)
+        _check_least("seq_len", seq_len, 1)
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+            config = plan(self._problem(seq_len, device)).config
+            if isinstance(config, TritonConfig):
+                forced = plan(self._problem(seq_len, device), tiled_backend(**self._tiles())).config
+                return forced.block_m, forced.block_n
+        for longest, tiles in ((1024, (64, 64)), (4096, (128, 64)), (16384, (128, 128))):
+            if seq_len <= longest:
+                return tiles
+        return 256, 128
+
+    def _tiles(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in PLANNED}
+
+    def _problem(self, seq_len: int, device: torch.device) -> Problem:
+        return Problem(
+            batch=1,
+            q_len=seq_len,
+            k_len=seq_len,
+            q_heads=self.num_heads,
+            kv_heads=self.num_heads,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim,
+            dtype=torch.float16 if self.use_fp16 else torch.float32,
+            device=device,
+            arch=arch(device),
+            processors=processors(device),
+            right=0,
+            scale=self.head_dim**-0.5,
+        )
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("a number") from None
+
+
+def _flag(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError(f"one of {', '.join(words)}")
+    return words[text.lower()]
+
+
+PREFIX = "STREAM_ATTENTION_"
+VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "STREAM_ATTENTION_NUM_HEADS": ("num_heads", _whole),
+    "STREAM_ATTENTION_HEAD_DIM": ("head_dim", _whole),
+    "STREAM_ATTENTION_TILE_Q": ("tile_size_q", _whole),
+    "STREAM_ATTENTION_TILE_K": ("tile_size_k", _whole),
+    "STREAM_ATTENTION_MAX_SEQ_LEN": ("max_sequence_length", _whole),
+    "STREAM_ATTENTION_ENABLE_KV_COMPRESSION": ("enable_kv_compression", _flag),
+    "STREAM_ATTENTION_KV_COMPRESSION_RATIO": ("kv_compression_ratio", _number),
+    "STREAM_ATTENTION_RING_BLOCK_SIZE": ("ring_attention_block_size", _whole),
+    "STREAM_ATTENTION_RING_OVERLAP_SIZE": ("ring_attention_overlap_size", _whole),
+    "STREAM_ATTENTION_STAR_BLOCK_SIZE": ("star_attention_block_size", _whole),
+    "STREAM_ATTENTION_STAR_ANCHOR_SIZE": ("star_attention_anchor_size", _whole),
+    "STREAM_ATTENTION_STAR_NUM_HOSTS": ("star_attention_num_hosts", _whole),
+}
+"""What `from_env` reads, and how."""
+
+OTHER_VARIABLES = ("STREAM_ATTENTION_COMMIT",)
+"""With the same prefix, but read elsewhere: the commit that results files name where there is no git."""
+
+
+def _check_type(name: str, value: Any, expected: type) -> None:
+    kinds: tuple[type, ...] = (int, float) if expected is float else (expected,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and expected is not bool):
+        words = {bool: "a bool", int: "an int", float: "a number"}[expected]
+        raise TypeError(f"{name}: expected {words}; got {value!r} ({type(value).__name__})")
+
+
+def _check_least(name: str, value: float, least: int) -> None:
+    if not least <= value < float("inf"):
+        raise ValueError(f"{name}: expected at least {least}; got {value}")
+
+
+def _refuse_unknown(names: Iterable[Any], known: Iterable[str], what: str) -> None:
+    for name in names:
+        if name not in known:
+            nearest = get_close_matches(str(name), known, n=1, cutoff=0.0)
+            raise ValueError(f"{name}: expected {what}; got none of that name. Did you mean {nearest[0]}?")

@@ -1,0 +1,322 @@
+"""FlashAttentionV3: the baseline. It never runs code of ours, and says whose it ran."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..device import arch
+from ._masks import split_mask
+from ._measure import self_attention_figures
+from .config import StreamAttentionConfig
+
+
+class Call(NamedTuple):
+    """One call as the kernels see it. Where causal and masked, the mask says both."""
+
+    query: Tensor  # [B, Tq, Hq, D]
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None  # bool or floating, broadcastable to [B, Hq, Tq, Tk]
+    causal: bool  # bottom-right; Tq <= Tk
+    dropout_p: float
+
+    @property
+    def square(self) -> bool:
+        return self.query.shape[1] == self.key.shape[1]
+
+    @property
+    def needs_grad(self) -> bool:
+        return torch.is_grad_enabled() and any(t.requires_grad for t in self[:3])
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """Everything that a kernel's `why_not` may depend on."""
+        tensors = [(t.shape, t.stride(), t.dtype, t.device) for t in self[:4] if t is not None]
+        return (*tensors, self.causal, self.dropout_p, self.needs_grad)
+
+
+class Kernel(NamedTuple):
+    name: str
+    why_not: Callable[[Call], str]  # a sentence; empty if it can
+    attend: Callable[[Call], Tensor]
+
+
+class FlashAttentionV3(nn.Module):
+    """The fastest attention of others that is here: FlashAttention-3 if it is installed, else torch's SDPA.
+
+    In order: FlashAttention-3 (the `flash_attn_interface` module, or its op `flash_attn_3::fwd` once loaded), SDPA's
+    cuDNN kernel (from Hopper on), its flash kernel, its memory-efficient one, its dense one; on a CPU what SDPA does
+    there. Which one ran is in `kernel` and why the ones before it did not is in `why_not`.
+
+    Args:
+        config: `num_heads` and `head_dim` of the inputs, `dropout` while training, `max_sequence_length`, and the
+            dtype of `benchmark` on a GPU. None takes inputs of any size, and the defaults for `benchmark`.
+
+    Attributes:
+        kernel: the name of the kernel that computed the last call, None before: "FlashAttention-3", "SDPA cuDNN",
+            "SDPA flash", "SDPA efficient", "SDPA math", "SDPA CPU" (or another device).
+        why_not: for each kernel passed over in the last call, a sentence.
+
+    >>> import torch
+    >>> from stream_attention import FlashAttentionV3
+    >>> baseline = FlashAttentionV3()
+    >>> baseline(*torch.randn(3, 1, 10, 4, 16)).shape, baseline.kernel
+    (torch.Size([1, 10, 4, 16]), 'SDPA CPU')
+    """
+
+    _place: Tensor
+
+    def __init__(self, config: StreamAttentionConfig | None = None) -> None:
+        super().__init__()
+        if config is not None and not isinstance(config, StreamAttentionConfig):
+            raise TypeError(f"config: expected a StreamAttentionConfig or None; got {type(config).__name__}")
+        if config is not None and not config.enable_flash_attention:
+            raise ValueError("config: expected enable_flash_attention=True for a flash baseline; got False")
+        self.config = dataclasses.replace(config) if config is not None else None
+        self.kernel: str | None = None
+        self.why_not: dict[str, str] = {}
+        self._chosen: tuple[tuple[Any, ...], Kernel] | None = None
+        self.register_buffer("_place", torch.empty(0), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is, which `benchmark` draws its inputs on."""
+        return self._place.device
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        causal: bool = True,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: `[B, Tq, Hq, D]`.
+            key, value: `[B, Tk, Hkv, D]` and `[B, Tk, Hkv, Dv]`; Hkv divides Hq.
+            attention_mask: bool (True = attend), 0 and 1 (1 = attend) or floating (added to the scores); `[B, Tk]`,
+                `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`.
+            causal: query i sees keys j <= i + Tk - Tq, as everywhere in this library, not as in SDPA.
+
+        Returns:
+            `[B, Tq, Hq, Dv]` in the query's dtype; 0 for a query that sees no key.
+        """
+        self._check(query, key, value)
+        q_len, k_len = query.shape[1], key.shape[1]
+        causal = causal and k_len > 0
+        if causal and q_len > k_len:  # the first queries see nothing, the others are square
+            blind = q_len - k_len
+            rows = attention_mask
+            if rows is not None and rows.dim() > 2 and rows.shape[-2] == q_len:
+                rows = rows[..., blind:, :]
+            zeros = query.new_zeros(query.shape[0], blind, query.shape[2], value.shape[-1])
+            return torch.cat((zeros, self.forward(query[:, blind:], key, value, rows, causal)), 1)
+        mask, bias = split_mask(attention_mask, query, key)
+        mask = bias.to(query.dtype) if bias is not None else mask
+        blind_rows = None
+        if mask is not None:
+            if causal:
+                mask = _with_causal(mask, q_len, k_len)
+            mask, blind_rows = _without_blind_rows(mask)
+        one = Call(query, key, value, mask, causal and mask is None and q_len > 1, self._dropout())
+        out = self._first(one).attend(one)
+        return out if blind_rows is None else out.masked_fill(blind_rows.transpose(1, 2), 0.0)
+
+    def explain(self) -> str:
+        """Which kernel computed the last call, and why those before it did not."""
+        if self.kernel is None:
+            return "no call yet"
+        return "\n".join([f"kernel  {self.kernel}", *(f"not     {name}: {why}" for name, why in self.why_not.items())])
+
+    def benchmark(self, seq_len: int, batch_size: int = 1, warmup: int = 10, iterations: int = 100) -> dict[str, Any]:
+        """Time causal self-attention on random inputs, forward only: `num_heads`, `head_dim` and, on a GPU, the dtype
+        are those of the config, on a CPU it is fp32.
+
+        Returns:
+            `time_ms` (median), `tflops`, `bandwidth_gb_s` (query, key, value and output once each), `seq_len`,
+            `batch_size`, `dtype`, `device` and `kernel`, the one that computed.
+        """
+        config = self.config or StreamAttentionConfig()
+        dtype = torch.float16 if config.use_fp16 else torch.float32
+        size = seq_len, batch_size, config.num_heads, config.head_dim
+        figures = self_attention_figures(self, *size, self.device, dtype, warmup, iterations)
+        return {**figures, "kernel": self.kernel}
+
+    def _first(self, one: Call) -> Kernel:
+        """The first kernel with nothing against it; what was against the others is kept."""
+        facts = one.facts
+        if self._chosen is None or self._chosen[0] != facts:  # asking costs as much as a small kernel
+            reasons = {}
+            for kernel in (*KERNELS, _plain_sdpa(one.query.device.type)):
+                reason = kernel.why_not(one)
+                if not reason:
+                    break
+                reasons[kernel.name] = reason
+            self._chosen, self.kernel, self.why_not = (facts, kernel), kernel.name, reasons
+        return self._chosen[1]
+
+    def _dropout(self) -> float:
+        return self.config.dropout if self.config is not None and self.training else 0.0
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor; got {type(tensor).__name__}")
+            if tensor.dim() != 4:
+                raise ValueError(f"{name}: expected four dims [B, T, H, D]; got {list(tensor.shape)}")
+        if key.shape[2] < 1 or query.shape[2] % key.shape[2]:
+            raise ValueError(f"key: expected heads that divide the query's {query.shape[2]}; got {list(key.shape)}")
+        if self.config is None:
+            return
+        heads, dim, longest = self.config.num_heads, self.config.head_dim, self.config.max_sequence_length
+        if tuple(query.shape[2:]) != (heads, dim):
+            raise ValueError(f"query: expected [B, Tq, {heads}, {dim}] by the config; got {list(query.shape)}")
+        if key.shape[1] > longest:
+            raise ValueError(
+                f"key: expected at most max_sequence_length={longest} keys; got {key.shape[1]}. "
+                "Raise it in the StreamAttentionConfig"
+            )
+
+
+def _with_causal(mask: Tensor, q_len: int, k_len: int) -> Tensor:
+    """A mask that hides what is ahead of the query too."""
+    ahead = torch.ones(q_len, k_len, dtype=torch.bool, device=mask.device).triu(1 + k_len - q_len)
+    return mask & ~ahead if mask.dtype is torch.bool else mask.masked_fill(ahead, -torch.inf)
+
+
+def _without_blind_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """A mask in which rows that hide everything hide nothing, and which rows `[B, H, Tq, 1]` these are: their softmax
+    would be 0 / 0, and NaN in every gradient."""
+    if mask.dtype is torch.bool:
+        blind = ~mask.any(-1, keepdim=True)
+        return mask | blind, blind
+    blind = (mask == -torch.inf).all(-1, keepdim=True)
+    return mask.masked_fill(blind, 0.0), blind
+
+
+def _fa3_why_not(one: Call) -> str:
+    device, dtype, dim = one.query.device, one.query.dtype, one.query.shape[-1]
+    if find_spec("flash_attn_interface") is None and _fa3_op() is None:
+        return "it is not installed (module flash_attn_interface)"
+    reasons = (
+        (device.type != "cuda" or arch(device) != 90, "it runs on Hopper GPUs (sm_90)"),
+        (dtype not in (torch.float16, torch.bfloat16), f"it takes float16 and bfloat16, not {dtype}"),
+        (one.mask is not None, "it takes no mask"),
+        (one.dropout_p > 0, "it has no dropout"),
+        (dim > 256 or dim % 8 != 0, f"it takes head dims that are multiples of 8 up to 256, not {dim}"),
+        (one.value.shape[-1] != dim, "it is asked for D = Dv alone"),
+        (
+            one.needs_grad and find_spec("flash_attn_interface") is None,
+            "its bare op, all that is loaded, has no gradient",
+        ),
+    )
+    return "; ".join(reason for applies, reason in reasons if applies)
+
+
+def _fa3_op() -> Any:
+    """FlashAttention-3's forward op, if something has loaded its library."""
+    return getattr(torch.ops.flash_attn_3, "fwd", None)
+
+
+def _fa3(one: Call) -> Tensor:
+    if find_spec("flash_attn_interface") is not None:
+        result = import_module("flash_attn_interface").flash_attn_func(one.query, one.key, one.value, causal=one.causal)
+    else:
+        result = _fa3_op()(one.query, one.key, one.value, is_causal=one.causal)
+    return result[0] if isinstance(result, (tuple, list)) else result  # versions differ in whether an LSE comes along
+
+
+def _sdpa(one: Call, backend: SDPBackend | None = None) -> Tensor:
+    mask, is_causal = one.mask, one.causal and one.square
+    if one.causal and not one.square:  # is_causal is top-left
+        if backend is SDPBackend.FLASH_ATTENTION:
+            from torch.nn.attention.bias import causal_lower_right  # imports all of torch.compile
+
+            mask = causal_lower_right(one.query.shape[1], one.key.shape[1])
+        else:
+            shown = torch.ones((), dtype=torch.bool, device=one.query.device)
+            mask = _with_causal(shown, one.query.shape[1], one.key.shape[1])
+    query, key, value = (t.transpose(1, 2) for t in one[:3])
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=one.dropout_p,
+            is_causal=is_causal,
+            enable_gqa=one.query.shape[2] != one.key.shape[2],
+        )
+    return out.transpose(1, 2)
+
+
+def _sdpa_why_not(can_use: Callable[[Any, bool], bool], least_arch: int, has_lower_right: bool) -> Any:
+    """Why one of SDPA's CUDA kernels cannot: what torch itself says about it."""
+
+    def why_not(one: Call) -> str:
+        device = one.query.device
+        if device.type != "cuda":
+            return f"it runs on CUDA devices, not on {device.type}"
+        if arch(device) < least_arch:
+            return f"it is taken from compute capability {least_arch / 10} on"
+        mask, is_causal = one.mask, one.causal
+        if one.causal and not one.square:
+            is_causal = False
+            if not has_lower_right:
+                mask = torch.ones(one.query.shape[1], one.key.shape[1], dtype=torch.bool, device=device)
+        query, key, value = (t.transpose(1, 2) for t in one[:3])
+        grouped = query.shape[1] != key.shape[1]
+        stated: Any = torch.backends.cuda.SDPAParams  # its stub lacks the last argument
+        parameters = stated(query, key, value, mask, one.dropout_p, is_causal, grouped)
+        if can_use(parameters, False):
+            return ""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            can_use(parameters, True)
+        return "; ".join(str(warning.message).partition(" (Triggered")[0] for warning in said) or "torch refuses it"
+
+    return why_not
+
+
+def _math_why_not(one: Call) -> str:
+    return "" if one.query.device.type == "cuda" else f"it runs on CUDA devices, not on {one.query.device.type}"
+
+
+def _plain_sdpa(device: str) -> Kernel:
+    name = {"cpu": "CPU", "mps": "MPS"}.get(device, device)
+    return Kernel(f"SDPA {name}", lambda one: "", _sdpa)
+
+
+KERNELS = (
+    Kernel("FlashAttention-3", _fa3_why_not, _fa3),
+    Kernel(
+        "SDPA cuDNN",
+        _sdpa_why_not(torch.backends.cuda.can_use_cudnn_attention, 90, has_lower_right=False),
+        lambda one: _sdpa(one, SDPBackend.CUDNN_ATTENTION),
+    ),
+    Kernel(
+        "SDPA flash",
+        _sdpa_why_not(torch.backends.cuda.can_use_flash_attention, 80, has_lower_right=True),
+        lambda one: _sdpa(one, SDPBackend.FLASH_ATTENTION),
+    ),
+    Kernel(
+        "SDPA efficient",
+        _sdpa_why_not(torch.backends.cuda.can_use_efficient_attention, 50, has_lower_right=False),
+        lambda one: _sdpa(one, SDPBackend.EFFICIENT_ATTENTION),
+    ),
+    Kernel("SDPA math", _math_why_not, lambda one: _sdpa(one, SDPBackend.MATH)),
+)
+"""In order of preference."""

@@ -1,0 +1,334 @@
+"""FusedOnlineAttention: `attention` as a module without parameters, with a dropout stream and a benchmark."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..device import arch, processors
+from ..ops.attention import attention
+from ..ops.explain import problems_of_call
+from ..plan import Plan, check_backend, plan, requested
+from ..validate import DTYPES
+from ._masks import split_mask
+from ._measure import self_attention_figures
+from .config import check_tiles, tiled_backend
+
+
+class _Facts(NamedTuple):
+    """What a plan of a call depends on. Kept in place of the plan, which costs more than a short kernel."""
+
+    shapes: tuple[torch.Size, ...]  # of query, key and value
+    dtype: torch.dtype
+    device: torch.device
+    causal: bool
+    masked: bool
+    bias: torch.dtype | None
+    alibi: bool
+    scale: float | None
+    dropout_p: float
+    deterministic: bool | None
+    backend: str
+
+    def planned(self) -> Plan:
+        query, key, value = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in self.shapes)
+        (problem,), backend = problems_of_call(
+            query,
+            key,
+            value,
+            causal=self.causal,
+            mask=query.new_empty(1, dtype=torch.bool) if self.masked else None,
+            bias=query.new_empty(1, dtype=self.bias) if self.bias else None,
+            alibi_slopes=query.new_empty(query.shape[2]) if self.alibi else None,
+            scale=self.scale,
+            dropout_p=self.dropout_p,
+            deterministic=self.deterministic,
+            backend=self.backend,
+        )
+        here = self.device
+        return plan(problem._replace(device=here, arch=arch(here), processors=processors(here)), backend)
+
+
+class FusedOnlineAttention(nn.Module):
+    """Exact attention in one streaming pass over the keys, forward and backward, on explicit queries, keys and values.
+
+    Args:
+        num_heads, head_dim: of the queries; other inputs are refused. Keys and values may have fewer heads that divide
+            `num_heads` (grouped queries).
+        tile_size_q, tile_size_k, num_warps, num_stages: at their defaults planned; any other value forces the Triton
+            kernel with it, in the forward. See `StreamAttentionConfig`.
+        dropout: of the attention weights, while training.
+        scale: of the scores; None is head_dim ** -0.5, and 0.0 is a legal scale.
+        device: where the module is, which `benchmark` draws its inputs on; `.to()` and `.cuda()` move it.
+        dtype: what `benchmark` draws its inputs in on a GPU; `.to()` changes it. A call computes in the dtype of its
+            inputs.
+        backend: of `stream_attention.attention`; not together with forced tiles.
+
+    There are no parameters and nothing in the state dict.
+
+    >>> import torch
+    >>> from stream_attention import FusedOnlineAttention
+    >>> attend = FusedOnlineAttention(num_heads=4, head_dim=32)
+    >>> out, lse = attend(*torch.randn(3, 2, 100, 4, 32), return_lse=True)
+    >>> out.shape, lse.shape
+    (torch.Size([2, 100, 4, 32]), torch.Size([2, 4, 100]))
+    """
+
+    _place: Tensor
+    _stream: Tensor | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        tile_size_q: int = 128,
+        tile_size_k: int = 64,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float16,
+        *,
+        num_warps: int = 4,
+        num_stages: int = 2,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        for name, count in (("num_heads", num_heads), ("head_dim", head_dim)):
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise TypeError(f"{name}: expected an int; got {count!r} ({type(count).__name__})")
+            if count < 1:
+                raise ValueError(f"{name}: expected at least 1; got {count}")
+        for name, number in (("dropout", dropout), ("scale", 0.0 if scale is None else scale)):
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+                raise TypeError(f"{name}: expected a finite number; got {number!r} ({type(number).__name__})")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout: expected a probability in [0, 1); got {dropout}")
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64; got {dtype}")
+        tiles = {
+            "tile_size_q": tile_size_q,
+            "tile_size_k": tile_size_k,
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+        }
+        check_tiles(**tiles)
+        if check_backend(backend) == "auto":
+            backend = tiled_backend(**tiles)
+        elif tiled_backend(**tiles) != "auto":
+            raise ValueError(f"backend: expected 'auto' where tiles are forced; got {backend!r} beside {tiles}")
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.tile_size_q, self.tile_size_k, self.num_warps, self.num_stages = tiles.values()
+        self.dropout, self.scale, self.backend = float(dropout), None if scale is None else float(scale), backend
+        self.deterministic: bool | None = None
+        self._last: _Facts | None = None
+        self.register_buffer("_place", torch.empty(0, device=device, dtype=dtype), persistent=False)
+        self.register_buffer("_stream", None, persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        return self._place.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What `benchmark` draws its inputs in on a GPU."""
+        return self._place.dtype
+
+    @property
+    def last_method_used(self) -> str | None:
+        """The backend that computed the last call; None before the first one and after a call inside torch.compile,
+        which is planned when the compiled code runs."""
+        return self._last.planned().backend if self._last else None
+
+    def set_deterministic(self, enabled: bool, seed: int | None = None) -> None:
+        """Make calls reproducible: `deterministic=True` where they leave it None, and dropout from a stream of `seed`.
+
+        Each call with dropout takes the next mask of the stream; setting the same seed again starts it again. The
+        stream lives on the module's device and moves without a host synchronisation. `seed` defaults to the low 32
+        bits of `torch.initial_seed()`. False goes back to torch's own settings and generators.
+        """
+        if not isinstance(enabled, bool):
+            raise TypeError(f"enabled: expected a bool; got {enabled!r}")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise TypeError(f"seed: expected an int or None; got {seed!r} ({type(seed).__name__})")
+        if seed is not None and not enabled:
+            raise ValueError(f"seed: expected None with enabled=False; got {seed}")
+        if seed is not None and not -(1 << 63) <= seed < 1 << 63:
+            raise ValueError(f"seed: expected an int of 64 bits; got {seed}")
+        self.deterministic = True if enabled else None
+        if not enabled:
+            self._stream = None
+            return
+        seed = torch.initial_seed() & 0xFFFFFFFF if seed is None else seed
+        with torch.inference_mode(False):  # calls outside of inference mode must be able to move it on
+            self._stream = torch.tensor([seed, 0], dtype=torch.int64, device=self.device)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        causal: bool = True,
+        return_lse: bool = False,
+        attention_mask: Tensor | None = None,
+        dropout_p: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool | None = None,
+    ) -> Any:
+        """Attend.
+
+        Args:
+            query: `[B, Tq, Hq, D]`.
+            key, value: `[B, Tk, Hkv, D]` and `[B, Tk, Hkv, Dv]`.
+            causal: query i sees keys j <= i + Tk - Tq: the last query sees every key.
+            return_lse: also return the log of the softmax denominator, fp32 (fp64 of fp64 inputs), `[B, Hq, Tq]`.
+            attention_mask: bool (True = attend), 0 and 1 (1 = attend) or floating (added to the scores); `[B, Tk]`,
+                `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`.
+            dropout_p: None is the module's dropout while training and 0 otherwise; a number applies as it is.
+            alibi_slopes: `[Hq]` or `[B, Hq]`: adds -slope * |i + Tk - Tq - j|.
+            deterministic: bit-equal from run to run; None as `set_deterministic` says, else as torch does.
+
+        Returns:
+            `[B, Tq, Hq, Dv]` in the query's dtype, or `(out, lse)`.
+
+        Raises:
+            ValueError, TypeError: a bad argument, before any work.
+            UnsupportedProblem: tiles are forced and the Triton kernel cannot compute this; the message says why.
+        """
+        dropout_p = self.dropout_of_call() if dropout_p is None else dropout_p
+        return self.attend(
+            query,
+            key,
+            value,
+            causal=causal,
+            attention_mask=attention_mask,
+            dropout_p=dropout_p,
+            seed=self.next_seed(dropout_p),
+            alibi_slopes=alibi_slopes,
+            deterministic=deterministic,
+            return_lse=return_lse,
+        )
+
+    def dropout_of_call(self) -> float:
+        """The dropout of a call that does not name one."""
+        return self.dropout if self.training else 0.0
+
+    def next_seed(self, dropout_p: float) -> Tensor | None:
+        """(seed, offset) of the next mask of the stream; None without dropout or without a stream.
+
+        Raises RuntimeError where a checkpoint recomputes a call: the stream has moved on since.
+        """
+        if self._stream is None or not dropout_p:
+            return None
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "set_deterministic: expected no call inside a backward; got one from a checkpoint, which would draw "
+                "another dropout mask than the call it repeats. "
+                "Use StreamAttentionConfig(gradient_checkpointing=True), or torch's own generator, which a checkpoint "
+                "rewinds: set_deterministic(False)"
+            )
+        pair = self._stream.clone()
+        self._stream[1:].add_(1)
+        return pair
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        attention_mask: Tensor | None,
+        dropout_p: float,
+        seed: Tensor | None,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """`out` or `(out, lse)`, with every choice made: what `forward` and `StreamAttention` share."""
+        self._check_heads(query, key)
+        mask, bias = split_mask(attention_mask, query, key)
+        deterministic = self.deterministic if deterministic is None else deterministic
+        result = attention(
+            query,
+            key,
+            value,
+            causal=causal,
+            mask=mask,
+            bias=bias,
+            alibi_slopes=alibi_slopes,
+            scale=self.scale,
+            dropout_p=dropout_p,
+            seed=seed,
+            deterministic=deterministic,
+            return_lse=return_lse,
+            backend=self.backend,
+        )
+        if torch.compiler.is_compiling():
+            self._last = None
+        else:
+            out = result[0] if return_lse else result
+            self._last = _Facts(
+                (query.shape, key.shape, value.shape),
+                out.dtype,
+                out.device,
+                causal,
+                mask is not None,
+                None if bias is None else bias.dtype,
+                alibi_slopes is not None,
+                self.scale,
+                dropout_p,
+                deterministic,
+                requested(self.backend),
+            )
+        return result
+
+    def _check_heads(self, query: Tensor, key: Tensor) -> None:
+        for name, tensor in (("query", query), ("key", key)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor; got {type(tensor).__name__}")
+            if tensor.dim() != 4:
+                raise ValueError(f"{name}: expected four dims [B, T, H, D]; got {list(tensor.shape)}")
+        heads, dim = query.shape[2:]
+        if heads != self.num_heads or dim != self.head_dim:
+            raise ValueError(
+                f"query: expected [B, Tq, num_heads={self.num_heads}, head_dim={self.head_dim}]; "
+                f"got {list(query.shape)}"
+            )
+        if key.shape[2] < 1 or heads % key.shape[2]:
+            raise ValueError(f"key: expected heads that divide num_heads={self.num_heads}; got {list(key.shape)}")
+
+    def benchmark(self, seq_len: int, batch_size: int = 1, warmup: int = 10, iterations: int = 100) -> dict[str, Any]:
+        """Time causal self-attention on random inputs, forward only, as the module would compute it now.
+
+        Inputs are drawn on the module's device, in its dtype on a GPU and in fp32 on a CPU. Dropout applies as it does
+        to a call: while training.
+
+        Returns:
+            `time_ms` (median), `tflops`, `bandwidth_gb_s` (query, key, value and output once each), `seq_len`,
+            `batch_size`, `dtype`, `device` and `backend`, the one that computed.
+        """
+        figures = self_attention_figures(
+            self, seq_len, batch_size, self.num_heads, self.head_dim, self.device, self.dtype, warmup, iterations
+        )
+        return {**figures, "backend": self.last_method_used}
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, dropout={self.dropout}, backend={self.backend!r}"
+
+
+def __getattr__(name: str) -> bool:
+    """`TRITON_AVAILABLE`: Triton is installed, asked when it is read, since the import of this package asks for torch
+    alone. Whether Triton can compute a call is another question, which `stream_attention.explain` answers."""
+    if name == "TRITON_AVAILABLE":
+        return find_spec("triton") is not None
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def create_fused_online_attention(num_heads: int, head_dim: int, **options: Any) -> FusedOnlineAttention:
+    """A `FusedOnlineAttention`; `options` are its other arguments."""
+    return FusedOnlineAttention(num_heads, head_dim, **options)

@@ -1,0 +1,108 @@
+"""The accuracy command: what it prints, what it honours, and that it fails when somebody is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from stream_attention.benchmark import providers as providers_
+from stream_attention.benchmark.cells import Tensors
+from stream_attention.cli import accuracy
+
+SMALL = ["--device", "cpu", "--seq", "48", "--heads", "4", "--dim", "16"]
+
+
+class Off(providers_.Ours):
+    """Ours, off by a hundredth of one element's value, or of one gradient's."""
+
+    def __init__(self, backward_alone: bool = False) -> None:
+        super().__init__("stream", "auto")
+        self.backward_alone = backward_alone
+
+    def attend(self, x: Tensors) -> torch.Tensor:
+        out = super().attend(x)
+        bent = out * 1.01
+        return out + (bent - bent.detach()) - (out - out.detach()) if self.backward_alone else bent
+
+
+def test_it_prints_the_documented_line_and_every_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert accuracy.main([*SMALL, "--providers", "stream", "reference", "sdpa"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    mean, largest = (float(part.split(": ")[1]) for part in lines[1].split(", "))
+    assert lines[1].startswith("Mean abs diff: ") and ", Max abs diff: " in lines[1] and 0 < mean < largest < 1e-5
+    rows = {line.split()[0]: line for line in lines[3:]}
+    assert set(rows) == {"provider", "stream", "reference", "sdpa"}
+    assert all("PASS" in rows[name] for name in ("stream", "reference", "sdpa"))
+    assert "eager: torch's CPU flash op" in rows["stream"]  # which backend ran
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_the_dtype_that_is_asked_for_is_honoured_on_the_cpu(
+    dtype: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "accuracy.json"
+    assert accuracy.main([*SMALL, "--dtype", dtype, "--json-out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["problem"]["dtype"] == {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[dtype]
+    rounding = {"fp16": 2**-11, "bf16": 2**-8, "fp32": 2**-24}[dtype]
+    assert 0.1 * rounding < found["providers"]["stream"]["results"]["out"]["error"] < 20 * rounding
+    assert "forcing" not in capsys.readouterr().out
+
+
+def test_gradients_dropout_and_kv_heads(tmp_path: Path) -> None:
+    out = tmp_path / "accuracy.json"
+    argv = [*SMALL, "--kv-heads", "2", "--dropout", "0.3", "--no-causal", "--backward", "--seed", "7"]
+    assert accuracy.main([*argv, "--json-out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["problem"]["Hkv"] == 2 and found["problem"]["dropout_p"] == 0.3 and found["seed"] == 7
+    assert list(found["providers"]["stream"]["results"]) == ["out", "d_query", "d_key", "d_value"]
+    assert found["commit"] and found["versions"]["torch"] and found["machine"]
+
+
+def test_another_seed_draws_other_inputs(tmp_path: Path) -> None:
+    errors = set()
+    for seed in ("1", "1", "2"):
+        assert accuracy.main([*SMALL, "--seed", seed, "--json-out", str(tmp_path / "a.json")]) == 0
+        results = json.loads((tmp_path / "a.json").read_text())["providers"]["stream"]["results"]
+        errors.add(results["out"]["mean"])
+    assert len(errors) == 2
+
+
+@pytest.mark.parametrize("backward_alone", [False, True])
+def test_the_exit_code_is_1_where_a_bound_is_missed(
+    backward_alone: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(providers_, "by_name", lambda fa3=None: PROVIDERS | {"stream": Off(backward_alone)})
+    assert accuracy.main([*SMALL, "--backward"]) == 1
+    verdicts = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("stream")}
+    assert ("FAIL" in verdicts["out"]) != backward_alone
+    assert all("FAIL" in verdicts[name] for name in ("d_query", "d_key", "d_value"))
+
+
+PROVIDERS = providers_.by_name()
+
+
+class Broken(providers_.Ours):
+    def attend(self, x: Tensors) -> torch.Tensor:
+        raise RuntimeError("no kernel image")
+
+
+def test_one_that_raises_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(providers_, "by_name", lambda fa3=None: PROVIDERS | {"stream": Broken("stream", "auto")})
+    assert accuracy.main(SMALL) == 1
+    assert "no kernel image" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--providers", "sdpa-cudnn"], "--providers sdpa-cudnn: a CUDA kernel"),
+        (["--kv-heads", "3"], "divisor"),
+        (["--fa3", "."], "Hopper"),
+        (["--json-out", "/dev/null/below"], "cannot be written"),
+    ],
+)
+def test_refusals(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert accuracy.main([*SMALL, *argv]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,390 @@
+"""FusedOnlineAttention: `attention` as a module, its dropout stream and its benchmark."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from stream_attention import (
+    FusedOnlineAttention,
+    StreamAttentionConfig,
+    UnsupportedProblem,
+    attention,
+    create_fused_online_attention,
+    explain,
+    force_backend,
+)
+from stream_attention.core import fused_online_attention
+
+HEADS, DIM = 4, 8
+
+
+def qkv(q_len: int = 6, k_len: int = 6, kv_heads: int = HEADS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((q_len, HEADS), (k_len, kv_heads), (k_len, kv_heads))
+    return [torch.randn(2, *size, DIM, generator=generator, dtype=torch.float64).to(dtype) for size in sizes]
+
+
+def module(**options: Any) -> FusedOnlineAttention:
+    return FusedOnlineAttention(HEADS, DIM, **options)
+
+
+def dropped(attend: FusedOnlineAttention, **options: Any) -> Tensor:
+    """Which weights a call drops, read off from values that are unit vectors."""
+    query, key = torch.zeros(1, DIM, HEADS, DIM), torch.zeros(1, DIM, HEADS, DIM)
+    value = torch.eye(DIM)[None, :, None].expand(1, DIM, HEADS, DIM).contiguous()
+    return attend(query, key, value, causal=False, **options) == 0
+
+
+# What it computes
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"q": 1}, {"q": 9}], ids=str)
+def test_it_is_the_op_and_causal_by_default(kv_heads: int, options: dict[str, Any]) -> None:
+    options = dict(options)
+    tensors = qkv(options.pop("q", 6), kv_heads=kv_heads)
+    expected = attention(*tensors, **{"causal": True, **options})
+    assert torch.equal(module()(*tensors, **options), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_it_computes_in_the_dtype_of_its_inputs(dtype: torch.dtype) -> None:
+    out = module()(*qkv(dtype=dtype))
+    assert out.dtype is dtype
+    assert torch.equal(out, attention(*qkv(dtype=dtype), causal=True))
+
+
+@pytest.mark.parametrize("scale", [None, 0.0, 0.3])
+def test_the_scale_is_honoured(scale: float | None) -> None:
+    tensors = qkv()
+    out = module(scale=scale)(*tensors, causal=False)
+    assert torch.equal(out, attention(*tensors, scale=scale))
+    if scale == 0.0:  # all keys alike
+        torch.testing.assert_close(out, tensors[2].mean(1, keepdim=True).expand_as(out))
+
+
+def test_alibi_is_passed_on_and_has_a_gradient() -> None:
+    slopes = torch.rand(HEADS, requires_grad=True)
+    out = module()(*qkv(), alibi_slopes=slopes)
+    assert torch.equal(out, attention(*qkv(), causal=True, alibi_slopes=slopes))
+    out.sum().backward()
+    assert slopes.grad is not None and slopes.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_lse_comes_on_every_path(grad: bool, masked: bool) -> None:
+    tensors = [t.requires_grad_(grad) for t in qkv(dtype=torch.bfloat16)]
+    mask = torch.ones(2, 6, dtype=torch.bool) if masked else None
+    out, lse = module()(*tensors, return_lse=True, attention_mask=mask)
+    assert lse.dtype is torch.float32 and lse.shape == (2, HEADS, 6) and out.dtype is torch.bfloat16
+    scores = torch.einsum("bqhd,bkhd->bhqk", *(t.detach().double() for t in tensors[:2])) * DIM**-0.5
+    scores = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -torch.inf)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+# Masks
+
+
+def test_masks_of_every_rank_mean_attend_where_true() -> None:
+    tensors = qkv()
+    shown = torch.rand(2, HEADS, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.7
+    for mask, wide in (
+        (shown[:, 0, 0], shown[:, :1, :1]),
+        (shown[:, 0], shown[:, :1]),
+        (shown, shown),
+        (shown[:1, :, :1], shown[:1, :, :1]),
+    ):
+        expected = attention(*tensors, causal=True, mask=wide)
+        assert torch.equal(module()(*tensors, attention_mask=mask), expected)
+        assert torch.equal(module()(*tensors, attention_mask=mask.long()), expected)
+        added = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+        torch.testing.assert_close(module()(*tensors, attention_mask=added), expected)
+
+
+def test_a_float_mask_is_added_whatever_its_sign_and_has_a_gradient() -> None:
+    tensors = qkv()
+    added = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    out = module()(*tensors, attention_mask=added)
+    assert torch.equal(out, attention(*tensors, causal=True, bias=added[:, None]))
+    out.sum().backward()
+    assert added.grad is not None and added.grad.abs().sum() > 0
+
+
+# Dropout
+
+
+def test_dropout_is_that_of_the_module_while_training_unless_a_call_says() -> None:
+    attend = module(dropout=0.5)
+    assert 0 < dropped(attend).float().mean() < 1
+    assert not dropped(attend, dropout_p=0.0).any()
+    attend.eval()
+    assert not dropped(attend).any()
+    assert 0 < dropped(attend, dropout_p=0.5).float().mean() < 1
+
+
+def test_the_stream_repeats_after_the_same_seed_and_moves_from_call_to_call() -> None:
+    attend = module(dropout=0.5)
+    draws = []
+    for seed in (7, 7, 8):
+        attend.set_deterministic(True, seed)
+        draws.append([dropped(attend) for _ in range(3)])
+    assert all(torch.equal(*pair) for pair in zip(draws[0], draws[1], strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(draws[0], draws[2], strict=True))
+    assert not torch.equal(draws[0][0], draws[0][1]) and not torch.equal(draws[0][1], draws[0][2])
+
+
+def test_the_stream_is_not_torchs_generator_and_does_not_move_without_dropout() -> None:
+    attend = module(dropout=0.5)
+    state = torch.get_rng_state()
+    attend.set_deterministic(True, 7)
+    first = dropped(attend)
+    attend.set_deterministic(True, 7)
+    attend(*qkv(), dropout_p=0.0)
+    assert torch.equal(dropped(attend), first)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_default_seed_is_torchs_and_off_is_off() -> None:
+    attend = module(dropout=0.5)
+    torch.manual_seed((5 << 32) + 3)
+    attend.set_deterministic(True)
+    by_default = dropped(attend)
+    attend.set_deterministic(True, 3)
+    assert torch.equal(dropped(attend), by_default)
+    attend.set_deterministic(False)
+    assert attend.deterministic is None
+    torch.manual_seed(1)
+    first = dropped(attend)
+    torch.manual_seed(1)
+    assert torch.equal(dropped(attend), first)
+
+
+def test_the_stream_works_in_and_out_of_inference_mode() -> None:
+    attend = module(dropout=0.5)
+    with torch.inference_mode():
+        attend.set_deterministic(True, 7)
+        first = dropped(attend)
+    second = dropped(attend)
+    attend.set_deterministic(True, 7)
+    assert torch.equal(dropped(attend), first) and torch.equal(dropped(attend), second)
+
+
+def test_deterministic_reaches_the_plan() -> None:
+    attend = module()
+    attend.set_deterministic(True)
+    attend(*qkv())
+    assert attend._last is not None and attend._last.planned().problem.deterministic
+    attend(*qkv(), deterministic=False)
+    assert not attend._last.planned().problem.deterministic
+
+
+def test_a_checkpoint_around_the_stream_is_refused_and_around_torchs_generator_replayed() -> None:
+    attend = module(dropout=0.5)
+    query, key, value = (t.requires_grad_() for t in qkv())
+    attend.set_deterministic(True, 7)
+    with pytest.raises(RuntimeError, match=r"checkpoint.*gradient_checkpointing=True"):
+        checkpoint(attend, query, key, value, use_reentrant=False).sum().backward()
+    attend.set_deterministic(False)
+    gradients = []
+    for wrapped in (False, True):
+        torch.manual_seed(3)
+        out = checkpoint(attend, query, key, value, use_reentrant=False) if wrapped else attend(query, key, value)
+        gradients.append(torch.autograd.grad(out.square().sum(), (query, key, value)))
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+# As a module
+
+
+def test_device_and_dtype_follow_and_the_state_dict_is_empty() -> None:
+    attend = module()
+    assert (attend.device.type, attend.dtype) == ("cpu", torch.float16)
+    attend.set_deterministic(True, 7)
+    assert dict(attend.state_dict()) == {} and list(attend.parameters()) == []
+    attend.to("meta")
+    assert attend.device.type == "meta" and attend._stream is not None and attend._stream.device.type == "meta"
+    assert module(device="meta").device.type == "meta"
+    assert module().to(torch.bfloat16).dtype is torch.bfloat16
+
+
+def test_a_copy_has_a_stream_of_its_own() -> None:
+    attend = module(dropout=0.5)
+    attend.set_deterministic(True, 7)
+    attend(*qkv())
+    twin, thawed = copy.deepcopy(attend), pickle.loads(pickle.dumps(attend))
+    draws = [dropped(one) for one in (attend, twin, thawed)]
+    assert torch.equal(draws[0], draws[1]) and torch.equal(draws[0], draws[2])
+
+
+def test_it_compiles_in_one_graph_with_its_stream() -> None:
+    attend = module(dropout=0.5)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    outs = []
+    for call in (attend, compiled):
+        attend.set_deterministic(True, 7)
+        outs.append([call(*qkv()) for _ in range(2)])
+    assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
+    assert attend.last_method_used is None
+
+
+def test_it_says_what_computed() -> None:
+    attend = module()
+    assert attend.last_method_used is None
+    attend(*qkv())
+    assert attend.last_method_used == "eager"
+    dense = module(backend="reference")
+    dense(*qkv())
+    assert dense.last_method_used == "reference"
+    with force_backend("reference"):
+        attend(*qkv())
+    assert attend.last_method_used == "reference"
+    with torch.autocast("cpu", torch.bfloat16):
+        attend(*qkv())
+    assert attend._last is not None and attend._last.planned().problem.dtype is torch.bfloat16
+
+
+def test_triton_available_is_what_python_finds() -> None:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        assert not fused_online_attention.TRITON_AVAILABLE
+    else:
+        assert fused_online_attention.TRITON_AVAILABLE
+
+
+def test_the_factory_passes_everything_on() -> None:
+    attend = create_fused_online_attention(HEADS, DIM, dropout=0.25, scale=2.0)
+    assert (attend.num_heads, attend.head_dim, attend.dropout, attend.scale) == (HEADS, DIM, 0.25, 2.0)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False, "dropout_p": 0.5},
+        {"attention_mask": torch.ones(2, 6, dtype=torch.bool)},
+        {"attention_mask": torch.ones(2, 3, 6, dtype=torch.float16), "alibi_slopes": torch.ones(HEADS)},
+    ],
+    ids=["plain", "dropout", "mask", "bias and ALiBi"],
+)
+def test_the_plan_behind_it_is_that_of_the_call(options: dict[str, Any], grad: bool) -> None:
+    attend, tensors = module(scale=2.0), [t.requires_grad_(grad) for t in qkv(3, kv_heads=2, dtype=torch.bfloat16)]
+    attend(*tensors, **options)
+    options = dict(options)
+    mask = options.pop("attention_mask", None)
+    if mask is not None:
+        options |= {"bias": mask[:, None]} if mask.is_floating_point() else {"mask": mask[:, None, None]}
+    assert attend._last is not None
+    assert attend._last.planned() == explain(*tensors, scale=2.0, **{"causal": True, **options})
+
+
+# Tiles
+
+
+def test_tiles_mean_what_they_mean_in_the_config() -> None:
+    assert module(tile_size_q=128, tile_size_k=64).backend == "auto"
+    tiles = {"tile_size_q": 32, "num_warps": 8}
+    assert module(**tiles).backend == StreamAttentionConfig(**tiles).backend == "triton(block_m=32, num_warps=8)"
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter computes it on the CPU")
+def test_a_forced_tile_needs_triton() -> None:
+    with pytest.raises(UnsupportedProblem, match=r"'triton\(block_m=32\)' cannot .*(CUDA devices|not installed)"):
+        module(tile_size_q=32)(*qkv())
+
+
+# benchmark
+
+
+def test_benchmark_measures_what_it_says() -> None:
+    figures = module().benchmark(16, batch_size=2, warmup=1, iterations=3)
+    assert (figures["seq_len"], figures["batch_size"]) == (16, 2)
+    assert (figures["dtype"], figures["device"], figures["backend"]) == ("float32", "cpu", "eager")
+    flops = 2 * 2 * HEADS * 16 * 16 * (DIM + DIM) / 2  # causal
+    moved = 4 * (2 * 16 * HEADS * DIM) * 4  # query, key, value, output in fp32
+    assert figures["tflops"] * figures["time_ms"] == pytest.approx(flops * 1e3 / 1e12)
+    assert figures["bandwidth_gb_s"] * figures["time_ms"] == pytest.approx(moved * 1e3 / 1e9)
+
+
+def test_benchmark_leaves_the_random_numbers_alone() -> None:
+    state = torch.get_rng_state()
+    module().benchmark(4, warmup=0, iterations=1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_heads": 0}, "num_heads: expected at least 1; got 0"),
+        ({"head_dim": 2.0}, "head_dim: expected an int; got 2.0 (float)"),
+        ({"dropout": 1.0}, "dropout: expected a probability in [0, 1); got 1.0"),
+        ({"scale": float("nan")}, "scale: expected a finite number; got nan"),
+        ({"dtype": torch.int32}, "dtype: expected float16, bfloat16, float32 or float64; got torch.int32"),
+        ({"tile_size_q": 100}, "tile_size_q: expected one of 16"),
+        ({"tile_size_q": 32, "backend": "eager"}, "backend: expected 'auto' where tiles are forced; got 'eager'"),
+        ({"backend": "fast"}, "backend: expected one of 'auto'"),
+    ],
+    ids=str,
+)
+def test_bad_modules_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        FusedOnlineAttention(**{"num_heads": HEADS, "head_dim": DIM, **options})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "words"),
+    [
+        (qkv()[:2], {"value": None}, "value: expected a torch.Tensor"),
+        ([t[..., :2, :] for t in qkv()], {}, "query: expected [B, Tq, num_heads=4, head_dim=8]; got [2, 6, 2, 8]"),
+        ([t[..., :4] for t in qkv()], {}, "query: expected [B, Tq, num_heads=4, head_dim=8]"),
+        (qkv(kv_heads=3), {}, "key: expected heads that divide num_heads=4; got [2, 6, 3, 8]"),
+        ([t[0] for t in qkv()], {}, "query: expected four dims [B, T, H, D]; got [6, 4, 8]"),
+        (qkv(), {"attention_mask": [True]}, "attention_mask: expected a torch.Tensor or None; got list"),
+        (qkv(), {"attention_mask": torch.ones(6, 6)}, "One mask for the whole batch is attention_mask[None]"),
+        (qkv(), {"attention_mask": torch.ones(2, 5)}, "attention_mask: expected [B, Tk] = [2, 6]"),
+        (qkv(), {"attention_mask": torch.ones(6)}, "attention_mask: expected [B, Tk] = [2, 6]"),
+        (qkv(), {"attention_mask": torch.full((2, 6), -10000)}, "attention_mask: expected integers 0 and 1"),
+        (qkv(), {"attention_mask": torch.ones(2, 6, dtype=torch.complex64)}, "attention_mask: expected bool, integer"),
+        (qkv(), {"attention_mask": torch.ones(2, 6, device="meta")}, "attention_mask: expected the query's device cpu"),
+        (qkv(), {"dropout_p": 1.0}, "dropout_p: expected a probability in [0, 1); got 1.0"),
+        (qkv(), {"alibi_slopes": torch.ones(3)}, "alibi_slopes: expected shape [Hq=4]"),
+    ],
+)
+def test_bad_calls_are_refused(tensors: list[Tensor], options: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        module()(*tensors, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((1,), "enabled: expected a bool; got 1"),
+        ((True, 1.5), "seed: expected an int or None; got 1.5"),
+        ((True, 1 << 63), "seed: expected an int of 64 bits"),
+        ((False, 3), "seed: expected None with enabled=False; got 3"),
+    ],
+    ids=str,
+)
+def test_bad_streams_are_refused(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        module().set_deterministic(*arguments)
+
+
+@pytest.mark.parametrize("options", [{"seq_len": 0}, {"iterations": 0}, {"warmup": -1}, {"batch_size": 1.5}], ids=str)
+def test_bad_benchmarks_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{next(iter(options))}: expected"):
+        module().benchmark(**{"seq_len": 8, **options})

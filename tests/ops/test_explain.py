@@ -1,0 +1,114 @@
+"""explain(): what a call would do, in words, without doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from stream_attention import UnsupportedProblem, attention, device, explain
+from stream_attention.kernels import eager
+from stream_attention.ops.explain import problems_of_call
+from stream_attention.plan import plan
+
+
+def qkv(**options: Any) -> list[Tensor]:
+    return [torch.zeros(1, 8, 2, 4, **options) for _ in range(3)]
+
+
+# What it prints
+
+
+def test_explain_prints_the_plan_it_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = explain(*qkv(), causal=True)
+    assert planned == plan(planned.problem)
+    assert capsys.readouterr().out == f"{planned}\n"
+
+
+@pytest.mark.parametrize(
+    ("return_lse", "heading"),
+    [(False, "of the same call"), (True, "of the same call, with a gradient through the LSE")],
+)
+def test_explain_prints_the_backward_where_a_gradient_is_wanted(
+    return_lse: bool, heading: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = explain(*qkv(requires_grad=True), causal=True, return_lse=return_lse)
+    printed = capsys.readouterr().out
+    backward = plan(planned.problem._replace(backward=True, lse_grad=return_lse))
+    assert printed == "\n".join([str(planned), f"backward  {heading}", *str(backward).splitlines()[1:], ""])
+    assert printed.count("Tq=8") == 1  # one call, one problem
+    assert not planned.problem.backward
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors in this block may be on a GPU that is not there: they have no data."""
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    device._facts.cache_clear()
+    with FakeTensorMode():
+        yield
+    device._facts.cache_clear()
+
+
+@pytest.mark.usefixtures("h200")
+def test_explain_shows_triton_forward_and_backward_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    tensors = [torch.empty(4, 4096, 16, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)]
+    planned = explain(*tensors, causal=True)
+    forward, its_config, backward, backward_config = capsys.readouterr().out.splitlines()
+    assert planned.backend == "triton"
+    assert forward.startswith("forward   dense B=4 Tq=4096") and backward.startswith("backward  of the same call")
+    assert its_config.startswith("backend   triton: tiles of ")
+    assert backward_config.startswith("backend   triton: dQ in tiles of ") and "; dK and dV in tiles" in backward_config
+
+
+def test_explain_takes_packed_sequences() -> None:
+    offsets = torch.tensor([0, 3, 8])
+    planned = explain(*(t[0] for t in qkv()), cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    assert planned.problem.packed and (planned.problem.batch, planned.problem.q_len) == (2, 5)
+
+
+# What it does not do
+
+
+def test_explain_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(eager, "forward", lambda *args: calls.append(args))
+    explain(*qkv(requires_grad=True), softcap=3.0)
+    assert calls == []
+
+
+def test_tensors_without_data_pose_the_problem_of_those_with() -> None:
+    options: dict[str, Any] = {"causal": True, "window": (3, 3), "dropout_p": 0.1, "return_lse": True}
+    (forward, backward), backend = problems_of_call(*qkv(requires_grad=True), **options, backend="eager")
+    elsewhere, _ = problems_of_call(*qkv(requires_grad=True, device="meta"), **options)
+    assert backend == "eager" and backward == forward._replace(backward=True, lse_grad=True)
+    assert [one._replace(device=torch.device("cpu")) for one in elsewhere] == [forward, backward]
+    with torch.no_grad():
+        assert problems_of_call(*qkv(requires_grad=True), **options)[0] == [forward]
+
+
+# Refusals
+
+
+def test_explain_raises_what_the_call_would() -> None:
+    with pytest.raises(ValueError, match="softcap"):
+        explain(*qkv(), softcap=-1.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'casual'"):
+        explain(*qkv(), casual=True)
+
+
+def test_a_plan_that_is_refused_is_not_half_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for refusing in (explain, attention):
+        with pytest.raises(UnsupportedProblem, match="backend 'triton' cannot do this problem"):
+            refusing(*qkv(requires_grad=True), backend="triton")
+    assert capsys.readouterr().out == ""
