@@ -46,6 +46,16 @@ def test_one_query_against_many_keys() -> None:
     assert torch.equal(attention(query, key, value), first)
 
 
+@pytest.mark.parametrize("lengths", [(300, 300), (1, 9000)], ids=["whole", "split"])
+def test_what_is_remembered_keeps_no_memory(lengths: tuple[int, int]) -> None:
+    attention(*torch.randn(3, 1, 8, 2, 64, device="cuda").bfloat16().unbind())  # whatever the first call ever keeps
+    before = torch.cuda.memory_allocated()
+    query, (_, key, value) = tensors(T=lengths[0])[0], tensors(T=lengths[1])
+    attention(query, key, value)
+    del query, _, key, value
+    assert len(recall._known) == 2 and torch.cuda.memory_allocated() == before
+
+
 def test_it_runs_in_the_current_stream() -> None:
     q, k, v = tensors()
     expected = attention(q, k, v)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -71,6 +73,17 @@ def test_strided_views_are_read_where_they_lie() -> None:
     again = attention(*views, backend="triton")
     assert len(recall._known) == 1 and not torch.equal(first, again)
     assert torch.equal(again, ordinary(*views)[0])
+
+
+@pytest.mark.parametrize("lengths", [(20, 20), (1, 600)], ids=["whole", "split"])
+def test_what_is_remembered_keeps_no_tensor_alive(lengths: tuple[int, int]) -> None:
+    qkv = tensors(*lengths)
+    out, lse = attention(*qkv, return_lse=True, backend="triton")
+    watched = [weakref.ref(t) for t in (*qkv, out, lse)]
+    assert len(recall._known) == 1
+    del qkv, out, lse
+    gc.collect()
+    assert [reference() for reference in watched] == [None] * 5
 
 
 def test_results_are_fresh_memory_each_time() -> None:

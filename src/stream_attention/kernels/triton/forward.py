@@ -343,10 +343,10 @@ def repeat(
     problem: Problem, inputs: Inputs, config: TritonConfig, out: Tensor, lse: Tensor
 ) -> Callable[[Tensor, Tensor, Tensor, bool], Any]:
     """A plain call that was computed, as a function of a query, key and value of the same layout and of whether the LSE
-    is returned too. `out` and `lse` are that call's results."""
+    is returned too. `out` and `lse` are that call's results. Keeps none of the tensors."""
 
     def compute(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> Any:
-        results = forward(problem, inputs._replace(query=query, key=key, value=value), config)
+        results = forward(problem, Inputs(query, key, value), config)
         return results if return_lse else results[0]
 
     if config.num_splits > 1 or problem.empty:
