@@ -56,6 +56,7 @@ test-gpu: ## run the GPU tests with PYTHON's own torch and triton; installs noth
 
 .PHONY: bench-cpu
 bench-cpu: $(STAMP) ## measure this machine's CPU, some minutes, and keep the figures in out/cpu.json
+	@mkdir -p out
 	$(BIN)/python -m stream_attention.cli.benchmark --device cpu --suite cpu --out out/cpu.json
 
 .PHONY: venv

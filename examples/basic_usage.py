@@ -17,15 +17,25 @@ from stream_attention import (
     explain,
     merge_states,
 )
+from stream_attention.cli.values import count, device
+
+SHORTEST = 16  # some of it is cached, and half of it padding
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--length", type=count, default=1024, help="tokens of a sequence; default 1024")
+    parser.add_argument("--heads", type=count, default=8, help="default 8")
+    parser.add_argument("--dim", type=count, default=64, help="of a head; default 64")
+    parser.add_argument(
+        "--device",
+        type=device,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda or cuda:N; default: cuda if there is one",
+    )
     options = parser.parse_args()
+    if options.length < SHORTEST:
+        parser.error(f"--length: expected at least {SHORTEST}; got {options.length}")
     torch.manual_seed(0)
 
     config = StreamAttentionConfig(num_heads=options.heads, head_dim=options.dim)

@@ -1,7 +1,11 @@
-"""make demo: exact attention on this machine's CPU, checked against fp64, timed beside torch, drawn in out/demo.png."""
+"""make demo: exact attention on this machine's CPU, checked against fp64, timed beside torch, drawn in out/demo.png.
+
+python examples/demo.py [--out out/demo.png]
+"""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +46,9 @@ CASES = {
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=picture, default=PICTURE, metavar="FILE", help=f"the picture; default {PICTURE}")
+    options = parser.parse_args()
     torch.manual_seed(0)
     print("1. One call: causal, 8 query heads on 2 KV heads, ALiBi, dropout; forward and backward.\n")
     query = torch.randn(1, 1024, 8, 64, requires_grad=True)
@@ -79,8 +86,15 @@ def main() -> None:
             one = grow(length, dtype)
             measured[name].append(one)
             show(f"{length} {name}", f"{one.error:.1e}", f"{one.dense_error:.1e}", mib(one.bytes), mib(one.dense_bytes))
-    draw(measured)
+    draw(measured, options.out)
     print("Next: `make test` tests it, `make bench-cpu` measures this machine, docs/api.md says what else it takes.")
+
+
+def picture(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that is there; got {text!r}")
+    return path
 
 
 class Growth(NamedTuple):
@@ -137,7 +151,7 @@ def best_ms(call: Callable[[], object], repeats: int = 7) -> float:
     return min(once() for _ in range(repeats))
 
 
-def draw(measured: dict[str, list[Growth]]) -> None:
+def draw(measured: dict[str, list[Growth]], path: Path) -> None:
     """Two panels over the length: error against fp64, and peak memory."""
     try:
         import matplotlib
@@ -185,9 +199,9 @@ def draw(measured: dict[str, list[Growth]]) -> None:
         axes.grid(True, which="major", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"attention(causal=True, alibi_slopes=...), one head of 64, CPU, torch {torch.__version__}")
-    PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE, dpi=130)
-    print(f"\nThe picture: {PICTURE}")
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=130)
+    print(f"\nThe picture: {path}")
 
 
 def mib(size: int) -> str:

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from stream_attention import StreamAttention, StreamAttentionConfig, StreamMultiheadAttention
+from stream_attention.cli.values import count, device
+
+PADDING = 5  # tokens at the end of every sequence
 
 
 class Block(nn.Module):
@@ -34,27 +37,40 @@ class Block(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--embed", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=10, help="of the timing")
-    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the block too")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--length", type=count, default=512, help="tokens of a sequence; default 512")
+    parser.add_argument("--batch", type=count, default=2, help="sequences; default 2")
+    parser.add_argument("--embed", type=count, default=256, help="features of a token; default 256")
+    parser.add_argument("--heads", type=count, default=4, help="which divide the features; default 4")
+    parser.add_argument("--rounds", type=count, default=10, help="of the timing; default 10")
+    parser.add_argument(
+        "--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the block too; default inductor"
+    )
+    parser.add_argument(
+        "--device",
+        type=device,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda or cuda:N; default: cuda if there is one",
+    )
     options = parser.parse_args()
+    if options.embed % options.heads:
+        parser.error(f"--heads: expected a divisor of --embed {options.embed}; got {options.heads}")
+    if options.length <= PADDING:
+        parser.error(f"--length: expected more than the {PADDING} tokens of padding; got {options.length}")
+    if options.compile not in (None, *torch.compiler.list_backends(exclude_tags=())):
+        parser.error(f"--compile: expected a backend of torch.compile; got {options.compile!r}")
     torch.manual_seed(0)
     x = torch.randn(options.batch, options.length, options.embed, device=options.device)
-    padding = torch.arange(options.length, device=options.device).expand(options.batch, -1) >= options.length - 5
+    padding = torch.arange(options.length, device=options.device).expand(options.batch, -1) >= options.length - PADDING
 
     print("1. A stock nn.TransformerEncoder, and a copy with its attention replaced and its weights kept.")
     layer = nn.TransformerEncoderLayer(options.embed, options.heads, 4 * options.embed, dropout=0.0, batch_first=True)
     stock = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False).to(options.device)
     ours = copy.deepcopy(stock)
-    count = StreamAttention.replace_attention_in_model(ours, "self_attn")
+    replaced = StreamAttention.replace_attention_in_model(ours, "self_attn")
     # In training mode: after eval() the stock layer asks no attention module, but a fused path of its own, unless
     # torch.backends.mha.set_fastpath_enabled(False).
     expected, found = (model(x, src_key_padding_mask=padding) for model in (stock, ours))
-    print(f"   {count} modules replaced; largest difference of the outputs {difference(found, expected):.1e}")
+    print(f"   {replaced} modules replaced; largest difference of the outputs {difference(found, expected):.1e}")
     assert stock.state_dict().keys() == ours.state_dict().keys()
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stream_attention import attention
+from stream_attention.cli.values import count, device
 
 
 class Block(nn.Module):
@@ -90,16 +91,20 @@ def train(attends: bool, options: argparse.Namespace) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--pairs", type=int, default=8, help="pairs to remember; keys and values are of twice as many kinds"
+        "--pairs", type=count, default=8, help="pairs to remember, of twice as many kinds of keys and values; default 8"
     )
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=count, default=300, help="of each training; default 300")
+    parser.add_argument("--batch", type=count, default=64, help="sequences of a step; default 64")
+    parser.add_argument("--dim", type=count, default=64, help="features of a token; default 64")
+    parser.add_argument("--heads", type=count, default=4, help="which divide the features; default 4")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate at its peak; default 0.003")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and sequences; default 0")
+    parser.add_argument("--device", type=device, default="cpu", help="cpu, the default, cuda or cuda:N")
     options = parser.parse_args()
+    if options.dim % options.heads:
+        parser.error(f"--heads: expected a divisor of --dim {options.dim}; got {options.heads}")
+    if not options.lr > 0:
+        parser.error(f"--lr: expected more than 0; got {options.lr:g}")
     chance = 1 / (2 * options.pairs)
     print(f"With attention (chance is {chance:.3f}):")
     accuracy = train(True, options)

@@ -9,22 +9,28 @@ import runpy
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from _pytest.capture import CaptureResult
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
-WITH_FLAGS = [name for name in EXAMPLES if name != "demo.py"]  # `make demo` takes none, and is not small
 
 
-def run(name: str, *flags: str) -> str:
-    """What an example prints, from a process of its own with one thread."""
+def ended(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """An example that ran in a process of its own with one thread."""
     paths = os.pathsep.join([str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     env = {**os.environ, "PYTHONPATH": paths.rstrip(os.pathsep), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "examples" / name), *flags]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{shlex.join(command)}:\n{done.stdout}\n{done.stderr}"
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def run(name: str, *flags: str) -> str:
+    """What an example prints that ends well."""
+    done = ended(name, *flags)
+    assert done.returncode == 0, f"{shlex.join(done.args)}:\n{done.stdout}\n{done.stderr}"
     assert done.stderr == ""
     return done.stdout
 
@@ -76,25 +82,32 @@ def test_training_says_when_it_did_not_converge(
 
 @pytest.mark.parametrize("window", ["0", "64"])
 def test_long_context_runs_what_fits_in_memory_that_grows_with_the_length(window: str) -> None:
-    lengths = ("512", "2048", "4096", str(1 << 24))
+    lengths = ("2048", "8192", "16384", str(1 << 40))
     flags = ("--lengths", *lengths, "--budget-seconds", "60", "--window", window, "--dim", "16", "--device", "cpu")
     printed = run("long_context_example.py", *flags)
-    plan, measured = printed.split("The plan of the longest:")
-    verdicts = dict(re.findall(r"^ +(\d+) .*?(run|skip: [a-z ]+)$", plan, re.MULTILINE))
-    assert [verdicts[length] for length in lengths[:3]] == ["run"] * 3
-    assert verdicts[lengths[3]].startswith("skip") if window == "0" else lengths[3] in verdicts
-    rows = re.findall(r"^ +(\d+) +\S+ s +\S+ \w+ +(\d+) +(\S+)$", measured, re.MULTILINE)
-    assert [length for length, _, _ in rows][:3] == list(lengths[:3])
-    (_, before), (_, after) = [(int(length), int(length) * int(count)) for length, count, _ in rows[1:3]]
-    # Eight tensors of 16 floats are 512 bytes per token, and tiles come once; a matrix would add 4 bytes per pair.
-    assert 512 <= (after - before) / 2048 < 1024
+    rows = re.findall(r"^ +(\d+) .*\| +\S+ s +\S+ \w+ +(\d+) +(\S+)$", printed, re.MULTILINE)
+    assert tuple(length for length, _, _ in rows) == lengths[:3]
+    assert re.search(rf"^ *{lengths[3]} .*\| skipped: not in memory$", printed, re.MULTILINE)
+    # Of the process itself: eight tensors of 16 floats are 8 MiB at 16k tokens, and a matrix would be 1 GiB.
+    peaks = [int(length) * int(count) for length, count, _ in rows]
+    assert peaks == sorted(peaks) and 8 << 20 <= peaks[2] < 256 << 20
     assert max(float(error) for _, _, error in rows) < 1e-5
+    assert printed.partition("How the longest ran:")[2].startswith("\nforward   dense B=1 Tq=16384 ")
+
+
+def test_long_context_ends_when_its_budget_is_spent() -> None:
+    began = time.perf_counter()
+    done = ended("long_context_example.py", "--budget-seconds", "0.001", "--device", "cpu")
+    assert done.returncode == 1 and done.stdout == "broken off: the budget is spent\n"
+    assert done.stderr == "nothing fits; give --budget-seconds more, or --lengths less\n"
+    printed = run("long_context_example.py", "--budget-seconds", "4", "--device", "cpu", "--dim", "16")
+    assert "s are left of the budget" in printed and time.perf_counter() - began < 60
 
 
 # How they are started
 
 
-@pytest.mark.parametrize("name", WITH_FLAGS)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_says_how_it_is_started(name: str) -> None:
     source = (ROOT / "examples" / name).read_text()
     docstring = ast.get_docstring(ast.parse(source), clean=False) or ""
@@ -106,7 +119,64 @@ def test_an_example_says_how_it_is_started(name: str) -> None:
 
 def test_every_example_has_a_test_here() -> None:
     tested = Path(__file__).read_text()
-    assert [name for name in WITH_FLAGS if f'"{name}"' not in tested] == []
+    assert [name for name in EXAMPLES if f'"{name}"' not in tested] == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_help_explains_every_flag_and_runs_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = refused(name, ["--help"], 0, monkeypatch, capsys).out
+    source = (ROOT / "examples" / name).read_text()
+    for flag in re.findall(r'add_argument\(\s*"(--[\w-]+)"', source):
+        assert re.search(rf"^  {flag}( .*)?(  |\n {{10,}})[a-z]", shown, re.MULTILINE), f"{flag} has no help"
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "words"),
+    [
+        ("demo.py", "--out nowhere/at/all.png", "--out: expected a file in a folder that is there; got 'nowhere/at"),
+        ("basic_usage.py", "--length 0", "--length: expected a number of at least 1; got '0'"),
+        ("basic_usage.py", "--length 3", "--length: expected at least 16; got 3"),
+        ("basic_usage.py", "--device tpu", "--device: expected cpu, cuda or cuda:N; got 'tpu'"),
+        ("basic_usage.py", "--device cuda:99", "--device: torch finds "),
+        ("integration_example.py", "--heads 3", "--heads: expected a divisor of --embed 256; got 3"),
+        ("integration_example.py", "--length 5", "--length: expected more than the 5 tokens of padding; got 5"),
+        ("integration_example.py", "--compile fast", "--compile: expected a backend of torch.compile; got 'fast'"),
+        ("train_transformer_block.py", "--steps 0", "--steps: expected a number of at least 1; got '0'"),
+        ("train_transformer_block.py", "--heads 3", "--heads: expected a divisor of --dim 64; got 3"),
+        ("train_transformer_block.py", "--lr 0", "--lr: expected more than 0; got 0"),
+        ("long_context_example.py", "--lengths 64 0", "--lengths: expected a number of at least 1; got '0'"),
+        ("long_context_example.py", "--budget-seconds 0", "--budget-seconds: expected more than 0 seconds; got 0"),
+        ("long_context_example.py", "--window=-1", "--window: expected a number of at least 0; got '-1'"),
+    ],
+)
+def test_what_an_example_cannot_do_is_refused_in_a_line(
+    name: str, flags: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(name, flags.split(), 2, monkeypatch, capsys)
+    assert words in said.err.splitlines()[-1] and said.out == ""
+
+
+def refused(
+    name: str, flags: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> CaptureResult[str]:
+    """What an example says that ends before it begins."""
+    monkeypatch.setattr(sys, "argv", [name, *flags])
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    assert left.value.code == code
+    return capsys.readouterr()
+
+
+def test_the_demo_draws_where_it_is_told(tmp_path: Path) -> None:
+    """The whole of `make demo` takes a minute; its drawing does not."""
+    pytest.importorskip("matplotlib")
+    demo = runpy.run_path(str(ROOT / "examples" / "demo.py"))
+    rows = [demo["Growth"](length, 1e-6, 2e-6, 1 << 20, 1 << 24) for length in demo["LENGTHS"]]
+    demo["draw"]({"fp32": rows, "bf16": rows}, tmp_path / "new" / "demo.png")
+    assert (tmp_path / "new" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
 # The Dockerfile

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from stream_attention import Plan, UnsupportedProblem, attention, explain, force_backend
+from stream_attention import Plan, UnsupportedProblem, attention, backends, explain, force_backend
 from stream_attention.backends import AUTO, BACKENDS, BY_NAME
 from stream_attention.plan import plan, requested, spell
 from stream_attention.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
@@ -32,6 +33,11 @@ def problem(**facts: Any) -> Problem:
         "scale": 32**-0.5,
     }
     return Problem(**{**plain, **facts})
+
+
+def on_h200(**facts: Any) -> Problem:
+    there = {"device": torch.device("cuda"), "arch": 90, "processors": 132, "dtype": torch.float16}
+    return problem(**{"q_len": 4096, "k_len": 4096, **there, **facts})
 
 
 def qkv(q_len: int = 8, k_len: int = 8, **options: Any) -> list[Tensor]:
@@ -70,12 +76,14 @@ def test_auto_is_the_first_backend_with_nothing_against_it(facts: dict[str, Any]
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_on_a_gpu_auto_is_triton_forward_and_backward(dtype: torch.dtype, facts: dict[str, Any]) -> None:
+def test_on_a_gpu_auto_is_triton_forward_and_backward_where_gluon_cannot(
+    dtype: torch.dtype, facts: dict[str, Any]
+) -> None:
     pytest.importorskip("triton")
     there: dict[str, Any] = {"device": torch.device("cuda"), "arch": 90, "processors": 132, "dtype": dtype}
     for backward in (False, True):
-        planned = plan(problem(**there | facts, backward=backward))
-        assert planned.backend == "triton" and planned.passed_over == ()
+        planned = plan(problem(**there | facts, backward=backward))  # head dims of 32
+        assert planned.backend == "triton" and [name for name, _ in planned.passed_over] == ["gluon"]
         assert planned.config == BY_NAME["triton"].configure(planned.problem)
 
 
@@ -93,6 +101,95 @@ def test_a_named_backend_that_cannot_raises_its_reasons() -> None:
     with pytest.raises(UnsupportedProblem, match=r"'reference' cannot .*Tq=64.*: it computes whole calls"):
         plan(problem(partial=True), "reference")
     assert issubclass(UnsupportedProblem, ValueError)
+
+
+# Gluon, on Hopper
+
+
+def large(**facts: Any) -> Problem:
+    """What Gluon is preferred for: many queries in bf16 on an H200."""
+    dims = {"head_dim": 128, "value_dim": 128, "q_heads": 16, "kv_heads": 16}
+    return on_h200(**{"dtype": torch.bfloat16, **dims, **facts})
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"dtype": torch.float16, "right": 0}, id="fp16, causal"),
+        pytest.param({"head_dim": 64, "value_dim": 64}, id="D=64"),
+        pytest.param({"head_dim": 40, "value_dim": 40}, id="D=40, the least"),
+        pytest.param({"head_dim": 256, "value_dim": 256}, id="D=256"),
+        pytest.param({"head_dim": 192, "value_dim": 128}, id="values narrower than keys"),
+        pytest.param({"kv_heads": 2}, id="grouped heads"),
+        pytest.param({"packed": True}, id="packed"),
+        pytest.param({"partial": True}, id="a shard"),
+        pytest.param({"dropout_p": 0.1, "left": 100, "alibi": True, "sink": True, "softcap": 20.0}, id="features"),
+    ],
+)
+def test_a_large_problem_on_hopper_goes_to_gluon_and_its_backward_to_triton(facts: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    planned = plan(large(**facts))
+    assert planned.backend == "gluon" and planned.passed_over == ()
+    assert planned.config == BY_NAME["gluon"].configure(planned.problem)
+    backward = plan(large(**facts, backward=True))
+    assert backward.backend == "triton"
+    assert backward.passed_over == (("gluon", ("it has no backward yet; Triton's takes its LSE",)),)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"arch": 80}, "it is for Hopper, compute capability 9.0, not 8.0"),
+        ({"arch": 100}, "it is for Hopper, compute capability 9.0, not 10.0"),
+        ({"device": torch.device("cpu")}, "it runs on CUDA devices, not on cpu"),
+        ({"backward": True}, "it has no backward yet; Triton's takes its LSE"),
+        ({"dtype": torch.float32}, "it multiplies float16 and bfloat16"),
+        ({"q_start": 1 << 30}, "it counts positions in 32 bits, up to 2**30"),
+        ({"head_dim": 32, "value_dim": 32}, "from 40 to 256, or values of 72 to 128 beside 136 to 256, not (32, 32)"),
+        ({"head_dim": 100, "value_dim": 100}, "equal multiples of 8 from 40 to 256"),
+        ({"head_dim": 264, "value_dim": 264}, "equal multiples of 8 from 40 to 256"),
+        ({"value_dim": 64}, "equal multiples of 8 from 40 to 256"),
+        ({"mask": True}, "masks and biases are read by the Triton kernel"),
+        ({"bias": torch.float32}, "masks and biases are read by the Triton kernel"),
+        ({"q_stride": 2}, "it takes positions one after another"),
+        ({"k_stride": 2}, "it takes positions one after another"),
+        ({"addressable": False}, "TMA reads rows that start on 16 bytes"),
+        ({"batch": 0}, "there is nothing to compute"),
+    ],
+    ids=str,
+)
+def test_why_gluon_cannot(facts: dict[str, Any], reason: str) -> None:
+    pytest.importorskip("triton")
+    reasons = BY_NAME["gluon"].why_not(large(**facts))
+    assert len(reasons) == 1 and reason in reasons[0]
+    with pytest.raises(UnsupportedProblem, match=re.escape(reason)):
+        plan(large(**facts), "gluon")
+
+
+def test_gluon_wants_triton_in_the_version_it_was_run_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = pytest.importorskip("triton").__version__
+    monkeypatch.setattr(backends, "TESTED_TRITON", "2.0")
+    assert BY_NAME["gluon"].why_not(large()) == (f"it was run with Triton 2.0 alone, not {version}",)
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
+    assert BY_NAME["gluon"].why_not(large()) == ("Triton is not installed",)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"q_len": 1, "k_len": 65536}, "few queries against many keys are split by the Triton kernel"),
+        ({"q_len": 512, "k_len": 512, "batch": 1}, "the call is so short that the host decides"),
+    ],
+    ids=str,
+)
+def test_what_gluon_computes_only_when_it_is_named(facts: dict[str, Any], reason: str) -> None:
+    pytest.importorskip("triton")
+    by_itself = plan(large(**facts))
+    ((passed_over, reasons),) = by_itself.passed_over
+    assert by_itself.backend == "triton" and passed_over == "gluon"
+    assert len(reasons) == 1 and reason in reasons[0]
+    assert plan(large(**facts), "gluon").backend == "gluon"
 
 
 # How eager computes it
@@ -159,7 +256,7 @@ def test_packed_sequences_are_planned_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("empty", ["batch", "q_len", "k_len"])
-def test_an_empty_problem_has_a_plan_on_every_backend(empty: str) -> None:
+def test_an_empty_problem_has_a_plan(empty: str) -> None:
     facts = {"device": torch.device("cuda"), "arch": 90, "processors": 132, "q_len": 1, "k_len": 8192, empty: 0}
     for backend in ("auto", "triton", "eager", "reference"):
         assert plan(problem(**facts), backend).config
@@ -316,14 +413,9 @@ def test_an_unknown_backend_is_refused_with_the_names_there_are(use: Any) -> Non
 # Forcing a configuration
 
 
-def on_h200(**facts: Any) -> Problem:
-    there = {"device": torch.device("cuda"), "arch": 90, "processors": 132, "dtype": torch.float16}
-    return problem(**{"q_len": 4096, "k_len": 4096, **there, **facts})
-
-
 def test_what_is_forced_is_taken_and_the_rest_stays_planned() -> None:
     pytest.importorskip("triton")
-    by_table = plan(on_h200()).config
+    by_table = plan(on_h200(), "triton").config
     planned = plan(on_h200(), "triton(block_m=32, num_stages=1)")
     assert planned.backend == "triton"
     assert planned.config == by_table._replace(block_m=32, num_stages=1) != by_table
@@ -367,11 +459,14 @@ def test_spelling_and_reading_are_inverse() -> None:
         ("triton(64)", "name=value once"),
         ("triton()", "name=value once"),
         ("triton(block_m=48)", "one of 16, 32, 64, 128, 256 for block_m; got '48'"),
+        ("triton(block_m=064)", "one of 16, 32, 64, 128, 256 for block_m; got '064'"),
+        ("triton(block_m=\uff16\uff14)", "one of 16, 32, 64, 128, 256 for block_m; got"),  # full-width digits
         ("triton(num_warps=x)", "one of 1, 2, 4, 8, 16 for num_warps; got 'x'"),
         ("triton(block_m=64", "a closing bracket"),
         ("eager(block_m=64)", "'eager' alone, which has no configuration to force"),
-        ("cuda(block_m=64)", "one of 'auto', 'triton'"),
-        ("auto(block_m=64)", "one of 'auto', 'triton'"),
+        ("gluon(warpgroups=3)", "'gluon' alone, which has no configuration to force"),
+        ("cuda(block_m=64)", "one of 'auto', 'gluon', 'triton'"),
+        ("auto(block_m=64)", "one of 'auto', 'gluon', 'triton'"),
     ],
 )
 def test_a_configuration_that_is_none_is_refused(asked: str, words: str) -> None:

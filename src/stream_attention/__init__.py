@@ -1,5 +1,8 @@
 """StreamAttention: exact attention for PyTorch in one streaming pass over K/V, O(N) memory, forward and backward."""
 
+import sys
+from typing import TYPE_CHECKING
+
 from .core import (
     FlashAttentionV3,
     FusedOnlineAttention,
@@ -34,3 +37,25 @@ __all__ = [
     "merge_states",
     "varlen_attention",
 ]
+
+_LATER = {
+    "RingAttention": "attention over several devices",
+    "StarAttention": "attention over several devices",
+    "create_kv_compressor": "KV compression",
+    "decode_attention": "paged and quantized caches; attention() splits few queries over many keys by itself",
+    "gradient_checkpoint_sequential": "torch.utils.checkpoint.checkpoint_sequential is torch's own",
+    "MemoryProfiler": "torch.cuda.memory_stats() is torch's own",
+    "ring_attention": "attention over several devices",
+}
+"""Names that the documentation of earlier systems has, and what to know until they are here."""
+
+if not TYPE_CHECKING:  # to a type checker they do not exist
+
+    def __getattr__(name: str) -> None:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # An AttributeError, or hasattr would raise. But `from stream_attention import name` hides its message, so the
+        # import machinery, whose frame asks, gets the ImportError that it would make of it.
+        importing = sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
+        error = ImportError if importing else AttributeError
+        raise error(f"stream_attention.{name} is not in version {__version__} yet ({_LATER[name]})")

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import torch
 
 from .problem import Problem
 from .tuning import eager as eager_tuning
+from .tuning import gluon as gluon_tuning
 from .tuning import triton as triton_tuning
 
 
@@ -37,6 +39,55 @@ class Backend(NamedTuple):
 @cache
 def _import(module: str) -> ModuleType:
     return import_module(module, __package__)
+
+
+TESTED_TRITON = "3.6"
+"""The Triton with which the Gluon kernels were run. Gluon is experimental, and others may read a kernel otherwise."""
+
+
+def _gluon_why_not(problem: Problem) -> tuple[str, ...]:
+    if find_spec("triton") is None:
+        return ("Triton is not installed",)
+    dims = (problem.head_dim, problem.value_dim)
+    widths = gluon_tuning.tile_widths(problem)
+    reasons = (
+        (problem.device.type != "cuda", f"it runs on CUDA devices, not on {problem.device.type}"),
+        (
+            problem.device.type == "cuda" and problem.arch != 90,
+            f"it is for Hopper, compute capability 9.0, not {problem.arch / 10}",
+        ),
+        (not _triton_is_tested(), f"it was run with Triton {TESTED_TRITON} alone, not {_triton_version()}"),
+        (problem.backward, "it has no backward yet; Triton's takes its LSE"),
+        (problem.dtype not in (torch.float16, torch.bfloat16), "it multiplies float16 and bfloat16"),
+        (problem.last_position >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
+        (
+            any(dim % 8 or not 32 < dim <= 256 for dim in dims) or widths not in gluon_tuning.WIDTHS,
+            "it takes head dims that are equal multiples of 8 from 40 to 256, or values of 72 to 128 beside "
+            f"136 to 256, not {dims}",
+        ),
+        (problem.mask or problem.bias is not None, "masks and biases are read by the Triton kernel"),
+        (problem.q_stride != 1 or problem.k_stride != 1, "it takes positions one after another"),
+        (not problem.addressable, "TMA reads rows that start on 16 bytes and lie a multiple of 16 bytes apart"),
+        (problem.empty, "there is nothing to compute"),
+    )
+    return tuple(reason for applies, reason in reasons if applies)
+
+
+def _gluon_why_named_only(problem: Problem) -> tuple[str, ...]:
+    if triton_tuning.few_queries(problem):
+        return ("few queries against many keys are split by the Triton kernel",)
+    if gluon_tuning.short(problem):
+        return ("the call is so short that the host decides, which has less to do for the Triton kernel",)
+    return ()
+
+
+@cache
+def _triton_version() -> str:
+    return version("triton")
+
+
+def _triton_is_tested() -> bool:
+    return _triton_version().split(".")[:2] == TESTED_TRITON.split(".")
 
 
 def _triton_why_not(problem: Problem) -> tuple[str, ...]:
@@ -79,6 +130,7 @@ def _reference_why_not(problem: Problem) -> tuple[str, ...]:
 
 
 BACKENDS: tuple[Backend, ...] = (
+    Backend("gluon", ".kernels.gluon", _gluon_why_not, gluon_tuning.configure, _gluon_why_named_only),
     Backend(
         "triton",
         ".kernels.triton",

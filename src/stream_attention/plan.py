@@ -125,9 +125,9 @@ def _parse(backend: str) -> tuple[str, tuple[tuple[str, int], ...]] | None:
         field, equals, number = (piece.strip() for piece in pair.partition("="))
         if not equals or field not in legal or field in forced:
             raise ValueError(f"backend: expected name=value once for any of {_listed(legal)}; got {backend!r}")
-        if not number.isdecimal() or int(number) not in legal[field]:
-            values = ", ".join(str(value) for value in legal[field])
-            raise ValueError(f"backend: expected one of {values} for {field}; got {number!r} in {backend!r}")
+        values = [str(value) for value in legal[field]]
+        if number not in values:
+            raise ValueError(f"backend: expected one of {', '.join(values)} for {field}; got {number!r} in {backend!r}")
         forced[field] = int(number)
     return name, tuple(forced.items())
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .device import arch, processors
 
@@ -86,6 +87,7 @@ class Problem(NamedTuple):
     device: torch.device
     arch: int = 0  # compute capability of a CUDA device: 90 is 9.0
     processors: int = 0  # and how many multiprocessors it has
+    addressable: bool = True  # by TMA: rows of query, key and value on 16 bytes, and whole 16 bytes apart
     packed: bool = False
     left: int = UNBOUNDED  # a key is visible from this many positions before the query ...
     right: int = UNBOUNDED  # ... to this many after it; causal is right = 0
@@ -153,6 +155,24 @@ class Problem(NamedTuple):
         ).rstrip()
 
 
+def addressable(t: Tensor) -> bool:
+    """Whether TMA can read rows of `[..., T, H, D]` where they lie. Asked on GPUs that have it alone: looking costs."""
+    if t.device.type != "cuda" or arch(t.device) < 90:
+        return True
+    unit = 16 // t.element_size()
+    return _address(t) % 16 == 0 and all(
+        size == 1 or (stride > 0 and stride % unit == 0)
+        for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
+    )
+
+
+def _address(t: Tensor) -> int:
+    """Where a tensor begins; 0, aligned as allocations are, for one without memory: fake, or inside torch.func."""
+    if isinstance(t, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return 0
+    return t.data_ptr()
+
+
 def _short(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -205,6 +225,7 @@ def state_problem(
         device=query.device,
         arch=arch(query.device),
         processors=processors(query.device),
+        addressable=addressable(query) and addressable(inputs.key) and addressable(value),
         packed=packed,
         left=left,
         right=right,

@@ -73,9 +73,11 @@ def everything() -> str:
 
 
 def test_the_page_is_written_as_index_html(tmp_path: Path) -> None:
-    path = write_page([results("cpu/cpu")], tmp_path / "new" / "folder")
-    assert path == tmp_path / "new" / "folder" / "index.html"
+    path = write_page([results("cpu/cpu")], tmp_path / "new")
+    assert path == tmp_path / "new" / "index.html"
     assert path.read_text(encoding="utf-8") == page([results("cpu/cpu")])
+    with pytest.raises(FileNotFoundError):
+        write_page([results("cpu/cpu")], tmp_path / "no" / "such")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,7 +88,7 @@ def test_every_kind_of_results_has_all_sections(name: str) -> None:
     assert parsed.within("h3") == [
         "Conditions",
         "Speed",
-        "Ratio to the fastest peer",
+        "Speed beside the fastest peer",
         "Memory",
         "Accuracy",
         "All measurements",
@@ -133,22 +135,48 @@ def test_every_measurement_and_ratio_of_the_file_is_in_the_page(name: str) -> No
     text = page([found])
     table = text[text.index('<table class="all">') :]
     for cell in found["cells"]:
-        start = table.index(f"<span>{cell['name']}, {cell['direction']}: {cell['ratio']:.2f} beside")
+        beside = f"{1 / cell['ratio']:.2f}x the speed of {cell['fastest_peer']}"
+        start = table.index(f"<span>{cell['name']}, {cell['direction']}: {beside}</span>")
         group = table[start : table.index("</tbody>", start)]
         for who, one in timed(cell).items():
             row = group[group.index(f">{who}</th>") :].partition("</tr>")[0]
             assert row.startswith(f">{who}</th><td>{duration(one['median_ms'])}</td><td>"), (cell["name"], who)
             assert f"<td>{figure(rate(found).of(one))}</td><td>{duration(one['best_ms'])}</td>" in row
     heat = re.findall(r'<td class="\w+">([\d.]+)!?</td>', text)
-    assert sorted(heat) == sorted(f"{cell['ratio']:.2f}" for cell in found["cells"])
+    assert sorted(heat) == sorted(f"{1 / cell['ratio']:.2f}" for cell in found["cells"])
 
 
 def test_the_summary_says_mean_best_and_worst() -> None:
     found = cells_of(0.5, 2.0, 4.0)
     words = Parsed(page([found])).words
-    assert "takes 1.59 times as long as the fastest peer in the geometric mean of 3 cells" in words  # cube root of 4
-    assert "from 0.50 (full 1024, forward, beside them) to 4.00 (full 4096, forward, beside them)" in words
-    assert "as it is in 1 of them" in words
+    assert "has 0.63 times the speed of the fastest peer in the geometric mean of 3 cells" in words  # one by 4 ** (1/3)
+    assert "from 0.25 (full 4096, forward, beside them) to 2.00 (full 1024, forward, beside them)" in words
+    assert "above 1.00 ours is faster, as it is in 1 of them" in words
+    tiles = "geometric mean 0.63x of 3 cells best 2.00x full 1024, forward, beside them worst 0.25x full 4096, forward"
+    assert tiles in words
+
+
+def test_the_page_compares_in_one_direction() -> None:
+    found = cells_of(0.5, 0.5, 0.5)
+    words = Parsed(page([found])).words
+    assert "geometric mean 2.00x" in words and "them 3 2.00 2.00" in words and "0.50" not in words
+    assert "below 1.00" not in words and "as long" not in words
+
+
+def test_beside_each_peer_stands_the_speed_round_by_round_where_the_file_has_it() -> None:
+    found = cells_of(0.5, 0.5)
+    for cell in found["cells"]:
+        cell["providers"]["others"] = {"median_ms": 3.0, "tflops": 50.0, "vs_ours": 7.0}
+    found["cells"][1]["providers"]["others"].pop("vs_ours")
+    assert "others 2 6.48 6.00-7.00" in Parsed(page([found])).words  # 7, and 3 ms by half a millisecond
+
+
+def test_our_own_call_without_modifiers_is_no_peer_to_be_faster_than() -> None:
+    found = cells_of(2.0)
+    found["cells"][0] |= {"fastest_peer": "plain"}
+    words = Parsed(page([found])).words
+    assert "0.50 times the speed of our own call without the modifiers in the geometric mean of 1 cell" in words
+    assert "as it is in" not in words and "Fastest peer:" not in words
 
 
 def test_the_conditions_are_all_there() -> None:
@@ -188,15 +216,15 @@ def test_a_missed_bar_is_named_and_marked() -> None:
         cell |= {"bar": 1.05, "met": cell["ratio"] <= 1.05}
     text = page([found])
     assert "Of the 2 held to a bar, 1 miss it: full 2048, forward." in text
-    assert ">1.20!</td>" in text and ">1.00</td>" in text
+    assert ">0.83!</td>" in text and ">1.00</td>" in text
 
 
 # Colours
 
 
-def test_a_ratio_is_coloured_by_how_far_it_is_from_one() -> None:
-    ratios = (0.4, 0.6, 0.7, 0.85, 0.95, 0.99, 1.0, 1.01, 1.05, 1.2, 1.3, 1.7, 2.5)
-    assert [style.heat(ratio) for ratio in ratios] == "f5 f4 f3 f2 f1 h0 h0 h0 w1 w2 w3 w4 w5".split()
+def test_a_speed_is_coloured_by_how_far_it_is_from_one() -> None:
+    speeds = (0.4, 0.6, 0.7, 0.85, 0.95, 0.99, 1.0, 1.01, 1.05, 1.2, 1.3, 1.7, 2.5)
+    assert [style.heat(speed) for speed in speeds] == "w5 w4 w3 w2 w1 h0 h0 h0 f1 f2 f3 f4 f5".split()
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])

@@ -97,12 +97,32 @@ def test_one_that_raises_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--providers", "sdpa-cudnn"], "--providers sdpa-cudnn: a CUDA kernel"),
+        (["--providers", "sdpa-cudnn"], "--providers sdpa-cudnn: it is a CUDA kernel, and the device is the cpu"),
         (["--kv-heads", "3"], "divisor"),
         (["--fa3", "."], "Hopper"),
         (["--json-out", "/dev/null/below"], "cannot be written"),
+        (["--json-out", "no/such/a.json"], "--json-out no/such/a.json cannot be written: there is no folder no/such"),
     ],
 )
 def test_refusals(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert accuracy.main([*SMALL, *argv]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_fp64_is_refused_as_what_the_others_are_compared_with(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        accuracy.main([*SMALL, "--dtype", "fp64"])
+    assert "expected one of fp16, bf16, fp32; got fp64, which the reference computes in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", ["99999999999999999999", str(2**63), str(-(2**63) - 1)])
+def test_a_seed_of_more_than_64_bits_is_refused(seed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        accuracy.main([*SMALL, f"--seed={seed}"])
+    assert ended.value.code == 2
+    assert f"argument --seed: expected a 64-bit integer; got {seed}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", [str(2**63 - 1), str(-(2**63))])
+def test_every_seed_of_64_bits_is_taken(seed: str) -> None:
+    assert accuracy.main([*SMALL, f"--seed={seed}", "--dropout", "0.1"]) == 0

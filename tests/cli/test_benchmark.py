@@ -21,6 +21,7 @@ from stream_attention.benchmark.cells import SUITES, Cell, Tensors, calls, chunk
 from stream_attention.benchmark.progress import progress
 from stream_attention.benchmark.timing import CLOCKS, Latency, interleaved, paired_ratio
 from stream_attention.cli import benchmark as cli
+from stream_attention.cli import report
 from stream_attention.testing.inputs import Case
 
 TINY = Case(B=2, Tq=32, Tk=32, Hq=4, Hkv=2, D=16, Dv=16)
@@ -91,8 +92,25 @@ def test_traffic_counts_each_tensor_once_a_call_and_gradients_again() -> None:
 
 def test_percentiles_and_paired_ratios() -> None:
     latency = Latency.of([5.0, 1.0, 3.0, 2.0, 4.0, 100.0])
-    assert (latency.best, latency.p20, latency.median, latency.p80) == (1.0, 2.0, 3.0, 5.0)
+    assert (latency.best, latency.p20, latency.median, latency.p80) == (1.0, 2.0, 3.5, 5.0)
+    assert Latency.of([1.0, 2.0, 3.0])[:3] == pytest.approx((2.0, 1.4, 2.6))
+    assert Latency.of([7.0])[:4] == (7.0, 7.0, 7.0, 7.0)
     assert paired_ratio([10.0, 200.0, 11.0], [10.0, 100.0, 10.0]) == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 4, 50])
+def test_a_ratio_is_one_by_its_opposite_of_any_number_of_rounds(rounds: int) -> None:
+    ours, theirs = torch.rand(2, rounds, generator=torch.Generator().manual_seed(0)).add(0.5).tolist()
+    assert paired_ratio(ours, theirs) * paired_ratio(theirs, ours) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_a_line_says_our_speed_beside_whom_and_whether_the_bar_is_met() -> None:
+    cell = {"name": "a", "direction": "forward", "providers": {}, "fastest_peer": "sdpa", "ratio": 0.8}
+    assert results_.line(cell | {"bar": None}).endswith("  1.25x the speed of sdpa")
+    assert results_.line(cell | {"bar": 1.25, "met": True}).endswith("of sdpa (meets the bar of 0.80x)")
+    assert results_.line(cell | {"ratio": 2.0, "bar": 1.0, "met": False}).endswith(
+        "  0.50x the speed of sdpa (MISSES the bar of 1.00x)"
+    )
 
 
 def test_everybody_runs_once_a_round_and_inputs_rotate() -> None:
@@ -188,9 +206,9 @@ def test_plain_computes_the_problem_without_its_modifiers() -> None:
 
 def test_who_cannot_says_why() -> None:
     assert "not both" in (PROVIDERS["sdpa"].why_not(tiny(causal=True, mask=(1, 1, 32, 32))) or "")
-    assert "--fa3" in (PROVIDERS["fa3"].why_not(tiny()) or "")
-    assert "gluon" in (PROVIDERS["gluon"].why_not(tiny()) or "")
-    assert "CUDA" in (PROVIDERS["sdpa flash"].why_not(tiny()) or "")
+    assert "--fa3 DIR" in (PROVIDERS["fa3"].why_not(tiny()) or "--fa3 DIR")
+    assert "not on cpu" in (PROVIDERS["gluon"].why_not(tiny()) or "")
+    assert PROVIDERS["sdpa flash"].why_not(tiny()) == "it is a CUDA kernel, and the device is the cpu"
 
 
 def test_a_wrong_provider_is_found_out_and_gets_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,6 +232,55 @@ def test_one_of_ours_that_fails_is_wrong_and_a_peer_that_fails_is_not_measured(w
     entry = found["cells"][0]["providers"]["broken"]
     assert "no kernel image" in entry["failed" if whose == "ours" else "unavailable"]
     assert (entry.get("right") is False) == (whose == "ours")
+
+
+class BrokenOurs(providers_.Ours):
+    def attend(self, x: Tensors) -> torch.Tensor:
+        raise RuntimeError("no kernel image")
+
+
+def test_one_of_ours_that_fails_is_wrong_also_where_it_stands_among_the_peers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(providers_, "by_name", lambda fa3=None: PROVIDERS | {"plain": BrokenOurs("plain", "auto")})
+    assert cli.main([*QUICK, "--seq", "32", "--heads", "2", "--dropout", "0.1"]) == 1
+    printed = capsys.readouterr()
+    assert "WRONG: plain on causal dropout=0.1 32 fp32 (forward)" in printed.out
+    assert "plain FAILED: RuntimeError: no kernel image" in printed.err
+    assert all(PROVIDERS[name].ours for name in ("stream", "eager", "plain", "blocked", "triton deterministic"))
+    assert not any(PROVIDERS[name].ours for name in ("sdpa", "dense", "flex", "fa3"))
+
+
+def test_a_cell_without_a_time_of_ours_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = {name: providers_.Ours(name, f"{name}, which nobody wrote") for name in ("gluon", "triton")}
+    monkeypatch.setattr(providers_, "by_name", lambda fa3=None: PROVIDERS | absent)
+    cells = [tiny()._replace(ours=("gluon", "stream")), tiny()._replace(name="other", ours=("gluon", "triton"))]
+    monkeypatch.setitem(SUITES, "cpu", lambda: iter(cells))
+    quick = ["--suite", "cpu", "--repeats", "3", "--warmup", "0"]
+    assert cli.main(quick) == 1
+    printed = capsys.readouterr().out
+    assert "NONE OF OURS was timed on other (forward)" in printed and printed.count("NONE OF OURS") == 1
+    assert cli.main([*quick, "--only", "tiny"]) == 0  # one of ours is enough
+    assert "NONE OF OURS" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("tiny_suite")
+def test_an_error_that_is_nan_is_null_in_the_file_and_a_report_is_made_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(providers_, "by_name", lambda fa3=None: PROVIDERS | {"sdpa": Nan("sdpa")})
+    out = tmp_path / "a.json"
+    assert cli.main(["--suite", "cpu", "--repeats", "3", "--warmup", "0", "--out", str(out)]) == 1
+
+    def refused(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    cell = json.loads(out.read_text(), parse_constant=refused)["cells"][0]
+    assert cell["providers"]["sdpa"]["error"] is None and cell["providers"]["sdpa"]["right"] is False
+    assert report.main(["--html", str(tmp_path / "html"), str(out)]) == 0
+    assert "wrong: error nan" in (tmp_path / "html" / "index.html").read_text()
 
 
 def test_gpu_tables_show_rates_and_decoding_its_bandwidth() -> None:
@@ -246,7 +313,7 @@ def tiny_suite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tiny_suite")
 def test_the_results_file_says_what_where_when_and_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "deep" / "tiny.json"
+    out = tmp_path / "tiny.json"
     assert cli.main(["--device", "cpu", "--suite", "cpu", "--repeats", "3", "--warmup", "1", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["suite"] == "cpu" and set(found["commit"]) == {"hash", "dirty"}
@@ -293,12 +360,13 @@ def test_the_documented_command_prints_the_documented_columns_and_names_its_base
     out = tmp_path / "grid.json"
     shape = ["--seq", "64", "128", "--batch", "1", "--heads", "4", "--dim", "16"]
     assert cli.main([*shape, "--warmup", "1", "--iters", "3", "--device", "cpu", "--json_out", str(out)]) == 0
-    printed = capsys.readouterr().out
+    printed, progress_lines = capsys.readouterr()
     heads, *rows = table(printed)
     documented = ["SeqLen", "Fused(ms)", "Fused(TF)", "FA3(ms)", "FA3(TF)", "FA3/Fused(ms)"]
     assert heads[:6] == [head.replace("FA3", "SDPA") for head in documented]  # what ran is what the table says
     assert heads[6:] == ["Fused(GB/s)", "Fused(p20-p80)"]
     assert [row[0] for row in rows] == ["64", "128"]
+    assert "SDPA/Fused(ms) is its time by ours, round by round: above 1, ours is the faster.\n" in printed
     assert "FLOPs = 2 B Hq Tq Tk (D + Dv)" in printed and "Fused is stream_attention.attention: eager" in printed
     assert printed.index("checked against fp64") < printed.index("SeqLen")
 
@@ -309,7 +377,8 @@ def test_the_documented_command_prints_the_documented_columns_and_names_its_base
         assert cell["problem"]["causal"] and cell["baseline"] == "sdpa"
         assert (cell["fused_time_ms"], cell["fused_tflops"]) == (ours["median_ms"], ours["tflops"])
         assert (cell["baseline_time_ms"], cell["baseline_tflops"]) == (peer["median_ms"], peer["tflops"])
-        assert cell["speedup_vs_baseline"] == peer["vs_ours"] > 0
+        assert cell["speedup_vs_baseline"] == peer["vs_ours"] == pytest.approx(1 / cell["ratio"])
+        assert row[5] == f"{peer['vs_ours']:.2f}" and f" {row[5]}x the speed of sdpa\n" in progress_lines
         assert not any("fa3" in key for key in cell)
         assert float(row[1]) == pytest.approx(ours["median_ms"], abs=1e-3)
         work = 2 * 4 * cell["seq_len"] ** 2 * 32 / 2  # one formula for both columns
@@ -361,6 +430,16 @@ def test_what_the_flags_say_is_what_is_measured(
     assert ("causal" in cell["problem"]) == ("--no-causal" not in argv)
     assert cell["direction"] == ("backward" if "--backward" in argv else "forward")
     assert cell["baseline"] == baseline and cell["baseline_time_ms"] > 0 and cell["fused_time_ms"] > 0
+
+
+@pytest.mark.parametrize("kv_heads", ["4", "2"])
+def test_beside_dropout_stands_what_it_costs_and_no_race(kv_heads: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--seq", "32", "--heads", "4", "--kv-heads", kv_heads, "--dropout", "0.1"]
+    assert cli.main([*QUICK, *flags]) == 0
+    printed = capsys.readouterr().out
+    heads = ", with a KV head for every head" if kv_heads == "2" else ""
+    assert f"No peer draws the same dropout mask; Plain is our own call without dropout{heads}: what dropou" in printed
+    assert "one by it is how many times as long dropout makes a call" in printed and "faster" not in printed
 
 
 def test_csv_has_a_row_per_cell_and_provider_and_the_report_is_one_page(tmp_path: Path) -> None:
@@ -445,12 +524,14 @@ def test_a_terminal_without_rich_gets_plain_lines(monkeypatch: pytest.MonkeyPatc
         (["--suite", "decode", "--device", "cpu"], "--device cuda"),
         (["--device", "cpu", "--threads", "2", "--clock", "cpu"], "--threads 1"),
         (["--device", "cpu", "--fa3", "."], "Hopper"),
-        (["--device", "cpu", "--providers", "sdpa-flash"], "--providers sdpa-flash: a CUDA kernel"),
+        (["--device", "cpu", "--providers", "sdpa-flash"], "--providers sdpa-flash: it is a CUDA kernel, and the d"),
         (["--device", "cpu", "--dropout", "0.1", "--providers", "sdpa"], "dropout"),
         (["--device", "cpu", "--providers", "nobody"], "sdpa-math"),
         (["--device", "cpu", "--kv-heads", "3"], "--kv-heads: expected a divisor of --heads 8; got 3"),
         (["--device", "cpu", "--chunk", "8", "--backward"], "leave out --backward"),
         (["--device", "cpu", "--chunk", "8", "--no-causal"], "leave out --no-causal"),
+        (["--list", "--csv", "a.csv", "--report", "out"], "measures nothing that could be written; leave out --csv, -"),
+        (["--list", "--json-out", "a.json"], "leave out --json-out"),
         pytest.param(
             ["--device", "cuda"],
             "no CUDA device",
@@ -473,9 +554,65 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr(providers_, "by_name", lambda fa3=None: PROVIDERS | {"stream": Broken("stream")})
     (tmp_path / "file").write_text("kept")
-    assert cli.main([*QUICK, "--seq", "32", flag, str(tmp_path / "file" / "below")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
-    assert (tmp_path / "file").read_text() == "kept"
+    (tmp_path / "folder").mkdir()
+    taken = "file" if flag == "--report" else "folder"  # a report is a folder, the others are files
+    for path in (tmp_path / "file" / "below", tmp_path / taken, tmp_path / "no" / "such"):
+        assert cli.main([*QUICK, "--seq", "32", flag, str(path)]) == 2
+        assert f"{path} cannot be written: " in capsys.readouterr().err.replace("/index.html", "")
+    assert (tmp_path / "file").read_text() == "kept" and (tmp_path / "folder").is_dir()
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("flag", ["--json-out", "--csv", "--report"])
+def test_a_folder_that_is_not_there_is_named_and_not_made(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "slip" / "grid"
+    assert cli.main([*QUICK, "--seq", "32", flag, str(path)]) == 2
+    assert f"{flag} {path} cannot be written: there is no folder {path.parent}\n" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+class Gone:
+    """A stdout whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None: ...
+
+
+def test_what_was_measured_is_kept_although_nobody_reads_the_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Gone())
+    assert cli.main([*QUICK, "--seq", "32", "--json-out", str(tmp_path / "grid.json")]) == 141
+    assert json.loads((tmp_path / "grid.json").read_text())["cells"][0]["ratio"] > 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag", "beside"),
+    [
+        (["--json-out", "a", "--csv", "a"], "--csv", "--json-out"),
+        (["--json-out", "a", "--csv", "b/../a"], "--csv", "--json-out"),
+        (["--report", "a", "--json-out", "a/index.html"], "--report", "--json-out"),
+        (["--report", "a", "--csv", "a"], "--report", "--csv"),
+        (["--json-out", "a/b", "--csv", "a"], "--csv", "--json-out"),
+    ],
+)
+def test_two_outputs_in_one_place_are_refused(
+    argv: list[str],
+    flag: str,
+    beside: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(providers_, "by_name", lambda fa3=None: PROVIDERS | {"stream": Broken("stream")})
+    assert cli.main([*QUICK, "--seq", "32", *argv]) == 2
+    assert f"{flag}: expected a file apart from that of {beside}; got " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("suite", list(SUITES))

@@ -1,5 +1,6 @@
 """One command with all the others under it."""
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -56,6 +57,21 @@ def test_commands_are_imported_when_they_run_and_not_before() -> None:
     probe = f"import sys, stream_attention.cli.main\nprint([name for name in {names} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["info", "--no-check"], ["benchmark", "--list", "--device", "cpu"], ["plan", "--help"], ["--help"]],
+    ids=str,
+)
+def test_a_command_whose_reader_has_gone_ends_quietly(argv: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "stream_attention.cli.main", *argv]
+    with os.fdopen(writing) as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120)
+    codes = (0, 141) if "--help" in argv else (141,)  # argparse passes over what it cannot write
+    assert done.returncode in codes and done.stderr == ""
 
 
 @pytest.mark.parametrize(("argv", "got"), [([], "none"), (["inform"], "'inform'")])

@@ -63,11 +63,12 @@ def test_a_gpu_that_is_not_here_is_planned_by_its_compute_capability(
     count: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--q", "1x4096x32x128", "--kv", "1x4096x8x128", "--arch", "90", "--causal", "--backward", *count]
-    forward, its_config, backward, backward_config, device = lines(capsys, *argv)
+    forward, its_config, backward, backward_config, passed_over, device = lines(capsys, *argv)
     assert "Tq=4096 Tk=4096 Hq=32 Hkv=8 D=128 Dv=128 bfloat16 on cuda" in forward and forward.endswith("causal")
-    assert its_config.startswith("backend   triton: tiles of 128 x 64, 8 warps")
+    assert its_config.startswith("backend   gluon: 2 warpgroups of 64 queries")
     assert backward == "backward  of the same call"
     assert backward_config.startswith("backend   triton: dQ in tiles of ")
+    assert passed_over.startswith("not       gluon: it has no backward")
     assert device.startswith("device    a GPU of compute capability 9.0 with 132 multiprocessors")
 
 
@@ -86,8 +87,12 @@ def test_every_gpu_of_the_table_runs_triton(known: int, capsys: pytest.CaptureFi
 
 @needs_triton
 def test_an_old_gpu_is_passed_over_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = lines(capsys, "--q", "1x1024x8x64", "--arch", "75", "--processors", "40")
-    assert printed[1].startswith("backend   eager: ") and "compute capability 8.0 or newer, not 7.5" in printed[2]
+    for count, having in ((["--processors", "40"], " with 40 multiprocessors"), ([], "")):  # nobody asks how many
+        printed = lines(capsys, "--q", "1x1024x8x64", "--arch", "75", *count)
+        assert printed[1].startswith("backend   eager: ")
+        assert printed[2].startswith("not       gluon: ") and "compute capability 9.0, not 7.5" in printed[2]
+        assert printed[3].startswith("not       triton: ") and "compute capability 8.0 or newer, not 7.5" in printed[3]
+        assert printed[4:] == [f"device    a GPU of compute capability 7.5{having}"]
 
 
 def test_a_terabyte_is_planned_without_being_allocated(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,9 +131,9 @@ def test_the_gpu_that_is_here_is_planned_by_its_own_facts(capsys: pytest.Capture
         ("--q 1x64x8x64 --mask 5x64", "mask: expected broadcastable to [B, Hq, Tq, Tk] = [1, 8, 64, 64]; got [5, 64]"),
         ("--q 1x64x8x64 --dropout 1", "dropout_p: expected a probability in [0, 1); got 1.0"),
         ("--q 1x64x8x64 --backend fast", "backend: expected one of 'auto'"),
-        ("--q 1x64x8x64 --backend triton --arch 75 --processors 40", "compute capability 8.0 or newer"),
+        ("--q 1x64x8x64 --backend triton --arch 75", "compute capability 8.0 or newer"),
         ("--q 1x64x8x64 --arch 90 --device cpu", "--arch and --processors: expected with --device cuda"),
-        ("--q 1x64x8x64 --arch 75", "--processors: expected the multiprocessors of a GPU of --arch 75; got none"),
+        ("--q 1x64x8x64 --arch 87", "--processors: expected the multiprocessors of a GPU of --arch 87; got none"),
         ("--q 9999999999x9999999999x8x64", "expected fewer than 2**59 elements"),
         pytest.param("--q 1x64x8x64 --device cuda", "got neither. Say --arch 90", marks=no_gpu),
         pytest.param("--q 1x64x8x64 --processors 132", "got neither. Say --arch 90", marks=no_gpu),
@@ -151,6 +156,10 @@ def test_a_call_that_would_be_refused_is_refused(argv: str, words: str, capsys: 
         ("--q 1x64x8x64 --dtype int8", "argument --dtype"),
         ("--q 1x64x8x64 --bias 64x64:int8", "expected SHAPE or SHAPE:DTYPE"),
         ("--q 1x64x8x64 --window 5", "expected two ints LEFT,RIGHT, such as 1023,0; got '5'"),
+        (
+            "--q 1x64x8x64 --window -1,0",
+            "expected one argument; one that begins with a minus is written with the = sign",
+        ),
         ("--q 1x64x8x64 --arch 9", "expected a compute capability without its dot, 90 for 9.0; got '9'"),
         ("--q 1x64x8x64 --arch 9.0", "90 for 9.0; got '9.0'"),
         ("--q 1x64x8x64 --arch 90 --processors 0", "expected a number of at least 1; got '0'"),

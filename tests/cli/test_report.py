@@ -22,7 +22,14 @@ RESULTS = {
         {
             "name": "full 1024",
             "direction": "forward",
-            "providers": {"auto": {"median_ms": 1.5}, "sdpa": {"median_ms": 0.75}, "fa3": {"unavailable": "not here"}},
+            "problem": {"Tk": 1024},
+            "providers": {
+                "auto": {"median_ms": 1.5, "tflops": 1.0},
+                "sdpa": {"median_ms": 0.75, "tflops": 2.0},
+                "fa3": {"unavailable": "not here"},
+            },
+            "ours": "auto",
+            "fastest_peer": "sdpa",
             "ratio": 2.0,
             "bar": 1.05,
             "met": False,
@@ -187,7 +194,23 @@ def test_html_is_written_from_results_files(marked: list[str], results: Path, tm
             ["--html", "out", "other.json"],
             "other.json: expected a results file of the benchmark command; it lacks cells",
         ),
+        (
+            ["--html", "out", "three.json"],
+            "three.json: expected a results file of the benchmark command; it lacks cells",
+        ),
+        (
+            ["--html", "out", "bare.json"],
+            "bare.json: expected a results file of the benchmark command; it lacks cells[0].",
+        ),
+        (
+            ["--html", "out", "untold.json"],
+            "; it lacks cells[0].providers['auto'].error, cells[0].providers['auto'].all",
+        ),
         (["--html", "out", "page.md"], "page.md: expected JSON; got"),
+        (["--html", "out", "binary.json"], "binary.json: expected JSON; got"),
+        (["--html", "page.md", "cpu/run.json"], "--html page.md cannot be written: File exists."),
+        (["--html", "no/such", "cpu/run.json"], "--html no/such cannot be written: No such file or directory."),
+        (["--figures", "no/such", "marked.md"], ".svg cannot be written: No such file or directory."),
         (["--html", "out", "cpu/run.json", "--check"], "--check: expected pages; got --html"),
     ],
 )
@@ -202,7 +225,12 @@ def test_what_cannot_be_read_is_an_error_in_one_line(
     monkeypatch.chdir(tmp_path)
     Path("lost.md").write_text("<!-- results:cpu/lost -->\n<!-- /results -->\n")
     Path("unknown.md").write_text("<!-- overview:cpu/forward d512 -->\n<!-- /overview -->\n")
+    Path("marked.md").write_text("<!-- overview:cpu/forward d64 causal -->\n<!-- /overview -->\n")
     Path("other.json").write_text("[]")
+    Path("three.json").write_text("3")
+    Path("bare.json").write_text(json.dumps(RESULTS | {"cells": [{}]}))
+    Path("untold.json").write_text(json.dumps(RESULTS | {"cells": [RESULTS["cells"][0] | {"providers": {"auto": {}}}]}))
+    Path("binary.json").write_bytes(b"\xff\xfe")
     Path("page.md").write_text("no JSON")
     assert report.main([*arguments, "--results", "."]) == 2
     captured = capsys.readouterr()

@@ -22,6 +22,7 @@ from stream_attention import (
     UnsupportedProblem,
     attention,
     create_stream_attention,
+    force_backend,
 )
 from stream_attention.core import attention as attention_module
 from stream_attention.core import build_stream_attention
@@ -119,6 +120,15 @@ def test_dense_attention_for_debugging() -> None:
     assert attend.last_method_used == "reference"
 
 
+def test_dense_attention_has_second_derivatives_and_streaming_says_who_has() -> None:
+    x = hidden(1, 3, torch.float64).requires_grad_()
+    dense = module(enable_flash_attention=False).double()
+    assert torch.autograd.gradgradcheck(dense, x)
+    (grad,) = torch.autograd.grad(module().double()(x).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"no second derivative .*enable_flash_attention=False"):
+        grad.sum().backward()
+
+
 # The cache
 
 
@@ -213,6 +223,11 @@ def dtypes(attend: StreamAttention) -> set[torch.dtype]:
         (lambda m: m.to("meta").float(), torch.float32),
         (lambda m: m.to("meta").bfloat16().to("meta"), torch.bfloat16),
         (lambda m: m.to("meta", torch.bfloat16), torch.bfloat16),
+        (lambda m: m.to("meta", torch.float32), torch.float32),
+        (lambda m: m.to(dtype=torch.float32, device="meta"), torch.float32),
+        (lambda m: m.to(torch.empty(0, device="meta")), torch.float32),
+        (lambda m: nn.Sequential(m).to("meta", torch.float32)[0], torch.float32),
+        (lambda m: m.to_empty(device="meta"), torch.float16),
         (lambda m: m.bfloat16().to("meta"), torch.bfloat16),
         (lambda m: m.double().to("meta"), torch.float64),
         (lambda m: m.float(), torch.float32),
@@ -313,9 +328,8 @@ def test_the_module_keeps_a_copy_of_its_config() -> None:
     attend = StreamAttention(config)
     config.max_sequence_length = 1
     attend(hidden())
-    config.dropout = 2.0
-    with pytest.raises(ValueError, match="dropout: expected a probability"):
-        StreamAttention(config)
+    with pytest.raises(ValueError, match="at most max_sequence_length=1 keys"):
+        StreamAttention(config)(hidden())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -329,6 +343,32 @@ def test_it_compiles_in_one_graph(dtype: torch.dtype) -> None:
     _, past = compiled(x, use_cache=True)
     again = compiled(x[:, :1], past_key_value=past)
     assert torch.equal(again, attend(x[:, :1], past_key_value=past))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_checkpointing_compiles_in_one_graph_after_an_eager_call(stream: bool) -> None:
+    attend = module(gradient_checkpointing=True, dropout=0.5 if stream else 0.0)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (attend, compiled):
+        if stream:
+            attend.attention.set_deterministic(True, 3)
+        x = hidden().requires_grad_()
+        outs = [call(x), call(x)]
+        assert attend.last_method_used == ("eager" if call is attend else None)
+        results.append([*outs, *torch.autograd.grad(outs[0].square().sum() + outs[1].sum(), x)])
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert stream is not torch.equal(results[0][0], results[0][1])
+
+
+def test_recomputing_a_call_does_not_make_it_the_last_one() -> None:
+    attend = module(gradient_checkpointing=True)
+    out = attend(hidden().requires_grad_())
+    with force_backend("reference"):
+        attend(*qkv())
+    out.sum().backward()
+    assert attend.last_method_used == "reference"
 
 
 def test_it_says_what_computed() -> None:
@@ -465,7 +505,9 @@ def test_both_historical_signatures_of_create_stream_attention() -> None:
         ((), {}, "expected a config, or embed_dim and num_heads; got neither"),
         ((), {"num_heads": 4}, "expected a config, or embed_dim and num_heads; got neither"),
         ((32, 4), {"kdim": 3}, r"expected arguments among .*; got \['kdim'\]"),
-        ((32,), {}, "num_heads"),
+        ((32,), {}, r"expected a config, or embed_dim and num_heads; got 32 \(int\)"),
+        (("a",), {"bias": True}, r"expected a config, or embed_dim and num_heads; got 'a' \(str\), bias"),
+        (("a", 4), {}, r"embed_dim: expected an int; got 'a' \(str\)"),
     ],
 )
 def test_mixed_signatures_are_refused(arguments: tuple[Any, ...], options: dict[str, Any], words: str) -> None:
@@ -496,15 +538,31 @@ X = hidden()
         ((X,), {"past_key_value": X}, "past_key_value: expected (key, value)"),
         ((X,), {"past_key_value": (X, X)}, "past_key_value (k): expected [2, T, 4, 8] in torch.float32 on cpu; got"),
         ((X,), {"past_key_value": (qkv()[1], qkv()[2].half())}, "past_key_value (v): expected [2, T, 4, 8]"),
+        ((X.long(),), {}, "hidden_states: expected dtype float16, bfloat16, float32 or float64; got torch.int64"),
+        ((), {"hidden_states": X.cfloat()}, "hidden_states: expected dtype float16"),
         ((X,), {"attention_mask": torch.ones(2, 7)}, "attention_mask: expected [B, Tk] = [2, 6]"),
         ((qkv()[0][..., :2, :], *qkv()[1:]), {}, "query: expected [B, Tq, num_heads=4, head_dim=8]"),
         (qkv(kv_heads=3), {}, "key: expected heads that divide num_heads=4"),
-        ((X,), {"causal": 1}, "causal: expected a bool"),
+        ((X,), {"causal": 1}, "causal: expected a bool; got 1 (int)"),
+        ((X,), {"use_cache": "no"}, "use_cache: expected a bool; got 'no' (str)"),
+        ((X,), {"output_attentions": 0}, "output_attentions: expected a bool; got 0 (int)"),
     ],
 )
 def test_bad_calls_are_refused(arguments: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         module()(*arguments, **options)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_refused_call_leaves_the_dropout_stream(checkpointing: bool) -> None:
+    attend = module(dropout=0.5, gradient_checkpointing=checkpointing)
+    attend.attention.set_deterministic(True, 3)
+    first = attend(hidden())
+    attend.attention.set_deterministic(True, 3)
+    for options in ({"attention_mask": torch.ones(7, 7)}, {"causal": 1}, {"past_key_value": (X, X)}):
+        with pytest.raises((TypeError, ValueError), match="expected"):
+            attend(hidden(), **options)
+    assert torch.equal(attend(hidden()), first)
 
 
 def test_more_keys_than_the_config_allows_are_refused() -> None:
@@ -520,7 +578,16 @@ def test_a_module_needs_a_config() -> None:
         StreamAttention({})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("lengths", "words"), [([], "seq_lengths: expected at least one"), ([0], "seq_len: expected")])
-def test_bad_benchmarks_are_refused(lengths: list[int], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(
+    ("lengths", "error", "words"),
+    [
+        ([], ValueError, "seq_lengths: expected at least one"),
+        ([64, 0], ValueError, "seq_lengths[1]: expected at least 1; got 0"),
+        ([64.0], TypeError, "seq_lengths[0]: expected an int; got 64.0"),
+        (64, TypeError, "seq_lengths: expected a sequence of ints, such as [64]; got 64 (int)"),
+        ("64", TypeError, "seq_lengths: expected a sequence of ints, such as [64]; got '64' (str)"),
+    ],
+)
+def test_bad_benchmarks_are_refused(lengths: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)):
         module().benchmark_speedup(lengths)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stream_attention import FlashAttentionV3, StreamAttentionConfig, attention, device
+from stream_attention import FlashAttentionV3, FusedOnlineAttention, StreamAttentionConfig, attention, device
 
 HEADS, DIM = 4, 8
 
@@ -75,6 +75,14 @@ def test_masks_of_lower_rank(rank: int) -> None:
 def test_it_computes_in_the_dtype_of_its_inputs(dtype: torch.dtype) -> None:
     bias = torch.zeros(2, 6, dtype=torch.float32)
     assert FlashAttentionV3()(*qkv(dtype=dtype), attention_mask=bias).dtype is dtype
+
+
+@pytest.mark.parametrize("q_len", [6, 9])
+def test_under_autocast_it_computes_in_its_dtype(q_len: int) -> None:
+    query, key, value = qkv(q_len, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = FlashAttentionV3()(query, key.bfloat16(), value)
+    assert torch.equal(out, FlashAttentionV3()(*(t.bfloat16() for t in (query, key, value))))
 
 
 def test_dropout_of_the_config_acts_while_training() -> None:
@@ -200,7 +208,18 @@ def test_the_device_follows_and_the_state_dict_is_empty() -> None:
     ("fields", "tensors", "words"),
     [
         ({}, [t[0] for t in qkv()], "query: expected four dims [B, T, H, D]; got [6, 4, 8]"),
-        ({}, qkv(kv_heads=3), "key: expected heads that divide the query's 4"),
+        ({}, qkv(kv_heads=3), "query: expected a multiple of the 3 KV heads as Hq"),
+        (
+            {},
+            [qkv()[0], *(t[:1] for t in qkv()[1:])],
+            "key and value: expected the query's batch size B=2",
+        ),
+        (
+            {},
+            [*qkv(kv_heads=2)[:2], qkv(kv_heads=1)[2]],
+            "value: expected the key's length and heads, [2, 6, 2]",
+        ),
+        ({}, [*qkv()[:2], qkv(dtype=torch.float32)[2]], "value: expected the query's dtype torch.float64"),
         ({"num_heads": 8}, qkv(), "query: expected [B, Tq, 8, 8] by the config; got [2, 6, 4, 8]"),
         ({"max_sequence_length": 5}, qkv(), "key: expected at most max_sequence_length=5 keys; got 6. Raise it"),
         ({}, [None, *qkv()[1:]], "query: expected a torch.Tensor; got NoneType"),
@@ -209,6 +228,25 @@ def test_the_device_follows_and_the_state_dict_is_empty() -> None:
 def test_bad_calls_are_refused(fields: dict[str, Any], tensors: list[Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         FlashAttentionV3(config(**fields))(*tensors)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"causal": "no"}, "causal: expected a bool; got 'no' (str)"),
+        (
+            {"attention_mask": torch.ones(2, 6, 6, dtype=torch.bool)},
+            "[B, Tq, Tk] = [2, 9, 6]",
+        ),
+        ({"attention_mask": [True]}, "attention_mask: expected a torch.Tensor or None; got list"),
+        ({"attention_mask": torch.ones(2, 9, 7)}, "[B, Tq, Tk] = [2, 9, 6]"),
+    ],
+    ids=["causal", "a square mask", "a list", "too many keys"],
+)
+def test_bad_options_are_refused_in_the_words_of_the_other_modules(options: dict[str, Any], words: str) -> None:
+    for attend in (FlashAttentionV3(), FusedOnlineAttention(HEADS, DIM)):
+        with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+            attend(*qkv(9), **options)
 
 
 def test_a_config_without_flash_attention_is_refused() -> None:

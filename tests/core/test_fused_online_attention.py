@@ -6,11 +6,18 @@ import copy
 import os
 import pickle
 import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import is_available
 from torch.utils.checkpoint import checkpoint
 
 from stream_attention import (
@@ -19,12 +26,14 @@ from stream_attention import (
     UnsupportedProblem,
     attention,
     create_fused_online_attention,
+    device,
     explain,
     force_backend,
 )
 from stream_attention.core import fused_online_attention
 
 HEADS, DIM = 4, 8
+SRC = Path(__file__).resolve().parents[2] / "src"
 
 
 def qkv(q_len: int = 6, k_len: int = 6, kv_heads: int = HEADS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -120,6 +129,50 @@ def test_a_float_mask_is_added_whatever_its_sign_and_has_a_gradient() -> None:
     assert added.grad is not None and added.grad.abs().sum() > 0
 
 
+def test_a_mask_of_two_dims_is_padding_even_where_it_is_square() -> None:
+    tensors = [t[:, :2] for t in qkv()]  # B = Tq = Tk = 2
+    mask = torch.tensor([[True, False], [True, True]])
+    attend, options = module(), {"causal": False}
+    padding = attend(*tensors, attention_mask=mask[:, None, None], **options)
+    assert torch.equal(attend(*tensors, attention_mask=mask, **options), padding)
+    for_all = attend(*tensors, attention_mask=mask[None], **options)
+    assert torch.equal(for_all, attend(*tensors, attention_mask=mask.expand(2, 1, 2, 2), **options))
+    assert not torch.equal(for_all, padding)
+
+
+KEEP = torch.tensor([[1.0] * 6, [1.0] * 3 + [0.0] * 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_floats_that_look_like_a_mask_of_what_to_keep_are_refused(dtype: torch.dtype) -> None:
+    words = r"attention_mask: expected floats .*; got 0.0 and 1.0 alone.*Pass attention_mask.bool\(\).*-inf for one"
+    with pytest.raises(ValueError, match=words):
+        module()(*qkv(), attention_mask=KEEP.to(dtype))
+
+
+def test_floats_that_do_not_look_so_are_added() -> None:
+    constant = module()(*qkv())  # what all keys have in common, softmax does not see
+    for same in (torch.zeros(2, 6), torch.ones(2, 6)):
+        torch.testing.assert_close(module()(*qkv(), attention_mask=same), constant)
+    for added in (KEEP * 2, KEEP - 1, KEEP.clone().requires_grad_()):
+        expected = attention(*qkv(), causal=True, bias=added[:, None, None])
+        assert torch.equal(module()(*qkv(), attention_mask=added), expected)
+
+
+@pytest.mark.parametrize("mask", [KEEP, KEEP.int() * 2], ids=["0.0 and 1.0", "2"])
+def test_values_are_looked_at_only_where_they_are_there(mask: Tensor) -> None:
+    tensors, attend = qkv(), module()
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    assert compiled(*tensors, attention_mask=mask).shape == (2, 6, HEADS, DIM)
+    stacked = torch.vmap(lambda one: attend(*tensors, attention_mask=one))(torch.stack([mask, mask]))
+    assert torch.equal(stacked[0], stacked[1])
+    with FakeTensorMode() as fake:
+        *fakes, fake_mask = (fake.from_tensor(t) for t in (*tensors, mask))
+        assert attend(*fakes, attention_mask=fake_mask).shape == (2, 6, HEADS, DIM)
+    with pytest.raises(ValueError, match="attention_mask: expected"):
+        attend(*tensors, attention_mask=mask)
+
+
 # Dropout
 
 
@@ -179,6 +232,50 @@ def test_the_stream_works_in_and_out_of_inference_mode() -> None:
     assert torch.equal(dropped(attend), first) and torch.equal(dropped(attend), second)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"dropout_p": 1.0}, {"dropout_p": "x"}, {"attention_mask": torch.ones(7, 7)}, {"causal": 1}],
+    ids=["dropout_p", "no number", "mask", "causal"],
+)
+def test_a_refused_call_leaves_the_stream(options: dict[str, Any]) -> None:
+    attend = module(dropout=0.5)
+    attend.set_deterministic(True, 7)
+    first = dropped(attend)
+    attend.set_deterministic(True, 7)
+    with pytest.raises((TypeError, ValueError), match="expected"):
+        attend(*qkv(), **options)
+    assert torch.equal(dropped(attend), first)
+
+
+TWO_PROCESSES = """
+import os, sys, torch
+import torch._dynamo  # DistributedDataParallel imports it; once here, for both
+from datetime import timedelta
+from torch.distributed import destroy_process_group, init_process_group
+from torch.nn.parallel import DistributedDataParallel
+from stream_attention import StreamAttention, StreamAttentionConfig
+
+child = os.fork()
+rank, met = int(child == 0), "file://" + sys.argv[1]
+init_process_group("gloo", init_method=met, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+block = StreamAttention(StreamAttentionConfig(num_heads=2, head_dim=8, dropout=0.5))
+block.attention.set_deterministic(True, 100 + rank)
+DistributedDataParallel(block)(torch.ones(1, 4, 16))
+destroy_process_group()
+if rank == 0:
+    os.waitpid(child, 0)
+print(block.attention.next_seed(0.5).tolist(), flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork") or not is_available(), reason="needs os.fork and torch.distributed")
+def test_under_ddp_each_process_keeps_its_stream(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", TWO_PROCESSES, str(tmp_path / "met")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines() == ["[101, 1]", "[100, 1]"], done.stderr
+
+
 def test_deterministic_reaches_the_plan() -> None:
     attend = module()
     attend.set_deterministic(True)
@@ -211,10 +308,40 @@ def test_device_and_dtype_follow_and_the_state_dict_is_empty() -> None:
     assert (attend.device.type, attend.dtype) == ("cpu", torch.float16)
     attend.set_deterministic(True, 7)
     assert dict(attend.state_dict()) == {} and list(attend.parameters()) == []
+    assert [name for name, _ in attend.named_buffers()] == ["_place"]  # what DDP sends from one process to all
     attend.to("meta")
     assert attend.device.type == "meta" and attend._stream is not None and attend._stream.device.type == "meta"
     assert module(device="meta").device.type == "meta"
     assert module().to(torch.bfloat16).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda m: m.type(torch.bfloat16),
+        lambda m: nn.Sequential(m).half()[0],
+        lambda m: m.to("cpu", torch.float64),
+        lambda m: m.to_empty(device="cpu"),
+    ],
+    ids=["type", "half", "to", "to_empty"],
+)
+def test_the_stream_goes_on_after_a_move(move: Callable[[FusedOnlineAttention], FusedOnlineAttention]) -> None:
+    attend = module(dropout=0.5)
+    attend.set_deterministic(True, 7)
+    _, second = dropped(attend), dropped(attend)
+    attend.set_deterministic(True, 7)
+    dropped(attend)
+    with torch.inference_mode():
+        move(attend)
+    assert torch.equal(dropped(attend), second)
+
+
+def test_the_stream_starts_when_the_module_leaves_meta() -> None:
+    attend, moved = module(dropout=0.5), module(dropout=0.5, device="meta")
+    for one in (attend, moved):
+        one.set_deterministic(True, 7)
+    moved.to_empty(device="cpu")
+    assert torch.equal(dropped(moved), dropped(attend))
 
 
 def test_a_copy_has_a_stream_of_its_own() -> None:
@@ -251,6 +378,27 @@ def test_it_says_what_computed() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         attend(*qkv())
     assert attend._last is not None and attend._last.planned().problem.dtype is torch.bfloat16
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors in this block may be on a GPU that is not there: they have no data."""
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    device._facts.cache_clear()
+    with FakeTensorMode():
+        yield
+    device._facts.cache_clear()
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(("width", "kernel"), [(128, "gluon"), (136, "gluon"), (132, "triton")])
+def test_on_hopper_it_knows_whether_tma_could_read_the_rows(width: int, kernel: str) -> None:
+    pytest.importorskip("triton")
+    attend = FusedOnlineAttention(16, 128)
+    shape, strides = (1, 4096, 16, 128), (4096 * 16 * width, 16 * width, width, 1)
+    attend(*(torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="cuda") for _ in range(3)))
+    assert attend.last_method_used == kernel
 
 
 def test_triton_available_is_what_python_finds() -> None:

@@ -802,6 +802,21 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"key: expected the query's batch size 2; got \[3, 7, 32\]. The layout is \[B, T, E\]",
     ),
+    "half query": (
+        {"query": ZEROS(2, 5, 32, dtype=torch.float16)},
+        TypeError,
+        r"query: expected the parameters' dtype torch.float32; got torch.float16. Convert it, or .*\.to\(torch.float16",
+    ),
+    "double value": (
+        {"value": ZEROS(2, 7, 32, dtype=torch.float64)},
+        TypeError,
+        "value: expected the parameters' dtype torch.float32; got torch.float64",
+    ),
+    "integer key": (
+        {"key": ZEROS(2, 7, 32, dtype=torch.int64)},
+        TypeError,
+        "key: expected the parameters' dtype torch.float32; got torch.int64$",
+    ),
     "integer padding": (
         {"key_padding_mask": ZEROS(2, 7, dtype=torch.uint8)},
         TypeError,
@@ -829,11 +844,51 @@ def test_what_torch_refuses_is_refused_by_name(name: str, need_weights: bool) ->
         ours(**call | wrong)
 
 
-def test_constructors_refuse_what_torchs_does() -> None:
-    with pytest.raises(AssertionError, match="divisible"):
-        StreamMultiheadAttention(30, 4)
-    with pytest.raises(ValueError, match="greater than 0"):
-        StreamMultiheadAttention(0, 4)
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"embed_dim": 30}, ValueError, "embed_dim: expected a multiple of num_heads=4; got 30"),
+        ({"embed_dim": 0}, ValueError, "embed_dim: expected at least 1; got 0"),
+        ({"num_heads": -4}, ValueError, "num_heads: expected at least 1; got -4"),
+        ({"embed_dim": "a"}, TypeError, r"embed_dim: expected an int; got 'a' \(str\)"),
+        ({"num_heads": 4.0}, TypeError, r"num_heads: expected an int; got 4.0 \(float\)"),
+        ({"kdim": 6.0}, TypeError, "kdim: expected an int; got 6.0"),
+        ({"vdim": 0}, ValueError, "vdim: expected at least 1; got 0"),
+        ({"dropout": 1.5}, ValueError, r"dropout: expected a probability in \[0, 1\]; got 1.5"),
+        ({"dropout": "a"}, TypeError, "dropout: expected a number; got 'a'"),
+    ],
+    ids=str,
+)
+def test_bad_modules_are_refused_by_name(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        StreamMultiheadAttention(**{"embed_dim": 32, "num_heads": 4, **options})
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_what_is_no_tensor_is_refused_by_name(name: str) -> None:
+    call = {"query": ZEROS(2, 5, 32), "key": ZEROS(2, 7, 32), "value": ZEROS(2, 7, 32), name: [1.0]}
+    with pytest.raises(TypeError, match=f"{name}: expected a torch.Tensor; got list"):
+        pair()[1](**call)
+
+
+def test_under_autocast_dtypes_may_differ_as_in_torch() -> None:
+    torchs, ours = pair()
+    query, key, value = normal(2, 5, 32).half(), normal(2, 7, 32).bfloat16(), normal(2, 7, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = (one(query, key, value)[0] for one in (torchs, ours))
+        assert found.dtype is torch.bfloat16
+        torch.testing.assert_close(found, expected)
+        with pytest.raises(TypeError, match=r"query: expected the parameters' dtype torch.float32; got torch.float64"):
+            ours(query.double(), key, value)
+
+
+def test_the_call_with_weights_has_second_derivatives_and_the_fused_one_says_so() -> None:
+    ours = StreamMultiheadAttention(8, 2, dtype=torch.float64)
+    x = normal(3, 1, 8).double().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: ours(x, x, x)[0], x)
+    (grad,) = torch.autograd.grad(ours(x, x, x, need_weights=False)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"no second derivative .*need_weights=True"):
+        grad.sum().backward()
 
 
 def test_from_torch_refuses_what_it_would_lose() -> None:

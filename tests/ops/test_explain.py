@@ -57,15 +57,20 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("h200")
-def test_explain_shows_triton_forward_and_backward_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("heads", "first"), [(64, "gluon: 2 warpgroups of "), (1, "triton: tiles of ")])
+def test_explain_shows_forward_and_backward_on_a_gpu(
+    heads: int, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("triton")
-    tensors = [torch.empty(4, 4096, 16, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)]
+    shape = (1, 1024, heads, 128)
+    tensors = [torch.empty(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)]
     planned = explain(*tensors, causal=True)
-    forward, its_config, backward, backward_config = capsys.readouterr().out.splitlines()
-    assert planned.backend == "triton"
-    assert forward.startswith("forward   dense B=4 Tq=4096") and backward.startswith("backward  of the same call")
-    assert its_config.startswith("backend   triton: tiles of ")
+    forward, its_config, *passed_over, backward, backward_config, not_gluon = capsys.readouterr().out.splitlines()
+    assert planned.backend == first.partition(":")[0]
+    assert forward.startswith("forward   dense B=1 Tq=1024") and backward.startswith("backward  of the same call")
+    assert its_config.startswith(f"backend   {first}") and len(passed_over) == (heads == 1)
     assert backward_config.startswith("backend   triton: dQ in tiles of ") and "; dK and dV in tiles" in backward_config
+    assert not_gluon.startswith("not       gluon: it has no backward yet")
 
 
 def test_explain_takes_packed_sequences() -> None:

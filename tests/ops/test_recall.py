@@ -55,7 +55,6 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "strides": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
     "dtype": lambda t: t.bfloat16(),
     "alignment": shifted,
-    "device": lambda t: t.to("meta"),
 }
 
 
@@ -100,11 +99,45 @@ def test_switches_outside_the_call_are_facts() -> None:
 
 @pytest.mark.parametrize(
     "option",
-    [{"causal": 1}, {"deterministic": 1}, {"window": [3, 0]}, {"softcap": 0}, {"softcap": False}, {"scale": True}],
+    [
+        {"causal": 1},
+        {"deterministic": 1},
+        {"window": [3, 0]},
+        {"softcap": 0},
+        {"softcap": False},
+        {"scale": True},
+        {"window": (True, False)},
+        {"window": (1.0, 0)},
+        {"window": ([1], 0)},
+        {"window": (1, 0, 0)},
+        {"backend": ["triton"]},
+    ],
     ids=str,
 )
-def test_what_equals_a_legal_value_and_is_none_takes_the_ordinary_way(option: dict[str, Any]) -> None:
+def test_what_equals_a_legal_value_and_is_not_one_takes_the_ordinary_way(option: dict[str, Any]) -> None:
     assert facts(**option) is None
+
+
+NOT_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse": lambda t: t.to_sparse(),
+    "nested": lambda t: torch.nested.as_nested_tensor(list(t.unbind())),
+    "zeros without memory": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+    "functional": torch._to_functional_tensor,
+    "meta": lambda t: t.to("meta"),
+}
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("kind", NOT_MEMORY)
+def test_tensors_without_memory_of_their_own_take_the_ordinary_way(kind: str, place: int) -> None:
+    qkv = list(tensors())
+    qkv[place] = NOT_MEMORY[kind](qkv[place])
+    assert facts(*qkv) is None
+
+
+def test_tensors_of_inference_mode_are_memory() -> None:
+    with torch.inference_mode():
+        assert facts() is not None and facts(*tensors()) is not None
 
 
 class Subclass(torch.Tensor):

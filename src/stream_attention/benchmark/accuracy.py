@@ -1,17 +1,20 @@
 """Is a provider right on a cell? Asked before it is timed.
 
-The output is compared with fp64 on rows drawn from the cell itself, all heads of one batch entry, so that the very
-configuration that is timed is the one that is checked (`check`), or on every row (`check_all`). Gradients need every
-row, so they are compared on the same features with no more rows than the reference has memory for. The bound is earned
-as in the tests: 2x (gradients: 3x) the error of the same-dtype eager computation, the larger of two orders of
-summation, plus the rounding of the result; for gradients also what an output rounded to the inputs' dtype does to them
-through delta = rowsum(dO * O).
+`check` asks about the very configuration that is timed: it computes the whole cell and compares rows drawn from one
+batch entry, in all query heads of a few KV heads, with fp64: of the output and, unless the cell is forward alone, of
+the query's gradient, whose rows depend on nothing but themselves. Every row has a part in the gradients of key and
+value, so those, and again that of the query, are compared on the same features with no more rows than the reference has
+memory for. `check_all` compares every row and head of the output, and the gradients of as much as the reference holds.
+
+The bound is earned as in the tests: 2x the error of the same-dtype eager computation, the larger of two orders of
+summation (gradients: 3x, one order), plus the rounding of the result; for gradients also what an output rounded to the
+inputs' dtype does to them through delta = rowsum(dO * O).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,31 +49,94 @@ class _Block(NamedTuple):
     size: int
 
 
+class _Part(NamedTuple):
+    """Some rows of one batch entry, in the query heads of some KV heads."""
+
+    batch: int
+    rows: Tensor
+    kv_heads: Tensor
+    heads: Tensor
+    case: Case  # of the whole
+
+    @classmethod
+    def of(cls, case: Case, batch: int, rows: Tensor, kv_heads: Tensor) -> _Part:
+        group = case.Hq // case.Hkv
+        heads = (kv_heads[:, None] * group + torch.arange(group)).flatten()
+        rows, kv_heads, heads = (index.to(case.device) for index in (rows, kv_heads, heads))
+        return cls(batch, rows, kv_heads, heads, case)
+
+    def take(self, rows_and_heads: Tensor) -> Tensor:
+        """Of a tensor [B, Tq, Hq, ...]."""
+        return rows_and_heads[self.batch, self.rows[:, None], self.heads][None]
+
+    def inputs(self, x: Tensors) -> Tensors:
+        """What the reference computes this part from; its options say where the part stands in the whole."""
+        key, value = (t.detach()[self.batch : self.batch + 1, :, self.kv_heads] for t in (x.key, x.value))
+        options = {name: self._option(name, option) for name, option in x.options.items()}
+        options |= {"q_positions": self.rows + (self.case.Tk - self.case.Tq), "q_index": self.rows}
+        options |= {"batch_start": self.batch}
+        return Tensors(self.take(x.query.detach()), key, value, options, self.take(x.grad_out))
+
+    def _option(self, name: str, value: Any) -> Any:
+        if name in ("mask", "bias"):
+            value = value[(None,) * (4 - value.dim())]
+            value = value[self.batch : self.batch + 1] if value.shape[0] > 1 else value
+            value = value[:, self.heads] if value.shape[1] > 1 else value
+            return value[:, :, self.rows] if value.shape[2] > 1 else value
+        if name == "alibi_slopes" and value.dim() == 2:
+            return value[self.batch, self.heads]
+        return value[self.heads] if name in ("alibi_slopes", "sink") else value
+
+
 def check(provider: Provider, cell: Cell, x: Tensors) -> Verdict:
     """What the provider makes of `x`, its own inputs for this cell, beside the reference: the worst by its bound."""
     case = provider.case(cell.case)
+    part = _drawn(case)
+    out, d_query = _computed(provider, cell, x)
+    with torch.no_grad():
+        verdicts = [_verdict("out", [_output(out, x, part)], factor=2.0)]
+    if d_query is not None:
+        few = part._replace(rows=part.rows[: _rows_held(case, len(part.heads))])
+        verdicts += _gradients_beside_exact({"query": few.take(d_query)}, few.inputs(x), case.dtype)
+        verdicts += _check_gradients(provider, shortened(case, GRADIENT_ROWS, batch=2), seed=1)
+    return max(verdicts, key=lambda v: math.inf if not v.right else v.error / v.allowed if v.allowed else 0.0)
+
+
+def _drawn(case: Case) -> _Part:
+    """Some rows of a batch entry in the first KV head, the last and one between; with dropout in all of them.
+
+    Its mask counts the heads of the whole, so the reference cannot compute some of them.
+    """
     generator = torch.Generator().manual_seed(0)
     batch = int(torch.randint(case.B, (), generator=generator))
     rows = torch.randperm(case.Tq, generator=generator)[:ROWS]
-    kv_heads = case.Hkv if case.dropout_p else min(case.Hkv, 2)  # two say as much as all, unless dropout counts them
-    with torch.no_grad():
-        block = _rows(_attended(provider, cell, x), case, x, batch, rows, kv_heads)
-    verdicts = [_verdict("out", [block], factor=2.0)]
-    if cell.direction != "forward":
-        verdicts += _check_gradients(provider, shortened(case, GRADIENT_ROWS, batch=2), seed=1)
-    return max(verdicts, key=lambda v: math.inf if not v.right else v.error / v.allowed if v.allowed else 0.0)
+    kv_heads = torch.arange(case.Hkv)
+    if not case.dropout_p and case.Hkv > 3:
+        between = 1 + int(torch.randint(case.Hkv - 2, (), generator=generator))
+        kv_heads = torch.tensor([0, between, case.Hkv - 1])
+    return _Part.of(case, batch, rows, kv_heads)
+
+
+def _computed(provider: Provider, cell: Cell, x: Tensors) -> tuple[Tensor, Tensor | None]:
+    """The output of the whole cell and, unless it is forward alone, the query's gradient."""
+    if cell.direction == "forward":
+        with torch.no_grad():
+            return _attended(provider, cell, x), None
+    leaves = [t.detach().requires_grad_() for t in (x.query, x.key, x.value)]
+    out = _attended(provider, cell, x._replace(query=leaves[0], key=leaves[1], value=leaves[2]))
+    return out.detach(), torch.autograd.grad(out, leaves, x.grad_out)[0]
 
 
 def check_all(provider: Provider, cell: Cell, x: Tensors, seed: int = 0) -> list[Verdict]:
     """Every row of the output beside the reference and, unless the cell is forward alone, every gradient."""
     case = provider.case(cell.case)
-    size = max(1, SCORES // (case.Hq * case.Tk))
+    size, kv_heads = _rows_held(case, case.Hq), torch.arange(case.Hkv)
     blocks = []
     with torch.no_grad():
         out = _attended(provider, cell, x)
         for batch in range(case.B):
             for rows in torch.arange(case.Tq).split(size):
-                blocks.append(_rows(out, case, x, batch, rows, case.Hkv))
+                blocks.append(_output(out, x, _Part.of(case, batch, rows, kv_heads)))
     verdicts = [_verdict("out", blocks, factor=2.0)]
     if cell.direction != "forward":
         verdicts += _check_gradients(provider, gradient_case(case), seed)
@@ -87,56 +153,68 @@ def _attended(provider: Provider, cell: Cell, x: Tensors) -> Tensor:
     return torch.cat([provider.attend(part) for part in chunked(x, cell.chunk)], dim=1)
 
 
-def _rows(out: Tensor, case: Case, x: Tensors, batch: int, rows: Tensor, kv_heads: int) -> _Block:
-    rows = rows.to(out.device)
-    options = {name: _part(option, name, batch, rows) for name, option in x.options.items()}
-    here = slice(batch, batch + 1)
-    query, key, value = x.query[here, rows], x.key[here], x.value[here]
-    if kv_heads < case.Hkv:
-        heads = kv_heads * (case.Hq // case.Hkv)
-        query, key, value, out = query[:, :, :heads], key[:, :, :kv_heads], value[:, :, :kv_heads], out[:, :, :heads]
-        options = {name: _heads(option, name, heads) for name, option in options.items()}
-    where: dict[str, Any] = {"q_positions": rows + (case.Tk - case.Tq), "q_index": rows, "batch_start": batch}
-    exact = reference.attention(query, key, value, **options, **where)[0]
-    eager = reference.attention(query, key, value, **options, **where, compute_dtype=case.dtype)[0]
-    turned = _keys_reversed(query, key, value, options | where, case)
-    return _block(out[here, rows], exact, [eager, turned])
+def _rows_held(case: Case, heads: int) -> int:
+    """How many rows of so many heads the reference may hold at a time."""
+    return max(1, SCORES // (heads * case.Tk))
 
 
-def _keys_reversed(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], case: Case) -> Tensor:
-    """The eager computation with the keys in the opposite order: another draw of its rounding."""
-    back = torch.arange(case.Tk - 1, -1, -1, device=query.device)
-    moved = options | {"k_positions": back, "k_index": back, "compute_dtype": case.dtype}
+def _output(out: Tensor, x: Tensors, part: _Part) -> _Block:
+    y = part.inputs(x)
+    eager = [_dense(one, part.case.dtype)[0] for one in (y, _keys_reversed(y))]
+    return _block(part.take(out), _dense(y, torch.float64)[0], eager)
+
+
+def _dense(x: Tensors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return reference.attention(x.query, x.key, x.value, **x.options, compute_dtype=dtype)
+
+
+def _keys_reversed(x: Tensors) -> Tensors:
+    """The same problem with the keys in the opposite order: another draw of the eager computation's rounding."""
+    back = torch.arange(x.key.shape[1] - 1, -1, -1, device=x.key.device)
+    moved = x.options | {"k_positions": back, "k_index": back}
     for name in ("mask", "bias"):
-        if name in options and options[name].shape[-1] > 1:
-            moved[name] = options[name][..., back]
-    return reference.attention(query, key[:, back], value[:, back], **moved)[0]
+        if name in moved and moved[name].shape[-1] > 1:
+            moved[name] = moved[name][..., back]
+    return x._replace(key=x.key[:, back], value=x.value[:, back], options=moved)
 
 
 def _check_gradients(provider: Provider, case: Case, seed: int) -> list[Verdict]:
     x = draw(case, seed)
+    names = ("query", "key", "value")
+    actual = _gradients(lambda y: (provider.attend(y),), x, names, case.dtype, x.grad_out)
+    return _gradients_beside_exact(dict(zip(names, actual, strict=True)), x, case.dtype)
 
-    def gradients(compute: Any, dtype: torch.dtype, *arriving: Tensor | None) -> list[Tensor]:
-        leaves = [t.to(dtype).requires_grad_() for t in (x.query, x.key, x.value)]
-        ends = compute(x._replace(query=leaves[0], key=leaves[1], value=leaves[2]))
-        pairs = [(end, grad) for end, grad in zip(ends, arriving, strict=False) if grad is not None]
-        outputs, grads = [end for end, _ in pairs], [grad.to(end.dtype) for end, grad in pairs]
-        return list(torch.autograd.grad(outputs, leaves, grads, materialize_grads=True))
 
-    def dense(dtype: torch.dtype) -> Any:
-        return lambda y: reference.attention(y.query, y.key, y.value, **y.options, compute_dtype=dtype)
+def _gradients_beside_exact(actual: dict[str, Tensor], x: Tensors, dtype: torch.dtype) -> list[Verdict]:
+    """A provider's gradients of some of `x`, by their names, beside those of the reference."""
 
-    actual = gradients(lambda y: (provider.attend(y),), case.dtype, x.grad_out)
-    exact = gradients(dense(torch.float64), torch.float64, x.grad_out)
-    eager = gradients(dense(case.dtype), case.dtype, x.grad_out)
-    out = dense(torch.float64)(x)[0].detach()
+    def dense(computed_in: torch.dtype, *arriving: Tensor | None) -> list[Tensor]:
+        return _gradients(lambda y: _dense(y, computed_in), x, actual, computed_in, *arriving)
+
+    exact, eager = dense(torch.float64, x.grad_out), dense(dtype, x.grad_out)
+    with torch.no_grad():
+        out = _dense(x, torch.float64)[0]
     eps = torch.finfo(torch.float32).eps
-    rounded = (x.grad_out * (out.to(case.dtype) - out)).sum(-1) + eps * (x.grad_out * out).abs().sum(-1)
-    noise = gradients(dense(torch.float64), torch.float64, None, rounded.mT)
+    rounded = (x.grad_out * (out.to(dtype) - out)).sum(-1) + eps * (x.grad_out * out).abs().sum(-1)
+    noise = dense(torch.float64, None, rounded.mT)
     return [
-        _verdict(of, [_block(a, e, [g])], factor=3.0, noise=_largest(n))
-        for of, a, e, g, n in zip(("d_query", "d_key", "d_value"), actual, exact, eager, noise, strict=True)
+        _verdict(f"d_{name}", [_block(a, e, [g])], factor=3.0, noise=_largest(n))
+        for (name, a), e, g, n in zip(actual.items(), exact, eager, noise, strict=True)
     ]
+
+
+def _gradients(
+    compute: Callable[[Tensors], tuple[Tensor, ...]],
+    x: Tensors,
+    names: Iterable[str],
+    dtype: torch.dtype,
+    *arriving: Tensor | None,
+) -> list[Tensor]:
+    """Gradients of `x`'s tensors of these names in `dtype`, where `arriving` comes to what `compute` returns."""
+    leaves = {name: getattr(x, name).detach().to(dtype).requires_grad_() for name in names}
+    pairs = [pair for pair in zip(compute(x._replace(**leaves)), arriving, strict=False) if pair[1] is not None]
+    outputs, grads = [end for end, _ in pairs], [grad.to(end.dtype) for end, grad in pairs if grad is not None]
+    return list(torch.autograd.grad(outputs, list(leaves.values()), grads, materialize_grads=True))
 
 
 def _block(result: Tensor, exact: Tensor, eager: list[Tensor]) -> _Block:
@@ -164,21 +242,3 @@ def _largest(x: Tensor) -> float:
 def _most(values: list[float]) -> float:
     """The largest; NaN if there is one among them."""
     return float(torch.tensor(values, dtype=torch.float64).max())
-
-
-def _part(value: Any, name: str, batch: int, rows: Tensor) -> Any:
-    """An option as one batch entry and some rows see it."""
-    if name in ("mask", "bias"):
-        value = value[(None,) * (4 - value.dim())]
-        value = value[batch : batch + 1] if value.shape[0] > 1 else value
-        return value[:, :, rows] if value.shape[2] > 1 else value
-    if name == "alibi_slopes" and value.dim() == 2:
-        return value[batch]
-    return value
-
-
-def _heads(value: Any, name: str, heads: int) -> Any:
-    """An option as the first heads see it."""
-    if name in ("alibi_slopes", "sink"):
-        return value[:heads]
-    return value[:, :heads] if name in ("mask", "bias") else value

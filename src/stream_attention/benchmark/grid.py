@@ -15,8 +15,8 @@ from .run import why_not
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
-OURS = "stream"
-BASELINES = {"cuda": ("fa3", "sdpa cudnn", "sdpa flash", "sdpa", "plain"), "cpu": ("sdpa", "plain")}
+OURS, PLAIN = "stream", "plain"
+BASELINES = {"cuda": ("fa3", "sdpa cudnn", "sdpa flash", "sdpa", PLAIN), "cpu": ("sdpa", PLAIN)}
 """Whom ours is compared with: the first that can. Where no peer can (dropout, whose mask is a library's own), the same
 call without modifiers, which shows what they cost."""
 
@@ -90,7 +90,7 @@ def baseline(providers: dict[str, Provider], cells: Sequence[Cell]) -> tuple[str
 
 def split(names: Sequence[str], providers: dict[str, Provider]) -> tuple[list[str], list[str]]:
     """Those named as ours and peers, each in the order of the table; ours is `stream` unless a backend was named."""
-    mine = [name for name in names if isinstance(providers[name], Ours) and name != "plain"]
+    mine = [name for name in names if isinstance(providers[name], Ours) and name != PLAIN]
     peers = [name for name in names if name not in mine]
     ranked = [name for name in BASELINES["cuda"] if name in peers]
     return mine or [OURS], ranked + [name for name in peers if name not in ranked]

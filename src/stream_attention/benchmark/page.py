@@ -14,8 +14,10 @@ from typing import Any
 from . import plots, style
 from .summary import (
     Cell,
+    Compared,
     Entry,
     capital,
+    compared,
     duration,
     durations,
     figure,
@@ -25,11 +27,11 @@ from .summary import (
     not_measured,
     origin,
     rate,
-    ratios,
     rows,
     short,
     size,
     span,
+    speed,
     speed_over,
     strictness,
     timed,
@@ -45,10 +47,13 @@ WORDS = {
 
 
 def write_page(results: Sequence[dict[str, Any]], folder: Path) -> Path:
-    """Write `folder/index.html` from the contents of one or more results files, a section each; returns its path."""
+    """Write `folder/index.html` from the contents of results files, a section each; returns its path.
+
+    The folder is made, one around it is not.
+    """
     if not results:
         raise ValueError("results: expected at least one; got none.")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     path = folder / "index.html"
     path.write_text(page(results), encoding="utf-8")
     return path
@@ -85,12 +90,11 @@ def _contents(results: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for number, found in enumerate(results, 1):
         link = f'<a href="#r{number}">{escape(_name(found))}</a>'
-        compared = ratios(found)
         shown = ["", "", ""]
-        if compared is not None:
-            shown = [f"{x:.2f}" for x in (compared.mean, compared.best["ratio"], compared.worst["ratio"])]
+        if (its := compared(found)) is not None:
+            shown = [f"{x:.2f}" for x in (its.mean, speed(its.best), speed(its.worst))]
         lines.append([link, str(len(found["cells"])), *shown])
-    caption = "Our time by that of the fastest peer, geometric means and ends: below 1.00 ours is faster."
+    caption = "Our speed as a multiple of the fastest peer's, geometric means and ends: above 1.00 ours is faster."
     return ["<nav>", *_table(heading, lines, caption), "</nav>"]
 
 
@@ -106,7 +110,7 @@ def _section(results: dict[str, Any], order: Sequence[str], anchor: str) -> list
         *_conditions(results),
         "<h3>Speed</h3>",
         *plots.speed(results, order),
-        "<h3>Ratio to the fastest peer</h3>",
+        "<h3>Speed beside the fastest peer</h3>",
         *_heat_map(results),
         "<h3>Memory</h3>",
         *plots.memory(results, order),
@@ -125,21 +129,21 @@ def _section(results: dict[str, Any], order: Sequence[str], anchor: str) -> list
 
 
 def _summary(results: dict[str, Any]) -> list[str]:
-    compared = ratios(results)
-    if compared is None:
-        return ["<p>No cell has both ours and a peer, so there is no ratio.</p>"]
-    count = len(compared.cells)
+    its = compared(results)
+    if its is None:
+        return ["<p>No cell has both ours and a peer, so there is nothing to compare.</p>"]
+    count = f"{len(its.cells)} {'cell' if len(its.cells) == 1 else 'cells'}"
     tiles = [
-        ("geometric mean", compared.mean, f"of {count} {'cell' if count == 1 else 'cells'}"),
-        *((word, cell["ratio"], _beside(cell)) for word, cell in (("best", compared.best), ("worst", compared.worst))),
+        ("geometric mean", its.mean, f"of {count}"),
+        *((word, speed(cell), _beside(cell)) for word, cell in (("best", its.best), ("worst", its.worst))),
     ]
+    faster = f"; above 1.00 ours is faster, as it is in {its.faster or 'none'} of them"
     words = [
-        f"Our fastest takes {compared.mean:.2f} times as long as the fastest peer in the geometric mean of {count} "
-        f"{'cell' if count == 1 else 'cells'}, from {compared.best['ratio']:.2f} ({_beside(compared.best)}) to "
-        f"{compared.worst['ratio']:.2f} ({_beside(compared.worst)}); below 1.00 ours is faster, as it is in "
-        f"{compared.faster or 'none'} of them."
+        f"Our fastest has {its.mean:.2f} times the speed of {_peer(its)} in the geometric mean of {count}, "
+        f"from {speed(its.worst):.2f} ({_beside(its.worst)}) to {speed(its.best):.2f} ({_beside(its.best)})"
+        f"{'' if its.is_cost else faster}."
     ]
-    held = [cell for cell in compared.cells if cell["bar"] is not None]
+    held = [cell for cell in its.cells if cell["bar"] is not None]
     missed = [cell for cell in held if not cell.get("met")]
     if held:
         told = f"{len(missed)} miss it: {', '.join(map(_title, missed))}" if missed else "none misses it"
@@ -147,13 +151,17 @@ def _summary(results: dict[str, Any]) -> list[str]:
     return [
         '<dl class="tiles">',
         *(
-            f"<div><dt>{word}</dt><dd><b>{value:.2f}</b> <span>{escape(told)}</span></dd></div>"
+            f"<div><dt>{word}</dt><dd><b>{value:.2f}x</b> <span>{escape(told)}</span></dd></div>"
             for word, value, told in tiles
         ),
         "</dl>",
         f"<p>{escape(' '.join(words))}</p>",
         *_beside_each(results),
     ]
+
+
+def _peer(its: Compared) -> str:
+    return "our own call without the modifiers" if its.is_cost else "the fastest peer"
 
 
 def _title(cell: Cell) -> str:
@@ -167,26 +175,28 @@ def _beside(cell: Cell) -> str:
 def _beside_each(results: dict[str, Any]) -> list[str]:
     lines = []
     for name in names([results]):
-        found = speed_over(results["cells"], name)
+        found = speed_over(results["cells"], name, paired=True)
         if found:
             told = f" <small>{escape(WORDS[name])}</small>" if name in WORDS else ""
             lines.append([f"{escape(name)}{told}", str(len(found)), f"{geometric_mean(found):.2f}", span(found)])
     if not lines:
         return []
-    caption = "Speed of our fastest as a multiple of each other provider's: above 1.00 ours is faster."
+    caption = "Speed of our fastest as a multiple of each other's: above 1.00 ours is faster."
     return _table(("beside", "cells", "geometric mean", "range"), lines, caption)
 
 
 def _conditions(results: dict[str, Any]) -> list[str]:
     commit, told = results["commit"], results["conditions"]
     changes = " with changes" if commit["dirty"] else ""
+    ratio = {"ratio in the results file": told["ratio"]} if "ratio" in told else {}  # this page has its inverse
     groups = {
         "date": results["date"],
         "commit": f"{commit['hash'] or 'none yet'}{changes}",
         "machine": _joined({"name": results["machine"]["name"], **results["machine"]}),
         "versions": _joined(results["versions"]),
         "rounds": _joined({name: value for name, value in told.items() if not isinstance(value, str)}),
-        **{name: value for name, value in told.items() if isinstance(value, str)},
+        **{name: value for name, value in told.items() if isinstance(value, str) and name != "ratio"},
+        **ratio,
     }
     terms = [
         f"<div><dt>{escape(str(name).replace('_', ' '))}</dt><dd>{escape(str(value))}</dd></div>"
@@ -209,26 +219,28 @@ def _joined(facts: dict[str, Any]) -> str:
 
 
 def _heat_map(results: dict[str, Any]) -> list[str]:
-    compared = ratios(results)
-    if compared is None:
+    its = compared(results)
+    if its is None:
         return ["<p>No cell has both ours and a peer.</p>"]
-    directions = dict.fromkeys(cell["direction"] for cell in compared.cells)
-    lengths = sorted({length(cell) for cell in compared.cells})
+    directions = dict.fromkeys(cell["direction"] for cell in its.cells)
+    lengths = sorted({length(cell) for cell in its.cells})
     lines = []
-    for row in rows(compared.cells):
+    for row in rows(its.cells):
         at: dict[int, list[Cell]] = {}
         for cell in row.cells:
             at.setdefault(length(cell), []).append(cell)
         label = row.label if len(directions) == 1 else f"{row.label}, {row.direction}"
         head = f'<th scope="row">{escape(label)}</th>'
         lines.append(head + "".join(_heated(at.get(keys, [])) for keys in lengths))
-    fastest = Counter(str(cell["fastest_peer"]) for cell in compared.cells)
     caption = (
-        "Time, ours by that of the fastest peer, over length. Blue and below 1.00: ours is faster; orange and above: "
-        f"slower. Fastest peer: {', '.join(f'{name} in {count}' for name, count in fastest.items())}."
+        f"Our speed as a multiple of that of {_peer(its)}, over length. Blue and above 1.00: ours is faster; orange "
+        "and below: slower."
     )
-    if any(cell["bar"] is not None and not cell.get("met") for cell in compared.cells):
-        caption += " An exclamation mark: over the cell's bar."
+    if not its.is_cost:
+        fastest = Counter(str(cell["fastest_peer"]) for cell in its.cells)
+        caption += f" Fastest peer: {', '.join(f'{name} in {count}' for name, count in fastest.items())}."
+    if any(cell["bar"] is not None and not cell.get("met") for cell in its.cells):
+        caption += " An exclamation mark: the cell's bar is missed."
     head = "".join(f'<th scope="col">{short(keys)}</th>' for keys in lengths)
     return [
         f'<figure><div class="scroll"><table class="heat"><thead><tr><th scope="col">length</th>{head}</tr></thead>',
@@ -240,10 +252,10 @@ def _heat_map(results: dict[str, Any]) -> list[str]:
 def _heated(cells: Sequence[Cell]) -> str:
     if not cells:
         return "<td></td>"
-    worst = max(cells, key=lambda cell: float(cell["ratio"]))
+    worst = min(map(speed, cells))
     missed = "!" if any(cell["bar"] is not None and not cell.get("met") for cell in cells) else ""
-    shown = ", ".join(f"{cell['ratio']:.2f}" for cell in cells)
-    return f'<td class="{style.heat(worst["ratio"])}">{shown}{missed}</td>'
+    shown = ", ".join(f"{speed(cell):.2f}" for cell in cells)
+    return f'<td class="{style.heat(worst)}">{shown}{missed}</td>'
 
 
 def _ran(results: dict[str, Any]) -> list[str]:
@@ -274,7 +286,7 @@ def _everything(results: dict[str, Any]) -> list[str]:
     for cell in results["cells"]:
         told = _title(cell)
         if cell["ratio"] is not None:
-            told += f": {cell['ratio']:.2f} beside {cell['fastest_peer']}"
+            told += f": {speed(cell):.2f}x the speed of {cell['fastest_peer']}"
         heading = f'<th scope="rowgroup" colspan="{len(columns) + 1}"><span>{escape(told)}</span></th>'
         bodies.append(f"<tbody><tr>{heading}</tr>")
         for name, one in timed(cell).items():
@@ -283,8 +295,8 @@ def _everything(results: dict[str, Any]) -> list[str]:
             bodies.append(f'<tr{kind}><th scope="row">{escape(name)}</th>{figures_}</tr>')
         bodies.append("</tbody>")
     caption = (
-        "Times are per call, our fastest in bold. Over each group stands the ratio of its time to that of the fastest "
-        "peer, the median over the rounds."
+        "Times are per call, our fastest in bold. Over each group stands its speed as a multiple of the fastest "
+        "peer's, the median over the rounds."
     )
     return [
         f'<figure><div class="scroll" tabindex="0"><table class="all"><thead><tr>{head}</tr></thead>',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import platform
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from .form import lacking
 from .timing import CLOCKS
 
 
@@ -90,12 +92,25 @@ def _gpu() -> dict[str, Any]:
 
 
 def save(results: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    """Write a results file. A number that is not finite is null there: JSON has no word for it."""
+    path.write_text(json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def load(path: Path) -> dict[str, Any]:
+    """What a results file holds; a ValueError says what it lacks to be one."""
     found: dict[str, Any] = json.loads(path.read_text())
+    if missing := lacking(found):
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        told = f"{', '.join(missing[:8])}{more}"
+        raise ValueError(f"expected a results file of the benchmark command; it lacks {told}")
     return found
 
 
@@ -110,7 +125,7 @@ def line(entry: dict[str, Any]) -> str:
         elif "unavailable" not in one:
             parts.append(f"{name} WRONG: error {one['error']:.2e}, allowed {one['allowed']:.2e}")
     if entry["ratio"] is not None:
-        parts.append(f"ratio {entry['ratio']:.2f}{_bar(entry)}")
+        parts.append(f"{1 / entry['ratio']:.2f}x the speed of {entry['fastest_peer']}{_bar(entry)}")
     return "  ".join(parts)
 
 
@@ -127,7 +142,7 @@ def _ms(ms: float) -> str:
 def _bar(entry: dict[str, Any]) -> str:
     if entry["bar"] is None:
         return ""
-    return f" ({'within' if entry['met'] else 'MISSES'} {entry['bar']:g})"
+    return f" ({'meets' if entry['met'] else 'MISSES'} the bar of {1 / entry['bar']:.2f}x)"
 
 
 def table(results: dict[str, Any]) -> list[list[str]]:
@@ -178,7 +193,6 @@ _VERDICT = "error allowed right ran unavailable failed".split()
 
 def save_csv(results: dict[str, Any], path: Path) -> None:
     """One row per cell and provider."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         rows = csv.DictWriter(file, ("cell", "direction", *_SHAPE, "provider", *_FIGURES, *_VERDICT))
         rows.writeheader()

@@ -66,7 +66,8 @@ def measure(
         except Exception as error:  # a peer that fails is not measured; one of ours that fails is wrong
             ready.pop(name, None)
             reason = f"{type(error).__name__}: {error}"
-            entries[name] = {"failed": reason, "right": False} if name not in cell.peers else {"unavailable": reason}
+            ours = provider.ours or name not in cell.peers
+            entries[name] = {"failed": reason, "right": False} if ours else {"unavailable": reason}
     now(f"{cell.name}: timing {', '.join(ready)}")
     with torch.set_grad_enabled(cell.direction != "forward"):
         samples = interleaved(ready, clock, repeats, warmup, budget_s) if ready else {}

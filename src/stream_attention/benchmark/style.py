@@ -5,13 +5,13 @@ from __future__ import annotations
 from .figures import DARK, LIGHT, RULES
 
 HEAT_STEPS = (1.02, 1.1, 1.25, 1.5, 2.0)
-"""Where the heat map's colour deepens: a ratio, or one by it, up to the first of these is neither faster nor slower."""
+"""Where the heat map's colour deepens: a speed, or one by it, up to the first of these is neither faster nor slower."""
 
 
-def heat(ratio: float) -> str:
-    """The class of a ratio's colour: h0 about even, f1-f5 ours faster, w1-w5 slower."""
-    depth = sum(max(ratio, 1 / ratio) > step for step in HEAT_STEPS)
-    return "h0" if depth == 0 else f"{'w' if ratio > 1 else 'f'}{depth}"
+def heat(speed: float) -> str:
+    """The class of the colour of a speed as a multiple of another: h0 about even, f1-f5 faster, w1-w5 slower."""
+    depth = sum(max(speed, 1 / speed) > step for step in HEAT_STEPS)
+    return "h0" if depth == 0 else f"{'f' if speed > 1 else 'w'}{depth}"
 
 
 def heat_colours(theme: dict[str, str]) -> dict[str, str]:

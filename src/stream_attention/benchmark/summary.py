@@ -31,14 +31,19 @@ class Rate(NamedTuple):
     of: Callable[[Entry], float]
 
 
-class Ratios(NamedTuple):
-    """Our time by that of the fastest peer, over the cells that have both."""
+class Compared(NamedTuple):
+    """Our speed as a multiple of the fastest peer's, over the cells that have both."""
 
     cells: list[Cell]
     mean: float  # geometric
     best: Cell
     worst: Cell
     faster: int  # cells in which ours takes less time than every peer
+
+    @property
+    def is_cost(self) -> bool:
+        """Whether the peer is our own call without the modifiers everywhere: what they cost, and no race."""
+        return all(cell["fastest_peer"] == "plain" for cell in self.cells)
 
 
 def timed(cell: Cell) -> dict[str, Entry]:
@@ -84,23 +89,38 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def ratios(results: dict[str, Any]) -> Ratios | None:
+def speed(cell: Cell) -> float:
+    """Our speed as a multiple of the fastest peer's, in a cell that has both; a file has their times' ratio."""
+    return 1 / float(cell["ratio"])
+
+
+def compared(results: dict[str, Any]) -> Compared | None:
     """None where no cell has both ours and a peer."""
-    compared = [cell for cell in results["cells"] if cell["ratio"] is not None]
-    if not compared:
+    cells = [cell for cell in results["cells"] if cell["ratio"] is not None]
+    if not cells:
         return None
-    ordered = sorted(compared, key=lambda cell: float(cell["ratio"]))
-    mean = geometric_mean([cell["ratio"] for cell in compared])
-    return Ratios(compared, mean, ordered[0], ordered[-1], sum(cell["ratio"] < 1 for cell in compared))
+    ordered = sorted(cells, key=speed, reverse=True)
+    speeds = [speed(cell) for cell in cells]
+    return Compared(cells, geometric_mean(speeds), ordered[0], ordered[-1], sum(one > 1 for one in speeds))
 
 
-def speed_over(cells: Iterable[Cell], other: str) -> list[float]:
-    """By cell that has both, how many times faster our fastest is than another provider, medians."""
-    return [
-        its[other]["median_ms"] / its[cell["ours"]]["median_ms"]
-        for cell in cells
-        if other in (its := timed(cell)) and cell["ours"] is not None and cell["ours"] != other
-    ]
+def speed_over(cells: Iterable[Cell], other: str, paired: bool = False) -> list[float]:
+    """By cell that has both, our fastest's speed as a multiple of another provider's.
+
+    It is that of their medians, or `paired` the median over the rounds, wherever the file has that.
+    """
+    found = []
+    for cell in cells:
+        its = timed(cell)
+        if other not in its or cell["ours"] is None or cell["ours"] == other:
+            continue
+        if paired and other == cell["fastest_peer"] and cell["ratio"] is not None:
+            found.append(speed(cell))
+        elif paired and "vs_ours" in its[other]:
+            found.append(float(its[other]["vs_ours"]))
+        else:
+            found.append(its[other]["median_ms"] / its[cell["ours"]]["median_ms"])
+    return found
 
 
 def is_variant(name: str, cells: Iterable[Cell]) -> bool:
@@ -110,10 +130,10 @@ def is_variant(name: str, cells: Iterable[Cell]) -> bool:
 
 
 def strictness(one: Entry) -> float | None:
-    """Error by what is allowed: at most 1 if right; None where nothing was computed."""
+    """Error by what is allowed: at most 1 if right, NaN where that was computed; None where nothing was."""
     if "error" not in one:
         return None
-    error, allowed = float(one["error"]), float(one["allowed"])
+    error, allowed = _errors(one)
     return error / allowed if allowed else (0.0 if error == 0 else math.inf)
 
 
@@ -129,8 +149,15 @@ def not_measured(results: dict[str, Any]) -> Counter[tuple[str, str]]:
             elif "failed" in one:
                 found[name, f"failed: {one['failed']}"] += 1
             else:
-                found[name, f"wrong: error {one['error']:.2e}, allowed {one['allowed']:.2e}"] += 1
+                error, allowed = _errors(one)
+                found[name, f"wrong: error {error:.2e}, allowed {allowed:.2e}"] += 1
     return found
+
+
+def _errors(one: Entry) -> tuple[float, float]:
+    """Error and what is allowed; a results file has null for NaN."""
+    error, allowed = (math.nan if one[key] is None else float(one[key]) for key in ("error", "allowed"))
+    return error, allowed
 
 
 def origin(results: dict[str, Any]) -> str:

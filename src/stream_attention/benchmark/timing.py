@@ -7,6 +7,7 @@ unless a provider launches more slowly than it computes for a whole round.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -45,17 +46,23 @@ class Latency(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Latency:
+        """Between two samples lies what is between them: the median of an even number is the mean of the middle two."""
         ranked = sorted(samples)
 
         def at(share: float) -> float:
-            return ranked[round(share * (len(ranked) - 1))]
+            below, part = divmod(share * (len(ranked) - 1), 1)
+            low, high = ranked[int(below)], ranked[min(int(below) + 1, len(ranked) - 1)]
+            return low + (high - low) * part
 
         return cls(at(0.5), at(0.2), at(0.8), ranked[0], len(ranked))
 
 
 def paired_ratio(ours: Sequence[float], peer: Sequence[float]) -> float:
-    """Median over the rounds of our time by the peer's: what else the machine did in a round cancels."""
-    return Latency.of([one / other for one, other in zip(ours, peer, strict=True)]).median
+    """Median over the rounds of our time by the peer's: what else the machine did in a round cancels.
+
+    Of an even number it is the geometric mean of the middle two, so that the peer's by ours is exactly one by it.
+    """
+    return math.exp(Latency.of([math.log(one / other) for one, other in zip(ours, peer, strict=True)]).median)
 
 
 def interleaved(

@@ -21,12 +21,14 @@ from ..benchmark.grid import Grid
 from ..benchmark.providers import Provider
 from ..benchmark.run import described
 from ..testing.inputs import Case
-from . import flags
+from . import flags, values
+from .ending import quiet
 from .flags import Refused
 
 PROG = "stream-attention-test"
 
 
+@quiet
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """The command; returns its exit code."""
     options = _parser(prog).parse_args(argv)
@@ -93,7 +95,7 @@ def show(found: dict[str, Any], cell: Cell) -> None:
 def _cell(grid: Grid, asked: Sequence[str] | None, providers: dict[str, Provider]) -> Cell:
     if asked is None:
         peer = grid_.baseline(providers, grid.cells())[0]
-        return grid.cells(peers=() if peer == "plain" else (peer,))[0]
+        return grid.cells(peers=() if peer == grid_.PLAIN else (peer,))[0]
     names = flags.named(asked, providers)
     ours, peers = grid_.split(names, providers)
     cell = grid.cells(ours, peers)[0]
@@ -120,16 +122,16 @@ def _passed(one: dict[str, Any]) -> bool:
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=flags.about(__doc__))
     flags.add_device(parser)
-    parser.add_argument("--seq", type=flags.count, default=512, metavar="N", help="sequence length; default 512")
+    parser.add_argument("--seq", type=values.count, default=512, metavar="N", help="sequence length; default 512")
     flags.add_problem(parser, batch=2)
     parser.add_argument("--backward", action="store_true", help="compare the gradients of query, key and value too")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs; default 0")
+    parser.add_argument("--seed", type=values.seed, default=0, metavar="N", help="of the random inputs; default 0")
     flags.add_providers(parser)
     flags.add_fa3(parser)
     parser.add_argument(
         "--json-out",
         "--json_out",
-        type=flags.path_or_none,
+        type=values.path_or_none,
         metavar="FILE",
         help="write the errors, with commit, versions and machine",
     )

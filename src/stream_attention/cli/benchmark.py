@@ -2,7 +2,8 @@
 
 Every provider is compared with the fp64 reference on a cell before it is timed on it. Without --suite, one problem is
 measured over sequence lengths, ours beside the strongest baseline there is; with --suite, a set of cells that the
-published figures come from. The exit code is 1 if somebody was wrong, 2 if the command line cannot be run.
+published figures come from. The exit code is 1 if somebody was wrong or a cell has no time of ours, 2 if the command
+line cannot be run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,13 +27,15 @@ from ..benchmark.page import write_page
 from ..benchmark.providers import Provider
 from ..benchmark.run import measured, why_not, wrong
 from ..benchmark.timing import Clock
-from . import flags
+from . import flags, values
+from .ending import quiet
 from .flags import Refused
 
 PROG = "stream-attention-benchmark"
 GRID_FLAGS = "seq batch heads kv_heads dim dtype causal dropout backward decode chunk providers".split()
 
 
+@quiet
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """The command; returns its exit code."""
     options = _parser(prog).parse_args(argv)
@@ -39,6 +43,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    _refuse_outputs_of_list(options)
     device = flags.device(options.device or (None if options.list else _device_of(options.suite)))
     clock = _clock(options, device)
     providers = providers_.by_name(flags.fa3_folder(options.fa3, device))
@@ -47,7 +52,7 @@ def _run(options: argparse.Namespace) -> int:
         return _list(options.suite, grid or Grid(device=device), providers)
     cells = _grid_cells(grid, options.providers, providers) if grid else _suite_cells(options, device)
     cells = _only(cells, options)
-    write_page = _outputs(options)
+    _refuse_outputs(options)
 
     repeats = options.iters or (50 if grid else 25)
     warmup = options.warmup if options.warmup is not None else 10 if grid else 5
@@ -59,21 +64,16 @@ def _run(options: argparse.Namespace) -> int:
     if grid:
         for entry, cell in zip(found["cells"], cells, strict=True):
             entry |= grid_.documented(entry, cell)
+    written = _written(found, options)  # before anything is printed: the reader may have gone
     show(found, cells, providers)
     _shortfalls(found)
-    if options.json_out is not None:
-        results_.save(found, options.json_out)
-        print(f"written to {options.json_out}")
-    if options.csv is not None:
-        results_.save_csv(found, options.csv)
-        print(f"written to {options.csv}")
-    if write_page is not None:
-        print(f"written to {write_page([found], options.report)}")
-    if options.json_out is options.csv is write_page is None:
+    for path in written:
+        print(f"written to {path}")
+    if not written:
         print("no --json-out, --csv or --report: nothing was written")
     asked = flags.named(options.providers or [], providers)
     failed = any("unavailable" in entry["providers"][name] for entry in found["cells"] for name in asked)
-    return 1 if failed or any(wrong(entry) for entry in found["cells"]) else 0
+    return 1 if failed or any(wrong(entry) or entry["ours"] is None for entry in found["cells"]) else 0
 
 
 def benchmark(
@@ -160,14 +160,28 @@ def _only(cells: list[Cell], options: argparse.Namespace) -> list[Cell]:
     return kept
 
 
-def _outputs(options: argparse.Namespace) -> Any:
-    """Refuse what could not be written; returns the writer of the report, if there is to be one."""
+def _refuse_outputs(options: argparse.Namespace) -> None:
+    """Refuse what could not be written at the end, before anything is measured."""
+    page = None if options.report is None else options.report / "index.html"
+    flags.apart({"--json-out": options.json_out, "--csv": options.csv, "--report": page})
     flags.writable_file("--json-out", options.json_out)
     flags.writable_file("--csv", options.csv)
-    if options.report is None:
-        return None
-    flags.writable_file("--report", options.report / "index.html")
-    return write_page
+    flags.writable_folder("--report", options.report, "index.html")
+
+
+def _written(found: dict[str, Any], options: argparse.Namespace) -> list[Path]:
+    if options.json_out is not None:
+        results_.save(found, options.json_out)
+    if options.csv is not None:
+        results_.save_csv(found, options.csv)
+    page = None if options.report is None else write_page([found], options.report)
+    return [path for path in (options.json_out, options.csv, page) if path is not None]
+
+
+def _refuse_outputs_of_list(options: argparse.Namespace) -> None:
+    said = [f"--{flag.replace('_', '-')}" for flag in ("json_out", "csv", "report") if getattr(options, flag)]
+    if options.list and said:
+        raise Refused(f"--list measures nothing that could be written; leave out {', '.join(said)}")
 
 
 # What is shown
@@ -189,8 +203,7 @@ def _show_grid(found: dict[str, Any], cells: list[Cell], providers: dict[str, Pr
     print(f"{cells[0].direction}, {kind}, {found['machine']['name']}, {found['conditions']['timing']}, medians.")
     print(f"Fused is stream_attention.attention: {'; '.join(ran)}.")
     for name in grid_.others(cells[0])[:1]:
-        print(f"{providers[name].label} is {providers[name].about}.")
-        print(f"{providers[name].label}/Fused(ms) is its time by ours, round by round: above 1, ours is the faster.")
+        print(_about_baseline(name, providers[name], cells[0]))
     print(f"TF: TFLOP/s, FLOPs = {FLOPS}, for every column.")
     print(f"GB/s: {TRAFFIC}.")
     for entry in entries:
@@ -200,11 +213,27 @@ def _show_grid(found: dict[str, Any], cells: list[Cell], providers: dict[str, Pr
             print(f"{entry['name']}: {rounds} rounds in its {seconds:g} s (--cell-seconds)")
 
 
+def _about_baseline(name: str, provider: Provider, cell: Cell) -> str:
+    ratio = f"{provider.label}/Fused(ms) is its time by ours, round by round"
+    if name != grid_.PLAIN:
+        return f"{provider.label} is {provider.about}.\n{ratio}: above 1, ours is the faster."
+    cost = "one by it is how many times as long the modifiers make a call"
+    if not cell.case.dropout_p:
+        return f"{provider.label} is {provider.about}.\n{ratio}; {cost}."
+    heads = ", with a KV head for every head" if cell.case.Hkv != cell.case.Hq else ""
+    return (
+        f"No peer draws the same dropout mask; {provider.label} is our own call without dropout{heads}: "
+        f"what dropout costs.\n{ratio}; {cost.replace('the modifiers make', 'dropout makes')}."
+    )
+
+
 def _shortfalls(found: dict[str, Any]) -> None:
-    """Who was wrong, and who was not measured."""
+    """Who was wrong, where none of ours was timed, and who was not measured."""
     for entry in found["cells"]:
         for name in wrong(entry):
             print(f"WRONG: {name} on {entry['name']} ({entry['direction']})")
+        if entry["ours"] is None:
+            print(f"NONE OF OURS was timed on {entry['name']} ({entry['direction']})")
     reasons = {
         f"{name}: {one['unavailable']}": None
         for entry in found["cells"]
@@ -254,7 +283,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
     grid = parser.add_argument_group("the grid (without --suite)")
     grid.add_argument(
-        "--seq", type=flags.count, nargs="+", metavar="N", help="sequence lengths; default 512 1024 2048 4096"
+        "--seq", type=values.count, nargs="+", metavar="N", help="sequence lengths; default 512 1024 2048 4096"
     )
     flags.add_problem(grid, batch=1)
     grid.add_argument("--backward", action="store_true", default=None, help="time the backward alone")
@@ -263,7 +292,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     grid.add_argument(
         "--chunk",
-        type=flags.count_or_none,
+        type=values.count_or_none,
         metavar="C",
         help="the sequence arrives C queries at a time, each chunk a call against all keys so far; default 0: at once",
     )
@@ -275,14 +304,14 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
     how = parser.add_argument_group("measuring")
     how.add_argument(
-        "--warmup", type=flags.count_or_none, metavar="N", help="rounds that are not counted; default 10, suites 5"
+        "--warmup", type=values.count_or_none, metavar="N", help="rounds that are not counted; default 10, suites 5"
     )
     how.add_argument(
-        "--iters", "--repeats", type=flags.count, metavar="N", help="rounds per cell; default 50, suites 25"
+        "--iters", "--repeats", type=values.count, metavar="N", help="rounds per cell; default 50, suites 25"
     )
     how.add_argument(
         "--cell-seconds",
-        type=flags.seconds,
+        type=values.seconds,
         default=4.0,
         metavar="S",
         help="stop a cell's rounds after this long, with at least three; default 4",
@@ -292,7 +321,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         choices=("wall", "cpu"),
         help="on the cpu: wall time, the default, or the process's own CPU time, for a machine others use",
     )
-    how.add_argument("--threads", type=flags.count, metavar="N", help="CPU threads; default: torch's own choice")
+    how.add_argument("--threads", type=values.count, metavar="N", help="CPU threads; default: torch's own choice")
     flags.add_fa3(how)
 
     out = parser.add_argument_group("output")
@@ -300,13 +329,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--json-out",
         "--json_out",
         "--out",
-        type=flags.path_or_none,
+        type=values.path_or_none,
         metavar="FILE",
         help="write the results file: every figure, with commit, versions, machine and conditions",
     )
-    out.add_argument("--csv", type=flags.path_or_none, metavar="FILE", help="write a row per cell and provider")
+    out.add_argument("--csv", type=values.path_or_none, metavar="FILE", help="write a row per cell and provider")
     out.add_argument(
-        "--report", type=flags.path_or_none, metavar="DIR", help="write DIR/index.html, one page with the plots"
+        "--report", type=values.path_or_none, metavar="DIR", help="write DIR/index.html, one page with the plots"
     )
     return parser
 

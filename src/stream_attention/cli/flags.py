@@ -12,6 +12,7 @@ import torch
 
 from ..benchmark.grid import DTYPES
 from ..benchmark.providers import Provider
+from . import values
 
 
 class Refused(Exception):
@@ -38,17 +39,30 @@ def about(docstring: str | None) -> str:
 
 def add_problem(group: Any, batch: int) -> None:
     """The flags of one problem; each is None unless it is said."""
-    group.add_argument("--batch", type=count, metavar="N", help=f"batch entries; default {batch}")
-    group.add_argument("--heads", type=count, metavar="N", help="query heads; default 8")
-    group.add_argument("--kv-heads", type=count, metavar="N", help="KV heads, which divide the heads; default: as many")
-    group.add_argument("--dim", type=count, metavar="N", help="head dim; default 64")
-    group.add_argument("--dtype", choices=tuple(DTYPES), help="default fp16 on cuda, fp32 on cpu")
+    group.add_argument("--batch", type=values.count, metavar="N", help=f"batch entries; default {batch}")
+    group.add_argument("--heads", type=values.count, metavar="N", help="query heads; default 8")
+    group.add_argument(
+        "--kv-heads", type=values.count, metavar="N", help="KV heads, which divide the heads; default: as many"
+    )
+    group.add_argument("--dim", type=values.count, metavar="N", help="head dim; default 64")
+    group.add_argument(
+        "--dtype", type=_dtype, metavar="DTYPE", help=f"{', '.join(DTYPES)}; default fp16 on cuda, fp32 on cpu"
+    )
     group.add_argument(
         "--causal",
         action=argparse.BooleanOptionalAction,
         help="a query sees the keys up to its own position, aligned to the last key; default: causal",
     )
-    group.add_argument("--dropout", type=probability, metavar="P", help="dropout of the probabilities; default 0")
+    group.add_argument(
+        "--dropout", type=values.probability, metavar="P", help="dropout of the probabilities; default 0"
+    )
+
+
+def _dtype(text: str) -> str:
+    if text not in DTYPES:
+        why = ", which the reference computes in: nothing is left to compare it with" if text == "fp64" else ""
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(DTYPES)}; got {text}{why}")
+    return text
 
 
 def add_providers(parser: Any) -> None:
@@ -117,11 +131,11 @@ def named(names: Iterable[str], providers: dict[str, Provider]) -> list[str]:
 
 
 def writable_file(flag: str, path: Path | None) -> None:
-    """Refuse a file that could not be written at the end, before anything is measured."""
+    """Refuse a file that could not be written, also one in a folder that is not there: it may be a slip of the pen."""
     if path is None:
         return
+    _in_a_folder(flag, path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         was_there = path.exists()
         path.open("a").close()
         if not was_there:
@@ -130,27 +144,31 @@ def writable_file(flag: str, path: Path | None) -> None:
         raise Refused(f"{flag} {path} cannot be written: {error.strerror}") from None
 
 
-def path_or_none(text: str) -> Path | None:
-    return Path(text) if text else None
+def writable_folder(flag: str, folder: Path | None, name: str) -> None:
+    """Make a folder, and refuse it where a file of this name could not be written into it."""
+    if folder is None:
+        return
+    _in_a_folder(flag, folder)
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise Refused(f"{flag} {folder} cannot be written: {error.strerror}") from None
+    writable_file(flag, folder / name)
 
 
-def count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1; got {text}")
-    return int(text)
+def _in_a_folder(flag: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        raise Refused(f"{flag} {path} cannot be written: there is no folder {path.parent}")
 
 
-def count_or_none(text: str) -> int:
-    return 0 if int(text) == 0 else count(text)
-
-
-def seconds(text: str) -> float:
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"expected more than 0 seconds; got {text}")
-    return float(text)
-
-
-def probability(text: str) -> float:
-    if not 0 <= float(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a probability in [0, 1); got {text}")
-    return float(text)
+def apart(files: dict[str, Path | None]) -> None:
+    """Refuse two flags that name one file, or a file where the other needs a folder."""
+    seen: dict[Path, str] = {}
+    for flag, path in files.items():
+        if path is None:
+            continue
+        where = path.resolve()
+        for other, its in seen.items():
+            if where == other or where in other.parents or other in where.parents:
+                raise Refused(f"{flag}: expected a file apart from that of {its}; got {path} beside {other}")
+        seen[where] = flag

@@ -32,6 +32,7 @@ from ..plan import plan
 from ..problem import Problem
 from ..testing.inputs import Case
 from ..testing.tolerance import check_case
+from .ending import quiet
 
 EXTRAS = {"transformers": "hf", "matplotlib": "bench", "pyyaml": "bench", "rich": "bench"}
 """Package -> the extra that brings it."""
@@ -47,6 +48,7 @@ PREFIXES = ("STREAM_ATTENTION_", "TRITON_", "NCCL_", "TORCHELASTIC_")
 """Environment variables that change what runs, or where, by name and by how their names begin."""
 
 
+@quiet
 def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attention.cli.info") -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").split("\n\n", 1)[1])

@@ -9,6 +9,7 @@ from importlib import import_module
 from inspect import signature
 
 from .. import __version__
+from .ending import quiet
 
 COMMANDS = {
     "info": ("info", "versions, GPUs, backends with their reasons, and a self-check of about a second"),
@@ -20,6 +21,7 @@ COMMANDS = {
 """Name -> (module of this folder, one line). A module is imported when its command runs, and not before."""
 
 
+@quiet
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)

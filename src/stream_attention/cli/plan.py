@@ -10,13 +10,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..device import arch, processors
 from ..ops.explain import print_plans, problems_of_call
+from . import values
+from .ending import quiet
 
 DTYPES = {
     "fp16": torch.float16,
@@ -44,6 +46,7 @@ MOST_ELEMENTS = 1 << 59
 """A tensor of so many fp64 numbers has more bytes than its sizes can address."""
 
 
+@quiet
 def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attention.cli.plan") -> int:
     """The command; returns its exit code."""
     options = _parser(prog).parse_args(argv)
@@ -74,13 +77,14 @@ def _place(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         return facts, f"{torch.cuda.get_device_name(here)}, the GPU {here} of this machine"
     capability = arch(here) if here is not None and options.arch is None else options.arch
     count, like = options.processors, ""
-    if count is None:
-        if capability not in GPUS:
-            raise ValueError(f"--processors: expected the multiprocessors of a GPU of --arch {capability}; got none")
+    if count is None and capability in GPUS:
         name, count = GPUS[capability]
         like = f", as {name} has"
-    words = f"a GPU of compute capability {capability / 10} with {count} multiprocessors{like}"
-    return {"device": torch.device("cuda"), "arch": capability, "processors": count}, words
+    elif count is None and capability >= min(GPUS):  # for older ones there is no kernel, and nobody asks
+        raise ValueError(f"--processors: expected the multiprocessors of a GPU of --arch {capability}; got none")
+    having = f" with {count} multiprocessors{like}" if count else ""
+    words = f"a GPU of compute capability {capability / 10}{having}"
+    return {"device": torch.device("cuda"), "arch": capability, "processors": count or 0}, words
 
 
 def _tensors(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,28 +126,36 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = Fals
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """What begins with a minus is a flag to argparse, and it does not say so."""
+        if message == "argument --window: expected one argument":
+            message += "; one that begins with a minus is written with the = sign, --window=-1,0"
+        super().error(message)
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").split("\n\n", 1)[1])
+    parser = _Parser(prog=prog, description=(__doc__ or "").split("\n\n", 1)[1])
     add = parser.add_argument
     add("--q", type=_shape, required=True, metavar="BxTqxHqxD", help="shape of the query, such as 1x4096x32x128")
     add("--kv", type=_shape, metavar="BxTkxHkvxD", help="shape of key and value; default: that of the query")
-    add("--value-dim", type=_count, metavar="DV", help="head dim of the value, where it is not that of the key")
+    add("--value-dim", type=values.count, metavar="DV", help="head dim of the value, where it is not that of the key")
     add(
         "--dtype", choices=tuple(DTYPES), default="bf16", metavar="DTYPE", help="fp16, bf16 (the default), fp32 or fp64"
     )
     add("--device", choices=("cuda", "cpu"), help="default: cuda if torch finds a GPU or --arch is given")
     add("--arch", type=_capability, metavar="CC", help="plan for a GPU of this compute capability: 90 is 9.0")
-    add("--processors", type=_count, metavar="N", help="how many multiprocessors it has")
-    add("--causal", action="store_true")
+    add("--processors", type=values.count, metavar="N", help="how many multiprocessors it has")
+    add("--causal", action="store_true", help="a query sees the keys up to its own position")
     add("--window", type=_window, metavar="LEFT,RIGHT", help="-1 is unbounded; write --window=-1,0 with the = sign")
     add("--mask", type=_shape, metavar="SHAPE", help="a boolean mask, broadcastable to BxHqxTqxTk")
     add("--bias", type=_shape_and_dtype, metavar="SHAPE[:DTYPE]", help="an additive bias, broadcastable likewise")
     add("--alibi", action="store_true", help="ALiBi slopes, one per head")
     add("--sink", action="store_true", help="attention sinks, one per head")
-    add("--softcap", type=float, default=0.0, metavar="C")
+    add("--softcap", type=float, default=0.0, metavar="C", help="scores s become C * tanh(s / C); default 0: not")
     add("--scale", type=float, metavar="S", help="default: D ** -0.5")
-    add("--dropout", type=float, default=0.0, metavar="P")
-    add("--deterministic", action="store_true")
+    add("--dropout", type=float, default=0.0, metavar="P", help="dropout of the probabilities; default 0")
+    add("--deterministic", action="store_true", help="deterministic=True")
     add("--return-lse", action="store_true", help="the LSE is returned; with --backward a gradient comes through it")
     add("--backward", action="store_true", help="gradients are wanted: plan the backward too")
     add("--backend", default="auto", metavar="NAME", help="the backend that must do it; default: auto")
@@ -175,12 +187,6 @@ def _window(text: str) -> tuple[int, int]:
 def _capability(text: str) -> int:
     if not text.isdecimal() or int(text) < 10:
         raise argparse.ArgumentTypeError(f"expected a compute capability without its dot, 90 for 9.0; got {text!r}")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1; got {text!r}")
     return int(text)
 
 

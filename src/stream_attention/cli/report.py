@@ -28,6 +28,7 @@ from typing import Any
 from ..benchmark import overview
 from ..benchmark.page import write_page
 from ..benchmark.results import load, markdown
+from .ending import quiet
 
 _TABLE = re.compile(r"(<!-- results:(?P<name>[\w./-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 _OVERVIEW = re.compile(
@@ -67,17 +68,13 @@ def _named(names: str, folder: Path) -> dict[str, dict[str, Any]]:
 
 def _results(path: Path) -> dict[str, Any]:
     try:
-        found = load(path)
+        return load(path)
     except OSError as error:
         raise _Refused(f"{path}: expected a results file; got {error.strerror or error}.") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise _Refused(f"{path}: expected JSON; got {error}.") from None
-    lacking = {"cells", "commit", "conditions", "date", "machine", "versions"} - set(found)
-    if lacking:
-        raise _Refused(
-            f"{path}: expected a results file of the benchmark command; it lacks {', '.join(sorted(lacking))}."
-        )
-    return found
+    except ValueError as error:
+        raise _Refused(f"{path}: {error}.") from None
 
 
 def _text(path: Path) -> str:
@@ -85,6 +82,14 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise _Refused(f"{path}: expected a page; got {error.strerror or error}.") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(exist_ok=True)  # that of the pictures; the one around it must be there
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _Refused(f"{path} cannot be written: {error.strerror or error}.") from None
 
 
 def _fresh(pages: Sequence[Path], results: Path, figures: Path) -> dict[Path, str]:
@@ -101,6 +106,7 @@ def _fresh(pages: Sequence[Path], results: Path, figures: Path) -> dict[Path, st
     return found
 
 
+@quiet
 def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attention.cli.report") -> int:
     """The command; returns its exit code: 0, 1 if --check finds something stale, 2 if a file is missing or wrong."""
     options = _parser(prog).parse_args(argv)
@@ -108,15 +114,19 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attent
         if options.html is not None:
             if options.check:
                 raise _Refused("--check: expected pages; got --html, which is always written.")
-            print(f"written to {write_page([_results(path) for path in options.files], options.html)}")
+            results = [_results(path) for path in options.files]
+            try:
+                path = write_page(results, options.html)
+            except OSError as error:
+                raise _Refused(f"--html {options.html} cannot be written: {error.strerror or error}.") from None
+            print(f"written to {path}")
             return 0
         fresh = _fresh(options.files, options.results, options.figures)
         stale = [path for path, text in fresh.items() if not path.exists() or _text(path) != text]
-        for path in stale:
-            print(f"{path} {'is stale' if options.check else 'written'}")
+        for path in sorted(stale, key=options.files.__contains__):  # pictures before the pages that show them
             if not options.check:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(fresh[path], encoding="utf-8")
+                _write(path, fresh[path])
+            print(f"{path} {'is stale' if options.check else 'written'}")
     except _Refused as refused:
         print(refused, file=sys.stderr)
         return 2

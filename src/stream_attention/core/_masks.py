@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -12,8 +13,9 @@ def split_mask(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> tup
     """`(mask, bias)`, at most one of them not None, four dims each.
 
     A bool mask is True where a query attends, an integer one 1; a floating one is added to the scores. Two dims are
-    `[B, Tk]`, three `[B, Tq, Tk]`, four are broadcastable to `[B, Hq, Tq, Tk]`. That integers are 0 or 1 is checked
-    where looking costs nothing: on the CPU, outside torch.compile.
+    `[B, Tk]`, whatever B and Tk are, three `[B, Tq, Tk]`, four are broadcastable to `[B, Hq, Tq, Tk]`. Values are
+    looked at where that waits for nothing, on the CPU and outside torch.compile: integers are 0 and 1, and floats are
+    not 0 and 1 alone, which is how others write a mask of what to keep.
     """
     if attention_mask is None:
         return None, None
@@ -23,17 +25,39 @@ def split_mask(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> tup
         raise ValueError(f"attention_mask: expected the query's device {query.device}; got {attention_mask.device}")
     wide = _four_dims(attention_mask, query, key)
     if wide.is_floating_point():
+        if not wide.requires_grad and _is_readable(wide) and _keeps(wide):
+            raise ValueError(
+                "attention_mask: expected floats to be added to the scores; got 0.0 and 1.0 alone, which looks like a "
+                "mask of the keys to keep. Pass attention_mask.bool(); an additive mask is 0 for a key that is seen "
+                "and -inf for one that is hidden"
+            )
         return None, wide
     if wide.dtype is torch.bool:
         return wide, None
     if wide.dtype not in INTEGERS:
         raise TypeError(f"attention_mask: expected bool, integer or floating values; got {wide.dtype}")
-    if wide.device.type == "cpu" and not torch.compiler.is_compiling() and ((wide != 0) & (wide != 1)).any():
+    if _is_readable(wide) and ((wide != 0) & (wide != 1)).any():
         raise ValueError(
             "attention_mask: expected integers 0 and 1 (1 = attend); got others. "
             "A mask that is added to the scores has a floating dtype"
         )
     return wide != 0, None
+
+
+def _is_readable(mask: Tensor) -> bool:
+    """Whether the values are there to look at, without waiting for a device and without a graph that would be cut."""
+    return (
+        mask.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not isinstance(mask, FakeTensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(mask)
+    )
+
+
+def _keeps(mask: Tensor) -> bool:
+    """Whether a floating mask holds 0.0 and 1.0, both, and nothing else."""
+    ones = mask == 1  # rarely any: a mask that is added holds 0 and -inf
+    return bool(ones.any()) and bool((mask == 0).any()) and bool((ones | (mask == 0)).all())
 
 
 def _four_dims(attention_mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

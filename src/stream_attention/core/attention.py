@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, overload
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from ..validate import DTYPES
 from ._measure import check_counts, median_ms, random_qkv, rates
 from .config import StreamAttentionConfig
 from .fused_online_attention import FusedOnlineAttention
@@ -29,7 +30,8 @@ class StreamAttention(nn.Module):
     What the fields of the config do, each of them, stands in `StreamAttentionConfig`.
 
     Calls compute in the dtype of their input, in which parameters are read; under autocast in its dtype. Moving the
-    module to a CUDA device makes fp32 parameters fp16 unless `use_fp16=False`; `.float()` and the like after that hold.
+    module to a CUDA device makes fp32 parameters fp16 unless `use_fp16=False` or the move names a dtype, as
+    `.to("cuda", torch.float32)` does; `.float()` and the like after that hold.
 
     Attributes:
         config: a copy of the config.
@@ -72,7 +74,7 @@ class StreamAttention(nn.Module):
         self.layer_norm = nn.LayerNorm(features) if config.use_layer_norm else None
         self.last_speedup_achieved: float | None = None
         for parameter in self.parameters():  # made on a GPU, under torch.device("cuda") say
-            parameter.data = self._arrived(torch.device("cpu"), parameter.dtype, parameter.data)
+            parameter.data = self._arrived(parameter.data)
 
     @property
     def last_method_used(self) -> str | None:
@@ -98,8 +100,9 @@ class StreamAttention(nn.Module):
 
         Args:
             hidden_states: `[B, T, num_heads * head_dim]`.
-            attention_mask: bool (True = attend), 0 and 1 (1 = attend) or floating (added to the scores); `[B, Tk]`,
-                `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`. Tk counts the cache too.
+            attention_mask: bool (True = attend), integers 0 and 1 (1 = attend) or floating (added to the scores);
+                `[B, Tk]`, `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`. Tk counts the cache too. Two
+                dims are always `[B, Tk]`: one mask `[Tq, Tk]` for the whole batch is `attention_mask[None]`.
             position_ids: refused: there is no position embedding here to apply them to.
             past_key_value: keys and values `[B, T, Hkv, D]` that stand before those of this call.
             use_cache: also return the keys and values, those of `past_key_value` included.
@@ -117,6 +120,9 @@ class StreamAttention(nn.Module):
             ValueError, TypeError: a bad argument, before any work.
             UnsupportedProblem: tiles are forced and the Triton kernel cannot compute this; the message says why.
         """
+        for name, flag in (("use_cache", use_cache), ("output_attentions", output_attentions), ("causal", causal)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: expected a bool; got {flag!r} ({type(flag).__name__})")
         inputs = self._inputs(args, hidden_states, query, key, value)
         if position_ids is not None:
             _refuse(
@@ -137,9 +143,10 @@ class StreamAttention(nn.Module):
         seed = self.attention.next_seed(dropout_p)  # drawn out here: what is recomputed has the same mask
         arguments = (inputs, past, attention_mask, causal, dropout_p, seed)
         if self.config.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            out, keys, values = checkpoint(self._compute, *arguments, use_reentrant=False)
+            out, keys, values, facts = checkpoint(self._compute, *arguments, use_reentrant=False)
         else:
-            out, keys, values = self._compute(*arguments)
+            out, keys, values, facts = self._compute(*arguments)
+        self.attention.computed(facts, seed)
         return (out, (keys, values)) if use_cache else out
 
     def _inputs(
@@ -162,6 +169,9 @@ class StreamAttention(nn.Module):
             _refuse("inputs", "hidden states [B, T, H * D], or query, key and value [B, T, H, D]", shapes, hint)
         if len(given) == 1 and given[0].shape[-1] != features:
             _refuse("hidden_states", f"[B, T, num_heads * head_dim = {features}]", list(given[0].shape))
+        if len(given) == 1 and given[0].dtype not in DTYPES:
+            expected = "dtype float16, bfloat16, float32 or float64"
+            raise TypeError(f"hidden_states: expected {expected}; got {given[0].dtype}")
         return tuple(given)
 
     def _compute(
@@ -172,8 +182,8 @@ class StreamAttention(nn.Module):
         causal: bool,
         dropout_p: float,
         seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The output, and the keys and values it was made of."""
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """The output, the keys and values it was made of, and what `attention` keeps of the call."""
         from_hidden_states = len(inputs) == 1
         query, key, value = self._heads(*inputs) if from_hidden_states else inputs
         if past is not None:
@@ -181,13 +191,13 @@ class StreamAttention(nn.Module):
         if key.shape[1] > self.config.max_sequence_length:
             limit = f"at most max_sequence_length={self.config.max_sequence_length} keys, the cache included"
             _refuse("key", limit, key.shape[1], "Raise it in the StreamAttentionConfig")
-        out = self.attention.attend(
+        out, facts = self.attention.attend(
             query, key, value, causal=causal, attention_mask=attention_mask, dropout_p=dropout_p, seed=seed
         )
         if from_hidden_states:
             out = out.flatten(-2)
             out = out if self.out_proj is None else _in_dtype_of(out, self.out_proj)
-        return out, key, value
+        return out, key, value, facts
 
     def _heads(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """Query, key and value of hidden states, `[B, T, num_heads, head_dim]` each."""
@@ -199,16 +209,16 @@ class StreamAttention(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StreamAttention:
         def move(tensor: Tensor) -> Tensor:
-            return self._arrived(tensor.device, tensor.dtype, fn(tensor))
+            now = fn(tensor)
+            came = tensor.device.type not in GPUS and now.device.type in GPUS
+            return self._arrived(now) if came and not _names_a_dtype(fn, tensor) else now
 
         return super()._apply(move, recurse)
 
-    def _arrived(self, device: torch.device, dtype: torch.dtype, now: Tensor) -> Tensor:
-        """A parameter where it is `now`, coming from `device` in `dtype`: in fp16 if it was fp32, has come to a GPU
-        and nothing else was said about its dtype."""
-        came = device.type not in GPUS and now.device.type in GPUS
-        unasked = dtype is torch.float32 and now.dtype is torch.float32
-        return now.to(torch.float16) if self.config.use_fp16 and came and unasked else now
+    def _arrived(self, now: Tensor) -> Tensor:
+        """A parameter that nobody chose a dtype for: in fp16 if it is fp32 and on a GPU."""
+        wide = now.dtype is torch.float32 and now.device.type in GPUS
+        return now.to(torch.float16) if self.config.use_fp16 and wide else now
 
     @staticmethod
     def replace_attention_in_model(model: nn.Module, module_name_pattern: str = "self_attn") -> int:
@@ -244,11 +254,8 @@ class StreamAttention(nn.Module):
             By length: `stream_time_ms`, `standard_time_ms`, `speedup` (standard by stream), and of the streaming pass
             `tflops` and `bandwidth_gb_s` (query, key, value and output once each).
         """
-        lengths = list(seq_lengths)
-        if not lengths:
-            _refuse("seq_lengths", "at least one length", lengths)
-        for length in lengths:
-            check_counts(seq_len=length, batch_size=batch_size)
+        lengths = _checked_lengths(seq_lengths)
+        check_counts(batch_size=batch_size)
         device, heads, dim = self.attention.device, self.config.num_heads, self.config.head_dim
         dtype = torch.float32 if device.type == "cpu" or not self.config.use_fp16 else torch.float16
         results = {}
@@ -302,6 +309,9 @@ def create_stream_attention(*args: Any, **options: Any) -> StreamAttention | Str
         raise TypeError("create_stream_attention: expected a config, or embed_dim and num_heads; got neither")
     if "config" not in options and not any(isinstance(argument, StreamAttentionConfig) for argument in args):
         embed_dim_first = ("embed_dim", "num_heads", "dropout", "bias", "batch_first", "device", "dtype")
+        if len(args) < 2 and "num_heads" not in options:
+            found = ", ".join([f"{argument!r} ({type(argument).__name__})" for argument in args] + sorted(options))
+            raise TypeError(f"create_stream_attention: expected a config, or embed_dim and num_heads; got {found}")
         unknown = set(options) - set(embed_dim_first)
         if unknown or len(args) > len(embed_dim_first):
             expected = f"arguments among config, {', '.join(embed_dim_first)}"
@@ -311,6 +321,12 @@ def create_stream_attention(*args: Any, **options: Any) -> StreamAttention | Str
         others = [type(argument).__name__ for argument in args] + sorted(options)
         raise TypeError(f"create_stream_attention: expected a config alone; got {', '.join(others)}")
     return StreamAttention(*args, **options)
+
+
+def _names_a_dtype(fn: Callable[[Tensor], Tensor], like: Tensor) -> bool:
+    """Whether `fn`, which `.to()` and the like hand to every module below them, also converts. Asked of a tensor in
+    fp64, since a conversion to fp32 leaves no trace on one in fp32."""
+    return fn(like.new_empty(0, dtype=torch.float64)).dtype is not torch.float64
 
 
 def _in_dtype_of(x: Tensor, layer: nn.Module) -> Tensor:
@@ -348,6 +364,17 @@ def _behind(old: Tensor, new: Tensor, name: str) -> Tensor:
         expected = f"[{new.shape[0]}, T, {', '.join(map(str, new.shape[2:]))}] in {new.dtype} on {new.device}"
         _refuse(f"past_key_value ({name})", expected, f"{list(old.shape)} in {old.dtype} on {old.device}")
     return torch.cat((old, new), 1)
+
+
+def _checked_lengths(given: Any) -> list[int]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        found = f"{given!r} ({type(given).__name__})"
+        raise TypeError(f"seq_lengths: expected a sequence of ints, such as [64]; got {found}")
+    lengths = list(given)
+    if not lengths:
+        _refuse("seq_lengths", "at least one length", lengths)
+    check_counts(**{f"seq_lengths[{index}]": length for index, length in enumerate(lengths)})
+    return lengths
 
 
 def _standard_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

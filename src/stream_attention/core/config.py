@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,12 +13,16 @@ from typing import Any
 import torch
 
 from ..device import arch, processors
+from ..errors import UnsupportedProblem
 from ..plan import plan, spell
 from ..problem import Problem
-from ..tuning.triton import FORCEABLE, TritonConfig
+from ..tuning.triton import FORCEABLE
 
 PLANNED = {"tile_size_q": 128, "tile_size_k": 64, "num_warps": 4, "num_stages": 2}
 """The values that mean "planned"."""
+
+MAY_BE_0 = ("ring_attention_overlap_size", "star_attention_anchor_size")
+"""The other numbers are at least 1, but for `dropout`."""
 
 _FIELD_OF = {
     "tile_size_q": "block_m",
@@ -46,7 +50,7 @@ def check_tiles(**tiles: int) -> None:
 
 @dataclass
 class StreamAttentionConfig:
-    """24 fields, each of which acts or is refused.
+    """24 fields, each of which acts, is refused, or waits for its class, which is named below.
 
     Read by `StreamAttention` (and, where it says so, by `FlashAttentionV3`):
 
@@ -56,9 +60,9 @@ class StreamAttentionConfig:
       choose for the problem and the GPU. Any other value forces the Triton kernel with that value, while those left
       at their default stay planned. Forced tiles are those of the forward; the backward is always planned. Tiles are
       16, 32, 64, 128 or 256; a tile too large for a GPU is refused by the compiler when it first runs there.
-    - `use_fp16`: fp32 parameters that move to a CUDA device become fp16. Calls compute in the dtype of their input,
-      whatever the parameters are. False where an optimiser wants fp32 parameters. `FlashAttentionV3` draws the inputs
-      of its benchmark in that dtype.
+    - `use_fp16`: fp32 parameters that move to a CUDA device become fp16, unless the move names a dtype. Calls compute
+      in the dtype of their input, whatever the parameters are. False where an optimiser wants fp32 parameters.
+      `FlashAttentionV3` draws the inputs of its benchmark in that dtype.
     - `gradient_checkpointing`: the forward is recomputed in the backward, while training.
     - `use_qkv_projections`: False leaves `q_proj`, `k_proj`, `v_proj` and `out_proj` out: hidden states are split into
       heads and attend to themselves.
@@ -69,18 +73,19 @@ class StreamAttentionConfig:
     - `enable_flash_attention`: False computes densely, O(Tq * Tk) memory, in fp64 (backend "reference"), for debugging;
       `FlashAttentionV3` refuses to be built.
 
-    Checked and kept here for classes that are not in this version yet; `StreamAttention` runs on one device, keeps
-    every token, and reads none of them:
+    Waiting: checked and kept here for classes that are not in this version yet. `StreamAttention` runs on one device,
+    keeps every token, and reads none of them:
 
-    - `enable_distributed`, `enable_ring_attention`, `ring_attention_block_size`, `ring_attention_overlap_size`: for
-      ring attention over several devices.
+    - `enable_distributed`: for `RingAttention` and `StarAttention`, over several devices.
+    - `enable_ring_attention`, `ring_attention_block_size`, `ring_attention_overlap_size`: for `RingAttention`.
     - `enable_star_attention`, `star_attention_block_size`, `star_attention_anchor_size`, `star_attention_num_hosts`:
-      for star attention.
-    - `enable_kv_compression`, `kv_compression_ratio`: for KV compression, which happens where it is asked for and
-      never by itself.
+      for `StarAttention`.
+    - `enable_kv_compression`, `kv_compression_ratio`: for `create_kv_compressor`; compression happens where it is asked
+      for and never by itself.
 
-    A value that is out of range or of the wrong type raises when the config is made. A module keeps a copy, checked
-    again, so changing a field afterwards changes modules built after that.
+    A value that is out of range or of the wrong type raises when it is set, and so does a name that is no field; fields
+    that contradict each other raise when a config or a module is made. A module keeps a copy, so changing a field
+    afterwards changes modules built after that.
 
     >>> from stream_attention import StreamAttentionConfig
     >>> StreamAttentionConfig(num_heads=8, head_dim=64).to_dict()["tile_size_q"]
@@ -112,25 +117,21 @@ class StreamAttentionConfig:
     star_attention_anchor_size: int = 256
     star_attention_num_hosts: int = 1
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        fields = {field.name: field for field in dataclasses.fields(self)}
+        _refuse_unknown([name], fields, "a field of StreamAttentionConfig", AttributeError)
+        kind: type[Any] = type(fields[name].default)
+        _check_type(name, value, kind)
+        if name in PLANNED:
+            check_tiles(**{name: value})
+        elif name == "dropout":
+            if not 0 <= value < 1:
+                raise ValueError(f"dropout: expected a probability in [0, 1); got {value}")
+        elif kind is not bool:
+            _check_least(name, value, 0 if name in MAY_BE_0 else 1)
+        super().__setattr__(name, kind(value))
+
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), type(field.default))
-        self.dropout, self.kv_compression_ratio = float(self.dropout), float(self.kv_compression_ratio)
-        for name in ("ring_attention_overlap_size", "star_attention_anchor_size"):
-            _check_least(name, getattr(self, name), 0)
-        for name in (
-            "num_heads",
-            "head_dim",
-            "max_sequence_length",
-            "ring_attention_block_size",
-            "star_attention_block_size",
-            "star_attention_num_hosts",
-            "kv_compression_ratio",
-        ):
-            _check_least(name, getattr(self, name), 1)
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout: expected a probability in [0, 1); got {self.dropout}")
-        check_tiles(**self._tiles())
         if self.qkv_bias and not self.use_qkv_projections:
             raise ValueError("qkv_bias: expected False without projections; got True with use_qkv_projections=False")
         if not self.enable_flash_attention and self._tiles() != PLANNED:
@@ -155,17 +156,27 @@ class StreamAttentionConfig:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> StreamAttentionConfig:
-        """Read a YAML file that maps field names to values, with the safe loader. An empty file is the defaults."""
+        """Read a YAML file that maps field names to values, with the safe loader. An empty file is the defaults.
+
+        Whatever is wrong with it, the message names the file.
+        """
         try:
             import yaml
         except ImportError:
             raise ImportError('from_yaml needs PyYAML: pip install "stream-attention[bench]"') from None
-        values = yaml.safe_load(Path(path).read_text())
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: expected plain YAML; got what its safe loader refuses: {error}") from None
         if values is None:
             return cls()
         if not isinstance(values, dict):
             raise TypeError(f"{path}: expected a mapping of field names to values; got a {type(values).__name__}")
-        return cls.from_dict(values)
+        try:
+            return cls.from_dict(values)
+        except (TypeError, ValueError) as error:
+            blamed = [text for text in values.values() if _is_exponent(text) and repr(text) in str(error)]
+            raise type(error)(f"{path}: {error}{EXPONENT.format(*blamed) if blamed else ''}") from None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> StreamAttentionConfig:
@@ -198,17 +209,21 @@ class StreamAttentionConfig:
     def optimal_tile_sizes(self, seq_len: int) -> tuple[int, int]:
         """(tile_size_q, tile_size_k) for causal self-attention over `seq_len` tokens.
 
-        With a CUDA device, what the planner takes there for this config (forced tiles included). Without one, or where
-        Triton cannot compute it, a rule of thumb by length alone, which nothing else reads.
+        With a CUDA device, the tiles that the Triton kernel is planned with there for this config (forced ones
+        included), also where another kernel is preferred. Without one, or where Triton cannot compute it, a rule of
+        thumb by length alone, which nothing else reads.
         """
         _check_type("seq_len", seq_len, int)
         _check_least("seq_len", seq_len, 1)
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
-            config = plan(self._problem(seq_len, device)).config
-            if isinstance(config, TritonConfig):
-                forced = plan(self._problem(seq_len, device), tiled_backend(**self._tiles())).config
-                return forced.block_m, forced.block_n
+            forced = tiled_backend(**self._tiles())
+            try:
+                config = plan(self._problem(seq_len, device), "triton" if forced == "auto" else forced).config
+            except UnsupportedProblem:
+                pass
+            else:
+                return config.block_m, config.block_n
         for longest, tiles in ((1024, (64, 64)), (4096, (128, 64)), (16384, (128, 128))):
             if seq_len <= longest:
                 return tiles
@@ -277,6 +292,23 @@ OTHER_VARIABLES = ("STREAM_ATTENTION_COMMIT",)
 """With the same prefix, but read elsewhere: the commit that results files name where there is no git."""
 
 
+EXPONENT = (
+    ". YAML reads {} as text: a number with an exponent needs a point and a sign there, as in 1.0e-1. Or write 0.1"
+)
+"""What stands behind the error that such a text causes."""
+
+
+def _is_exponent(text: Any) -> bool:
+    """Whether a value from YAML is a number to Python but text to YAML 1.1."""
+    if not isinstance(text, str) or "e" not in text.lower():
+        return False
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _check_type(name: str, value: Any, expected: type) -> None:
     kinds: tuple[type, ...] = (int, float) if expected is float else (expected,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and expected is not bool):
@@ -289,8 +321,12 @@ def _check_least(name: str, value: float, least: int) -> None:
         raise ValueError(f"{name}: expected at least {least}; got {value}")
 
 
-def _refuse_unknown(names: Iterable[Any], known: Iterable[str], what: str) -> None:
+def _refuse_unknown(
+    names: Iterable[Any], known: Collection[str], what: str, error: type[Exception] = ValueError
+) -> None:
     for name in names:
         if name not in known:
-            nearest = get_close_matches(str(name), known, n=1, cutoff=0.0)
-            raise ValueError(f"{name}: expected {what}; got none of that name. Did you mean {nearest[0]}?")
+            bare = {one.removeprefix(PREFIX): one for one in known}  # the prefix would make all of them alike
+            nearest = get_close_matches(str(name).removeprefix(PREFIX), bare, n=1, cutoff=0.6)
+            hint = f"Did you mean {bare[nearest[0]]}?" if nearest else f"There are {', '.join(known)}"
+            raise error(f"{name}: expected {what}; got none of that name. {hint}")

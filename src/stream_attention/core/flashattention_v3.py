@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .. import validate
 from ..device import arch
+from ..ops.attention import in_autocast_dtype
 from ._masks import split_mask
 from ._measure import self_attention_figures
 from .config import StreamAttentionConfig
@@ -107,31 +109,42 @@ class FlashAttentionV3(nn.Module):
         Args:
             query: `[B, Tq, Hq, D]`.
             key, value: `[B, Tk, Hkv, D]` and `[B, Tk, Hkv, Dv]`; Hkv divides Hq.
-            attention_mask: bool (True = attend), 0 and 1 (1 = attend) or floating (added to the scores); `[B, Tk]`,
-                `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`.
+            attention_mask: bool (True = attend), integers 0 and 1 (1 = attend) or floating (added to the scores);
+                `[B, Tk]`, `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`. Two dims are always
+                `[B, Tk]`: one mask `[Tq, Tk]` for the whole batch is `attention_mask[None]`.
             causal: query i sees keys j <= i + Tk - Tq, as everywhere in this library, not as in SDPA.
 
         Returns:
-            `[B, Tq, Hq, Dv]` in the query's dtype; 0 for a query that sees no key.
+            `[B, Tq, Hq, Dv]` in the query's dtype, under autocast in its dtype; 0 for a query that sees no key.
+
+        Raises:
+            ValueError, TypeError: a bad argument, before any work.
         """
+        query, key, value = in_autocast_dtype(query, key, value)
         self._check(query, key, value)
-        q_len, k_len = query.shape[1], key.shape[1]
-        causal = causal and k_len > 0
-        if causal and q_len > k_len:  # the first queries see nothing, the others are square
-            blind = q_len - k_len
-            rows = attention_mask
-            if rows is not None and rows.dim() > 2 and rows.shape[-2] == q_len:
-                rows = rows[..., blind:, :]
-            zeros = query.new_zeros(query.shape[0], blind, query.shape[2], value.shape[-1])
-            return torch.cat((zeros, self.forward(query[:, blind:], key, value, rows, causal)), 1)
         mask, bias = split_mask(attention_mask, query, key)
+        dropout_p = self._dropout()
+        validate.attention_tensors(query, key, value, mask, bias, None, None)
+        validate.options(causal, None, 0.0, None, dropout_p, None, None, False, query)
         mask = bias.to(query.dtype) if bias is not None else mask
+        blind = query.shape[1] - key.shape[1]
+        if not causal or key.shape[1] == 0 or blind <= 0:
+            return self._attend(query, key, value, mask, causal and key.shape[1] > 0, dropout_p)
+        rows = mask[:, :, blind:] if mask is not None and mask.shape[2] > 1 else mask
+        out = self._attend(query[:, blind:], key, value, rows, True, dropout_p)  # square
+        return torch.cat((out.new_zeros(out.shape[0], blind, *out.shape[2:]), out), 1)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout_p: float
+    ) -> Tensor:
+        """A checked call, with a mask of four dims; no more queries than keys where it is causal."""
+        q_len, k_len = query.shape[1], key.shape[1]
         blind_rows = None
         if mask is not None:
             if causal:
                 mask = _with_causal(mask, q_len, k_len)
             mask, blind_rows = _without_blind_rows(mask)
-        one = Call(query, key, value, mask, causal and mask is None and q_len > 1, self._dropout())
+        one = Call(query, key, value, mask, causal and mask is None and q_len > 1, dropout_p)
         out = self._first(one).attend(one)
         return out if blind_rows is None else out.masked_fill(blind_rows.transpose(1, 2), 0.0)
 
@@ -177,8 +190,6 @@ class FlashAttentionV3(nn.Module):
                 raise TypeError(f"{name}: expected a torch.Tensor; got {type(tensor).__name__}")
             if tensor.dim() != 4:
                 raise ValueError(f"{name}: expected four dims [B, T, H, D]; got {list(tensor.shape)}")
-        if key.shape[2] < 1 or query.shape[2] % key.shape[2]:
-            raise ValueError(f"key: expected heads that divide the query's {query.shape[2]}; got {list(key.shape)}")
         if self.config is None:
             return
         heads, dim, longest = self.config.num_heads, self.config.head_dim, self.config.max_sequence_length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from ..device import arch, processors
 from ..ops.attention import attention
 from ..ops.explain import problems_of_call
 from ..plan import Plan, check_backend, plan, requested
+from ..problem import addressable
 from ..validate import DTYPES
 from ._masks import split_mask
 from ._measure import self_attention_figures
@@ -33,6 +35,7 @@ class _Facts(NamedTuple):
     dropout_p: float
     deterministic: bool | None
     backend: str
+    addressable: bool  # by TMA, as `Problem` has it
 
     def planned(self) -> Plan:
         query, key, value = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in self.shapes)
@@ -49,8 +52,10 @@ class _Facts(NamedTuple):
             deterministic=self.deterministic,
             backend=self.backend,
         )
-        here = self.device
-        return plan(problem._replace(device=here, arch=arch(here), processors=processors(here)), backend)
+        here, there = self.device, self.addressable
+        return plan(
+            problem._replace(device=here, arch=arch(here), processors=processors(here), addressable=there), backend
+        )
 
 
 class FusedOnlineAttention(nn.Module):
@@ -68,7 +73,8 @@ class FusedOnlineAttention(nn.Module):
             inputs.
         backend: of `stream_attention.attention`; not together with forced tiles.
 
-    There are no parameters and nothing in the state dict.
+    There are no parameters and nothing in the state dict. Nor is the dropout stream of `set_deterministic` a buffer:
+    under DistributedDataParallel each process keeps its own, for which it gives its own seed.
 
     >>> import torch
     >>> from stream_attention import FusedOnlineAttention
@@ -79,7 +85,6 @@ class FusedOnlineAttention(nn.Module):
     """
 
     _place: Tensor
-    _stream: Tensor | None
 
     def __init__(
         self,
@@ -125,8 +130,9 @@ class FusedOnlineAttention(nn.Module):
         self.dropout, self.scale, self.backend = float(dropout), None if scale is None else float(scale), backend
         self.deterministic: bool | None = None
         self._last: _Facts | None = None
+        self._seed = 0
+        self._stream: Tensor | None = None  # (seed, offset) of the next mask, int64
         self.register_buffer("_place", torch.empty(0, device=device, dtype=dtype), persistent=False)
-        self.register_buffer("_stream", None, persistent=False)
 
     @property
     def device(self) -> torch.device:
@@ -147,9 +153,10 @@ class FusedOnlineAttention(nn.Module):
     def set_deterministic(self, enabled: bool, seed: int | None = None) -> None:
         """Make calls reproducible: `deterministic=True` where they leave it None, and dropout from a stream of `seed`.
 
-        Each call with dropout takes the next mask of the stream; setting the same seed again starts it again. The
-        stream lives on the module's device and moves without a host synchronisation. `seed` defaults to the low 32
-        bits of `torch.initial_seed()`. False goes back to torch's own settings and generators.
+        Each call with dropout takes the next mask of the stream, a refused one none; setting the same seed again starts
+        it again. The stream lives on the module's device and moves without a host synchronisation. It is for one thread
+        at a time: calls from two may get the same mask. `seed` defaults to the low 32 bits of `torch.initial_seed()`.
+        False goes back to torch's own settings and generators.
         """
         if not isinstance(enabled, bool):
             raise TypeError(f"enabled: expected a bool; got {enabled!r}")
@@ -163,9 +170,22 @@ class FusedOnlineAttention(nn.Module):
         if not enabled:
             self._stream = None
             return
-        seed = torch.initial_seed() & 0xFFFFFFFF if seed is None else seed
+        self._seed = torch.initial_seed() & 0xFFFFFFFF if seed is None else seed
+        self._start_stream()
+
+    def _start_stream(self) -> None:
         with torch.inference_mode(False):  # calls outside of inference mode must be able to move it on
-            self._stream = torch.tensor([seed, 0], dtype=torch.int64, device=self.device)
+            self._stream = torch.tensor([self._seed, 0], dtype=torch.int64, device=self.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedOnlineAttention:
+        super()._apply(fn, recurse)
+        if self._stream is not None and self._stream.device != self.device:
+            if self._stream.is_meta:  # which keeps no offset to go on from
+                self._start_stream()
+            else:
+                with torch.inference_mode(False):
+                    self._stream = self._stream.to(self.device)
+        return self
 
     def forward(
         self,
@@ -186,8 +206,9 @@ class FusedOnlineAttention(nn.Module):
             key, value: `[B, Tk, Hkv, D]` and `[B, Tk, Hkv, Dv]`.
             causal: query i sees keys j <= i + Tk - Tq: the last query sees every key.
             return_lse: also return the log of the softmax denominator, fp32 (fp64 of fp64 inputs), `[B, Hq, Tq]`.
-            attention_mask: bool (True = attend), 0 and 1 (1 = attend) or floating (added to the scores); `[B, Tk]`,
-                `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`.
+            attention_mask: bool (True = attend), integers 0 and 1 (1 = attend) or floating (added to the scores);
+                `[B, Tk]`, `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`. Two dims are always
+                `[B, Tk]`: one mask `[Tq, Tk]` for the whole batch is `attention_mask[None]`.
             dropout_p: None is the module's dropout while training and 0 otherwise; a number applies as it is.
             alibi_slopes: `[Hq]` or `[B, Hq]`: adds -slope * |i + Tk - Tq - j|.
             deterministic: bit-equal from run to run; None as `set_deterministic` says, else as torch does.
@@ -200,18 +221,21 @@ class FusedOnlineAttention(nn.Module):
             UnsupportedProblem: tiles are forced and the Triton kernel cannot compute this; the message says why.
         """
         dropout_p = self.dropout_of_call() if dropout_p is None else dropout_p
-        return self.attend(
+        seed = self.next_seed(dropout_p)
+        result, facts = self.attend(
             query,
             key,
             value,
             causal=causal,
             attention_mask=attention_mask,
             dropout_p=dropout_p,
-            seed=self.next_seed(dropout_p),
+            seed=seed,
             alibi_slopes=alibi_slopes,
             deterministic=deterministic,
             return_lse=return_lse,
         )
+        self.computed(facts, seed)
+        return result
 
     def dropout_of_call(self) -> float:
         """The dropout of a call that does not name one."""
@@ -219,6 +243,8 @@ class FusedOnlineAttention(nn.Module):
 
     def next_seed(self, dropout_p: float) -> Tensor | None:
         """(seed, offset) of the next mask of the stream; None without dropout or without a stream.
+
+        The same until `computed`: a call that was refused has taken nothing.
 
         Raises RuntimeError where a checkpoint recomputes a call: the stream has moved on since.
         """
@@ -231,9 +257,16 @@ class FusedOnlineAttention(nn.Module):
                 "Use StreamAttentionConfig(gradient_checkpointing=True), or torch's own generator, which a checkpoint "
                 "rewinds: set_deterministic(False)"
             )
-        pair = self._stream.clone()
-        self._stream[1:].add_(1)
-        return pair
+        return self._stream.clone()
+
+    def computed(self, facts: _Facts | None, seed: Tensor | None) -> None:
+        """A call was computed: keep what it was, and move the stream on if the call took `seed` from it.
+
+        Apart from `attend`, which a checkpoint repeats.
+        """
+        self._last = facts
+        if self._stream is not None and seed is not None:
+            self._stream[1:].add_(1)
 
     def attend(
         self,
@@ -248,8 +281,9 @@ class FusedOnlineAttention(nn.Module):
         alibi_slopes: Tensor | None = None,
         deterministic: bool | None = None,
         return_lse: bool = False,
-    ) -> Any:
-        """`out` or `(out, lse)`, with every choice made: what `forward` and `StreamAttention` share."""
+    ) -> tuple[Any, _Facts | None]:
+        """`out` or `(out, lse)`, with every choice made, and the facts for `computed`, None inside torch.compile: what
+        `forward` and `StreamAttention` share."""
         self._check_heads(query, key)
         mask, bias = split_mask(attention_mask, query, key)
         deterministic = self.deterministic if deterministic is None else deterministic
@@ -269,23 +303,22 @@ class FusedOnlineAttention(nn.Module):
             backend=self.backend,
         )
         if torch.compiler.is_compiling():
-            self._last = None
-        else:
-            out = result[0] if return_lse else result
-            self._last = _Facts(
-                (query.shape, key.shape, value.shape),
-                out.dtype,
-                out.device,
-                causal,
-                mask is not None,
-                None if bias is None else bias.dtype,
-                alibi_slopes is not None,
-                self.scale,
-                dropout_p,
-                deterministic,
-                requested(self.backend),
-            )
-        return result
+            return result, None
+        out = result[0] if return_lse else result
+        return result, _Facts(
+            (query.shape, key.shape, value.shape),
+            out.dtype,
+            out.device,
+            causal,
+            mask is not None,
+            None if bias is None else bias.dtype,
+            alibi_slopes is not None,
+            self.scale,
+            dropout_p,
+            deterministic,
+            requested(self.backend),
+            all(addressable(t) for t in (query, key, value)),
+        )
 
     def _check_heads(self, query: Tensor, key: Tensor) -> None:
         for name, tensor in (("query", query), ("key", key)):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.attention import attention
+from ..ops.attention import attention, in_autocast_dtype
 
 
 class StreamMultiheadAttention(nn.MultiheadAttention):
@@ -28,6 +29,8 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
     - `is_causal` without `attn_mask` is always refused; torch's inference fast path ignores it.
     - Masks may differ in dtype from each other and, where floats, from the query.
     - The fused call has no second derivative; that with weights has.
+    - `torch.jit.script` cannot compile it; `torch.compile` and `torch.export` can.
+    - Bad arguments raise ValueError or TypeError that name them, where torch has assertions and RuntimeErrors.
 
     Nested tensors and `torch.jit.trace` take torch's own forward. So does, without asking this module, the inference
     fast path of `nn.TransformerEncoderLayer`, unless `torch.backends.mha.set_fastpath_enabled(False)`.
@@ -40,6 +43,34 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
     >>> out.shape, weights.shape
     (torch.Size([2, 10, 64]), torch.Size([2, 10, 10]))
     """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _number("embed_dim", embed_dim)
+        _number("num_heads", num_heads)
+        for name, size in (("kdim", kdim), ("vdim", vdim)):
+            if size is not None:
+                _number(name, size)
+        if embed_dim % num_heads:
+            _refuse("embed_dim", f"a multiple of num_heads={num_heads}", embed_dim)
+        _number("dropout", dropout, Real, "a number", least=0)
+        if not dropout <= 1:
+            _refuse("dropout", "a probability in [0, 1]", dropout)
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> StreamMultiheadAttention:
@@ -72,7 +103,8 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
         """Attention of `query` over `key` and `value`, as `nn.MultiheadAttention.forward` defines it.
 
         Args:
-            query: `[Tq, B, embed_dim]`, `[B, Tq, embed_dim]` if `batch_first`, or unbatched `[Tq, embed_dim]`.
+            query: `[Tq, B, embed_dim]`, `[B, Tq, embed_dim]` if `batch_first`, or unbatched `[Tq, embed_dim]`; in the
+                dtype of the parameters, as torch wants it, or under autocast.
             key: likewise with Tk and `kdim`.
             value: likewise with Tk and `vdim`.
             key_padding_mask: `[B, Tk]`, or `[Tk]` unbatched. Bool: True hides the key. Float: added to the scores.
@@ -89,6 +121,9 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
         Raises:
             ValueError, TypeError: a bad argument, before any work; the message names it with expected and actual.
         """
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(tensor, Tensor):
+                _refuse(name, "a torch.Tensor", type(tensor).__name__, TypeError)
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
         if tracing or query.is_nested or key.is_nested or value.is_nested:
             return super().forward(
@@ -133,11 +168,15 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         if query.dim() not in (2, 3):
             _refuse("query", "2 dims, or 3 with a batch", list(query.shape))
+        parameters = self.out_proj.weight
         for name, tensor, features in (
             ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim),
         ):  # fmt: skip
             if tensor.dim() != query.dim() or tensor.shape[-1] != features:
                 _refuse(name, f"{query.dim()} dims as in the query, the last of size {features}", list(tensor.shape))
+            if tensor.dtype is not parameters.dtype and _multiplied(tensor) is not _multiplied(parameters):
+                hint = f"Convert it, or the module: .to({tensor.dtype})" if tensor.is_floating_point() else ""
+                _refuse(name, f"the parameters' dtype {parameters.dtype}", tensor.dtype, TypeError, hint)
         if key.shape[:-1] != value.shape[:-1]:
             _refuse("value", f"the key's length and batch {list(key.shape[:-1])}", list(value.shape[:-1]))
         batch_dim = 0 if self.batch_first else 1
@@ -219,6 +258,11 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
         return mask, bias
 
 
+def _multiplied(tensor: Tensor) -> torch.dtype:
+    """The dtype in which a linear layer multiplies a tensor: its own, or autocast's."""
+    return in_autocast_dtype(tensor.new_empty(0))[0].dtype
+
+
 def _attention_with_weights(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
@@ -237,6 +281,14 @@ def _attention_with_weights(
         weights = scores.unflatten(0, q.shape[:2]).softmax(-1).masked_fill(blind, 0.0)
     weights = F.dropout(weights, dropout_p)
     return (weights @ v).transpose(1, 2), weights
+
+
+def _number(name: str, number: Any, kind: type[Any] = Integral, words: str = "an int", least: int = 1) -> None:
+    """Refuse what is no such number; those of NumPy are, as in torch."""
+    if not isinstance(number, kind) or isinstance(number, bool):
+        _refuse(name, words, f"{number!r} ({type(number).__name__})", TypeError)
+    if number < least:
+        _refuse(name, f"at least {least}", number)
 
 
 def _refuse(name: str, expected: str, actual: Any, error: type[Exception] = ValueError, hint: str = "") -> NoReturn:

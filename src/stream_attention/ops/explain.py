@@ -33,6 +33,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
     >>> plan = explain(*torch.randn(3, 1, 64, 4, 32), causal=True)  # doctest: +ELLIPSIS
     forward   dense B=1 Tq=64 Tk=64 Hq=4 Hkv=4 D=32 Dv=32 float32 on cpu scale=0.176777 causal
     backend   eager: torch's CPU flash op
+    not       gluon: ...
     not       triton: ...
     """
     problems, backend = problems_of_call(query, key, value, **arguments)

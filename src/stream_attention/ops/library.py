@@ -177,7 +177,9 @@ class _Backward(torch.autograd.Function):
 def _refuse_derivative(which: str) -> NoReturn:
     raise NotImplementedError(
         f"attention has no {which} on the streaming backends, which keep no attention matrix to differentiate again. "
-        'Pass backend="reference": dense, O(Tq * Tk) memory, differentiable any number of times, in either mode.'
+        'Pass backend="reference": dense, O(Tq * Tk) memory, differentiable any number of times, in either mode. '
+        "Of the modules, call StreamMultiheadAttention with need_weights=True, and build StreamAttention with "
+        "StreamAttentionConfig(enable_flash_attention=False)."
     )
 
 

@@ -3,12 +3,15 @@
 Checking a call, stating its problem, planning it and passing torch's dispatcher take longer on the host than a short
 kernel takes on a GPU. All they look at in a plain call (no mask, bias, slopes, sink or dropout) are its facts, so one
 with the facts of an earlier call goes straight to the launch which that call made. It does so only where nobody but the
-kernel has a say: for gradients, autocast, torch.func, torch.compile, modes, traces and profilers the op must be seen.
+kernel has a say: for gradients, autocast, torch.func, torch.compile, modes, traces and a profiler of this thread the op
+must be seen. Others who watch ops (an execution trace, a kernel registered for the op later) see first calls alone;
+`recall.DEVICES = ()` turns repeats off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,12 +65,11 @@ def facts_of(
 ) -> Hashable | None:
     """All that decides how a plain call is computed; None where it must take the ordinary way."""
     if (
-        type(query) is not Tensor
-        or type(key) is not Tensor
-        or type(value) is not Tensor
+        not _are_memory(query, key, value)
         or type(causal) is not bool  # 1 equals True in a dict, but is refused
         or (deterministic is not None and type(deterministic) is not bool)
-        or (window is not None and type(window) is not tuple)
+        or (window is not None and not _is_window(window))
+        or type(backend) is not str
         or type(softcap) is not float
         or (scale is not None and type(scale) is not float)
         or query.dtype is torch.float32  # how it is multiplied depends on a global switch
@@ -79,9 +81,6 @@ def facts_of(
         or _profiler()
         or forward_ad._current_level >= 0
         or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
-        or query.is_neg()
-        or key.is_neg()
-        or value.is_neg()
     ):
         return None
     device = query.device
@@ -111,6 +110,31 @@ def facts_of(
         backend,
         planning._forced,
     )
+
+
+def _are_memory(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Tensors that are what lies at their addresses, by their shapes and strides: no subclasses, and none of the kinds
+    that torch tells apart by their dispatch keys (sparse, nested, negated, zero, functional)."""
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
+        return False
+    plain, keys_of = _plain_keys(query.is_cuda), torch._C._dispatch_keys
+    return keys_of(query) in plain and keys_of(key) in plain and keys_of(value) in plain
+
+
+@cache
+def _plain_keys(is_cuda: bool) -> tuple[Any, Any]:
+    """The dispatch keys of a plain tensor there, and of one made in inference mode."""
+    device = "cuda" if is_cuda else "cpu"
+    with torch.inference_mode(False):
+        plain = torch.empty(0, device=device)
+    with torch.inference_mode():
+        inference = torch.empty(0, device=device)
+    return torch._C._dispatch_keys(plain), torch._C._dispatch_keys(inference)
+
+
+def _is_window(window: object) -> bool:
+    """(1.0, False) equals (1, 0) in a dict, but is refused."""
+    return type(window) is tuple and len(window) == 2 and type(window[0]) is type(window[1]) is int
 
 
 known = _known.get

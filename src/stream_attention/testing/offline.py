@@ -27,10 +27,12 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from ..backends import BY_NAME
 from ..problem import Wanted
-from ..tuning.triton import configure_backward, configure_forward
+from ..tuning.triton import configure_backward
 from .inputs import Case, make, stated
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -62,40 +64,48 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
         yield compiled
 
 
-def precompile(cases: Iterable[Case], arch: int, processors: int, workers: int | None = None) -> list[str]:
-    """Compile the Triton kernels of `cases` into Triton's cache, in parallel and without a GPU.
+def precompile(
+    cases: Iterable[Case], arch: int, processors: int, workers: int | None = None, backend: str = "triton"
+) -> list[str]:
+    """Compile the kernels of `cases` on a backend into Triton's cache, in parallel and without a GPU.
 
     Returns what went wrong, a line each.
     """
-    jobs = [(replace(case, device="cpu"), arch, processors) for case in cases]
+    jobs = [(replace(case, device="cpu"), arch, processors, backend) for case in cases]
     # Fresh processes: a fork of one that has used CUDA, or has threads, may hang.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         return [error for error in pool.map(_compile_case, jobs) if error]
 
 
-def _compile_case(job: tuple[Case, int, int]) -> str:
-    case, arch, processors = job
+def _compile_case(job: tuple[Case, int, int, str]) -> str:
+    case, arch, processors, backend = job
     try:
         with compiling_for(arch):
-            launch_case(case, arch, processors)
+            launch_case(case, arch, processors, backend=backend)
     except Exception as error:
         return f"{case!r} for sm_{arch}: {type(error).__name__}: {error}"
     return ""
 
 
 def launch_case(
-    case: Case, arch: int, processors: int, forward_config: Any = None, backward_config: Any = None
+    case: Case,
+    arch: int,
+    processors: int,
+    forward_config: Any = None,
+    backward_config: Any = None,
+    backend: str = "triton",
 ) -> None:
-    """Launch the Triton kernels of a case as a GPU of `arch` would be given them; for use while compiling.
+    """Launch the kernels of a case as a GPU of `arch` would be given them; for use while compiling.
 
-    All gradients are wanted. Without a configuration the one of the tables is taken.
+    All gradients are wanted, by Triton's kernels. Without a configuration the one of the tables is taken.
     """
-    from ..kernels.triton import backward, forward
+    from ..kernels.triton import backward
 
     query, key, value, options = make(case)
     problem, inputs = stated(case, {"query": query, "key": key, "value": value}, options)
     problem = problem._replace(device=torch.device("cuda"), arch=arch, processors=processors)
-    out, lse = forward(problem, inputs, forward_config or configure_forward(problem))
+    chosen = BY_NAME[backend]
+    out, lse = chosen.load().forward(problem, inputs, forward_config or chosen.configure(problem))
     if case.backward:
         problem = problem._replace(backward=True, lse_grad=case.lse_grad)
         has_bias, has_slopes, has_sink = (t is not None for t in (inputs.bias, inputs.alibi_slopes, inputs.sink))
@@ -111,7 +121,7 @@ def _compile(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch:
     bind = create_function_from_signature(function.signature, function.params, backend)
     bound, specialization, options = bind(*args, **kwargs)
     options, signature, constants, attributes = function._pack_args(backend, kwargs, bound, specialization, options)
-    source = ASTSource(function, signature, constants, attributes)
+    source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, constants, attributes)
     log = StringIO()
     with triton.knobs.nvidia.scope(), redirect_stdout(log):
         triton.knobs.nvidia.dump_ptxas_log = True

@@ -338,6 +338,11 @@ def _nearest(tables: Mapping[int, tuple[Row[C], ...]], arch: int) -> tuple[Row[C
     return tables[max((known for known in tables if known <= arch), default=min(tables))]
 
 
+def few_queries(problem: Problem) -> bool:
+    """Whether there are too few queries to fill a GPU, so that keys are split over it."""
+    return _few_queries(problem) is not None
+
+
 def _few_queries(problem: Problem) -> TritonConfig | None:
     """Split the keys over the GPU where there are too few queries to fill it; None where there are enough."""
     pack_heads = problem.group > 1 and not problem.dropout_p

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stream_attention.kernels.gluon.forward_sm90 import _reads_unseen
 from stream_attention.kernels.triton.arguments import WIDE, access
 from stream_attention.problem import UNBOUNDED, Inputs, state_problem
 from stream_attention.testing import Case, check_case, random_case
 from stream_attention.testing.inputs import _tile_laid_out
 from stream_attention.testing.offline import precompile
+from stream_attention.tuning.gluon import configure as configure_gluon
 from stream_attention.tuning.triton import configure_backward, configure_forward
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -29,9 +31,19 @@ class Drawn(NamedTuple):
     cases: list[Case]
     variants: list[Case]
     seconds: float
+    backend: str = "triton"
 
 
-def draw(problems: int, templates: int, variants: int, also: list[Case], *, backward: bool, seed: int = 0) -> Drawn:
+def draw(
+    problems: int,
+    templates: int,
+    variants: int,
+    also: list[Case],
+    *,
+    backward: bool,
+    seed: int = 0,
+    backend: str = "triton",
+) -> Drawn:
     """A few templates (modifiers, dtypes, head dims) in random sizes.
 
     A problem that would need one more than `variants` compiled forms is drawn again. Those and the kernels of the cases
@@ -40,21 +52,52 @@ def draw(problems: int, templates: int, variants: int, also: list[Case], *, back
     device = torch.cuda.get_device_properties(0)
     arch, processors = 10 * device.major + device.minor, device.multi_processor_count
     rng = Random(seed)
-    like = [random_case(rng, device="cuda", head_dims=(64, 80, 128, 256)) for _ in range(templates)]
+    dims = (64, 80, 128, 256)
+    like = [random_case(rng, device="cuda", head_dims=dims) for _ in range(templates)]
+    if backend == "gluon":
+        like = [for_gluon(case, rng) for case in like]
     cases: list[Case] = []
     found: dict[Hashable, Case] = {}
     while len(cases) < problems:
         case = in_another_size(like[len(cases) % templates], rng, backward)
-        key = variant(case, arch, processors)
+        if backend == "gluon":
+            if is_empty(case):
+                continue
+            case = replace(case, layout=case.layout if case.layout in ADDRESSABLE else "contiguous")
+        key = variant(case, arch, processors, backend)
         if key is not None and key not in found:
             if len(found) == variants:
                 continue
             found[key] = case
         cases.append(case)
     started = time.perf_counter()
-    errors = precompile([*found.values(), *also], arch, processors, min(16, os.cpu_count() or 1))
+    errors = precompile([*found.values(), *also], arch, processors, min(16, os.cpu_count() or 1), backend)
     assert not errors, "\n".join(errors)
-    return Drawn(cases, list(found.values()), time.perf_counter() - started)
+    return Drawn(cases, list(found.values()), time.perf_counter() - started, backend)
+
+
+ADDRESSABLE = ("contiguous", "heads_first", "qkv_packed")
+"""Layouts that TMA reads."""
+
+
+def is_empty(case: Case) -> bool:
+    if case.packed:
+        return not (case.lengths_q and max(case.lengths_q) and case.lengths_k and max(case.lengths_k))
+    return 0 in (case.B, case.Tq, case.Tk)
+
+
+def for_gluon(case: Case, rng: Random) -> Case:
+    """The case without what that backend leaves to Triton's kernels."""
+    dim = rng.choice((64, 64, 80, 96, 128, 128, 192, 256))
+    return replace(
+        case,
+        D=dim,
+        Dv=128 if dim == 192 else dim,
+        dtype=case.dtype if case.dtype in (F16, BF16) else BF16,
+        mask=None,
+        bias=None,
+        bias_hides=False,
+    )
 
 
 def in_another_size(like: Case, rng: Random, backward: bool) -> Case:
@@ -91,7 +134,7 @@ def in_another_size(like: Case, rng: Random, backward: bool) -> Case:
     )
 
 
-def variant(case: Case, arch: int, processors: int) -> Hashable:
+def variant(case: Case, arch: int, processors: int, backend: str) -> Hashable:
     """What the compiled kernels of a case depend on; None if nothing is launched."""
 
     def shaped(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
@@ -129,6 +172,14 @@ def variant(case: Case, arch: int, processors: int) -> Hashable:
     )._replace(device=torch.device("cuda"), arch=arch, processors=processors)
     if 0 in (problem.batch, problem.q_len):
         return None
+    if backend == "gluon":
+        unseen = case.packed or _reads_unseen(problem)
+        of_gluon = configure_gluon(problem), unseen, problem.scale > 0
+        return (
+            (case.D, case.Dv, case.dtype, aux_dtype, case.packed, of_gluon),
+            (problem.left == UNBOUNDED, problem.right == UNBOUNDED),
+            (case.alibi is None, case.sink, case.softcap == 0, case.dropout_p == 0),
+        )
     config = configure_forward(problem)
     of_forward = (*config[:4], config.num_splits > 1, config.pack_heads, problem.scale > 0)
     of_backward: Hashable = None
@@ -159,7 +210,7 @@ def run_all(drawn: Drawn) -> dict[str, Any]:
         if n % 100 == 0:  # where a run that is cut off was
             sys.__stderr__.write(f"problem {n} of {len(drawn.cases)}, {time.perf_counter() - started:.0f} s\n")
         try:
-            report = check_case(case, "triton")
+            report = check_case(case, drawn.backend)
         except AssertionError as error:
             failures.append(str(error))
         else:

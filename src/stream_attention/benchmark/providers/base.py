@@ -24,6 +24,7 @@ class Provider:
     name = ""
     label = ""  # at the head of a table's columns
     about = ""  # one sentence
+    ours = False  # computed by this package: to fail is to be wrong, wherever in a cell it stands
 
     def why_not(self, cell: Cell) -> str | None:
         raise NotImplementedError

@@ -64,7 +64,7 @@ class FlashAttention3(FlashAttention2):
     def why_not(self, cell: Cell) -> str | None:
         case = cell.case
         if self.folder is None and not installed(self.module):
-            return f"{self.module} is not installed, and no --fa3 PATH was given"
+            return f"{self.module} is not installed, and no --fa3 DIR was given"
         if case.device != "cuda" or torch.cuda.get_device_capability() != (9, 0):
             return "it runs on Hopper (sm_90) alone"
         if case.dtype not in HALVES:

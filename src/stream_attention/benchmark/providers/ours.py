@@ -21,6 +21,7 @@ from .base import Provider
 class Ours(Provider):
     """`attention` on one backend, or on the one it plans by itself ("stream")."""
 
+    ours = True
     options: ClassVar[dict[str, Any]] = {}  # beside those of the cell
 
     def __init__(self, name: str, backend: str | None = None) -> None:
@@ -84,6 +85,7 @@ class Blocked(Provider):
 
     name = label = "blocked"
     about = "the eager backend's blocked pass alone"
+    ours = True
 
     def why_not(self, cell: Cell) -> str | None:
         return None if cell.direction == "forward" else "forced by hand, it bypasses autograd: forward only"

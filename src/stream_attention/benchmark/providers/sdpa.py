@@ -31,7 +31,7 @@ class Sdpa(Provider):
         if self.kernel in (None, SDPBackend.MATH):
             return None
         if case.device != "cuda":
-            return "a CUDA kernel"
+            return f"it is a CUDA kernel, and the device is the {case.device}"
         return tried(lambda: self.attend(draw(shortened(case, rows=128, batch=1))))
 
     def attend(self, x: Tensors) -> Tensor:

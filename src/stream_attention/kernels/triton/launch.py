@@ -35,15 +35,16 @@ class Kernel:
         pointers: tuple[Tensor | None, ...],
         scalars: tuple[int | float, ...],
         constants: tuple[Any, ...],
+        descriptors: tuple[Any, ...] = (),
         **options: int,
     ) -> None:
         """Run `grid` programs on the pointers' device, in its current stream.
 
-        The function's parameters are pointers, scalars, constants, in this order.
+        The function's parameters are descriptors, pointers, scalars, constants, in this order.
         """
-        key = self._key(pointers, constants, options)
+        key = self._key(descriptors, pointers, constants, options)
         device, kernel = key[0], self.compiled.get(key)
-        arguments = (*pointers, *scalars, *constants)
+        arguments = (*descriptors, *pointers, *scalars, *constants)
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self._launch(key, kernel, grid, arguments, options)
@@ -65,22 +66,29 @@ class Kernel:
         pointers: tuple[Tensor | None, ...],
         scalars: tuple[int | float, ...],
         constants: tuple[Any, ...],
+        descriptors: tuple[Any, ...] = (),
         **options: int,
     ) -> Callable[..., None] | None:
-        """A launch that was made, as a function of addresses (None where there was no tensor) and scalars.
+        """A launch that was made, as a function of descriptors, addresses (None where there was no tensor) and scalars.
 
         The addresses are of tensors with the same dtypes and alignment, on the same device, and that is the current
         one. None where launches leave nothing compiled behind.
         """
-        key = self._key(pointers, constants, options)
+        key = self._key(descriptors, pointers, constants, options)
         kernel = self.compiled.get(key)
         return None if kernel is None else _repeat(kernel, grid, key[0].index, constants)
 
     @staticmethod
-    def _key(pointers: tuple[Tensor | None, ...], constants: tuple[Any, ...], options: dict[str, int]) -> Any:
+    def _key(
+        descriptors: tuple[Any, ...],
+        pointers: tuple[Tensor | None, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, int],
+    ) -> Any:
         device = next(t.device for t in pointers if t is not None)
         kinds = tuple(None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in pointers)
-        return (device, kinds, constants, *options.values())
+        blocks = tuple((d.base.dtype, *d.block_shape) for d in descriptors)
+        return (device, blocks, kinds, constants, *options.values())
 
 
 def _run(kernel: Any, grid: int, device: int, arguments: tuple[Any, ...]) -> None:
@@ -96,7 +104,8 @@ def _run(kernel: Any, grid: int, device: int, arguments: tuple[Any, ...]) -> Non
 
 def _repeat(kernel: Any, grid: int, device: int, constants: tuple[Any, ...]) -> Callable[..., None]:
     launcher, stream_of = kernel.run, torch._C._cuda_getCurrentRawStream
-    if _VERSION != (3, 6) or launcher.global_scratch_size or launcher.profile_scratch_size:
+    known = _VERSION == (3, 6) and type(launcher).__name__ == "CudaLauncher"
+    if not known or launcher.global_scratch_size or launcher.profile_scratch_size:
         return lambda *arguments: _run(kernel, grid, device, (*arguments, *constants))
     # What the launcher of Triton 3.6 does for a kernel without scratch memory, all but the launch itself done here.
     launch, function, metadata = launcher.launch, kernel.function, kernel.packed_metadata

@@ -1,0 +1,55 @@
+"""What the words behind a flag may be: types for argparse, each with its refusal."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+
+def path_or_none(text: str) -> Path | None:
+    return Path(text) if text else None
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1; got {text!r}")
+    return int(text)
+
+
+def count_or_none(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0; got {text!r}")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """What both torch's generator and the dropout of `attention` take."""
+    if not -(2**63) <= int(text) < 2**63:
+        raise argparse.ArgumentTypeError(f"expected a 64-bit integer; got {text}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"expected more than 0 seconds; got {text}")
+    return float(text)
+
+
+def probability(text: str) -> float:
+    if not 0 <= float(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a probability in [0, 1); got {text}")
+    return float(text)
+
+
+def device(text: str) -> str:
+    """The CPU, or a CUDA device that torch finds here."""
+    kind, _, index = text.partition(":")
+    if text != "cpu" and (kind != "cuda" or not (index.isdecimal() or text == "cuda")):
+        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N; got {text!r}")
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(index or 0) >= here:
+        found = f"{here} CUDA device{'s' if here > 1 else ''}" if here else "no CUDA device"
+        raise argparse.ArgumentTypeError(f"torch finds {found} here; got {text!r}")
+    return text

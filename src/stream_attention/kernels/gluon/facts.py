@@ -1,0 +1,219 @@
+"""What a launch is told, bundled by who asks: where queries and keys are, what scores mean, what becomes of sums."""
+
+# No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.core import _aggregate as aggregate
+
+from .tiles import LOG2E, packed_rows, softcap_scores
+
+
+@aggregate
+class Call:
+    """The facts of a launch that every role reads."""
+
+    q_heads: gl.tensor
+    group: gl.tensor  # query heads per KV head
+    q_len: gl.tensor
+    k_len: gl.tensor
+    offset: gl.tensor  # position of query 0 less that of key 0
+    left: gl.tensor
+    right: gl.tensor
+    cu_q: gl.tensor
+    cu_k: gl.tensor
+    q_rows: gl.tensor  # of the pack
+    k_rows: gl.tensor
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    IS_PACKED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        q_heads,
+        group,
+        q_len,
+        k_len,
+        offset,
+        left,
+        right,
+        cu_q,
+        cu_k,
+        q_rows,
+        k_rows,
+        HAS_LEFT,
+        HAS_RIGHT,
+        IS_PACKED,
+    ):
+        self.q_heads = q_heads
+        self.group = group
+        self.q_len = q_len
+        self.k_len = k_len
+        self.offset = offset
+        self.left = left
+        self.right = right
+        self.cu_q = cu_q
+        self.cu_k = cu_k
+        self.q_rows = q_rows
+        self.k_rows = k_rows
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.IS_PACKED = gl.constexpr(IS_PACKED)
+
+    @gluon.jit
+    def sequences(self, batch):
+        """(first row and length of the queries, of the keys, offset) of a batch entry."""
+        if self.IS_PACKED:
+            q_first, q_len = packed_rows(self.cu_q + batch, self.q_rows)
+            k_first, k_len = packed_rows(self.cu_k + batch, self.k_rows)
+            return q_first, q_len, k_first, k_len, k_len - q_len
+        else:
+            zero = self.q_len * 0
+            return zero, self.q_len, zero, self.k_len, self.offset
+
+    @gluon.jit
+    def blocks(self, first, last, k_len, offset, BLOCK_N: gl.constexpr):
+        """(lowest, one past the highest) block of keys that rows `first` to `last` see; at least one."""
+        low = k_len * 0
+        if self.HAS_LEFT:
+            low = gl.maximum(first + offset - self.left, 0) // BLOCK_N
+        end = k_len
+        if self.HAS_RIGHT:
+            end = gl.minimum(k_len, last + offset + self.right + 1)
+        return low, gl.maximum((end + BLOCK_N - 1) // BLOCK_N, low + 1)
+
+
+@aggregate
+class Scores:
+    """What is done to the products q . k, and where its operands are."""
+
+    scale: gl.tensor
+    softcap: gl.tensor
+    slopes: gl.tensor
+    stride_ab: gl.tensor
+    row_words: gl.tensor
+    stride_rb: gl.tensor
+    stride_rh: gl.tensor
+    col_words: gl.tensor
+    stride_cb: gl.tensor
+    stride_ch: gl.tensor
+    threshold: gl.tensor
+    HAS_SOFTCAP: gl.constexpr
+    HAS_ALIBI: gl.constexpr
+    HAS_DROPOUT: gl.constexpr
+    TANH: gl.constexpr
+    SCALE_LATE: gl.constexpr  # scores stay products, and the softmax scales them
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        scale,
+        softcap,
+        slopes,
+        stride_ab,
+        row_words,
+        stride_rb,
+        stride_rh,
+        col_words,
+        stride_cb,
+        stride_ch,
+        threshold,
+        HAS_SOFTCAP,
+        HAS_ALIBI,
+        HAS_DROPOUT,
+        TANH,
+        SCALE_LATE,
+    ):
+        self.scale = scale
+        self.softcap = softcap
+        self.slopes = slopes
+        self.stride_ab = stride_ab
+        self.row_words = row_words
+        self.stride_rb = stride_rb
+        self.stride_rh = stride_rh
+        self.col_words = col_words
+        self.stride_cb = stride_cb
+        self.stride_ch = stride_ch
+        self.threshold = threshold
+        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
+        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
+        self.HAS_DROPOUT = gl.constexpr(HAS_DROPOUT)
+        self.TANH = gl.constexpr(TANH)
+        self.SCALE_LATE = gl.constexpr(SCALE_LATE)
+
+    @gluon.jit
+    def of(self, products, slope, q_pos, k_pos):
+        """The scores of a tile of products, in log2 units; products where `SCALE_LATE`."""
+        scores = products
+        if not self.SCALE_LATE:
+            if self.HAS_SOFTCAP:
+                scores = softcap_scores(products * self.scale, self.softcap, self.TANH) * LOG2E
+            else:
+                scores = products * (self.scale * LOG2E)
+            if self.HAS_ALIBI:
+                distance = gl.abs(q_pos[:, None] - k_pos[None, :]).to(gl.float32)
+                scores = scores - (slope * LOG2E) * distance
+        return scores
+
+    @gluon.jit
+    def factor(self):
+        """What the softmax multiplies scores with."""
+        if self.SCALE_LATE:
+            return self.scale * LOG2E
+        else:
+            return self.scale * 0.0 + 1.0
+
+
+@aggregate
+class Result:
+    """What the sums become, and where it is written."""
+
+    o_desc: tma.tensor_descriptor
+    out: gl.tensor
+    stride_ob: gl.tensor
+    stride_om: gl.tensor
+    stride_oh: gl.tensor
+    lse: gl.tensor
+    stride_lb: gl.tensor
+    stride_lh: gl.tensor
+    write_lse: gl.tensor
+    sink: gl.tensor
+    dropout_scale: gl.tensor
+    DV: gl.constexpr
+    HAS_SINK: gl.constexpr
+    BY_TMA: gl.constexpr  # through the shared memory of the queries, else from registers
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        o_desc,
+        out,
+        stride_ob,
+        stride_om,
+        stride_oh,
+        lse,
+        stride_lb,
+        stride_lh,
+        write_lse,
+        sink,
+        dropout_scale,
+        DV,
+        HAS_SINK,
+        BY_TMA,
+    ):
+        self.o_desc = o_desc
+        self.out = out
+        self.stride_ob = stride_ob
+        self.stride_om = stride_om
+        self.stride_oh = stride_oh
+        self.lse = lse
+        self.stride_lb = stride_lb
+        self.stride_lh = stride_lh
+        self.write_lse = write_lse
+        self.sink = sink
+        self.dropout_scale = dropout_scale
+        self.DV = gl.constexpr(DV)
+        self.HAS_SINK = gl.constexpr(HAS_SINK)
+        self.BY_TMA = gl.constexpr(BY_TMA)

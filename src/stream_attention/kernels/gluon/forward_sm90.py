@@ -1,0 +1,557 @@
+"""The streaming forward for Hopper (sm_90), in Gluon: what its Triton twin computes, with the machine made explicit.
+
+For a tile of queries, with running max m, sum l and accumulator o (scores in log2 units):
+
+    m' = max(m, max_j s_j)      l' = l 2^(m - m') + sum_j 2^(s_j - m')      o' = o 2^(m - m') + sum_j 2^(s_j - m') v_j
+
+Explicit here, and left to the compiler in kernels/triton/forward.py:
+
+- Roles. One producer warp copies tiles of Q, K and V into rings of shared memory by TMA (pipeline.py); two or three
+  consumer warpgroups of 64 query rows each compute. The producer gives its registers to them.
+- Overlap. A consumer issues the product Q K of one block, then the product P V of the block before, and takes the
+  exponentials of the first while the second runs. Blocks go from the right to the left, so that the blocks which the
+  causal edge or the end of the keys cut come first.
+- Order. A program stays on its processor and takes tile after tile (scheduler.py).
+- What is hidden. TMA reads rows that do not exist as zeros, per batch entry. Rows of V that exist and that no query
+  sees (in a pack those of the next sequence, else those outside every window) are cleared by the consumers, as their
+  weight of 0 times NaN would be NaN.
+
+Grid: one program per processor, or fewer. Reads Q, K, V through 4-D descriptors [B, T, H, D] with their own strides;
+writes O through one, or from registers (packs, fp32 states, Dv != D), and the LSE.
+Not here: mask and bias, strided positions, few queries against many keys: the Triton kernel has them (`why_not`).
+Parity with the reference: tests/kernels/gluon/test_forward_gpu.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...problem import UNBOUNDED, Inputs, Problem
+from ...state import EMPTY
+from ...tuning.gluon import GluonConfig, tile_widths
+from ..triton.arguments import FAR, line_strides, scale_of, slope_stride, tanh
+from ..triton.dropout import dropout_words
+from ..triton.launch import Kernel
+from .facts import Call, Result, Scores
+from .launch import Rows, jit, rows_descriptor
+from .pipeline import load_rows, make_ring
+from .scheduler import Order, make_mailbox
+from .tiles import LN2, LOG2E, clear_unseen, dropout_keep, hide, row_sums, store_rows
+
+ROWS = gl.constexpr(64)
+"""Query rows of a consumer warpgroup: what one wgmma takes."""
+
+
+@gluon.jit
+def _producer(call, order, mail, queries, keys, values, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr):
+    """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ..."""
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
+    use = 0  # slots of K and V filled so far
+    taken = 0  # tiles taken that have rows
+    sent = 0
+    tile = gl.program_id(0)
+    while tile < order.tiles:
+        line, m = order.place(tile)
+        batch = line // call.q_heads
+        head = line - batch * call.q_heads
+        q_first, q_len, k_first, k_len, offset = call.sequences(batch)
+        first = m * (WARPGROUPS * ROWS)
+        after = tile
+        if first < q_len:
+            kv_head = head // call.group
+            entry = batch
+            if call.IS_PACKED:
+                entry = batch * 0
+            low, high = call.blocks(first, first + (WARPGROUPS * ROWS - 1), k_len, offset, BLOCK_N)
+            load_rows(keys, k_desc, use, entry, k_first + (high - 1) * BLOCK_N, kv_head)
+            queries.wait_empty(taken)
+            landing = queries.expect(taken, WARPGROUPS * q_desc.block_type.nbytes)
+            slot = (taken % queries.SLOTS) * WARPGROUPS
+            for w in gl.static_range(WARPGROUPS):
+                row = q_first + first + w * ROWS
+                tma.async_copy_global_to_shared(q_desc, [entry, row, head, 0], landing, queries.tiles.index(slot + w))
+            after = mail.draw(tile)
+            mail.send(after, sent)
+            for j in range(1, high - low):
+                load_rows(keys, k_desc, use + j, entry, k_first + (high - 1 - j) * BLOCK_N, kv_head)
+                load_rows(values, v_desc, use + j - 1, entry, k_first + (high - j) * BLOCK_N, kv_head)
+            load_rows(values, v_desc, use + high - low - 1, entry, k_first + low * BLOCK_N, kv_head)
+            use += high - low
+            taken += 1
+        else:  # a sequence of the pack that is shorter
+            after = mail.draw(tile)
+            mail.send(after, sent)
+        sent += 1
+        tile = after
+
+
+@gluon.jit
+def _consumer(
+    WARPGROUP: gl.constexpr,
+    call,
+    scores,
+    result,
+    order,
+    mail,
+    queries,
+    keys,
+    values,
+    WARPGROUPS: gl.constexpr,
+    UNSEEN: gl.constexpr,
+):
+    """Compute 64 rows of every tile. UNSEEN: TMA reads rows of V that no query sees."""
+    BLOCK_N: gl.constexpr = keys.tiles.shape[2]
+    BLOCK_D: gl.constexpr = keys.tiles.shape[4]
+    BLOCK_DV: gl.constexpr = values.tiles.shape[4]
+    dtype: gl.constexpr = queries.tiles.dtype
+    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    P_TILE: gl.constexpr = gl.DotOperandLayout(0, O_TILE, 2)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_TILE)
+    EDGES: gl.constexpr = call.HAS_LEFT or call.HAS_RIGHT
+    GUARD: gl.constexpr = EDGES or call.IS_PACKED  # a row may see nothing in a block
+    DEFERRED: gl.constexpr = result.BY_TMA and queries.SLOTS == 2
+
+    no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
+    rows = gl.arange(0, ROWS, S_ROWS)
+    factor = scores.factor()
+    use = 0
+    taken = 0
+    received = 0
+    tile = gl.program_id(0)
+    while tile < order.tiles:
+        # Where am I.
+        line, m = order.place(tile)
+        batch = line // call.q_heads
+        head = line - batch * call.q_heads
+        q_first, q_len, k_first, k_len, offset = call.sequences(batch)
+        first = m * (WARPGROUPS * ROWS)
+        if first < q_len:
+            low, high = call.blocks(first, first + (WARPGROUPS * ROWS - 1), k_len, offset, BLOCK_N)
+            r0 = first + WARPGROUP * ROWS
+            skip = k_len * 0  # blocks that other warpgroups see and this one does not
+            if call.HAS_RIGHT:
+                _, own_high = call.blocks(r0, r0 + (ROWS - 1), k_len, offset, BLOCK_N)
+                skip = gl.maximum(high - own_high, 0)
+            blocks = high - low - skip
+            limit = gl.full([ROWS], 0, gl.int32, S_ROWS) + k_len
+            safe_limit = k_len
+            if call.HAS_RIGHT:
+                limit = gl.minimum(limit, (r0 + offset + call.right + 1) + rows)
+                safe_limit = gl.minimum(k_len, r0 + offset + call.right + 1)
+            floor = limit
+            safe_floor = k_len
+            if call.HAS_LEFT:
+                floor = (r0 + offset - call.left) + rows
+                safe_floor = r0 + (ROWS - 1) + offset - call.left
+            call_floor = k_len * 0  # keys from here to before `call_limit` are seen by some query of the call
+            call_limit = k_len
+            if call.HAS_LEFT:
+                call_floor = gl.maximum(offset - call.left, 0)
+            if call.HAS_RIGHT:
+                call_limit = gl.minimum(k_len, q_len + offset + call.right)
+            slope = factor
+            if scores.HAS_ALIBI:
+                slope = gl.load(scores.slopes + batch * scores.stride_ab + head).to(gl.float32)
+            row_words = rows
+            col_words_ptr = scores.col_words
+            if scores.HAS_DROPOUT:
+                words = scores.row_words + batch.to(gl.int64) * scores.stride_rb + head * scores.stride_rh
+                row_words = gl.load(words + (q_first + r0) + rows, mask=r0 + rows < q_len, other=0)
+                col_words_ptr += batch.to(gl.int64) * scores.stride_cb + head * scores.stride_ch + k_first
+            q_pos = (r0 + offset) + rows
+
+            # The first block: no older sums, and no product P V beside it.
+            for x in range(skip):
+                keys.wait_full(use + x)
+                keys.release(use + x)
+            queries.wait_full(taken)
+            q = queries.tiles.index((taken % queries.SLOTS) * WARPGROUPS + WARPGROUP).reshape([ROWS, BLOCK_D])
+            keys.wait_full(use + skip)
+            k = keys.tiles.index((use + skip) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
+            s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            keys.release(use + skip)
+            start = (high - 1 - skip) * BLOCK_N
+            s = scores.of(s, slope, q_pos, start + columns)
+            cut = start + BLOCK_N > safe_limit
+            if call.HAS_LEFT:
+                cut = cut | (start < safe_floor)
+            if cut:
+                s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
+            row_max = gl.max(s, 1)
+            top = row_max * factor
+            if GUARD:
+                top = gl.where(row_max == -float("inf"), 0.0, top)
+            weights = gl.exp2(s * factor - top[:, None])
+            row_sum = row_sums(weights)
+            if scores.HAS_DROPOUT:
+                words = gl.load(col_words_ptr + start + columns, mask=start + columns < k_len, other=0)
+                weights = gl.where(dropout_keep(row_words, words, scores.threshold), weights, 0.0)
+            keys.wait_full(use + skip + 1, pred=blocks > 1)
+            for x in range(skip):
+                values.wait_full(use + x)
+                values.release(use + x)
+            use += skip
+            if UNSEEN:
+                clear_unseen(values, use, start, call_floor, call_limit)
+            if DEFERRED:
+                tma.store_wait(pendings=0)  # of the tile before, long since drained
+                queries.release(taken + 1, pred=taken > 0)
+            acc = gl.zeros((ROWS, BLOCK_DV), gl.float32, O_TILE)
+            p = gl.convert_layout(weights.to(dtype), P_TILE, assert_trivial=True)
+
+            # Stream.
+            for j in range(1, blocks):
+                k = keys.tiles.index((use + 1) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
+                v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_N, BLOCK_DV])
+                s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                values.wait_full(use)
+                acc_issued = warpgroup_mma(p, v, acc, use_acc=True, is_async=True)
+                s = warpgroup_mma_wait(1, deps=(s_issued,))
+                keys.release(use + 1)
+                start -= BLOCK_N
+                s = scores.of(s, slope, q_pos, start + columns)
+                if EDGES:
+                    cut = start < start
+                    if call.HAS_RIGHT:
+                        cut = start + BLOCK_N > safe_limit
+                    if call.HAS_LEFT:
+                        cut = cut | (start < safe_floor)
+                    if cut:
+                        s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
+                if UNSEEN:
+                    clear_unseen(values, use + 1, start, call_floor, call_limit)
+                new_max = gl.maximum(row_max, gl.max(s, 1))
+                top = new_max * factor
+                if GUARD:
+                    top = gl.where(new_max == -float("inf"), 0.0, top)
+                shrink = gl.exp2(row_max * factor - top)
+                row_max = new_max
+                weights = gl.exp2(s * factor - top[:, None])
+                shrink_sums = gl.convert_layout(shrink, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
+                row_sum = row_sum * shrink_sums[:, None] + row_sums(weights)
+                if scores.HAS_DROPOUT:
+                    words = gl.load(col_words_ptr + start + columns)
+                    weights = gl.where(dropout_keep(row_words, words, scores.threshold), weights, 0.0)
+                # This wait also keeps ptxas from moving the next one above the exponentials.
+                keys.wait_full(use + 2, pred=j + 1 < blocks)
+                acc = warpgroup_mma_wait(0, deps=(acc_issued,))
+                values.release(use)
+                acc = acc * gl.convert_layout(shrink, O_ROWS, assert_trivial=True)[:, None]
+                # Only now: the registers of the old weights are an operand until the product is done.
+                p = gl.convert_layout(weights.to(dtype), P_TILE, assert_trivial=True)
+                use += 1
+
+            # The last product, and the number of the next tile while it runs.
+            if not result.BY_TMA:
+                queries.release(taken)
+            values.wait_full(use)
+            v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_N, BLOCK_DV])
+            acc_issued = warpgroup_mma(p, v, acc, use_acc=True, is_async=True)
+            after = mail.receive(tile, received)
+            acc = warpgroup_mma_wait(0, deps=(acc_issued,))
+            values.release(use)
+            use += 1
+
+            # Finish: the sink is one more key without a value.
+            total = gl.convert_layout(gl.sum(row_sum, 1), S_ROWS, assert_trivial=True)
+            top = row_max * factor
+            if result.HAS_SINK:
+                sink = gl.load(result.sink + head).to(gl.float32) * LOG2E
+                new_top = gl.maximum(top, sink)
+                finite = gl.where(new_top == -float("inf"), 0.0, new_top)
+                shrink = gl.exp2(top - finite)
+                total = total * shrink + gl.exp2(sink - finite)
+                acc = acc * gl.convert_layout(shrink, O_ROWS, assert_trivial=True)[:, None]
+                top = new_top
+            seen = total > 0
+            inverse = result.dropout_scale / gl.where(seen, total, 1.0)
+            out = acc * gl.convert_layout(inverse, O_ROWS, assert_trivial=True)[:, None]
+            entry = batch.to(gl.int64)
+            if call.IS_PACKED:
+                entry = entry * 0
+            if result.write_lse != 0:
+                lse = gl.where(seen, (top + gl.log2(total)) * LN2, -float("inf"))
+                lse_row = result.lse + entry * result.stride_lb + head.to(gl.int64) * result.stride_lh + (q_first + r0)
+                gl.store(lse_row + rows, lse, mask=r0 + rows < q_len)
+
+            # Store.
+            if result.BY_TMA:
+                place = queries.tiles.index(
+                    (taken % queries.SLOTS) * WARPGROUPS + WARPGROUP
+                )  # its queries are done with
+                place.reshape([ROWS, BLOCK_D]).store(out.to(dtype))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(result.o_desc, [batch, r0, head, 0], place)
+                if not DEFERRED:
+                    tma.store_wait(pendings=0)
+                    queries.release(taken)
+            else:
+                base = result.out + entry * result.stride_ob + head * result.stride_oh
+                base += (q_first + r0).to(gl.int64) * result.stride_om
+                store_rows(out.to(result.out.dtype.element_ty), base, result.stride_om, q_len - r0, result.DV)
+            taken += 1
+        else:
+            after = mail.receive(tile, received)
+        received += 1
+        tile = after
+    if DEFERRED:
+        tma.store_wait(pendings=0)
+
+
+@jit
+def _forward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    out_ptr,
+    lse_ptr,
+    sink_ptr,
+    slopes_ptr,
+    row_words_ptr,
+    col_words_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    counter_ptr,
+    write_lse: gl.int32,
+    lines: gl.int32,
+    tiles_m: gl.int32,
+    line_group: gl.int32,
+    tiles: gl.int32,
+    q_heads: gl.int32,
+    group: gl.int32,
+    q_len: gl.int32,
+    k_len: gl.int32,
+    offset: gl.int32,
+    left: gl.int32,
+    right: gl.int32,
+    q_rows: gl.int32,
+    k_rows: gl.int32,
+    stride_ob: gl.int64,
+    stride_om: gl.int64,
+    stride_oh: gl.int64,
+    stride_lb: gl.int64,
+    stride_lh: gl.int64,
+    stride_ab: gl.int64,
+    stride_rb: gl.int64,
+    stride_rh: gl.int64,
+    stride_cb: gl.int64,
+    stride_ch: gl.int64,
+    threshold: gl.uint32,
+    scale,
+    softcap,
+    dropout_scale,
+    DV: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    Q_SLOTS: gl.constexpr,
+    K_SLOTS: gl.constexpr,
+    V_SLOTS: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+    BY_TMA: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    HAS_ALIBI: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_DROPOUT: gl.constexpr,
+    IS_PACKED: gl.constexpr,
+    UNSEEN: gl.constexpr,
+    SCALE_LATE: gl.constexpr,
+    TANH: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    queries = make_ring(q_desc, Q_SLOTS, WARPGROUPS, WARPGROUPS)
+    keys = make_ring(k_desc, K_SLOTS, 1, WARPGROUPS)
+    values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
+    mail = make_mailbox(counter_ptr, WARPGROUPS, DYNAMIC)
+    order = Order(lines, tiles_m, line_group, tiles, LONGEST_FIRST)
+    call = Call(
+        q_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows,
+        HAS_LEFT, HAS_RIGHT, IS_PACKED,
+    )  # fmt: skip
+    scores = Scores(
+        scale, softcap, slopes_ptr, stride_ab, row_words_ptr, stride_rb, stride_rh, col_words_ptr, stride_cb, stride_ch,
+        threshold, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, TANH, SCALE_LATE,
+    )  # fmt: skip
+    result = Result(
+        o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, write_lse, sink_ptr,
+        dropout_scale, DV, HAS_SINK, BY_TMA,
+    )  # fmt: skip
+    # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, call, scores, result, order, mail, queries, keys, values, WARPGROUPS, UNSEEN)),
+                (_consumer, (1, call, scores, result, order, mail, queries, keys, values, WARPGROUPS, UNSEEN)),
+                (_producer, (call, order, mail, queries, keys, values, q_desc, k_desc, v_desc, WARPGROUPS)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, call, scores, result, order, mail, queries, keys, values, WARPGROUPS, UNSEEN)),
+                (_consumer, (1, call, scores, result, order, mail, queries, keys, values, WARPGROUPS, UNSEEN)),
+                (_consumer, (2, call, scores, result, order, mail, queries, keys, values, WARPGROUPS, UNSEEN)),
+                (_producer, (call, order, mail, queries, keys, values, q_desc, k_desc, v_desc, WARPGROUPS)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+def forward(problem: Problem, inputs: Inputs, config: GluonConfig) -> tuple[Tensor, Tensor]:
+    """out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, Dv]` and `[Hq, Nq]`."""
+    query = inputs.query
+    *lead, rows, heads = query.shape[:-1]
+    if problem.packed:  # rows that no program writes
+        out = query.new_zeros(*lead, rows, heads, problem.value_dim, dtype=problem.out_dtype)
+        lse = query.new_full((*lead, heads, rows), EMPTY, dtype=torch.float32)
+    else:
+        out = query.new_empty(*lead, rows, heads, problem.value_dim, dtype=problem.out_dtype)
+        lse = query.new_empty(*lead, heads, rows, dtype=torch.float32)
+    _kernel.launch(**_launch_arguments(problem, inputs, config, out, lse, _fresh_counter(lse, config)))
+    return out, lse
+
+
+def repeat(
+    problem: Problem, inputs: Inputs, config: GluonConfig, out: Tensor, lse: Tensor
+) -> Callable[[Tensor, Tensor, Tensor, bool], Any]:
+    """A plain call that was computed, as a function of a query, key and value of the same layout and of whether the LSE
+    is returned too. `out` and `lse` are that call's results. Keeps none of the tensors."""
+    arguments = _launch_arguments(problem, inputs, config, out, lse, _fresh_counter(lse, config))
+    launch = _kernel.repeat(**arguments)
+    assert launch is not None, "the call was computed, so it is compiled"
+    out_shape, lse_shape, float32, int32 = out.shape, lse.shape, lse.new_empty(0), lse.new_empty(0, dtype=torch.int32)
+    q_form, k_form, v_form, o_form = ((d.shape, d.strides) for d in arguments["descriptors"])
+    by_tma, dynamic = config.by_tma, config.dynamic
+    with_lse, (_, *others) = arguments["scalars"], arguments["scalars"]
+    without_lse = (0, *others)
+
+    def compute(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> Any:
+        out = query.new_empty(out_shape)
+        lse = float32.new_empty(lse_shape) if return_lse else None
+        stored = Rows(out, *o_form) if by_tma else Rows(query, *q_form)
+        descriptors = Rows(query, *q_form), Rows(key, *k_form), Rows(value, *v_form), stored
+        unused = out.data_ptr()
+        counter = int32.new_zeros(1) if dynamic else out  # lives until the launch is queued
+        addresses = unused, lse.data_ptr() if lse is not None else unused, *(unused,) * 6, counter.data_ptr()
+        launch(*descriptors, *addresses, *(with_lse if return_lse else without_lse))
+        return out if lse is None else (out, lse)
+
+    return compute
+
+
+def _fresh_counter(lse: Tensor, config: GluonConfig) -> Tensor:
+    """From which a launch draws its tiles; another tensor where it draws none."""
+    return lse.new_zeros(1, dtype=torch.int32) if config.dynamic else lse
+
+
+def _launch_arguments(
+    problem: Problem, inputs: Inputs, config: GluonConfig, out: Tensor, lse: Tensor, counter: Tensor
+) -> dict[str, Any]:
+    """What `Kernel.launch` takes. Where there is no tensor, the LSE stands in for it, unread."""
+    query, key, value, _, _, slopes, sink, _, cu_q, cu_k = inputs
+    packed = problem.packed
+    dim, value_dim = tile_widths(problem)
+    row_words, col_words = dropout_words(problem, inputs) if problem.dropout_p else (None, None)
+    tile_rows = config.warpgroups * ROWS.value
+    lines, tiles_m = problem.batch * problem.q_heads, -(-problem.q_len // tile_rows)
+    tiles = lines * tiles_m
+    q_desc, k_desc = rows_descriptor(query, ROWS.value, dim), rows_descriptor(key, config.block_n, dim)
+    v_desc = rows_descriptor(value, config.block_n, value_dim)
+    o_desc = rows_descriptor(out, ROWS.value, value_dim) if config.by_tma else q_desc
+    optional = (sink, slopes, row_words, col_words, cu_q, cu_k)
+    return {
+        "grid": min(problem.processors, tiles),
+        "descriptors": (q_desc, k_desc, v_desc, o_desc),
+        "pointers": (out, lse, *(lse if t is None else t for t in optional), counter),
+        "scalars": (
+            1,  # write_lse
+            lines,
+            tiles_m,
+            _lines_in_cache(problem, lines),
+            tiles,
+            problem.q_heads,
+            problem.group,
+            problem.q_len,
+            problem.k_len,
+            problem.q_start - problem.k_start,
+            min(problem.left, FAR),
+            min(problem.right, FAR),
+            query.shape[-3],
+            key.shape[-3],
+            *((0, *out.stride()[:2]) if packed else out.stride()[:3]),
+            *line_strides(lse, packed),
+            slope_stride(slopes),
+            *line_strides(row_words, packed),
+            *line_strides(col_words, packed),
+            int(problem.dropout_p * 2**32),
+            scale_of(problem),
+            problem.softcap,
+            1.0 / (1.0 - problem.dropout_p),
+        ),
+        "constants": (
+            problem.value_dim,  # DV
+            config.warpgroups,  # WARPGROUPS
+            config.q_slots,  # Q_SLOTS
+            config.k_slots,  # K_SLOTS
+            config.v_slots,  # V_SLOTS
+            config.dynamic,  # DYNAMIC
+            config.by_tma,  # BY_TMA
+            problem.right != UNBOUNDED,  # LONGEST_FIRST
+            problem.left != UNBOUNDED,  # HAS_LEFT
+            problem.right != UNBOUNDED,  # HAS_RIGHT
+            slopes is not None,  # HAS_ALIBI
+            sink is not None,  # HAS_SINK
+            problem.softcap != 0.0,  # HAS_SOFTCAP
+            problem.dropout_p != 0.0,  # HAS_DROPOUT
+            packed,  # IS_PACKED
+            packed or _reads_unseen(problem),  # UNSEEN
+            scale_of(problem) > 0 and not (problem.softcap or problem.alibi),  # SCALE_LATE
+            tanh(problem),  # TANH
+            config.consumer_registers,  # CONSUMER_REGISTERS
+            config.producer_registers,  # PRODUCER_REGISTERS
+        ),
+        "num_warps": 4,
+    }
+
+
+def _reads_unseen(problem: Problem) -> bool:
+    """Whether there are keys that no query sees, before the window of the first or behind that of the last."""
+    offset = problem.q_start - problem.k_start
+    before = problem.left != UNBOUNDED and offset - problem.left > 0
+    behind = problem.right != UNBOUNDED and problem.q_len + offset + problem.right < problem.k_len
+    return before or behind
+
+
+L2_BYTES = 32 << 20
+"""Keys and values that tiles of different heads read at the same time should be no more than this."""
+
+
+def _lines_in_cache(problem: Problem, lines: int) -> int:
+    """Heads (of all batch entries) that are worked on together, in groups of about the same size."""
+    size = problem.k_len * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+    fitting = max(1, L2_BYTES // max(1, size)) * problem.group
+    groups = -(-lines // min(fitting, lines))
+    return -(-lines // groups)
+
+
+_kernel = Kernel(_forward_kernel)

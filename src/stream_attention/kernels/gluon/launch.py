@@ -1,0 +1,40 @@
+"""Launching Gluon kernels: descriptors of tensors, and what is not specialised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+def jit(function: Any) -> Any:
+    """`gluon.jit` without specialising on integers: those that are annotated with their type."""
+    integers = (gl.int32, gl.int64, gl.uint32)
+    names = [name for name, kind in function.__annotations__.items() if any(kind is one for one in integers)]
+    return gluon.jit(function, do_not_specialize=names)
+
+
+class Rows:
+    """What Triton reads of a tensor descriptor to make one for a launch, without the checks of `TensorDescriptor`."""
+
+    __slots__ = ("base", "shape", "strides")
+    padding = "zero"
+
+    def __init__(self, base: Tensor, shape: list[int], strides: list[int]) -> None:
+        self.base, self.shape, self.strides = base, shape, strides
+
+
+def rows_descriptor(t: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """How TMA reads or writes `rows` rows of one head of `[B, T, H, D]`, or of a pack `[N, H, D]`, `width` columns.
+
+    Strides of dims of size 1 are never used, but must be legal.
+    """
+    shape, strides = list(t.shape), list(t.stride())
+    if t.dim() == 3:
+        shape, strides = [1, *shape], [0, *strides]
+    strides = [width if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(t, shape, [*strides, 1], [1, rows, 1, width], layout)

@@ -1,0 +1,70 @@
+"""Rings of tiles in shared memory: a producer warp fills them by TMA, consumer warpgroups empty them.
+
+A slot has two mbarriers. `full` flips when the bytes that were announced have landed, `empty` when every consumer has
+arrived. Use number i of a ring of n slots takes slot i % n for the (i // n)-th time, and that count's last bit is the
+phase both sides wait for, so nobody keeps state but the number of uses.
+"""
+
+# No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+
+@aggregate
+class Ring:
+    """`SLOTS` slots of one or more tiles each, with their barriers."""
+
+    tiles: gl.shared_memory_descriptor  # [SLOTS * tiles per slot, *tile]
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    SLOTS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty, SLOTS):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+        self.SLOTS = gl.constexpr(SLOTS)
+
+    @gluon.jit
+    def wait_full(self, use, pred=True):
+        mbarrier.wait(self.full.index(use % self.SLOTS), (use // self.SLOTS) & 1, pred=pred)
+
+    @gluon.jit
+    def release(self, use, pred=True):
+        """One consumer has no more use for the slot."""
+        mbarrier.arrive(self.empty.index(use % self.SLOTS), count=1, pred=pred)
+
+    @gluon.jit
+    def wait_empty(self, use):
+        mbarrier.wait(self.empty.index(use % self.SLOTS), ((use // self.SLOTS) & 1) ^ 1)
+
+    @gluon.jit
+    def expect(self, use, nbytes: gl.constexpr):
+        """Announce what will land in the slot; returns the barrier that counts it."""
+        barrier = self.full.index(use % self.SLOTS)
+        mbarrier.expect(barrier, nbytes)
+        return barrier
+
+
+@gluon.jit
+def make_ring(desc, SLOTS: gl.constexpr, TILES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring whose slots hold `TILES` tiles of a descriptor, each emptied by `CONSUMERS` warpgroups."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [SLOTS * TILES] + desc.block_type.shape, desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=CONSUMERS)
+    return Ring(tiles, full, empty, SLOTS)
+
+
+@gluon.jit
+def load_rows(ring, desc, use, batch, row, head):
+    """Fill a slot with rows of one head, as soon as it is empty. Rows that do not exist come as zeros."""
+    ring.wait_empty(use)
+    barrier = ring.expect(use, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [batch, row, head, 0], barrier, ring.tiles.index(use % ring.SLOTS))

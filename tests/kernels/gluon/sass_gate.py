@@ -1,0 +1,256 @@
+"""What may be said against the machine code of a Gluon kernel, read from what the disassembler writes.
+
+Hopper's matrix instructions (wgmma, here HGMMA) run beside the warpgroup that issues them, until it waits. Whether the
+exponentials really run beside them, and whether nobody touches an operand meanwhile, is decided by the assembler: no
+test of results says so, the first costs a third of the speed and the second is a race.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+
+from stream_attention.testing.offline import Report
+
+OVERLAP = 0.9
+"""Share of the exponentials that a loop takes while products run, at least."""
+
+
+LEAVES = {"BRA", "BRX", "EXIT", "RET"}
+"""Instructions after which the next one is not run, unless they have a condition."""
+
+
+class Instruction(NamedTuple):
+    """One line of machine code."""
+
+    guard: str  # "@!P0", or nothing
+    opcode: str  # with all its suffixes, such as "MUFU.EX2"
+    operands: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.guard} {self.opcode} {', '.join(self.operands)}".strip()
+
+    @property
+    def name(self) -> str:
+        return self.opcode.split(".")[0]
+
+
+class Block(NamedTuple):
+    """Instructions without a branch or a label between them, and the blocks that may follow."""
+
+    code: tuple[Instruction, ...]
+    after: frozenset[int]
+
+
+class Iteration(NamedTuple):
+    """The shortest way once through a loop: nothing is masked, and nothing has to be waited for."""
+
+    instructions: int
+    products: int  # HGMMA
+    exponentials: int  # MUFU.EX2
+
+
+def disassemble(compiled: Any) -> str:
+    """The machine code of a kernel that Triton has compiled, as text."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        return subprocess.run([tool, "-c", "-ndf", cubin.name], capture_output=True, text=True, check=True).stdout
+
+
+def parse(sass: str) -> list[Block]:
+    """The blocks of a program. What follows an indirect branch is not known: its targets are blocks that nobody enters.
+
+    Calls come back, so they end no block.
+    """
+    codes: list[list[Instruction]] = [[]]
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            if codes[-1]:
+                codes.append([])
+            labels[label[1]] = len(codes) - 1
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+)?\s*([A-Z][\w.]*)\s*(.*?)\s*;", line):
+            guard, opcode, operands = found.groups()
+            split = tuple(operand.strip() for operand in operands.split(",")) if operands else ()
+            codes[-1].append(Instruction(guard or "", opcode, split))
+            if codes[-1][-1].name in LEAVES:
+                codes.append([])
+    last = len(codes) - 1
+    return [Block(tuple(code), frozenset(_after(code, at, last, labels))) for at, code in enumerate(codes)]
+
+
+def _after(code: list[Instruction], at: int, last: int, labels: dict[str, int]) -> Iterator[int]:
+    """Blocks that may follow number `at` of those up to `last`."""
+    end = code[-1] if code else Instruction("", "NOP", ())
+    if end.name == "BRA":
+        yield labels[end.operands[-1].strip("`()")]
+    conditional = end.guard or (end.name == "BRA" and len(end.operands) > 1)  # BRA P2, `(.L_x_1)
+    if at < last and (conditional or end.name not in LEAVES):
+        yield at + 1
+
+
+def product_loops(blocks: list[Block]) -> list[frozenset[int]]:
+    """The innermost loops that hold matrix instructions, each as the numbers of its blocks."""
+    return _innermost(blocks, frozenset(range(len(blocks))))
+
+
+def _innermost(blocks: list[Block], among: frozenset[int]) -> list[frozenset[int]]:
+    found = []
+    for cycle in _cycles(blocks, among):
+        if any(_is_product(one) for number in cycle for one in blocks[number].code):
+            # Without the blocks by which it is entered, only the loops inside it are still closed.
+            found += _innermost(blocks, cycle - _entries(blocks, cycle)) or [cycle]
+    return found
+
+
+def _entries(blocks: list[Block], loop: frozenset[int]) -> frozenset[int]:
+    """Blocks of a loop that are reached from outside it; the first where none is."""
+    outside = {after for number, block in enumerate(blocks) if number not in loop for after in block.after}
+    return loop & outside or frozenset([min(loop)])
+
+
+def _cycles(blocks: list[Block], among: frozenset[int]) -> list[frozenset[int]]:
+    """The largest sets of blocks that all reach each other, in the order of the program."""
+    reach = {number: _reached(blocks, number, among) for number in among}
+    sets = {frozenset(other for other in reach[number] if number in reach[other]) for number in among}
+    return sorted((one for one in sets if one), key=min)
+
+
+def _reached(blocks: list[Block], start: int, among: frozenset[int]) -> set[int]:
+    """Blocks that can be run after `start`, itself only if it comes again."""
+    seen: set[int] = set()
+    ahead = [start]
+    while ahead:
+        new = (blocks[ahead.pop()].after & among) - seen
+        seen |= new
+        ahead += new
+    return seen
+
+
+def shortest(blocks: list[Block], loop: frozenset[int]) -> list[Instruction]:
+    """What a loop runs once round at least, in the order in which it runs it."""
+    start = min(_entries(blocks, loop))
+    ahead: list[tuple[int, tuple[int, ...]]] = [(0, (start,))]
+    done: set[int] = set()
+    while ahead:
+        length, way = heappop(ahead)
+        if len(way) > 1 and way[-1] == start:
+            return [one for number in way[:-1] for one in blocks[number].code]
+        if way[-1] in done and len(way) > 1:
+            continue
+        done.add(way[-1])
+        length += len(blocks[way[-1]].code)
+        for after in blocks[way[-1]].after & loop:
+            heappush(ahead, (length, (*way, after)))
+    raise ValueError(f"loop: expected blocks that reach each other; got {sorted(loop)}")
+
+
+def measure(code: list[Instruction]) -> Iteration:
+    counts = Counter(_kind(one) for one in code)
+    return Iteration(len(code), counts["product"], counts["exponential"])
+
+
+def overlap(code: list[Instruction]) -> float:
+    """Share of the exponentials of an iteration that are taken while a product runs. It may start anywhere in it."""
+    running, beside = False, 0
+    for repeated in (False, True):
+        for kind in map(_kind, code):
+            if kind in ("product", "wait for all"):
+                running = kind == "product"
+            beside += repeated and running and kind == "exponential"
+    return beside / max(1, measure(code).exponentials)
+
+
+def raced(blocks: list[Block]) -> list[Instruction]:
+    """Instructions that write a register which a product may still be reading, whatever way the program took there."""
+    reading: list[frozenset[int]] = [frozenset() for _ in blocks]
+    found: dict[int, list[Instruction]] = {}
+    ahead = set(range(len(blocks)))
+    while ahead:
+        number = ahead.pop()
+        held, found[number] = set(reading[number]), []
+        for one in blocks[number].code:
+            if held & _written(one):
+                found[number].append(one)
+            held |= _operand(one)
+            if _kind(one) == "wait for all":
+                held = set()
+        for after in blocks[number].after:
+            if not held <= reading[after]:
+                reading[after] |= held
+                ahead.add(after)
+    return [one for number in sorted(found) for one in found[number]]
+
+
+def faults(made: Report, sass: str, consumers: int, spill_bytes: int = 0) -> list[str]:
+    """What is wrong with a kernel of so many consumer warpgroups, in sentences. `spill_bytes` are known."""
+    blocks = parse(sass)
+    loops = product_loops(blocks)
+    found = [f"the assembler makes products wait for each other: {one}" for one in made.warnings if "(C75" in one]
+    if made.spill_bytes != spill_bytes:
+        found.append(f"spills {made.spill_bytes} bytes where {spill_bytes} are known")
+    if len(loops) != consumers:
+        found.append(f"has {len(loops)} loops with products for {consumers} consumers")
+    for code in (shortest(blocks, loop) for loop in loops):
+        if (share := overlap(code)) < OVERLAP:
+            found.append(f"waits for its products before the exponentials: {share:.0%} of them run beside one")
+        found += [f"spills in every iteration: {one}" for one in code if one.name in ("LDL", "STL")]
+    found += [f"writes what a product may still read: {one}" for one in raced(blocks)]
+    return found
+
+
+def _is_product(one: Instruction) -> bool:
+    return one.name in ("HGMMA", "QGMMA")
+
+
+def _kind(one: Instruction) -> str:
+    if _is_product(one):
+        return "product"
+    if one.opcode.startswith("WARPGROUP.DEPBAR") and one.operands[-1] == "0x0":
+        return "wait for all"
+    return "exponential" if one.opcode == "MUFU.EX2" else ""
+
+
+def _registers(operand: str, count: int) -> frozenset[int]:
+    """`count` registers from the one that is named; none of RZ, predicates, addresses and uniform registers."""
+    first = re.fullmatch(r"R(\d+)(\.reuse)?", operand)
+    return frozenset(range(int(first[1]), int(first[1]) + count)) if first else frozenset()
+
+
+def _operand(one: Instruction) -> frozenset[int]:
+    """Registers that a product reads as its first factor: 64 rows of 32 bytes, in 128 threads."""
+    return _registers(one.operands[1], 4) if _is_product(one) else frozenset()
+
+
+READS_FIRST = {"BRX", "JMX", "RET", "CALL", "BAR", "WARPSYNC", "NANOSLEEP", "FCHK"}
+"""Instructions that write no register, although one is named first, or after a predicate."""
+
+
+def _written(one: Instruction) -> frozenset[int]:
+    if one.name in READS_FIRST or not one.operands:
+        return frozenset()
+    # A predicate written beside the result stands before it (SHFL PT, R4, ...).
+    target = one.operands[1 if re.fullmatch(r"P[0-9T]", one.operands[0]) and len(one.operands) > 1 else 0]
+    return _registers(target, _width(one))
+
+
+def _width(one: Instruction) -> int:
+    """Registers that the result takes."""
+    if _is_product(one):
+        columns = int(one.opcode.split(".")[1].split("x")[1])
+        return columns // 2 if ".F32" in one.opcode else columns // 4
+    if one.name in ("LDG", "LDS", "LDL", "LDC", "LD", "ATOMG", "ATOMS"):
+        return 4 if ".128" in one.opcode else 2 if ".64" in one.opcode else 1
+    if one.name == "LDSM":
+        return int(one.opcode[-1])
+    return 2 if ".WIDE" in one.opcode or one.opcode == "CS2R" else 1
