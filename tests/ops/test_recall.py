@@ -122,7 +122,8 @@ NOT_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
     "sparse": lambda t: t.to_sparse(),
     "nested": lambda t: torch.nested.as_nested_tensor(list(t.unbind())),
     "zeros without memory": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
-    "functional": torch._to_functional_tensor,
+    "functional": lambda t: torch._to_functional_tensor(t.clone()),
+    "empty": lambda t: t.new_empty(0, 16, 4, 8),
     "meta": lambda t: t.to("meta"),
 }
 

@@ -79,8 +79,9 @@ def attention(
     if (
         not torch.compiler.is_compiling()
         and mask is bias is alibi_slopes is sink is seed is None
+        and recall.ENABLED
         and isinstance(query, Tensor)
-        and query.device.type in recall.DEVICES
+        and (query.is_cuda or recall.ON_CPU)
         and type(dropout_p) is float
         and dropout_p == 0.0
         and type(return_lse) is bool

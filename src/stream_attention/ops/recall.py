@@ -5,13 +5,12 @@ kernel takes on a GPU. All they look at in a plain call (no mask, bias, slopes, 
 with the facts of an earlier call goes straight to the launch which that call made. It does so only where nobody but the
 kernel has a say: for gradients, autocast, torch.func, torch.compile, modes, traces and a profiler of this thread the op
 must be seen. Others who watch ops (an execution trace, a kernel registered for the op later) see first calls alone;
-`recall.DEVICES = ()` turns repeats off.
+`recall.ENABLED = False` turns repeats off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,8 +27,11 @@ Repeat = Callable[[Tensor, Tensor, Tensor, bool], Any]
 MOST = 4096
 """How many calls are remembered before all are forgotten: lengths that never come back must not pile up."""
 
-DEVICES: tuple[str, ...] = ("cuda", "cpu") if interpreting() else ("cuda",)
-"""Where a launch can be repeated. CPU tensors have one only in Triton's interpreter."""
+ON_CPU = interpreting()
+"""CPU tensors have launches only in Triton's interpreter."""
+
+ENABLED = True
+"""Whether calls are repeated at all."""
 
 _known: dict[Hashable, Repeat] = {}
 
@@ -49,7 +51,7 @@ def _watchers() -> tuple[Callable[[], Any], ...]:
 try:
     _autocast, _transforms, _dispatch_modes, _function_modes, _trace, _profiler = _watchers()
 except AttributeError:  # another torch: every call takes the ordinary way
-    DEVICES = ()
+    ENABLED = False
 
 
 def facts_of(
@@ -65,13 +67,18 @@ def facts_of(
 ) -> Hashable | None:
     """All that decides how a plain call is computed; None where it must take the ordinary way."""
     if (
-        not _are_memory(query, key, value)
+        type(query) is not Tensor
+        or type(key) is not Tensor
+        or type(value) is not Tensor
+        or query.is_neg()
+        or key.is_neg()
+        or value.is_neg()
         or type(causal) is not bool  # 1 equals True in a dict, but is refused
         or (deterministic is not None and type(deterministic) is not bool)
         or (window is not None and not _is_window(window))
-        or type(backend) is not str
         or type(softcap) is not float
         or (scale is not None and type(scale) is not float)
+        or type(backend) is not str
         or query.dtype is torch.float32  # how it is multiplied depends on a global switch
         or _transforms() is not None
         or _dispatch_modes()
@@ -83,53 +90,39 @@ def facts_of(
         or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
     ):
         return None
-    device = query.device
-    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+    try:
+        device, q_at, k_at, v_at = query.get_device(), query.data_ptr(), key.data_ptr(), value.data_ptr()
+        facts = (
+            device,
+            key.get_device(),
+            value.get_device(),
+            query.dtype,
+            key.dtype,
+            value.dtype,
+            query.shape,
+            key.shape,
+            value.shape,
+            query.stride(),
+            key.stride(),
+            value.stride(),
+            q_at % 16,
+            k_at % 16,
+            v_at % 16,
+            causal,
+            window,
+            softcap,
+            scale,
+            torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+            backend,
+            planning._forced,
+        )
+    except RuntimeError:  # sparse and nested tensors have no address or shape
         return None
-    return (
-        device,
-        key.device,
-        value.device,
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        query.shape,
-        key.shape,
-        value.shape,
-        query.stride(),
-        key.stride(),
-        value.stride(),
-        query.data_ptr() % 16,
-        key.data_ptr() % 16,
-        value.data_ptr() % 16,
-        causal,
-        window,
-        softcap,
-        scale,
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        backend,
-        planning._forced,
-    )
-
-
-def _are_memory(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tensors that are what lies at their addresses, by their shapes and strides: no subclasses, and none of the kinds
-    that torch tells apart by their dispatch keys (sparse, nested, negated, zero, functional)."""
-    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
-        return False
-    plain, keys_of = _plain_keys(query.is_cuda), torch._C._dispatch_keys
-    return keys_of(query) in plain and keys_of(key) in plain and keys_of(value) in plain
-
-
-@cache
-def _plain_keys(is_cuda: bool) -> tuple[Any, Any]:
-    """The dispatch keys of a plain tensor there, and of one made in inference mode."""
-    device = "cuda" if is_cuda else "cpu"
-    with torch.inference_mode(False):
-        plain = torch.empty(0, device=device)
-    with torch.inference_mode():
-        inference = torch.empty(0, device=device)
-    return torch._C._dispatch_keys(plain), torch._C._dispatch_keys(inference)
+    if not (q_at and k_at and v_at):  # nothing is there: empty, or a tensor that stands for zeros or for another
+        return None
+    if device >= 0 and device != torch._C._cuda_getDevice():
+        return None
+    return facts
 
 
 def _is_window(window: object) -> bool:
