@@ -17,7 +17,7 @@ from stream_attention.benchmark.page import page, write_page
 from stream_attention.benchmark.summary import duration, figure, rate, timed
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("cpu/cpu", "h200/forward", "h200/backward", "h200/decode", "h200/modifiers")
+NAMES = ("cpu/cpu", *(f"h200/{name}" for name in ("forward", "backward", "decode", "modifiers", "small")))
 VOID = {"meta", "br", "img", "link", "input"}
 
 
@@ -189,8 +189,9 @@ def test_the_conditions_are_all_there() -> None:
 
 
 def test_who_was_not_measured_and_why() -> None:
-    words = Parsed(page([results("h200/forward")])).words
+    words = Parsed(page([results("h200/backward")])).words
     assert words.endswith("gluon this version has no gluon backend 36 Who has no figure, and in how many cells.")
+    assert Parsed(page([results("h200/forward")])).words.endswith("Everybody who was asked was measured in every cell.")
     found = cells_of(1.0, 1.0)
     found["cells"][0]["providers"]["broken"] = {"failed": "OutOfMemory: so much", "right": False}
     found["cells"][1]["providers"]["off"] = {"error": 3e-1, "allowed": 1e-2, "right": False}
