@@ -26,6 +26,7 @@ from unittest.mock import patch
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -138,7 +139,8 @@ def report(compiled: Any) -> Report:
         log = compiled.assembler_log
         if not log:
             ptx.write_text(compiled.asm["ptx"])
-            log = _run(Path(triton.knobs.nvidia.ptxas.path), "-v", f"--gpu-name={arch}", ptx, "-o", cubin)
+            ptxas = Path(get_ptxas(compiled.metadata.target.arch).path)
+            log = _run(ptxas, "-v", f"--gpu-name={arch}", ptx, "-o", cubin)
         cubin.write_bytes(compiled.asm["cubin"])
         sass = _run(_TOOLS / "nvdisasm", "-c", "-ndf", cubin)  # without data flow: it takes a third less time
     opcodes = re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+)", sass, re.MULTILINE)

@@ -47,6 +47,7 @@ from .launch import Rows, jit, rows_descriptor
 from .pipeline import load_rows, make_ring
 from .scheduler import Order, make_mailbox
 from .tiles import LN2, LOG2E, clear_unseen, dropout_keep, hide, row_sums, store_rows
+from .versions import tma_load, tma_store
 
 ROWS = gl.constexpr(64)
 """Query rows of a consumer warpgroup: what one wgmma takes."""
@@ -79,7 +80,7 @@ def _producer(call, order, mail, queries, keys, values, q_desc, k_desc, v_desc, 
             slot = (taken % queries.SLOTS) * WARPGROUPS
             for w in gl.static_range(WARPGROUPS):
                 row = q_first + first + w * ROWS
-                tma.async_copy_global_to_shared(q_desc, [entry, row, head, 0], landing, queries.tiles.index(slot + w))
+                tma_load(q_desc, [entry, row, head, 0], landing, queries.tiles.index(slot + w))
             after = mail.draw(tile)
             mail.send(after, sent)
             for j in range(1, high - low):
@@ -277,7 +278,7 @@ def _consumer(
                 total = total * shrink + gl.exp2(sink - finite)
                 acc = acc * gl.convert_layout(shrink, O_ROWS, assert_trivial=True)[:, None]
                 top = new_top
-            seen = total > 0
+            seen = total != 0  # true of NaN, which is to be seen in the LSE
             inverse = result.dropout_scale / gl.where(seen, total, 1.0)
             out = acc * gl.convert_layout(inverse, O_ROWS, assert_trivial=True)[:, None]
             entry = batch.to(gl.int64)
@@ -290,12 +291,10 @@ def _consumer(
 
             # Store.
             if result.BY_TMA:
-                place = queries.tiles.index(
-                    (taken % queries.SLOTS) * WARPGROUPS + WARPGROUP
-                )  # its queries are done with
-                place.reshape([ROWS, BLOCK_D]).store(out.to(dtype))
+                place = queries.tiles.index((taken % queries.SLOTS) * WARPGROUPS + WARPGROUP)
+                place.reshape([ROWS, BLOCK_D]).store(out.to(dtype))  # over the queries, which are done with
                 fence_async_shared()
-                tma.async_copy_shared_to_global(result.o_desc, [batch, r0, head, 0], place)
+                tma_store(result.o_desc, [batch, r0, head, 0], place)
                 if not DEFERRED:
                     tma.store_wait(pendings=0)
                     queries.release(taken)

@@ -9,8 +9,10 @@ phase both sides wait for, so nobody keeps state but the number of uses.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
+
+from .versions import tma_load
 
 
 @aggregate
@@ -67,4 +69,4 @@ def load_rows(ring, desc, use, batch, row, head):
     """Fill a slot with rows of one head, as soon as it is empty. Rows that do not exist come as zeros."""
     ring.wait_empty(use)
     barrier = ring.expect(use, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [batch, row, head, 0], barrier, ring.tiles.index(use % ring.SLOTS))
+    tma_load(desc, [batch, row, head, 0], barrier, ring.tiles.index(use % ring.SLOTS))
