@@ -8,9 +8,8 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from stream_attention import (
     UnsupportedProblem,
     attention,
     create_fused_online_attention,
-    device,
     explain,
     force_backend,
 )
@@ -378,17 +376,6 @@ def test_it_says_what_computed() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         attend(*qkv())
     assert attend._last is not None and attend._last.planned().problem.dtype is torch.bfloat16
-
-
-@pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors in this block may be on a GPU that is not there: they have no data."""
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    device._facts.cache_clear()
-    with FakeTensorMode():
-        yield
-    device._facts.cache_clear()
 
 
 @pytest.mark.usefixtures("h200")

@@ -8,6 +8,7 @@ bar that was derived from them.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stream_attention import FlashAttentionV3, FusedOnlineAttention, StreamAttention, StreamAttentionConfig, attention
+from stream_attention.benchmark.cells import flops
+from stream_attention.core._measure import rates
+from stream_attention.testing import Case
 
 
 def qkv(
@@ -254,3 +258,11 @@ def test_deterministic_gradients_are_bit_equal() -> None:
         attend.set_deterministic(True, 5)
         runs.append(torch.autograd.grad(attend(*tensors).square().sum(), tensors))
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+
+
+def test_modules_and_benchmark_count_the_same_flops() -> None:
+    """4.2: the columns of one table counted 2 and 4 S^2 H D."""
+    tensors = [torch.empty(2, 64, 4, dim) for dim in (16, 16, 32)]
+    case = Case(B=2, Tq=64, Tk=64, Hq=4, Hkv=4, D=16, Dv=32)
+    for causal in (False, True):
+        assert rates(tensors, causal, time_ms=1e3)["tflops"] * 1e12 == flops(replace(case, causal=causal))

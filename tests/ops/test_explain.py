@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stream_attention import UnsupportedProblem, attention, device, explain
+from stream_attention import UnsupportedProblem, attention, explain
 from stream_attention.kernels import eager
 from stream_attention.ops.explain import problems_of_call
 from stream_attention.plan import plan
@@ -43,17 +40,6 @@ def test_explain_prints_the_backward_where_a_gradient_is_wanted(
     assert printed == "\n".join([str(planned), f"backward  {heading}", *str(backward).splitlines()[1:], ""])
     assert printed.count("Tq=8") == 1  # one call, one problem
     assert not planned.problem.backward
-
-
-@pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors in this block may be on a GPU that is not there: they have no data."""
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    device._facts.cache_clear()
-    with FakeTensorMode():
-        yield
-    device._facts.cache_clear()
 
 
 @pytest.mark.usefixtures("h200")

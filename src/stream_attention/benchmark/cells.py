@@ -170,24 +170,30 @@ def cpu() -> Iterator[Cell]:
                 yield Cell(f"{kind} {length} {dtype}", case, "forward", ("blocked",), ("dense",), bar=bar)
 
 
+def _on_gpu(batch: int, lengths: tuple[int, int], heads: tuple[int, int], head_dim: int, causal: bool = False) -> Case:
+    """A bf16 problem by (Tq, Tk) and (Hq, Hkv)."""
+    (q_len, k_len), (q_heads, kv_heads) = lengths, heads
+    return Case(
+        B=batch,
+        Tq=q_len,
+        Tk=k_len,
+        Hq=q_heads,
+        Hkv=kv_heads,
+        D=head_dim,
+        Dv=head_dim,
+        dtype=torch.bfloat16,
+        device="cuda",
+        causal=causal,
+    )
+
+
 def forward(direction: Direction = "forward") -> Iterator[Cell]:
     """The grid of the published comparisons: hidden 2048, batch * length = 16384, bf16."""
     for head_dim in (64, 128, 256):
         for causal in (False, True):
             for length in (512, 1024, 2048, 4096, 8192, 16384):
                 heads = 2048 // head_dim
-                case = Case(
-                    B=16384 // length,
-                    Tq=length,
-                    Tk=length,
-                    Hq=heads,
-                    Hkv=heads,
-                    D=head_dim,
-                    Dv=head_dim,
-                    dtype=torch.bfloat16,
-                    device="cuda",
-                    causal=causal,
-                )
+                case = _on_gpu(16384 // length, (length, length), (heads, heads), head_dim, causal)
                 name = f"d{head_dim} {'causal' if causal else 'full'} {length}"
                 yield Cell(name, case, direction, ("gluon", "triton"), ("sdpa flash", "sdpa cudnn", "fa3"))
 
@@ -201,9 +207,7 @@ def backward() -> Iterator[Cell]:
 def modifiers(direction: Direction = "forward") -> Iterator[Cell]:
     """What each modifier costs: d128 causal 4k with it, against the same call without it."""
     length = 4096
-    base = Case(
-        B=4, Tq=length, Tk=length, Hq=16, Hkv=16, D=128, Dv=128, dtype=torch.bfloat16, device="cuda", causal=True
-    )
+    base = _on_gpu(4, (length, length), (16, 16), 128, causal=True)
     for name, case in (
         ("window 1024", replace(base, window=(1024, 0))),
         ("mask", replace(base, mask=(1, 1, length, length))),
@@ -237,17 +241,7 @@ def decode() -> Iterator[Cell]:
         (8, 16, 2, 64, 32768),
         (16, 8, 1, 256, 16384),
     ):
-        case = Case(
-            B=batch,
-            Tq=1,
-            Tk=keys,
-            Hq=q_heads,
-            Hkv=kv_heads,
-            D=head_dim,
-            Dv=head_dim,
-            dtype=torch.bfloat16,
-            device="cuda",
-        )
+        case = _on_gpu(batch, (1, keys), (q_heads, kv_heads), head_dim)
         name = f"b{batch} {q_heads}/{kv_heads} d{head_dim} {keys}"
         yield Cell(name, case, "forward", ("gluon", "triton"), ("sdpa flash", "sdpa cudnn", "fa3"), unit="TB/s")
 
@@ -262,18 +256,7 @@ def small() -> Iterator[Cell]:
         (256, 64, 8, 32),
     ):
         for causal in (False, True):
-            case = Case(
-                B=batch,
-                Tq=length,
-                Tk=length,
-                Hq=heads,
-                Hkv=heads,
-                D=head_dim,
-                Dv=head_dim,
-                dtype=torch.bfloat16,
-                device="cuda",
-                causal=causal,
-            )
+            case = _on_gpu(batch, (length, length), (heads, heads), head_dim, causal)
             name = f"b{batch} s{length} h{heads} d{head_dim} {'causal' if causal else 'full'}"
             yield Cell(name, case, "forward", ("stream",), ("fa3",), beside=("sdpa",), bar=1.0)
 

@@ -7,6 +7,7 @@ test of results says so, the first costs a third of the speed and the second is 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -65,6 +66,12 @@ def disassemble(compiled: Any) -> str:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         return subprocess.run([tool, "-c", "-ndf", cubin.name], capture_output=True, text=True, check=True).stdout
+
+
+def fingerprint(sass: str) -> str:
+    """What tells one program from another: its instructions, without where they lie."""
+    lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", sass, re.MULTILINE)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def parse(sass: str) -> list[Block]:

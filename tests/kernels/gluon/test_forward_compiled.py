@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections import Counter
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,17 +24,11 @@ if triton.__version__.split(".")[:2] != TESTED_TRITON.split("."):
     pytest.skip(f"the tables are of Triton {TESTED_TRITON}, not {triton.__version__}", allow_module_level=True)
 
 from compile_gate import F16, Compiled, problem
-
-from stream_attention.kernels.gluon import forward
-from stream_attention.problem import Inputs, Problem
-from stream_attention.testing.offline import Report, compiling_for, report
-from stream_attention.tuning import gluon as tuning
-from stream_attention.tuning.gluon import ROWS, WIDTHS, GluonConfig, configure, tile_widths
-
-from .sass_gate import (
+from sass_gate import (
     Iteration,
     disassemble,
     faults,
+    fingerprint,
     measure,
     overlap,
     parse,
@@ -39,6 +36,12 @@ from .sass_gate import (
     raced,
     shortest,
 )
+
+from stream_attention.kernels.gluon import forward
+from stream_attention.problem import Inputs, Problem
+from stream_attention.testing.offline import Report, compiling_for, report
+from stream_attention.tuning import gluon as tuning
+from stream_attention.tuning.gluon import ROWS, WIDTHS, GluonConfig, configure, tile_widths
 
 SHARED_BYTES = 227 * 1024
 BARRIER_BYTES = 1024
@@ -190,6 +193,11 @@ MARGIN = 8
 """Instructions by which an iteration may differ from its line: slots and barriers elsewhere shift it by a few."""
 
 
+RAN = json.loads((Path(__file__).parents[3] / "benchmarks/results/h200/machine_code_gluon_forward.json").read_text())
+"""The machine code that the GPU tests and the benchmark were run with. After another such run, of COMMIT, the file is
+written by `PYTHONPATH=src:tests/kernels/triton:tests/kernels/gluon python THIS_FILE COMMIT > FILE`."""
+
+
 def stated(kernel: Compiled, inputs: Inputs) -> Problem:
     return kernel.problem(inputs)._replace(partial="partial" in kernel.modifiers)
 
@@ -217,6 +225,9 @@ def test_the_machine_code_is_as_it_should_be(name: str) -> None:
     assert made.shared_bytes <= SHARED_BYTES, figures
     assert made.registers == launch_registers(config), figures
     assert not made.instructions["HMMA"], figures
+    assert fingerprint(sass) == RAN["kernels"][name], (
+        f"{name}: not what ran on the GPU at {RAN['commit']}; run it there"
+    )
     if KERNELS[name] in PLAIN:
         blocks = parse(sass)
         longest = max(measure(shortest(blocks, loop)) for loop in product_loops(blocks))
@@ -226,7 +237,7 @@ def test_the_machine_code_is_as_it_should_be(name: str) -> None:
 
 
 def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
-    assert SPILLS.keys() <= KERNELS.keys()
+    assert SPILLS.keys() <= KERNELS.keys() == RAN["kernels"].keys()
     assert ITERATIONS.keys() == {str(kernel) for kernel in PLAIN}
 
 
@@ -262,6 +273,11 @@ KERNEL = program(
     "L6:", ADD, go(6, "@P0"), "EXIT",  # the producer
 )  # fmt: skip
 REPORT = Report(168, 0, 197088, 4, Counter(), ())
+
+
+def test_a_fingerprint_is_of_the_instructions_and_not_of_their_places() -> None:
+    assert fingerprint(program(ADD, EXP)) == fingerprint(program("L1:", ADD, EXP))
+    assert len({fingerprint(program(*lines)) for lines in ((ADD, EXP), (EXP, ADD), (ADD,), (ADD, EXP, EXP))}) == 4
 
 
 def test_a_line_is_a_guard_an_opcode_and_operands() -> None:
@@ -413,3 +429,8 @@ def test_a_good_kernel_has_no_faults() -> None:
 )
 def test_each_fault_is_said(made: Report, sass: str, sentence: str) -> None:
     assert faults(made, sass, 1) == [sentence]
+
+
+if __name__ == "__main__":
+    found = {name: fingerprint(compiled(kernel)[2]) for name, kernel in KERNELS.items()}
+    print(json.dumps({"commit": sys.argv[1], "triton": triton.__version__, "kernels": found}, indent=1))

@@ -37,9 +37,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...problem import UNBOUNDED, Inputs, Problem
-from ...state import EMPTY
+from ...tuning.gluon import ROWS as ROWS_OF_A_WARPGROUP
 from ...tuning.gluon import GluonConfig, tile_widths
-from ..triton.arguments import FAR, line_strides, scale_of, slope_stride, tanh
+from ..triton.arguments import FAR, line_strides, room_for_results, scale_of, slope_stride, tanh
 from ..triton.dropout import dropout_words
 from ..triton.launch import Kernel
 from .facts import Call, Result, Scores
@@ -49,8 +49,7 @@ from .scheduler import Order, make_mailbox
 from .tiles import LN2, LOG2E, clear_unseen, dropout_keep, hide, row_sums, store_rows
 from .versions import tma_load, tma_store
 
-ROWS = gl.constexpr(64)
-"""Query rows of a consumer warpgroup: what one wgmma takes."""
+ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 
 
 @gluon.jit
@@ -278,7 +277,7 @@ def _consumer(
                 total = total * shrink + gl.exp2(sink - finite)
                 acc = acc * gl.convert_layout(shrink, O_ROWS, assert_trivial=True)[:, None]
                 top = new_top
-            seen = total != 0  # true of NaN, which is to be seen in the LSE
+            seen = total > 0  # of a NaN too the LSE says -inf; the output says NaN
             inverse = result.dropout_scale / gl.where(seen, total, 1.0)
             out = acc * gl.convert_layout(inverse, O_ROWS, assert_trivial=True)[:, None]
             entry = batch.to(gl.int64)
@@ -418,14 +417,7 @@ def _forward_kernel(
 
 def forward(problem: Problem, inputs: Inputs, config: GluonConfig) -> tuple[Tensor, Tensor]:
     """out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, Dv]` and `[Hq, Nq]`."""
-    query = inputs.query
-    *lead, rows, heads = query.shape[:-1]
-    if problem.packed:  # rows that no program writes
-        out = query.new_zeros(*lead, rows, heads, problem.value_dim, dtype=problem.out_dtype)
-        lse = query.new_full((*lead, heads, rows), EMPTY, dtype=torch.float32)
-    else:
-        out = query.new_empty(*lead, rows, heads, problem.value_dim, dtype=problem.out_dtype)
-        lse = query.new_empty(*lead, heads, rows, dtype=torch.float32)
+    out, lse = room_for_results(problem, inputs.query)
     _kernel.launch(**_launch_arguments(problem, inputs, config, out, lse, _fresh_counter(lse, config)))
     return out, lse
 
@@ -436,13 +428,13 @@ def repeat(
     """A plain call that was computed, as a function of a query, key and value of the same layout and of whether the LSE
     is returned too. `out` and `lse` are that call's results. Keeps none of the tensors."""
     arguments = _launch_arguments(problem, inputs, config, out, lse, _fresh_counter(lse, config))
+    with_lse = arguments.pop("scalars")
     launch = _kernel.repeat(**arguments)
     assert launch is not None, "the call was computed, so it is compiled"
     out_shape, lse_shape, float32, int32 = out.shape, lse.shape, lse.new_empty(0), lse.new_empty(0, dtype=torch.int32)
     q_form, k_form, v_form, o_form = ((d.shape, d.strides) for d in arguments["descriptors"])
     by_tma, dynamic = config.by_tma, config.dynamic
-    with_lse, (_, *others) = arguments["scalars"], arguments["scalars"]
-    without_lse = (0, *others)
+    without_lse = (0, *with_lse[1:])
 
     def compute(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> Any:
         out = query.new_empty(out_shape)

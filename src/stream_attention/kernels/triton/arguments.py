@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import UNBOUNDED, Inputs, Problem
+from ...state import EMPTY
 from ...tuning.triton import Tile
 
 UNIT = 8
@@ -28,6 +29,16 @@ WHOLE = tl.constexpr(3)
 
 FAR = 1 << 30
 """A window side beyond every position; larger ones would not fit 32 bits."""
+
+
+def room_for_results(problem: Problem, query: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of a forward, empty; holding those of no key where there are rows that no program writes."""
+    *lead, rows, heads = query.shape[:-1]
+    if problem.packed or problem.empty:
+        out = query.new_zeros(*lead, rows, heads, problem.value_dim, dtype=problem.out_dtype)
+        return out, query.new_full((*lead, heads, rows), EMPTY, dtype=torch.float32)
+    out = query.new_empty(*lead, rows, heads, problem.value_dim, dtype=problem.out_dtype)
+    return out, query.new_empty(*lead, heads, rows, dtype=torch.float32)
 
 
 def scale_of(problem: Problem) -> float:

@@ -17,12 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
 from ...problem import UNBOUNDED, Inputs, Problem
-from ...state import EMPTY
 from ...tuning.triton import TritonConfig
 from .arguments import (
     FAR,
@@ -35,6 +33,7 @@ from .arguments import (
     is_aligned,
     line_strides,
     precision,
+    room_for_results,
     row_strides,
     scale_of,
     slope_stride,
@@ -319,21 +318,13 @@ def _forward_kernel(
 
 def forward(problem: Problem, inputs: Inputs, config: TritonConfig) -> tuple[Tensor, Tensor]:
     """out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, Dv]` and `[Hq, Nq]`."""
-    query = inputs.query
-    *lead, rows, heads = query.shape[:-1]
-    if problem.packed or problem.empty:  # rows that no program writes
-        out = query.new_zeros(*lead, rows, heads, problem.value_dim, dtype=problem.out_dtype)
-        lse = query.new_full((*lead, heads, rows), EMPTY, dtype=torch.float32)
-    else:
-        out = query.new_empty(*lead, rows, heads, problem.value_dim, dtype=problem.out_dtype)
-        lse = query.new_empty(*lead, heads, rows, dtype=torch.float32)
+    out, lse = room_for_results(problem, inputs.query)
     if 0 in (problem.batch, problem.q_len):
         return out, lse
     if config.num_splits == 1:
         launch_forward(problem, inputs, config, out, lse)
         return out, lse
-    outs = query.new_empty(config.num_splits, *out.shape, dtype=torch.float32)
-    lses = query.new_empty(config.num_splits, *lse.shape, dtype=torch.float32)
+    outs, lses = lse.new_empty(config.num_splits, *out.shape), lse.new_empty(config.num_splits, *lse.shape)
     launch_forward(problem, inputs._replace(sink=None), config, outs, lses)
     launch_merge(outs, lses, inputs.sink, out, lse)
     return out, lse
@@ -352,13 +343,13 @@ def repeat(
     if config.num_splits > 1 or problem.empty:
         return compute
     arguments = _launch_arguments(problem, inputs, config, out, lse)
+    with_lse = arguments.pop("scalars")
     launch = _kernel.repeat(**arguments)
     if launch is None:  # the interpreter
         return compute
     out_shape, lse_shape, float32 = out.shape, lse.shape, lse.new_empty(0)
     absent = (None,) * 9  # mask to cu_seqlens_k
-    with_lse, (_, *others) = arguments["scalars"], arguments["scalars"]
-    without_lse = (0, *others)
+    without_lse = (0, *with_lse[1:])
 
     def compute_at_once(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> Any:
         out = query.new_empty(out_shape)

@@ -64,7 +64,6 @@ class Kernel:
         self,
         grid: int,
         pointers: tuple[Tensor | None, ...],
-        scalars: tuple[int | float, ...],
         constants: tuple[Any, ...],
         descriptors: tuple[Any, ...] = (),
         **options: int,
