@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+NEWER := $(VENV)/triton-newer
+NEWER_TRITON := $(shell grep '^triton==' constraints-newer.txt)
 TORCH := $(shell grep '^torch==' constraints.txt)
 WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -21,6 +23,10 @@ SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" tests
 INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
 	tests/kernels/triton/test_forward_interpreted.py tests/kernels/triton/test_backward_interpreted.py \
 	tests/ops/test_recall_interpreted.py
+# The Hopper kernels once more with a newer Triton, which is found before that of .venv. These tests have the version in
+# their names: should another Triton be found, none of them is run, and pytest calls that an error.
+COMPILED_NEWER := PYTHONPATH=$(CURDIR)/$(NEWER) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
+	-k '$(subst triton==,,$(NEWER_TRITON))' tests/kernels/gluon
 
 .PHONY: help
 help: ## list the commands
@@ -31,12 +37,13 @@ demo: $(STAMP) ## run the demonstration on this machine's CPU
 	$(BIN)/python examples/demo.py
 
 .PHONY: test
-test: $(STAMP) ## run every CPU test and doctest: in parallel, then interpreted kernels, then time and memory alone
+test: $(STAMP) $(NEWER)/.stamp ## run every CPU test: in parallel, interpreted, with a newer Triton, time and memory alone
 	@set -o pipefail; mkdir -p out; failed=0; \
 	$(PARALLEL) $(PYTEST_ARGS) 2>&1 | tee out/test-parallel.log || failed=1; \
 	$(INTERPRETED) $(PYTEST_ARGS) 2>&1 | tee out/test-interpreted.log || failed=1; \
+	$(COMPILED_NEWER) $(PYTEST_ARGS) 2>&1 | tee out/test-newer.log || failed=1; \
 	$(SERIAL) $(PYTEST_ARGS) 2>&1 | tee out/test-serial.log || failed=1; \
-	echo; for pass in parallel interpreted serial; do echo "$$pass: $$(tail -n 1 out/test-$$pass.log)"; done; \
+	echo; for pass in parallel interpreted newer serial; do echo "$$pass: $$(tail -n 1 out/test-$$pass.log)"; done; \
 	exit $$failed
 
 .PHONY: check
@@ -53,6 +60,11 @@ format: $(STAMP) ## apply formatting and the safe lint fixes
 .PHONY: test-gpu
 test-gpu: ## run the GPU tests with PYTHON's own torch and triton; installs nothing
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests $(PYTEST_ARGS)
+
+.PHONY: sanitize
+sanitize: ## watch the memory accesses of a sample of Hopper kernels, on a GPU with CUDA's compute-sanitizer
+	PYTHONPATH=src:tests/kernels/triton:tests/kernels/gluon compute-sanitizer --tool memcheck --error-exitcode 1 \
+		$(PYTHON) tests/kernels/gluon/sanitized.py
 
 .PHONY: bench-cpu
 bench-cpu: $(STAMP) ## measure this machine's CPU, some minutes, and keep the figures in out/cpu.json
@@ -77,6 +89,12 @@ $(STAMP): pyproject.toml constraints.txt
 		sys.exit(not any(r.startswith("triton") for r in requires("torch")))' \
 		|| cp constraints.txt $(VENV)/constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
+	@touch $@
+
+# A folder of its own, with nothing that Triton itself asks for: all else is that of .venv.
+$(NEWER)/.stamp: constraints-newer.txt | $(STAMP)
+	rm -rf $(NEWER)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(NEWER) '$(NEWER_TRITON)'
 	@touch $@
 
 .PHONY: clean

@@ -32,7 +32,6 @@ RANK = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}
 UPWARD = {
     # part -> part it may import although that stands higher, and why
     ("kernels", "tuning"): "a kernel's configuration is a type of its table; tables import no kernel",
-    ("tuning", "testing"): "search.py, a command, compiles for GPUs that are not there; inside a function only",
 }
 
 REFERENCE = "stream_attention.kernels.reference"

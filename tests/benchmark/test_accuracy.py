@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stream_attention.benchmark.accuracy import GRADIENT_ROWS, check
-from stream_attention.benchmark.cells import Cell, Tensors, draw
+from stream_attention.benchmark.accuracy import GRADIENT_ROWS, check, check_all
+from stream_attention.benchmark.cells import Cell, Tensors, draw, packed
 from stream_attention.benchmark.providers import Ours
 from stream_attention.testing.inputs import Case
 
 MANY = Case(B=2, Tq=40, Tk=40, Hq=12, Hkv=6, D=16, Dv=16)
 LONG = Case(B=2, Tq=300, Tk=320, Hq=8, Hkv=4, D=16, Dv=16, causal=True)
+PACKED = packed(replace(MANY, causal=True), (7, 40, 300, 1, 90), (7, 64, 300, 33, 91))
 assert LONG.Tq > GRADIENT_ROWS
 
 
@@ -94,3 +95,57 @@ def test_inputs_that_want_gradients_are_left_as_they_were() -> None:
         leaf.requires_grad_()
     assert check(Ours("stream", "auto"), cell_of(LONG, "backward"), x).right
     assert all(leaf.grad is None for leaf in leaves)
+
+
+# Packed sequences
+
+
+class RowsLost(Ours):
+    """Ours, with some rows of the pack zero."""
+
+    def __init__(self, lost: slice) -> None:
+        super().__init__("lost", "auto")
+        self.lost = lost
+
+    def attend(self, x: Tensors) -> torch.Tensor:
+        out = super().attend(x).clone()
+        out[self.lost] = 0
+        return out
+
+
+class OneSequence(Ours):
+    """Ours, as if all rows were one sequence."""
+
+    def attend(self, x: Tensors) -> torch.Tensor:
+        end = {"q": len(x.query), "k": len(x.key)}
+        whole = {f"cu_seqlens_{side}": torch.tensor([0, rows]) for side, rows in end.items()}
+        longest = {f"max_seqlen_{side}": rows for side, rows in end.items()}
+        return super().attend(x._replace(options=x.options | whole | longest))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"causal": False, "alibi": "BH", "sink": True}, {"window": (9, -1), "softcap": 5.0}, {"dropout_p": 0.3}],
+    ids=str,
+)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_packed_sequences_are_compared_each_with_itself(changes: dict[str, object], direction: str) -> None:
+    case = replace(PACKED, **changes)
+    verdict = check(Ours("stream", "auto"), cell_of(case, direction), draw(case))
+    assert verdict.right, verdict
+
+
+def test_a_provider_that_sees_other_sequences_is_found_out() -> None:
+    assert not check(OneSequence("one", "auto"), cell_of(PACKED), draw(PACKED)).right
+
+
+@pytest.mark.parametrize("lost", [slice(0, 7), slice(47, 347), slice(348, None)], ids=["first", "longest", "last"])
+def test_the_first_the_longest_and_the_last_sequences_are_looked_at(lost: slice) -> None:
+    assert not check(RowsLost(lost), cell_of(PACKED), draw(PACKED)).right
+
+
+def test_every_row_of_a_pack_is_compared_where_it_is_asked_for() -> None:
+    verdicts = check_all(Ours("stream", "auto"), cell_of(PACKED, "backward"), draw(PACKED))
+    assert [verdict.of for verdict in verdicts] == ["out", "d_query", "d_key", "d_value"]
+    assert all(verdict.right for verdict in verdicts)
+    assert not check_all(RowsLost(slice(347, 348)), cell_of(PACKED), draw(PACKED))[0].right

@@ -4,7 +4,9 @@ A stand-in module has the documented signature and computes with the reference; 
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +16,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from stream_attention.benchmark.accuracy import check
-from stream_attention.benchmark.cells import Cell, draw
+from stream_attention.benchmark.cells import Cell, draw, packed
 from stream_attention.benchmark.providers import by_name
 from stream_attention.benchmark.providers.base import installed, tried, without_modifiers
+from stream_attention.benchmark.providers.flash_attention import FlashAttention3
 from stream_attention.benchmark.providers.flex import Flex
 from stream_attention.kernels import reference
 from stream_attention.testing.inputs import Case
@@ -64,6 +67,108 @@ def test_flash_attention_is_called_as_documented(
     stand_in.flash_attn_func = function
     monkeypatch.setitem(sys.modules, module, stand_in)
     assert check(PROVIDERS[name], cell_of(case), draw(case)).right
+
+
+PACKED = {
+    "as many keys": packed(replace(CASE, causal=True), (5, 24, 1, 40)),
+    "more keys": packed(replace(CASE, causal=True), (5, 24, 1), (9, 24, 30)),
+    "full": packed(replace(CASE, causal=False), (5, 24, 1)),
+}
+
+
+def exact_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    assert cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return reference.varlen_attention(q, k, v, **offsets, causal=causal, scale=scale, compute_dtype=torch.float32)
+
+
+def longest(offsets: Tensor) -> int:
+    return int(offsets.diff().max())
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+) -> Tensor:
+    assert (max_seqlen_q, max_seqlen_k) == (longest(cu_seqlens_q), longest(cu_seqlens_k))
+    return exact_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale)[0]
+
+
+@pytest.mark.parametrize(("name", "module"), [("fa2", "flash_attn"), ("fa3", "flash_attn_interface")])
+@pytest.mark.parametrize("case", PACKED.values(), ids=PACKED)
+def test_flash_attention_is_called_as_documented_on_packed_sequences(
+    name: str, module: str, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = ModuleType(module)
+    stand_in.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, module, stand_in)
+    assert check(PROVIDERS[name], cell_of(case), draw(case)).right
+
+
+@pytest.fixture
+def fa3() -> Iterator[FlashAttention3]:
+    """FlashAttention-3 from a folder, its ops replaced by ours with the same names and types of what is passed."""
+    packing = "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None"
+    library = torch.library.Library("fa3_stand_in", "DEF")
+    library.define(
+        f"fwd(Tensor q, Tensor k, Tensor v, *, {packing}, bool is_causal=False, int num_splits=0)"
+        " -> (Tensor, Tensor, Tensor, Tensor)"
+    )
+    library.define(
+        "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!)? dq=None, "
+        f"Tensor(b!)? dk=None, Tensor(c!)? dv=None, *, {packing}, bool is_causal=False, bool deterministic=False) -> ()"
+    )
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, num_splits: int, **packing: Any) -> Any:
+        if packing["cu_seqlens_q"] is None:
+            assert num_splits == 0
+            out, lse = reference.attention(q, k, v, causal=is_causal, compute_dtype=torch.float32)
+        else:
+            assert num_splits == 1 and packing["max_seqlen_q"] == longest(packing["cu_seqlens_q"])
+            assert packing["max_seqlen_k"] == longest(packing["cu_seqlens_k"])
+            offsets = packing["cu_seqlens_q"], packing["cu_seqlens_k"]
+            out, lse = exact_packed(q, k, v, *offsets, is_causal, None)
+        return out, lse, q.new_empty(0), q.new_empty(0)
+
+    def fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        defaults = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
+        return forward(q, k, v, **({"is_causal": False, "num_splits": 0} | defaults | options))
+
+    def bwd(dout: Tensor, *rest: Tensor, deterministic: bool = False, **options: Any) -> None:
+        leaves = [t.detach().requires_grad_() for t in rest[:3]]
+        options |= {"num_splits": 1} if options.get("cu_seqlens_q") is not None else {}
+        with torch.enable_grad():
+            out = fwd(*leaves, **options)[0]
+        for result, gradient in zip(rest[5:], torch.autograd.grad(out, leaves, dout), strict=True):
+            result.copy_(gradient)
+
+    library.impl("fwd", fwd, "CPU")
+    library.impl("bwd", bwd, "CPU")
+    provider = FlashAttention3(Path())
+    provider._ops = torch.ops.fa3_stand_in
+    yield provider
+    library._destroy()
+
+
+@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
+@pytest.mark.parametrize("case", [replace(CASE, Tq=40), *PACKED.values()], ids=["dense", *PACKED])
+def test_the_ops_of_flash_attention_3_are_called_by_their_names(
+    case: Case, direction: str, fa3: FlashAttention3
+) -> None:
+    x = draw(case)
+    verdict = check(fa3, cell_of(case, direction=direction), x)
+    assert verdict.right, verdict
+    bare: Any = fa3.bare(x)()
+    assert torch.equal(bare[0], fa3.attend(x))
 
 
 # What xformers documents
@@ -126,6 +231,21 @@ def test_flex_says_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_library_that_is_not_here_says_so(name: str, module: str) -> None:
     expected = "alone" if installed(module) else f"{module} is not installed"
     assert expected in (PROVIDERS[name].why_not(cell_of(CASE)) or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sdpa", "it has no packed sequences"),
+        ("sdpa flash", "it has no packed sequences"),
+        ("sdpa cudnn", "it has no packed sequences"),
+        ("flex", "it is called here without packed sequences"),
+        ("dense", "packed sequences are not written out here"),
+        ("blocked", "dense calls alone"),
+    ],
+)
+def test_who_has_no_packed_sequences_says_so(name: str, words: str) -> None:
+    assert words in (PROVIDERS[name].why_not(cell_of(PACKED["full"])) or "")
 
 
 def test_modifiers_a_peer_is_called_without_are_named() -> None:

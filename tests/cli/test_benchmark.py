@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,24 @@ from stream_attention.benchmark import cells as cells_
 from stream_attention.benchmark import providers as providers_
 from stream_attention.benchmark import results as results_
 from stream_attention.benchmark.accuracy import check, check_all
-from stream_attention.benchmark.cells import SUITES, Cell, Tensors, calls, chunked, draw, flops, kv_bytes, tensor_bytes
+from stream_attention.benchmark.cells import (
+    SUITES,
+    Cell,
+    Tensors,
+    calls,
+    chunked,
+    draw,
+    flops,
+    kv_bytes,
+    packed,
+    sequences,
+    shortened,
+    tensor_bytes,
+)
+from stream_attention.benchmark.page import page
 from stream_attention.benchmark.progress import progress
+from stream_attention.benchmark.providers.ours import Plain
+from stream_attention.benchmark.summary import compared
 from stream_attention.benchmark.timing import CLOCKS, Latency, interleaved, paired_ratio
 from stream_attention.cli import benchmark as cli
 from stream_attention.cli import report
@@ -88,6 +105,33 @@ def test_traffic_counts_each_tensor_once_a_call_and_gradients_again() -> None:
     assert tensor_bytes(cell, case) == query_and_out + key_and_value
     assert tensor_bytes(cell._replace(direction="backward"), case) == 2 * (query_and_out + key_and_value)
     assert tensor_bytes(cell._replace(chunk=5), case) == query_and_out + 1.5 * key_and_value  # 5 keys, then all 10
+
+
+def test_a_pack_counts_its_sequences_one_by_one() -> None:
+    one = Case(B=1, Tq=8, Tk=8, Hq=4, Hkv=2, D=16, Dv=32, causal=True, dtype=torch.bfloat16)
+    cases = {n: replace(one, B=1, Tq=n, Tk=n) for n in (8, 3)} | {"more keys": replace(one, Tq=2, Tk=9)}
+    pack = packed(one, (8, 3, 2, 3), (8, 3, 9, 3))
+    parts = [cases[8], cases[3], cases["more keys"], cases[3]]
+    assert (pack.B, pack.Tq, pack.Tk) == (4, 8, 9)
+    assert flops(pack, "backward") == sum(flops(case, "backward") for case in parts)
+    assert kv_bytes(pack) == sum(map(kv_bytes, parts))
+    cell = Cell("a", pack, "forward", (), ())
+    assert tensor_bytes(cell, pack) == sum(tensor_bytes(cell, case) for case in parts)
+    equal = packed(one, (8,) * 3)
+    assert flops(equal) == flops(replace(one, B=3)) and tensor_bytes(cell, equal) == tensor_bytes(
+        cell, replace(one, B=3)
+    )
+
+
+def test_a_shorter_pack_keeps_its_features() -> None:
+    pack = packed(replace(TINY, causal=True, alibi="BH"), (50, 5, 8), (50, 80, 8))
+    short = shortened(pack, rows=20, batch=2)
+    assert short == packed(replace(TINY, causal=True, alibi="BH"), (20, 5), (20, 20))
+    x = draw(short)
+    assert x.packed and (x.query.shape, x.key.shape) == ((25, 4, 16), (40, 2, 16))
+    assert x.options["cu_seqlens_q"].tolist() == [0, 20, 25] and x.options["max_seqlen_k"] == 20
+    assert x.options["alibi_slopes"].shape == (2, 4)
+    assert not draw(TINY).packed and draw(TINY).packing == {}
 
 
 def test_percentiles_and_paired_ratios() -> None:
@@ -204,6 +248,11 @@ def test_plain_computes_the_problem_without_its_modifiers() -> None:
     assert check(PROVIDERS["plain"], cell, draw(bare)).right
 
 
+def test_plain_keeps_the_pack() -> None:
+    pack = packed(replace(TINY, causal=True, sink=True), (5, 9))
+    assert PROVIDERS["plain"].case(pack) == packed(replace(TINY, causal=True, Hkv=4), (5, 9))
+
+
 def test_who_cannot_says_why() -> None:
     assert "not both" in (PROVIDERS["sdpa"].why_not(tiny(causal=True, mask=(1, 1, 32, 32))) or "")
     assert "--fa3 DIR" in (PROVIDERS["fa3"].why_not(tiny()) or "--fa3 DIR")
@@ -301,6 +350,71 @@ def test_what_a_call_costs_in_all_is_shown_as_time() -> None:
         "conditions": {"timing": CLOCKS["calls"]},
     }
     assert results_.table(calls)[1] == ["a", "forward", "21.5 us", "0.50", "1"]
+
+
+PACK = packed(replace(TINY, causal=True), (20, 3, 64), (20, 30, 64))
+
+
+class Sequences(providers_.Sdpa):
+    """SDPA, one packed sequence after the other."""
+
+    def __init__(self) -> None:
+        super().__init__("sequences")
+
+    def why_not(self, cell: Cell) -> str | None:
+        return None
+
+    def attend(self, x: Tensors) -> torch.Tensor:
+        ends = [x.options[f"cu_seqlens_{side}"].tolist() for side in "qk"]
+        parts = []
+        for (a, b), (c, d) in zip(*map(pairwise, ends), strict=True):
+            options = {"causal": x.options["causal"]}
+            alone = Tensors(x.query[None, a:b], x.key[None, c:d], x.value[None, c:d], options, x.grad_out[None, a:b])
+            parts.append(super().attend(alone)[0])
+        return torch.cat(parts)
+
+
+@pytest.mark.parametrize("direction", ["forward", "forward+backward", "backward"])
+def test_a_pack_is_measured_and_who_has_none_is_not(direction: str, tmp_path: Path) -> None:
+    cell = Cell("packed causal", PACK, direction, ("eager", "stream"), ("sdpa", "sequences"))
+    found = cli.benchmark("tiny", [cell], PROVIDERS | {"sequences": Sequences()}, repeats=3, warmup=0)
+    entry = found["cells"][0]
+    assert entry["fastest_peer"] == "sequences" and entry["ratio"] > 0
+    assert entry["providers"]["sdpa"] == {"unavailable": "it has no packed sequences"}
+    assert entry["problem"] | {"B": 3, "Tq": 64, "Tk": 64, "lengths_k": (20, 30, 64)} == entry["problem"]
+    for name in ("eager", "stream", "sequences"):
+        one = entry["providers"][name]
+        assert one["right"] and one["tflops"] * one["median_ms"] * 1e9 == pytest.approx(flops(PACK, direction))
+    assert entry["providers"]["eager"]["ran"].startswith("eager: one sequence after the other")
+    results_.save(found, tmp_path / "a.json")
+    assert "packed causal" in page([results_.load(tmp_path / "a.json")])
+
+
+def test_what_modifiers_cost_is_counted_against_the_same_backend(tmp_path: Path) -> None:
+    names = ("eager", "reference")
+    plain = {f"plain {name}": Plain(name) for name in names}
+    cell = tiny(softcap=5.0)._replace(ours=names, peers=tuple(plain), bar=None)
+    other = tiny()._replace(name="other", ours=("stream",), peers=("sdpa",))
+    found = cli.benchmark("tiny", [cell, other], PROVIDERS | plain, repeats=3, warmup=0)
+    entry, its = found["cells"][0], found["cells"][0]["providers"]
+    assert entry["fastest_peer"] == f"plain {entry['ours']}"
+    assert entry["ratio"] == its[entry["ours"]]["vs_plain"] and all(its[name]["vs_plain"] > 0 for name in names)
+    assert not any("vs_plain" in one for name, one in its.items() if name not in names)
+    heads, row, last = results_.table(found)
+    for name in names:
+        column = heads.index(f"time, {name} / plain {name}")
+        assert row[column] == f"{its[name]['vs_plain']:.2f}" and last[column] == ""
+    assert not compared(found).is_cost and compared(found | {"cells": [entry]}).is_cost
+    results_.save_csv(found, tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open() as file:
+        assert [bool(row["vs_plain"]) for row in csv.DictReader(file)] == [True, True, False, False, False, False]
+
+
+def test_a_backend_whose_plain_call_is_missing_is_compared_with_no_other() -> None:
+    plain = {"plain eager": BrokenOurs("plain eager", "eager"), "plain reference": Plain("reference")}
+    cell = tiny(softcap=5.0)._replace(ours=("eager",), peers=tuple(plain), bar=None)
+    entry = cli.benchmark("tiny", [cell], PROVIDERS | plain, repeats=3, warmup=0)["cells"][0]
+    assert entry["fastest_peer"] is None and entry["ratio"] is None and "vs_plain" not in entry["providers"]["eager"]
 
 
 # A suite
@@ -651,3 +765,24 @@ def test_the_backward_suite_measures_what_determinism_costs_and_compares_it_with
     assert len(cells) == 36 and {cell.direction for cell in cells} == {"backward"}
     assert all(cell.beside == ("triton deterministic",) and not {*cell.beside} & {*cell.ours} for cell in cells)
     assert [cell.name for cell in SUITES["modifiers-backward"]()] == [cell.name for cell in SUITES["modifiers"]()]
+
+
+def test_the_shapes_are_grouped_heads_and_packs_of_as_many_rows() -> None:
+    cells = list(SUITES["shapes"]())
+    assert {(cell.case.causal, cell.case.packed) for cell in cells} == {(a, b) for a in (0, 1) for b in (0, 1)}
+    for cell in cells:
+        case = cell.case
+        assert [sum(its) for its in zip(*sequences(case), strict=True)] == [16384, 16384]
+        assert {"sdpa flash", "sdpa cudnn", "fa3"} <= {*cell.peers} and cell.ours == ("gluon", "triton")
+        heads = (case.Hq, case.Hkv)
+        assert heads == ((2048 // case.D,) * 2 if case.packed else (32, 8)) and case.dtype is torch.bfloat16
+    packs = {(cell.case.D, cell.case.lengths_q) for cell in cells if cell.case.packed}
+    ragged = cells_.RAGGED
+    assert packs == {(128, (512,) * 32), (128, (4096,) * 4), *((dim, ragged) for dim in (64, 128, 256))}
+    assert min(ragged) >= 64 and max(ragged) <= 4096 and any(length % 64 for length in ragged)
+
+
+def test_modifiers_are_compared_with_plain_calls_of_the_same_backends() -> None:
+    cells = [*SUITES["modifiers"](), *SUITES["modifiers-backward"]()]
+    assert all(cell.peers == tuple(f"plain {name}" for name in cell.ours) for cell in cells)
+    assert {name for cell in cells for name in cell.ours} == {"gluon", "triton"}

@@ -1,8 +1,9 @@
 """Is a provider right on a cell? Asked before it is timed.
 
 `check` asks about the very configuration that is timed: it computes the whole cell and compares rows drawn from one
-batch entry, in all query heads of a few KV heads, with fp64: of the output and, unless the cell is forward alone, of
-the query's gradient, whose rows depend on nothing but themselves. Every row has a part in the gradients of key and
+batch entry, in all query heads of a few KV heads, with fp64 (of packed sequences the first, the last, the longest and
+one more): of the output and, unless the cell is forward alone, of the query's gradient, whose rows depend on nothing
+but themselves. Every row has a part in the gradients of key and
 value, so those, and again that of the query, are compared on the same features with no more rows than the reference has
 memory for. `check_all` compares every row and head of the output, and the gradients of as much as the reference holds.
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from ..kernels import reference
 from ..testing.inputs import Case
-from .cells import Cell, Tensors, chunked, draw, shortened
+from .cells import Cell, Tensors, chunked, draw, sequences, shortened
 from .providers import Provider
 
 ROWS = 64
@@ -50,7 +51,7 @@ class _Block(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Some rows of one batch entry, in the query heads of some KV heads."""
+    """Some rows of one batch entry or packed sequence, in the query heads of some KV heads."""
 
     batch: int
     rows: Tensor
@@ -66,14 +67,21 @@ class _Part(NamedTuple):
         return cls(batch, rows, kv_heads, heads, case)
 
     def take(self, rows_and_heads: Tensor) -> Tensor:
-        """Of a tensor [B, Tq, Hq, ...]."""
-        return rows_and_heads[self.batch, self.rows[:, None], self.heads][None]
+        """Of a tensor [B, Tq, Hq, ...], packed [Nq, Hq, ...]."""
+        return self._entry(rows_and_heads, self.case.lengths_q)[self.rows[:, None], self.heads][None]
+
+    def _entry(self, tensor: Tensor, lengths: tuple[int, ...] | None) -> Tensor:
+        if lengths is None:
+            return tensor[self.batch]
+        start = sum(lengths[: self.batch])
+        return tensor[start : start + lengths[self.batch]]
 
     def inputs(self, x: Tensors) -> Tensors:
         """What the reference computes this part from; its options say where the part stands in the whole."""
-        key, value = (t.detach()[self.batch : self.batch + 1, :, self.kv_heads] for t in (x.key, x.value))
-        options = {name: self._option(name, option) for name, option in x.options.items()}
-        options |= {"q_positions": self.rows + (self.case.Tk - self.case.Tq), "q_index": self.rows}
+        key, value = (self._entry(t.detach(), self.case.lengths_k)[:, self.kv_heads][None] for t in (x.key, x.value))
+        options = {name: self._option(name, option) for name, option in x.options.items() if name not in x.packing}
+        q_len, k_len = sequences(self.case)[self.batch]
+        options |= {"q_positions": self.rows + (k_len - q_len), "q_index": self.rows}
         options |= {"batch_start": self.batch}
         return Tensors(self.take(x.query.detach()), key, value, options, self.take(x.grad_out))
 
@@ -91,30 +99,35 @@ class _Part(NamedTuple):
 def check(provider: Provider, cell: Cell, x: Tensors) -> Verdict:
     """What the provider makes of `x`, its own inputs for this cell, beside the reference: the worst by its bound."""
     case = provider.case(cell.case)
-    part = _drawn(case)
+    parts = _drawn(case)
     out, d_query = _computed(provider, cell, x)
     with torch.no_grad():
-        verdicts = [_verdict("out", [_output(out, x, part)], factor=2.0)]
+        verdicts = [_verdict("out", [_output(out, x, part)], factor=2.0) for part in parts]
     if d_query is not None:
-        few = part._replace(rows=part.rows[: _rows_held(case, len(part.heads))])
-        verdicts += _gradients_beside_exact({"query": few.take(d_query)}, few.inputs(x), case.dtype)
+        for part in parts:
+            few = part._replace(rows=part.rows[: _rows_held(case, len(part.heads))])
+            verdicts += _gradients_beside_exact({"query": few.take(d_query)}, few.inputs(x), case.dtype)
         verdicts += _check_gradients(provider, shortened(case, GRADIENT_ROWS, batch=2), seed=1)
     return max(verdicts, key=lambda v: math.inf if not v.right else v.error / v.allowed if v.allowed else 0.0)
 
 
-def _drawn(case: Case) -> _Part:
+def _drawn(case: Case) -> list[_Part]:
     """Some rows of a batch entry in the first KV head, the last and one between; with dropout in all of them.
 
-    Its mask counts the heads of the whole, so the reference cannot compute some of them.
+    Its mask counts the heads of the whole, so the reference cannot compute some of them. Packed sequences begin and end
+    anywhere in a tile, so rows of several are drawn.
     """
     generator = torch.Generator().manual_seed(0)
-    batch = int(torch.randint(case.B, (), generator=generator))
-    rows = torch.randperm(case.Tq, generator=generator)[:ROWS]
+    drawn = int(torch.randint(case.sequences, (), generator=generator))
+    lengths = [q_len for q_len, _ in sequences(case)]
+    longest = max(range(len(lengths)), key=lambda n: lengths[n])
+    entries = dict.fromkeys((0, len(lengths) - 1, longest, drawn)) if case.packed else (drawn,)
+    rows = {entry: torch.randperm(lengths[entry], generator=generator)[:ROWS] for entry in entries}
     kv_heads = torch.arange(case.Hkv)
     if not case.dropout_p and case.Hkv > 3:
         between = 1 + int(torch.randint(case.Hkv - 2, (), generator=generator))
         kv_heads = torch.tensor([0, between, case.Hkv - 1])
-    return _Part.of(case, batch, rows, kv_heads)
+    return [_Part.of(case, entry, its, kv_heads) for entry, its in rows.items()]
 
 
 def _computed(provider: Provider, cell: Cell, x: Tensors) -> tuple[Tensor, Tensor | None]:
@@ -134,8 +147,8 @@ def check_all(provider: Provider, cell: Cell, x: Tensors, seed: int = 0) -> list
     blocks = []
     with torch.no_grad():
         out = _attended(provider, cell, x)
-        for batch in range(case.B):
-            for rows in torch.arange(case.Tq).split(size):
+        for batch, (q_len, _) in enumerate(sequences(case)):
+            for rows in torch.arange(q_len).split(size):
                 blocks.append(_output(out, x, _Part.of(case, batch, rows, kv_heads)))
     verdicts = [_verdict("out", blocks, factor=2.0)]
     if cell.direction != "forward":
@@ -165,7 +178,9 @@ def _output(out: Tensor, x: Tensors, part: _Part) -> _Block:
 
 
 def _dense(x: Tensors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return reference.attention(x.query, x.key, x.value, **x.options, compute_dtype=dtype)
+    compute = reference.varlen_attention if x.packed else reference.attention
+    options = {name: option for name, option in x.options.items() if not name.startswith("max_seqlen")}
+    return compute(x.query, x.key, x.value, **options, compute_dtype=dtype)
 
 
 def _keys_reversed(x: Tensors) -> Tensors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +15,10 @@ from ..testing.inputs import Case
 Direction = Literal["forward", "backward", "forward+backward"]
 WORK = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}
 """FLOPs of a direction, as a multiple of the forward's."""
-FLOPS = "2 B Hq Tq Tk (D + Dv), halved where causal and Tq = Tk, x2.5 backward, x3.5 forward+backward"
+FLOPS = (
+    "2 B Hq Tq Tk (D + Dv), halved where causal and Tq = Tk, packed sequences one by one, x2.5 backward, "
+    "x3.5 forward+backward"
+)
 TRAFFIC = "bytes of query, key, value and out once per call, x2 backward, x3 forward+backward"
 """What `flops` and `tensor_bytes` count, for readers of a table."""
 
@@ -32,13 +36,25 @@ class Cell(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Inputs of one call: query, key, value, the keywords of `attention`, and the gradient that arrives at out."""
+    """Inputs of one call: query, key, value, the keywords of its op, and the gradient that arrives at out.
+
+    The op is `attention`, or `varlen_attention` where sequences are packed.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     options: dict[str, Any]
     grad_out: Tensor
+
+    @property
+    def packed(self) -> bool:
+        return self.query.dim() == 3
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """The keywords that say where packed sequences lie; a dense call has none."""
+        return {name: value for name, value in self.options.items() if name.startswith(("cu_seqlens", "max_seqlen"))}
 
 
 def draw(case: Case, seed: int = 0) -> Tensors:
@@ -58,7 +74,7 @@ def draw(case: Case, seed: int = 0) -> Tensors:
         options["bias"] = normal(*case.bias, dtype=case.aux_dtype or case.dtype)
     if case.alibi is not None:
         slopes = 2.0 ** (-8.0 * torch.arange(1, case.Hq + 1, device=device) / case.Hq)
-        options["alibi_slopes"] = slopes if case.alibi == "H" else slopes.expand(case.B, -1).contiguous()
+        options["alibi_slopes"] = slopes if case.alibi == "H" else slopes.expand(case.sequences, -1).contiguous()
     if case.sink:
         options["sink"] = normal(case.Hq, dtype=torch.float32)
     if case.softcap:
@@ -67,13 +83,34 @@ def draw(case: Case, seed: int = 0) -> Tensors:
         options["scale"] = case.scale
     if case.dropout_p:
         options |= {"dropout_p": case.dropout_p, "seed": torch.tensor([seed, 0], device=device)}
+    lead_q: tuple[int, ...] = (case.B, case.Tq)
+    lead_k: tuple[int, ...] = (case.B, case.Tk)
+    if case.lengths_q is not None and case.lengths_k is not None:
+        lead_q, lead_k = (sum(case.lengths_q),), (sum(case.lengths_k),)
+        for side, lengths in (("q", case.lengths_q), ("k", case.lengths_k)):
+            offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+            options |= {f"cu_seqlens_{side}": offsets, f"max_seqlen_{side}": max(lengths)}
     return Tensors(
-        normal(case.B, case.Tq, case.Hq, case.D),
-        normal(case.B, case.Tk, case.Hkv, case.D),
-        normal(case.B, case.Tk, case.Hkv, case.Dv),
+        normal(*lead_q, case.Hq, case.D),
+        normal(*lead_k, case.Hkv, case.D),
+        normal(*lead_k, case.Hkv, case.Dv),
         options,
-        normal(case.B, case.Tq, case.Hq, case.Dv),
+        normal(*lead_q, case.Hq, case.Dv),
     )
+
+
+def packed(case: Case, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...] | None = None) -> Case:
+    """The case with sequences of these lengths packed, keys as the queries; Tq and Tk say the longest."""
+    lengths_k = lengths_q if lengths_k is None else lengths_k
+    longest_q, longest_k = max(lengths_q), max(lengths_k)
+    return replace(case, B=len(lengths_q), Tq=longest_q, Tk=longest_k, lengths_q=lengths_q, lengths_k=lengths_k)
+
+
+def sequences(case: Case) -> list[tuple[int, int]]:
+    """Queries and keys of every batch entry or packed sequence."""
+    if case.lengths_q is None or case.lengths_k is None:
+        return [(case.Tq, case.Tk)] * case.B
+    return list(zip(case.lengths_q, case.lengths_k, strict=True))
 
 
 def chunked(x: Tensors, size: int) -> list[Tensors]:
@@ -101,7 +138,13 @@ def calls(cell: Cell) -> list[Case]:
 
 
 def shortened(case: Case, rows: int, batch: int) -> Case:
-    """The same features with at most so many queries, keys and batch entries; fewer queries than keys stay fewer."""
+    """The same features with at most so many queries, keys and batch entries; fewer queries than keys stay fewer.
+
+    Of packed sequences the first are kept, each with so many rows.
+    """
+    if case.packed:
+        cut = [(min(q, rows if q >= k else rows // 2), min(k, rows)) for q, k in sequences(case)[:batch]]
+        return packed(case, tuple(q for q, _ in cut), tuple(k for _, k in cut))
     q_rows = rows if case.Tq >= case.Tk else rows // 2
     limits = (batch, case.Hq, q_rows, rows)
 
@@ -121,24 +164,30 @@ def shortened(case: Case, rows: int, batch: int) -> Case:
 def flops(case: Case, direction: Direction = "forward") -> float:
     """2 B Hq Tq Tk (D + Dv), halved for a square causal problem, times 2.5 for backward: one formula for everybody.
 
-    Nothing is taken off for what a mask, a window or dropout would let a kernel skip.
+    Packed sequences count one by one. Nothing is taken off for what a mask, a window or dropout would let a kernel
+    skip.
     """
-    forward = 2.0 * case.B * case.Hq * case.Tq * case.Tk * (case.D + case.Dv)
-    return forward * (0.5 if case.causal and case.Tq == case.Tk else 1.0) * WORK[direction]
+    scores = sum(q * k * (0.5 if case.causal and q == k else 1.0) for q, k in sequences(case))
+    return 2.0 * case.Hq * scores * (case.D + case.Dv) * WORK[direction]
 
 
 def kv_bytes(case: Case) -> float:
     """Bytes of K and V: what a decode step cannot avoid reading."""
-    return float(case.B * case.Tk * case.Hkv * (case.D + case.Dv) * case.dtype.itemsize)
+    keys = sum(k for _, k in sequences(case))
+    return float(keys * case.Hkv * (case.D + case.Dv) * case.dtype.itemsize)
 
 
 def tensor_bytes(cell: Cell, case: Case) -> float:
     """Bytes of query, key, value and out, once per call; twice for backward, which has their gradients too."""
     q_row, out_row = case.Hq * case.D, case.Hq * case.Dv
     kv_row = case.Hkv * (case.D + case.Dv)
-    size = cell.chunk or case.Tk
-    keys = sum(min(start + size, case.Tk) for start in range(0, case.Tk, size))
-    once = case.B * (case.Tq * (q_row + out_row) + keys * kv_row) * case.dtype.itemsize
+
+    def read(keys: int) -> int:
+        size = cell.chunk or keys
+        return sum(min(start + size, keys) for start in range(0, keys, size))
+
+    rows = sum(q * (q_row + out_row) + read(k) * kv_row for q, k in sequences(case))
+    once = rows * case.dtype.itemsize
     return float(once * {"forward": 1, "backward": 2, "forward+backward": 3}[cell.direction])
 
 
@@ -205,7 +254,7 @@ def backward() -> Iterator[Cell]:
 
 
 def modifiers(direction: Direction = "forward") -> Iterator[Cell]:
-    """What each modifier costs: d128 causal 4k with it, against the same call without it."""
+    """What each modifier costs: d128 causal 4k with it, against the same call without it on the same backend."""
     length = 4096
     base = _on_gpu(4, (length, length), (16, 16), 128, causal=True)
     for name, case in (
@@ -219,12 +268,33 @@ def modifiers(direction: Direction = "forward") -> Iterator[Cell]:
         ("gqa 16/4", replace(base, Hkv=4)),
         ("everything", replace(base, window=(1024, 0), alibi="H", sink=True, softcap=20.0, dropout_p=0.1)),
     ):
-        yield Cell(name, case, direction, ("gluon", "triton"), ("plain",))
+        yield Cell(name, case, direction, ("gluon", "triton"), ("plain gluon", "plain triton"))
 
 
 def modifiers_backward() -> Iterator[Cell]:
     """What each costs in the backward, gradients of query, key and value alone."""
     return modifiers("backward")
+
+
+RAGGED = (172, 615, 298, 789, 864, 84, 68, 2084, 188, 170, 4022, 452, 2075, 464, 913, 120, 897, 2109)
+"""Lengths of packed sequences, log-uniform between 64 and 4096, drawn once by random.Random(3): 16384 rows."""
+PACKS = {"32x512": (512,) * 32, "ragged": RAGGED, "4x4096": (4096,) * 4}
+
+
+def shapes() -> Iterator[Cell]:
+    """Grouped heads by length and packed sequences, equal and ragged: 16384 rows, bf16."""
+    ours, peers = ("gluon", "triton"), ("sdpa flash", "sdpa cudnn", "fa3")
+    kinds = {"full": False, "causal": True}
+    for kind, causal in kinds.items():
+        for length in (1024, 4096, 16384):
+            case = _on_gpu(16384 // length, (length, length), (32, 8), 128, causal)
+            yield Cell(f"gqa 32/8 d128 {kind} {length}", case, "forward", ours, peers)
+    for head_dim, packs in ((128, tuple(PACKS)), (64, ("ragged",)), (256, ("ragged",))):
+        heads = 2048 // head_dim
+        for kind, causal in kinds.items():
+            for pack in packs:
+                case = packed(_on_gpu(1, (1, 1), (heads, heads), head_dim, causal), PACKS[pack])
+                yield Cell(f"packed d{head_dim} {kind} {pack}", case, "forward", ours, (*peers, "fa2"))
 
 
 def decode() -> Iterator[Cell]:
@@ -267,6 +337,7 @@ SUITES: dict[str, Callable[[], Iterator[Cell]]] = {
     "backward": backward,
     "modifiers": modifiers,
     "modifiers-backward": modifiers_backward,
+    "shapes": shapes,
     "decode": decode,
     "small": small,
 }

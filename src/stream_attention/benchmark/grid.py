@@ -12,6 +12,7 @@ from ..testing.inputs import Case
 from .cells import Cell, Direction
 from .providers import Ours, Provider
 from .run import why_not
+from .summary import is_plain
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -90,7 +91,7 @@ def baseline(providers: dict[str, Provider], cells: Sequence[Cell]) -> tuple[str
 
 def split(names: Sequence[str], providers: dict[str, Provider]) -> tuple[list[str], list[str]]:
     """Those named as ours and peers, each in the order of the table; ours is `stream` unless a backend was named."""
-    mine = [name for name in names if isinstance(providers[name], Ours) and name != PLAIN]
+    mine = [name for name in names if isinstance(providers[name], Ours) and not is_plain(name)]
     peers = [name for name in names if name not in mine]
     ranked = [name for name in BASELINES["cuda"] if name in peers]
     return mine or [OURS], ranked + [name for name in peers if name not in ranked]

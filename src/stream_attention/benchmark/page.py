@@ -42,6 +42,8 @@ WORDS = {
     "blocked": "our streaming pass on the CPU, also where attention() would call torch's kernel",
     "dense": "matmul, softmax, matmul in plain torch, holding all scores",
     "plain": "our own call without the modifier",
+    "plain gluon": "our own call without the modifier, on the backend gluon",
+    "plain triton": "our own call without the modifier, on the backend triton",
     "fa3": "FlashAttention-3",
 }
 

@@ -146,17 +146,27 @@ def _bar(entry: dict[str, Any]) -> str:
 
 
 def table(results: dict[str, Any]) -> list[list[str]]:
-    """Rows of the short table, headings first: one row per cell, one column per provider, then the ratio."""
+    """Rows of the short table, headings first: one row per cell, one column per provider, then the ratio.
+
+    Before it stands what modifiers cost on each backend, where that was measured.
+    """
     by_rate = _unit(results) != "time"
     names: list[str] = list(dict.fromkeys(name for cell in results["cells"] for name in _timed(cell)))
-    rows = [["problem", "direction", *names, "time, ours / fastest peer", "bar"]]
+    costs = [name for name in names if any(_cost(cell["providers"].get(name, {})) for cell in results["cells"])]
+    beside = [f"time, {name} / plain {name}" for name in costs]
+    rows = [["problem", "direction", *names, *beside, "time, ours / fastest peer", "bar"]]
     for cell in results["cells"]:
         times = [_shown(cell["providers"][name], by_rate) if name in _timed(cell) else "" for name in names]
+        times += [_cost(cell["providers"].get(name, {})) for name in costs]
         ratio = "" if cell["ratio"] is None else f"{cell['ratio']:.2f}"
         bar = "" if cell["bar"] is None else f"{cell['bar']:g}{'' if cell.get('met') else ' missed'}"
         rows.append([cell["name"], cell["direction"], *times, ratio, bar])
     kept = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
     return [[row[column] for column in kept] for row in rows]
+
+
+def _cost(one: dict[str, Any]) -> str:
+    return f"{one['vs_plain']:.2f}" if "vs_plain" in one else ""
 
 
 def _shown(one: dict[str, Any], by_rate: bool) -> str:
@@ -187,7 +197,7 @@ def aligned(rows: list[list[str]], right: bool = False) -> str:
 
 
 _SHAPE = ("B", "Tq", "Tk", "Hq", "Hkv", "D", "Dv", "dtype", "causal", "dropout_p", "chunk")
-_FIGURES = "median_ms p20_ms p80_ms best_ms repeats tflops gb_per_s tb_per_s vs_ours peak_bytes".split()
+_FIGURES = "median_ms p20_ms p80_ms best_ms repeats tflops gb_per_s tb_per_s vs_ours vs_plain peak_bytes".split()
 _VERDICT = "error allowed right ran unavailable failed".split()
 
 

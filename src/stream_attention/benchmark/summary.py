@@ -43,7 +43,7 @@ class Compared(NamedTuple):
     @property
     def is_cost(self) -> bool:
         """Whether the peer is our own call without the modifiers everywhere: what they cost, and no race."""
-        return all(cell["fastest_peer"] == "plain" for cell in self.cells)
+        return all(is_plain(str(cell["fastest_peer"])) for cell in self.cells)
 
 
 def timed(cell: Cell) -> dict[str, Entry]:
@@ -121,6 +121,11 @@ def speed_over(cells: Iterable[Cell], other: str, paired: bool = False) -> list[
         else:
             found.append(its[other]["median_ms"] / its[cell["ours"]]["median_ms"])
     return found
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name is our own call without the modifiers, "plain", or that on one backend, such as "plain gluon"."""
+    return name.split()[0] == "plain"
 
 
 def is_variant(name: str, cells: Iterable[Cell]) -> bool:

@@ -26,6 +26,7 @@ from ..benchmark.grid import Grid
 from ..benchmark.page import write_page
 from ..benchmark.providers import Provider
 from ..benchmark.run import measured, why_not, wrong
+from ..benchmark.summary import is_plain
 from ..benchmark.timing import Clock
 from . import flags, values
 from .ending import quiet
@@ -215,7 +216,7 @@ def _show_grid(found: dict[str, Any], cells: list[Cell], providers: dict[str, Pr
 
 def _about_baseline(name: str, provider: Provider, cell: Cell) -> str:
     ratio = f"{provider.label}/Fused(ms) is its time by ours, round by round"
-    if name != grid_.PLAIN:
+    if not is_plain(name):
         return f"{provider.label} is {provider.about}.\n{ratio}: above 1, ours is the faster."
     cost = "one by it is how many times as long the modifiers make a call"
     if not cell.case.dropout_p:

@@ -144,10 +144,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--dtype", choices=tuple(DTYPES), default="bf16", metavar="DTYPE", help="fp16, bf16 (the default), fp32 or fp64"
     )
     add("--device", choices=("cuda", "cpu"), help="default: cuda if torch finds a GPU or --arch is given")
-    add("--arch", type=_capability, metavar="CC", help="plan for a GPU of this compute capability: 90 is 9.0")
+    add("--arch", type=values.capability, metavar="CC", help="plan for a GPU of this compute capability: 90 is 9.0")
     add("--processors", type=values.count, metavar="N", help="how many multiprocessors it has")
     add("--causal", action="store_true", help="a query sees the keys up to its own position")
-    add("--window", type=_window, metavar="LEFT,RIGHT", help="-1 is unbounded; write --window=-1,0 with the = sign")
+    add("--window", type=values.window, metavar="LEFT,RIGHT", help="-1 is unbounded; write --window=-1,0 with the =")
     add("--mask", type=_shape, metavar="SHAPE", help="a boolean mask, broadcastable to BxHqxTqxTk")
     add("--bias", type=_shape_and_dtype, metavar="SHAPE[:DTYPE]", help="an additive bias, broadcastable likewise")
     add("--alibi", action="store_true", help="ALiBi slopes, one per head")
@@ -174,20 +174,6 @@ def _shape_and_dtype(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
     if colon and dtype not in DTYPES:
         raise argparse.ArgumentTypeError(f"expected SHAPE or SHAPE:DTYPE with one of {', '.join(DTYPES)}; got {text!r}")
     return _shape(shape), DTYPES.get(dtype)
-
-
-def _window(text: str) -> tuple[int, int]:
-    try:
-        left, right = map(int, text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected two ints LEFT,RIGHT, such as 1023,0; got {text!r}") from None
-    return left, right
-
-
-def _capability(text: str) -> int:
-    if not text.isdecimal() or int(text) < 10:
-        raise argparse.ArgumentTypeError(f"expected a compute capability without its dot, 90 for 9.0; got {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -53,3 +53,17 @@ def device(text: str) -> str:
         found = f"{here} CUDA device{'s' if here > 1 else ''}" if here else "no CUDA device"
         raise argparse.ArgumentTypeError(f"torch finds {found} here; got {text!r}")
     return text
+
+
+def window(text: str) -> tuple[int, int]:
+    try:
+        left, right = map(int, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected two ints LEFT,RIGHT, such as 1023,0; got {text!r}") from None
+    return left, right
+
+
+def capability(text: str) -> int:
+    if not text.isdecimal() or int(text) < 10:
+        raise argparse.ArgumentTypeError(f"expected a compute capability without its dot, 90 for 9.0; got {text!r}")
+    return int(text)

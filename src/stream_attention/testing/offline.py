@@ -21,17 +21,13 @@ from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource, make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from ..backends import BY_NAME
+from ..kernels.offline import Form, launching_for
 from ..problem import Wanted
 from ..tuning.triton import configure_backward
 from .inputs import Case, make, stated
@@ -57,11 +53,7 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
     CPU tensors stand for pointers. Yields the list of compiled kernels, in launch order.
     """
     compiled: list[Any] = []
-
-    def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        compiled.append(_compile(self, args, kwargs, arch))
-
-    with patch.object(JITFunction, "run", compile_launch):
+    with launching_for(arch, lambda form: compiled.append(_compile(form))):
         yield compiled
 
 
@@ -116,17 +108,11 @@ def launch_case(
         backward(problem, inputs, backward_config or configure_backward(problem), *saved, wanted)
 
 
-def _compile(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int) -> Any:
-    target = GPUTarget("cuda", arch, 32)
-    backend = make_backend(target)
-    bind = create_function_from_signature(function.signature, function.params, backend)
-    bound, specialization, options = bind(*args, **kwargs)
-    options, signature, constants, attributes = function._pack_args(backend, kwargs, bound, specialization, options)
-    source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, constants, attributes)
+def _compile(form: Form) -> Any:
     log = StringIO()
     with triton.knobs.nvidia.scope(), redirect_stdout(log):
         triton.knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(source, target=target, options=options.__dict__)
+        compiled = form.compile()
     compiled.assembler_log = log.getvalue()  # empty where Triton's cache had it
     return compiled
 

@@ -185,13 +185,13 @@ def output_gradient(out: torch.Tensor) -> torch.Tensor:
 
 def _compile_one(job: tuple[Cell, str, Any, int]) -> str:
     """Compile in a worker process, filling Triton's cache. Returns what went wrong, if anything."""
-    from ..testing.offline import compiling_for
+    from ..kernels.offline import launching_for
 
     cell, kernel, config, arch = job
     inputs = cell._replace(length=1024).inputs("cpu", batch=2)
     problem = cell.problem(inputs)._replace(device=torch.device("cuda"), arch=arch, processors=132)
     try:
-        with compiling_for(arch):
+        with launching_for(arch, lambda form: form.compile()):
             bench(kernel, problem, inputs).launch(config)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"

@@ -26,6 +26,7 @@ def by_name(fa3: Path | None = None) -> dict[str, Provider]:
         *(Ours(name) for name in ("gluon", "triton", "eager", "reference")),
         Deterministic("triton"),
         Plain(),
+        *(Plain(name) for name in ("gluon", "triton")),
         Blocked(),
         Dense(),
         Sdpa(),

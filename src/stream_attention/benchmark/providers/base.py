@@ -18,7 +18,8 @@ class Provider:
     """One way to compute attention.
 
     `why_not` says in a sentence why it cannot compute a cell here (None: it can); `attend` computes it, layout
-    `[B, T, H, D]` in and out. A peer gets views of the same memory: nobody's tensors are copied for them.
+    `[B, T, H, D]` in and out, packed `[N, H, D]`. A peer gets views of the same memory: nobody's tensors are copied for
+    them.
     """
 
     name = ""
@@ -54,6 +55,7 @@ MODIFIERS = {
     "softcap": "softcap",
     "scale": "scale",
     "dropout_p": "dropout (its mask would be another one)",
+    "lengths_q": "packed sequences",
 }
 
 

@@ -21,21 +21,24 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class FlashAttention2(Provider):
-    """FlashAttention-2: flash_attn.flash_attn_func, layout, GQA and causal alignment as ours."""
+    """FlashAttention-2: flash_attn_func and flash_attn_varlen_func, layout, GQA and causal alignment as ours."""
 
     name = "fa2"
     label = "FA2"
     about = "FlashAttention-2"
     module = "flash_attn"
     capability = (8, 0)
+    called_with: tuple[str, ...] = ("scale", "lengths_q")
 
     def why_not(self, cell: Cell) -> str | None:
-        return needs(cell.case, self.module, self.capability, HALVES) or without_modifiers(cell.case, "scale")
+        reason = needs(cell.case, self.module, self.capability, HALVES)
+        return reason or without_modifiers(cell.case, *self.called_with)
 
     def attend(self, x: Tensors) -> Tensor:
-        function = import_module(self.module).flash_attn_func
+        library = import_module(self.module)
+        function = library.flash_attn_varlen_func if x.packed else library.flash_attn_func
         options = {"softmax_scale": x.options.get("scale"), "causal": x.options["causal"]}
-        returned = function(x.query, x.key, x.value, **options)
+        returned = function(x.query, x.key, x.value, **x.packing, **options)
         return returned[0] if isinstance(returned, tuple) else returned  # some versions return the LSE too
 
 
@@ -47,6 +50,7 @@ class FlashAttention4(FlashAttention2):
     about = "FlashAttention-4"
     module = "flash_attn.cute"
     capability = (9, 0)
+    called_with = ("scale",)
 
 
 class FlashAttention3(FlashAttention2):
@@ -71,18 +75,19 @@ class FlashAttention3(FlashAttention2):
             return "it computes in float16 and bfloat16"
         if self.folder is None:
             return super().why_not(cell)
-        return without_modifiers(case) or tried(self._load)
+        return without_modifiers(case, "lengths_q") or tried(self._load)
 
     def attend(self, x: Tensors) -> Tensor:
         if self.folder is None:
             return super().attend(x)
-        return _FlashAttention3.apply(x.query, x.key, x.value, x.options["causal"], self._ops)
+        return _FlashAttention3.apply(x.query, x.key, x.value, x.options["causal"], x.packing, self._ops)
 
     def bare(self, x: Tensors) -> Callable[[], object]:
         if self.folder is None:
             return super().bare(x)
-        forward, query, key, value, causal = self._ops.fwd.default, x.query, x.key, x.value, x.options["causal"]
-        return lambda: forward(query, key, value, is_causal=causal)
+        forward, query, key, value = self._ops.fwd.default, x.query, x.key, x.value
+        options = _forward_options(x.options["causal"], x.packing)
+        return lambda: forward(query, key, value, **options)
 
     def _load(self) -> None:
         if self._ops is not None:
@@ -97,17 +102,25 @@ class FlashAttention3(FlashAttention2):
         self._ops = torch.ops.flash_attn_3
 
 
+def _forward_options(causal: bool, packing: dict[str, Any]) -> dict[str, Any]:
+    """The op splits keys by a guess, which for packed sequences takes the longest for the only one: its own Python
+    function never splits, and neither do packed calls here."""
+    return {"is_causal": causal, **packing, **({"num_splits": 1} if packing else {})}
+
+
 class _FlashAttention3(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, ops: Any) -> Tensor:
-        out, lse, *_ = ops.fwd(query, key, value, is_causal=causal)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, packing: dict[str, Any], ops: Any
+    ) -> Tensor:
+        out, lse, *_ = ops.fwd(query, key, value, **_forward_options(causal, packing))
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.causal, ctx.ops = causal, ops
+        ctx.options, ctx.ops = {"is_causal": causal, **packing}, ops
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         results = tuple(torch.empty_like(t) for t in (query, key, value))
-        ctx.ops.bwd(grads[0], query, key, value, out, lse, *results, is_causal=ctx.causal, deterministic=False)
-        return (*results, None, None)
+        ctx.ops.bwd(grads[0], query, key, value, out, lse, *results, **ctx.options, deterministic=False)
+        return (*results, None, None, None)

@@ -1,4 +1,4 @@
-"""Ours: `attention` on each backend, and two ways to look at parts of it."""
+"""Ours: `attention` and `varlen_attention` on each backend, and two ways to look at parts of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from ...backends import AUTO, BY_NAME
 from ...ops.attention import attention, prepare_attention
 from ...ops.library import problem_of, run_forward
+from ...ops.varlen import prepare_varlen, varlen_attention
 from ...plan import Plan, plan
 from ...problem import Problem
 from ...testing.inputs import Case
@@ -19,7 +20,7 @@ from .base import Provider
 
 
 class Ours(Provider):
-    """`attention` on one backend, or on the one it plans by itself ("stream")."""
+    """`attention`, packed `varlen_attention`, on one backend, or on the one it plans by itself ("stream")."""
 
     ours = True
     options: ClassVar[dict[str, Any]] = {}  # beside those of the cell
@@ -40,7 +41,8 @@ class Ours(Provider):
         return "; ".join(dict.fromkeys(reasons)) or None
 
     def attend(self, x: Tensors) -> Tensor:
-        return attention(x.query, x.key, x.value, **x.options, **self.options, backend=self.backend)
+        op: Callable[..., Tensor] = varlen_attention if x.packed else attention
+        return op(x.query, x.key, x.value, **x.options, **self.options, backend=self.backend)
 
     def bare(self, x: Tensors) -> Callable[[], object]:
         query, key, value, causal = x.query, x.key, x.value, x.options["causal"]
@@ -68,15 +70,18 @@ class Deterministic(Ours):
 
 
 class Plain(Ours):
-    """`attention` without the cell's modifiers: what they cost is measured against it."""
+    """`attention` without the cell's modifiers: what they cost is measured against it.
 
-    def __init__(self) -> None:
-        super().__init__("plain", AUTO)
-        self.label = "Plain"
-        self.about = "attention() without the cell's modifiers, heads all with their own keys: what they cost"
+    "plain gluon" is that on one backend, which the same backend with the modifiers is compared with.
+    """
+
+    def __init__(self, backend: str = AUTO) -> None:
+        super().__init__("plain" if backend == AUTO else f"plain {backend}", backend)
+        self.label = self.name.capitalize()
+        self.about += " without the cell's modifiers, heads all with their own keys: what they cost"
 
     def case(self, case: Case) -> Case:
-        kept = {"B", "Tq", "Tk", "Hq", "D", "Dv", "dtype", "device", "causal", "seed"}
+        kept = {"B", "Tq", "Tk", "Hq", "D", "Dv", "dtype", "device", "causal", "seed", "lengths_q", "lengths_k"}
         return Case(**{name: value for name, value in vars(case).items() if name in kept}, Hkv=case.Hq)
 
 
@@ -88,6 +93,8 @@ class Blocked(Provider):
     ours = True
 
     def why_not(self, cell: Cell) -> str | None:
+        if cell.case.packed:
+            return "it is forced on dense calls alone"
         return None if cell.direction == "forward" else "forced by hand, it bypasses autograd: forward only"
 
     def attend(self, x: Tensors) -> Tensor:
@@ -100,4 +107,5 @@ def _arguments(x: Tensors, **options: Any) -> tuple[Any, ...]:
         ("window", "mask", "bias", "alibi_slopes", "sink", "scale", "seed", "deterministic")
     )
     defaults = {"softcap": 0.0, "dropout_p": 0.0, "return_lse": True, "backend": "auto"}
-    return prepare_attention(x.query, x.key, x.value, **(absent | defaults | x.options | options))
+    prepare: Callable[..., tuple[Any, ...]] = prepare_varlen if x.packed else prepare_attention
+    return prepare(x.query, x.key, x.value, **(absent | defaults | x.options | options))

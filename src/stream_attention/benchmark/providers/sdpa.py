@@ -24,6 +24,8 @@ class Sdpa(Provider):
 
     def why_not(self, cell: Cell) -> str | None:
         case = cell.case
+        if case.packed:
+            return "it has no packed sequences"
         if reason := without_modifiers(case, "mask", "scale"):
             return reason
         if case.mask and case.causal:
@@ -75,6 +77,8 @@ class Dense(Provider):
 
     def why_not(self, cell: Cell) -> str | None:
         case = cell.case
+        if case.packed:
+            return "packed sequences are not written out here"
         return "sink and dropout are not written out here" if case.sink or case.dropout_p else None
 
     def attend(self, x: Tensors) -> Tensor:
