@@ -21,17 +21,21 @@ class GluonConfig(NamedTuple):
     q_slots: int
     k_slots: int
     v_slots: int
-    dynamic: bool  # the next tile comes from a counter; else every program has its own
     by_tma: bool  # the output leaves through shared memory; else from registers
+    in_turn: bool  # warpgroups issue their products one after the other
+    rescale_late: bool  # while the next product Q K runs, where the exponentials are too few to hide it
+    keys_first: (
+        bool  # are waited for at the head of the loop: where the weights are waited for is the compiler's choice
+    )
     consumer_registers: int
     producer_registers: int
 
     def __str__(self) -> str:
-        order = "dynamic" if self.dynamic else "static"
+        turns = " in turn" if self.in_turn else ""
         store = "TMA" if self.by_tma else "registers"
         return (
-            f"{self.warpgroups} warpgroups of {ROWS} queries, blocks of {self.block_n} keys, "
-            f"{self.q_slots}/{self.k_slots}/{self.v_slots} slots of Q/K/V, {order} order, stored by {store}"
+            f"{self.warpgroups} warpgroups of {ROWS} queries{turns}, blocks of {self.block_n} keys, "
+            f"{self.q_slots}/{self.k_slots}/{self.v_slots} slots of Q/K/V, stored by {store}"
         )
 
 
@@ -51,19 +55,30 @@ def short(problem: Problem) -> bool:
     return products * (problem.head_dim + problem.value_dim) < SHORT
 
 
-# NVIDIA H200, 2026-11-15, torch 2.11.0+cu130, Triton 3.6.0, bf16, batch * length = 16384, hidden 2048: the best of 6-9
-# configurations per head dim at 512 to 16k (benchmarks/results/h200/sweeps/7-gluon-forward.json), as a multiple of the
+# NVIDIA H200, 2026-11-15, torch 2.11.0+cu130, Triton 3.6.0, bf16, batch * length = 16384, hidden 2048: the best of 6-12
+# configurations per head dim at 512 to 16k (benchmarks/results/h200/sweeps/8-gluon-order.json), as a multiple of the
 # fastest of FA3 and cuDNN in the same run.
-D64 = GluonConfig(3, 128, 2, 3, 3, True, True, 160, 32)  # x0.96-1.03 full, x0.93-0.95 causal from 2k
-D64_SHORT_CAUSAL = GluonConfig(2, 128, 2, 3, 3, True, True, 240, 24)  # x0.95-0.97 up to 1k, D64 x0.87-0.88
-D128 = GluonConfig(2, 128, 2, 3, 2, True, True, 240, 24)  # x0.97-1.04 full, x0.91-0.98 causal
-D256 = GluonConfig(2, 64, 1, 2, 2, True, True, 232, 40)  # x0.85-1.02 causal
-D256_FULL = D256._replace(dynamic=False)  # x0.93-1.00; D256 1 % less
+D64 = GluonConfig(3, 128, 2, 3, 3, True, True, False, False, 160, 32)
+D64_SHORT_CAUSAL = GluonConfig(2, 128, 2, 3, 3, True, True, False, False, 240, 24)
+D128 = GluonConfig(2, 128, 2, 3, 2, True, False, False, False, 240, 24)
+D256 = GluonConfig(2, 64, 1, 2, 2, True, False, True, True, 232, 40)
 
-# Not timed yet: what the compiler keeps in registers.
-D64_DROPOUT = GluonConfig(2, 64, 2, 3, 3, True, True, 240, 24)
-D128_DROPOUT = GluonConfig(2, 64, 2, 3, 3, True, True, 240, 24)
-D256_DROPOUT = GluonConfig(2, 32, 1, 3, 3, True, True, 232, 40)
+# Not timed against others: what the compiler keeps in registers, and where it waits.
+D256_MODIFIED = D256._replace(keys_first=False)
+D64_DROPOUT = GluonConfig(2, 64, 2, 3, 3, True, False, False, False, 240, 24)
+D128_DROPOUT = GluonConfig(2, 64, 2, 3, 3, True, False, False, False, 240, 24)
+D256_DROPOUT = GluonConfig(2, 32, 1, 3, 3, True, False, True, False, 232, 40)
+
+
+def many_cuts(problem: Problem, block_n: int) -> bool:
+    """Whether more than one block of keys of a warpgroup may be cut by an edge.
+
+    The right edge of 64 rows is 64 keys wide. If it begins at a multiple of 64 keys, as blocks of 64 and 128 do, it
+    stays within one block, the first.
+    """
+    begins = problem.q_start - problem.k_start + problem.right
+    right_in_one = not problem.packed and begins % ROWS == 0 and block_n % ROWS == 0
+    return problem.left != UNBOUNDED or (problem.right != UNBOUNDED and not right_in_one)
 
 
 def configure(problem: Problem) -> GluonConfig:
@@ -77,7 +92,6 @@ def configure(problem: Problem) -> GluonConfig:
     elif dim == 128:
         config = D128
     else:
-        config = D256 if causal else D256_FULL
-    # TMA writes whole tiles in the dtype and width of the queries; sequences of a pack end inside a tile.
-    by_tma = not (problem.packed or problem.partial or dim != value_dim)
-    return config._replace(by_tma=by_tma, dynamic=config.dynamic or problem.packed)
+        plain = dim == value_dim and not (problem.partial or problem.packed or problem.alibi or problem.softcap)
+        config = D256 if plain and not many_cuts(problem, D256.block_n) else D256_MODIFIED
+    return config._replace(by_tma=not problem.partial)  # fp32 does not fit where the queries were

@@ -13,6 +13,7 @@ from stream_attention import attention, explain, varlen_attention
 from stream_attention.backends import BY_NAME
 from stream_attention.ops import recall
 from stream_attention.testing import Case, check_case
+from stream_attention.testing.inputs import stated
 
 pytest.importorskip("triton")
 
@@ -31,6 +32,13 @@ NAMED: dict[str, Case] = {
     "d96": replace(BASE, D=96, Dv=96),
     "d192 and 128": replace(BASE, D=192, Dv=128),
     "fp16": replace(BASE, dtype=F16),
+    "aligned": replace(BASE, Tq=512, Tk=512),
+    "aligned d64": replace(BASE, Tq=640, Tk=640, D=64, Dv=64),
+    "aligned d64, long": replace(BASE, Tq=1300, Tk=1300, D=64, Dv=64),
+    "aligned d256": replace(BASE, Tq=512, Tk=512, D=256, Dv=256),
+    "aligned d256 dropout": replace(BASE, Tq=300, Tk=300, D=256, Dv=256, dropout_p=0.3),
+    "an aligned chunk": replace(BASE, Tq=200, Tk=456),
+    "aligned, no row sees all": replace(BASE, Tq=456, Tk=200),
     "full": replace(BASE, causal=False),
     "one row": replace(BASE, Tq=1, Tk=1),
     "more queries than keys": replace(BASE, Tq=500, Tk=100),
@@ -59,7 +67,7 @@ NAMED: dict[str, Case] = {
 def drawn() -> Drawn:
     if reasons := BY_NAME["gluon"].why_not(_problem()):
         pytest.skip("; ".join(reasons))
-    return draw(problems=1500, templates=40, variants=64, also=list(NAMED.values()), backward=False, backend="gluon")
+    return draw(problems=5000, templates=40, variants=64, also=list(NAMED.values()), backward=False, backend="gluon")
 
 
 def _problem() -> Any:
@@ -151,12 +159,32 @@ def test_one_graph_serves_packs_of_other_lengths() -> None:
     assert torch.equal(out, call())
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_partial_state_is_the_output_before_it_is_rounded(dim: int) -> None:
+    query, key, value = qkv(B=2, Tq=500, Tk=700, Hq=4, Hkv=2, D=dim)
+    rounded, lse = ours(query, key, value, causal=True, return_lse=True)
+    case = replace(BASE, Tq=500, Tk=700, D=dim, Dv=dim)
+    problem, inputs = stated(case, {"query": query, "key": key, "value": value}, {"causal": True})
+    problem = problem._replace(partial=True)
+    state, its_lse = BY_NAME["gluon"].load().forward(problem, inputs, BY_NAME["gluon"].configure(problem))
+    assert state.dtype is torch.float32 and torch.equal(state.to(BF16), rounded) and torch.equal(its_lse, lse)
+
+
 def test_nan_in_keys_that_nobody_sees_stays_there() -> None:
     query, key, value = qkv(Tq=100, Tk=900, D=128)
     hidden = slice(0, 900 - 100 - 50)
     clean = ours(query, key, value, causal=True, window=(50, 0))
     key[:, hidden], value[:, hidden] = float("nan"), float("nan")
     assert torch.equal(ours(query, key, value, causal=True, window=(50, 0)), clean)
+
+
+def test_nan_in_a_key_that_is_seen_shows_in_the_output_and_the_lse() -> None:
+    query, key, value = qkv(Tq=300, Tk=300, D=128)
+    clean, clean_lse = ours(query, key, value, causal=True, return_lse=True)
+    key[:, 200] = float("nan")
+    out, lse = ours(query, key, value, causal=True, return_lse=True)
+    assert torch.equal(out[:, :200], clean[:, :200]) and torch.equal(lse[..., :200], clean_lse[..., :200])
+    assert out[:, 200:].isnan().all() and lse[..., 200:].isnan().all()
 
 
 def test_a_call_of_more_elements_than_32_bits() -> None:

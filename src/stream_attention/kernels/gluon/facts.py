@@ -1,13 +1,32 @@
-"""What a launch is told, bundled by who asks: where queries and keys are, what scores mean, what becomes of sums."""
+"""What a launch is told, bundled by who asks: who works how, where queries and keys are, what scores mean, what becomes
+of sums."""
 
 # No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.language.core import _aggregate as aggregate
 
-from .tiles import LOG2E, packed_rows, softcap_scores
+from .tiles import LOG2E, less_distance, packed_rows, tanh
+from .versions import as_tile_of, tma_store
+
+
+@aggregate
+class Crew:
+    """The consumers: GluonConfig has the words."""
+
+    WARPGROUPS: gl.constexpr
+    IN_TURN: gl.constexpr
+    RESCALE_LATE: gl.constexpr
+    KEYS_FIRST: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, WARPGROUPS, IN_TURN, RESCALE_LATE, KEYS_FIRST):
+        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
+        self.IN_TURN = gl.constexpr(IN_TURN)
+        self.RESCALE_LATE = gl.constexpr(RESCALE_LATE)
+        self.KEYS_FIRST = gl.constexpr(KEYS_FIRST)
 
 
 @aggregate
@@ -18,7 +37,7 @@ class Call:
     group: gl.tensor  # query heads per KV head
     q_len: gl.tensor
     k_len: gl.tensor
-    offset: gl.tensor  # position of query 0 less that of key 0
+    offset: gl.tensor  # of a call without a pack
     left: gl.tensor
     right: gl.tensor
     cu_q: gl.tensor
@@ -28,6 +47,8 @@ class Call:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     IS_PACKED: gl.constexpr
+    MANY_CUTS: gl.constexpr  # more than a warpgroup's first block may hold keys that some of its rows do not see
+    UNSEEN: gl.constexpr  # TMA reads rows of V that no query sees
 
     @gluon.constexpr_function
     def __init__(
@@ -46,6 +67,8 @@ class Call:
         HAS_LEFT,
         HAS_RIGHT,
         IS_PACKED,
+        MANY_CUTS,
+        UNSEEN,
     ):
         self.q_heads = q_heads
         self.group = group
@@ -61,17 +84,29 @@ class Call:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.IS_PACKED = gl.constexpr(IS_PACKED)
+        self.MANY_CUTS = gl.constexpr(MANY_CUTS)
+        self.UNSEEN = gl.constexpr(UNSEEN)
 
     @gluon.jit
-    def sequences(self, batch):
-        """(first row and length of the queries, of the keys, offset) of a batch entry."""
+    def sequences(self, line):
+        """(batch entry, head, first row and length of the queries, of the keys) of a line."""
+        batch = line // self.q_heads
+        head = line - batch * self.q_heads
         if self.IS_PACKED:
             q_first, q_len = packed_rows(self.cu_q + batch, self.q_rows)
             k_first, k_len = packed_rows(self.cu_k + batch, self.k_rows)
-            return q_first, q_len, k_first, k_len, k_len - q_len
+            return batch, head, q_first, q_len, k_first, k_len
         else:
             zero = self.q_len * 0
-            return zero, self.q_len, zero, self.k_len, self.offset
+            return batch, head, zero, self.q_len, zero, self.k_len
+
+    @gluon.jit
+    def offset_of(self, q_len, k_len):
+        """Position of query 0 less that of key 0: the last ones of a packed sequence stand at the same place."""
+        if self.IS_PACKED:
+            return k_len - q_len
+        else:
+            return self.offset
 
     @gluon.jit
     def blocks(self, first, last, k_len, offset, BLOCK_N: gl.constexpr):
@@ -104,7 +139,9 @@ class Scores:
     HAS_ALIBI: gl.constexpr
     HAS_DROPOUT: gl.constexpr
     TANH: gl.constexpr
-    SCALE_LATE: gl.constexpr  # scores stay products, and the softmax scales them
+    SCALE_LATE: (
+        gl.constexpr
+    )  # the softmax multiplies scores with `factor`, in the instruction that takes the maximum off
 
     @gluon.constexpr_function
     def __init__(
@@ -144,26 +181,31 @@ class Scores:
         self.SCALE_LATE = gl.constexpr(SCALE_LATE)
 
     @gluon.jit
-    def of(self, products, slope, q_pos, k_pos):
-        """The scores of a tile of products, in log2 units; products where `SCALE_LATE`."""
+    def of(self, products, slope, distance):
+        """The scores of a tile of products, in log2 units; by `factor` less where `SCALE_LATE`.
+
+        `distance`: of each row from the first key of the tile.
+        """
         scores = products
-        if not self.SCALE_LATE:
-            if self.HAS_SOFTCAP:
-                scores = softcap_scores(products * self.scale, self.softcap, self.TANH) * LOG2E
-            else:
-                scores = products * (self.scale * LOG2E)
-            if self.HAS_ALIBI:
-                distance = gl.abs(q_pos[:, None] - k_pos[None, :]).to(gl.float32)
-                scores = scores - (slope * LOG2E) * distance
+        if self.HAS_SOFTCAP:
+            scores = tanh(products * (self.scale / self.softcap), self.TANH)
+            if not self.SCALE_LATE:
+                scores = scores * (self.softcap * LOG2E)
+        elif not self.SCALE_LATE:
+            scores = products * (self.scale * LOG2E)
+        if self.HAS_ALIBI:
+            scores = less_distance(scores, slope * LOG2E, distance)
         return scores
 
     @gluon.jit
     def factor(self):
         """What the softmax multiplies scores with."""
-        if self.SCALE_LATE:
-            return self.scale * LOG2E
-        else:
+        if not self.SCALE_LATE:
             return self.scale * 0.0 + 1.0
+        elif self.HAS_SOFTCAP:
+            return self.softcap * LOG2E
+        else:
+            return self.scale * LOG2E
 
 
 @aggregate
@@ -217,3 +259,23 @@ class Result:
         self.DV = gl.constexpr(DV)
         self.HAS_SINK = gl.constexpr(HAS_SINK)
         self.BY_TMA = gl.constexpr(BY_TMA)
+
+    @gluon.jit
+    def store_by_tma(self, out, place, entry, row, head):
+        """Write a whole tile through `place`, in shared memory. The copy runs until it is waited for."""
+        place = as_tile_of(self.o_desc, place)
+        place.reshape([out.shape[0], out.shape[1]]).store(out.to(self.o_desc.dtype))
+        fence_async_shared()
+        tma_store(self.o_desc, [entry, row, head, 0], place)
+
+    @gluon.jit
+    def store_from_registers(self, out, entry, row, head, rows_left):
+        """Write the first `rows_left` rows of a tile."""
+        base = (
+            self.out + entry.to(gl.int64) * self.stride_ob + head * self.stride_oh + row.to(gl.int64) * self.stride_om
+        )
+        line = gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
+        column = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
+        offsets = line.to(gl.int64)[:, None] * self.stride_om + column[None, :]
+        inside = (line < rows_left)[:, None] & (column < self.DV)[None, :]
+        gl.store(base + offsets, out.to(self.out.dtype.element_ty), mask=inside)

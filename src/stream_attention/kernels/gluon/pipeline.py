@@ -70,3 +70,23 @@ def load_rows(ring, desc, use, batch, row, head):
     ring.wait_empty(use)
     barrier = ring.expect(use, desc.block_type.nbytes)
     tma_load(desc, [batch, row, head, 0], barrier, ring.tiles.index(use % ring.SLOTS))
+
+
+@gluon.constexpr_function
+def _named_barrier(instruction, warpgroup):
+    """Barriers 8 and up are nobody's: Triton takes 0 for the first warpgroup and the next ones for the others."""
+    return f"{instruction} {8 + warpgroup}, 256; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def take_turn(WARPGROUP: gl.constexpr):
+    """Wait until the warpgroup before has passed the turn on."""
+    asm: gl.constexpr = _named_barrier("bar.sync", WARPGROUP)
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(WARPGROUP: gl.constexpr):
+    """It is this warpgroup's turn."""
+    asm: gl.constexpr = _named_barrier("bar.arrive", WARPGROUP)
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)

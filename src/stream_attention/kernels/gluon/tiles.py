@@ -17,16 +17,35 @@ def packed_rows(cu_ptr, rows):
 
 
 @gluon.jit
-def softcap_scores(scores, softcap, TANH: gl.constexpr):
-    """c * tanh(s / c): tiles.softcap_scores has the errors of the two ways."""
-    x = scores / softcap
+def tanh(x, TANH: gl.constexpr):
+    """kernels/triton/tiles.py, softcap_scores, has the errors of the two ways."""
     if TANH == "unit":
-        t = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+        return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
     else:
         shrunk = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
         magnitude = (1.0 - shrunk) / (1.0 + shrunk)
-        t = gl.where(x < 0, -magnitude, magnitude)
-    return softcap * t
+        return gl.where(x < 0, -magnitude, magnitude)
+
+
+@gluon.jit
+def less_distance(scores, slope, distance):
+    """Scores less slope * |i - j|, `distance` being i less the first key of the tile.
+
+    Columns are numbered as 8 a + b. What a lane holds of a row has every a and two b, so that 8 a is a constant of the
+    instruction and nothing is converted to a float in the loop; positions up to 2^24 apart are exact.
+    """
+    ROWS: gl.constexpr = scores.shape[0]
+    COLUMNS: gl.constexpr = scores.shape[1]
+    folded = scores.reshape([ROWS, COLUMNS // 8, 8])
+    layout: gl.constexpr = folded.type.layout
+    of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    a = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    b = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    i = gl.convert_layout(distance.to(gl.float32), of_rows, assert_trivial=True)
+    from_b = i[:, None, None] - b.to(gl.float32)[None, None, :]
+    apart = gl.abs(from_b - (a * 8).to(gl.float32)[None, :, None])
+    less = folded - slope * apart
+    return gl.convert_layout(less.reshape([ROWS, COLUMNS]), scores.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -59,6 +78,12 @@ def row_sums(weights):
 
 
 @gluon.jit
+def from_here(x):
+    """`x`, with which nothing is computed before this point of the program."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@gluon.jit
 def clear_unseen(values, use, start, floor, limit):
     """Zero the rows of a block of V that no query sees, where it has any: their weight is 0, but 0 * NaN is NaN.
 
@@ -76,32 +101,3 @@ def clear_unseen(values, use, start, floor, limit):
             row = start + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
             part.store(gl.where(((row >= floor) & (row < limit))[:, None], part.load(layout), 0.0))
         fence_async_shared()
-
-
-@gluon.constexpr_function
-def _wide_layout(rows, columns, step):
-    """The accumulator's layout with 8 consecutive columns per lane, for stores of 16 bytes, in two steps of one lane
-    bit each: Triton shuffles within a warp for one such transposition and goes through shared memory for two."""
-    registers = [[0, 1], [0, 2], [8, 0], [0, 16]] if step == 1 else [[0, 1], [0, 2], [0, 4], [8, 0]]
-    column = 32
-    while column < columns:
-        registers.append([0, column])
-        column *= 2
-    lanes = [[0, 8], [0, 4] if step == 1 else [0, 16], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, columns])
-
-
-@gluon.jit
-def store_rows(out, base, stride, rows_left, DV: gl.constexpr):
-    """Write rows from registers: the first `rows_left` of them, `DV` columns."""
-    rows: gl.constexpr = out.shape[0]
-    columns: gl.constexpr = out.shape[1]
-    if out.dtype.primitive_bitwidth == 16:
-        out = gl.convert_layout(out, _wide_layout(rows, columns, 1))
-        out = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [out], dtype=out.dtype, is_pure=False, pack=2)
-        out = gl.convert_layout(out, _wide_layout(rows, columns, 2))
-    row = gl.arange(0, rows, gl.SliceLayout(1, out.type.layout))
-    column = gl.arange(0, columns, gl.SliceLayout(0, out.type.layout))
-    offsets = row.to(gl.int64)[:, None] * stride + column[None, :]
-    inside = (row < rows_left)[:, None] & (column < DV)[None, :]
-    gl.store(base + offsets, out, mask=inside)
