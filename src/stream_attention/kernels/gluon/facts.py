@@ -8,8 +8,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.language.core import _aggregate as aggregate
 
+from ..triton.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from .tiles import LOG2E, less_distance, packed_rows, tanh
 from .versions import as_tile_of, tma_store
+
+UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
 
 
 @aggregate
@@ -214,7 +217,7 @@ class Result:
 
     o_desc: tma.tensor_descriptor
     out: gl.tensor
-    stride_ob: gl.tensor
+    stride_ob: gl.tensor  # in units of 8 elements, so that the compiler knows rows to be aligned
     stride_om: gl.tensor
     stride_oh: gl.tensor
     lse: gl.tensor
@@ -271,11 +274,10 @@ class Result:
     @gluon.jit
     def store_from_registers(self, out, entry, row, head, rows_left):
         """Write the first `rows_left` rows of a tile."""
-        base = (
-            self.out + entry.to(gl.int64) * self.stride_ob + head * self.stride_oh + row.to(gl.int64) * self.stride_om
-        )
         line = gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
         column = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
-        offsets = line.to(gl.int64)[:, None] * self.stride_om + column[None, :]
+        units = entry.to(gl.int64) * self.stride_ob + head * self.stride_oh
+        units += (row + line).to(gl.int64) * self.stride_om
         inside = (line < rows_left)[:, None] & (column < self.DV)[None, :]
-        gl.store(base + offsets, out.to(self.out.dtype.element_ty), mask=inside)
+        pointers = self.out + units[:, None] * UNIT + column[None, :]
+        gl.store(pointers, out.to(self.out.dtype.element_ty), mask=inside)

@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...problem import UNBOUNDED, Inputs, Problem
 from ...tuning.gluon import ROWS as ROWS_OF_A_WARPGROUP
 from ...tuning.gluon import GluonConfig, many_cuts, tile_widths
-from ..triton.arguments import FAR, line_strides, room_for_results, scale_of, slope_stride, tanh
+from ..triton.arguments import FAR, UNIT, line_strides, room_for_results, row_strides, scale_of, slope_stride, tanh
 from ..triton.dropout import dropout_words
 from ..triton.launch import Kernel
 from .facts import Call, Crew, Result, Scores
@@ -514,7 +514,7 @@ def _launch_arguments(
             min(problem.right, FAR),
             query.shape[-3],
             key.shape[-3],
-            *((0, *out.stride()[:2]) if packed else out.stride()[:3]),
+            *row_strides(out, packed, UNIT),
             *line_strides(lse, packed),
             slope_stride(slopes),
             *line_strides(row_words, packed),
