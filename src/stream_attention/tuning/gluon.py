@@ -56,12 +56,12 @@ def short(problem: Problem) -> bool:
 
 
 # NVIDIA H200, 2026-11-15, torch 2.11.0+cu130, Triton 3.6.0, bf16, batch * length = 16384, hidden 2048: the best of 6-12
-# configurations per head dim at 512 to 16k (benchmarks/results/h200/sweeps/8-gluon-order.json), as a multiple of the
-# fastest of FA3 and cuDNN in the same run.
-D64 = GluonConfig(3, 128, 2, 3, 3, True, True, False, False, 160, 32)
-D64_SHORT_CAUSAL = GluonConfig(2, 128, 2, 3, 3, True, True, False, False, 240, 24)
-D128 = GluonConfig(2, 128, 2, 3, 2, True, False, False, False, 240, 24)
-D256 = GluonConfig(2, 64, 1, 2, 2, True, False, True, True, 232, 40)
+# configurations per head dim at 512 to 16k (benchmarks/results/h200/sweeps/, 7 and 8). Behind each its speed, as a
+# multiple of the fastest of FA3, cuDNN and SDPA flash in the same run (benchmarks/results/h200/forward.json).
+D64 = GluonConfig(3, 128, 2, 3, 3, True, True, False, False, 160, 32)  # x1.02-1.09 full, x1.03-1.05 causal from 2k
+D64_SHORT_CAUSAL = GluonConfig(2, 128, 2, 3, 3, True, True, False, False, 240, 24)  # x1.01-1.09 up to 1k
+D128 = GluonConfig(2, 128, 2, 3, 2, True, False, False, False, 240, 24)  # x1.01-1.05 full, x0.98-1.07 causal
+D256 = GluonConfig(2, 64, 1, 2, 2, True, False, True, True, 232, 40)  # x0.97-1.01 full, x0.98-1.02 causal
 
 # Not timed against others: what the compiler keeps in registers, and where it waits.
 D256_MODIFIED = D256._replace(keys_first=False)
