@@ -7,11 +7,6 @@ from __future__ import annotations
 
 import sys
 
-import torch
-from test_forward_gpu import NAMED
-
-from stream_attention.testing.inputs import make, run
-
 SAMPLE = (
     "aligned",
     "d64",
@@ -22,9 +17,19 @@ SAMPLE = (
     "packed causal",
 )
 
-if __name__ == "__main__":
-    for name in sys.argv[1:] or SAMPLE:
+
+def main(names: list[str]) -> None:
+    import torch
+    from test_forward_gpu import NAMED  # the one beside this file: a script's own folder comes first
+
+    from stream_attention.testing.inputs import make, run
+
+    for name in names or SAMPLE:
         query, key, value, options = make(NAMED[name])
         out, _ = run(NAMED[name], {"query": query, "key": key, "value": value}, options, "gluon")
         torch.cuda.synchronize()
         print(f"{name}: {tuple(out.shape)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

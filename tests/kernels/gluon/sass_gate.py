@@ -16,6 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from heapq import heappop, heappush
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,23 +208,46 @@ def tail(code: list[Instruction]) -> int:
 
 def raced(blocks: list[Block]) -> list[Instruction]:
     """Instructions that write a register which a product may still be reading, whatever way the program took there."""
-    reading: list[frozenset[int]] = [frozenset() for _ in blocks]
+    reading: list[_Reading] = [()] * len(blocks)
     found: dict[int, list[Instruction]] = {}
     ahead = set(range(len(blocks)))
     while ahead:
         number = ahead.pop()
-        held, found[number] = set(reading[number]), []
+        groups, found[number] = reading[number], []
         for one in blocks[number].code:
-            if held & _written(one):
+            if frozenset().union(*groups) & _written(one):
                 found[number].append(one)
-            held |= _operand(one)
-            if _kind(one) == "wait for all":
-                held = set()
+            groups = _after_instruction(groups, one)
         for after in blocks[number].after:
-            if not held <= reading[after]:
-                reading[after] |= held
+            joined = tuple(x | y for x, y in zip_longest(reading[after], groups, fillvalue=frozenset()))
+            if joined != reading[after]:
+                reading[after] = joined
                 ahead.add(after)
     return [one for number in sorted(found) for one in found[number]]
+
+
+_Reading = tuple[frozenset[int], ...]
+"""Registers that products read: those of the group that is being issued, of the newest that was, and so on."""
+
+GROUPS = 6
+"""Groups that are told apart; more than a loop has under way."""
+
+
+def _after_instruction(groups: _Reading, one: Instruction) -> _Reading:
+    if _is_product(one):
+        issued = (groups[0] if groups else frozenset()) | _operand(one)
+        groups = (issued, *groups[1:])
+        if "gsb0" in one.operands:  # the group is complete
+            groups = (frozenset(), *groups)
+            groups = (*groups[:GROUPS], frozenset().union(*groups[GROUPS:]))
+    elif (left := _left_by_wait(one)) is not None:
+        groups = groups[: left + 1]
+    return groups
+
+
+def _left_by_wait(one: Instruction) -> int | None:
+    """How many of the newest groups a wait leaves under way; None where it is none."""
+    return int(one.operands[-1], 16) if one.opcode.startswith("WARPGROUP.DEPBAR") else None
 
 
 def faults(made: Report, sass: str, consumers: int, known: Spills = NO_SPILLS) -> list[str]:
@@ -255,7 +279,7 @@ def _is_product(one: Instruction) -> bool:
 def _kind(one: Instruction) -> str:
     if _is_product(one):
         return "product"
-    if one.opcode.startswith("WARPGROUP.DEPBAR") and one.operands[-1] == "0x0":
+    if _left_by_wait(one) == 0:
         return "wait for all"
     if one.opcode == "MUFU.EX2":
         return "exponential"

@@ -192,6 +192,16 @@ def test_what_only_reads_or_writes_beside_it_is_none(other: str) -> None:
     assert raced(parse(program(PV, other, WAIT_ALL))) == []
 
 
+def test_a_wait_for_all_but_the_newest_frees_what_the_older_read() -> None:
+    other = PV.replace("R152", "R160")
+    assert raced(parse(program(PV, other, WAIT_ONE, PACK, WAIT_ALL))) == []
+    assert len(raced(parse(program(other, PV, WAIT_ONE, PACK, WAIT_ALL)))) == 1
+    assert (
+        len(raced(parse(program(PV.replace(", gsb0", ""), other, WAIT_ONE, PACK)))) == 1
+    )  # one group, still under way
+    assert len(raced(parse(program("L1:", PACK, other, PV, WAIT_ONE, go(1, "@P0"), WAIT_ALL)))) == 1
+
+
 def test_a_race_is_seen_across_branches_and_into_the_next_iteration() -> None:
     into_next = program("L1:", PACK, PV, go(1, "@P0"), WAIT_ALL)
     over_branch = program(PV, go(1, "@P0"), WAIT_ALL, "L1:", PACK, WAIT_ALL)
