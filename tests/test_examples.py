@@ -104,6 +104,19 @@ def test_long_context_ends_when_its_budget_is_spent() -> None:
     assert "s are left of the budget" in printed and time.perf_counter() - began < 60
 
 
+def test_kv_compression_keeps_what_later_queries_look_at() -> None:
+    flags = "--length 512 --ratio 4 --heads 4 --kv-heads 2 --dim 32 --device cpu".split()
+    printed = run("kv_compression.py", *flags)
+    rows = re.findall(r"^(\w+) +(\d+) +(\d+\.\d)x +(\d+\.\d)% +(\d+\.\d+)$", printed, re.MULTILINE)
+    table = {name: (int(tokens), float(ratio), float(kept), float(error)) for name, tokens, ratio, kept, error in rows}
+    assert set(table) == {"importance", "snap", "chunk", "hybrid", "quantized", "key_norm", "streaming"}
+    assert all(table[name][:2] == (128, 4.0) for name in ("importance", "snap", "chunk", "key_norm", "streaming"))
+    assert table["hybrid"][0] == 256 and table["quantized"][0] == 512 and table["quantized"][2] == 100.0
+    for name in ("importance", "snap", "hybrid", "quantized"):
+        assert table[name][2] > 90 and table[name][3] < 0.25 < table["streaming"][3]
+    assert len(figures(r"costs (\d\.\d+) of the attention, by the last 32 queries \d\.\d+\.\n", printed)) == 1
+
+
 # How they are started
 
 
@@ -148,6 +161,10 @@ def test_help_explains_every_flag_and_runs_nothing(
         ("train_transformer_block.py", "--lr 0", "--lr: expected more than 0; got 0"),
         ("long_context_example.py", "--lengths 64 0", "--lengths: expected a number of at least 1; got '0'"),
         ("long_context_example.py", "--budget-seconds 0", "--budget-seconds: expected more than 0 seconds; got 0"),
+        ("kv_compression.py", "--length 8", "--length: expected at least 64; got 8"),
+        ("kv_compression.py", "--ratio 0.5", "--ratio: expected at least 1; got 0.5"),
+        ("kv_compression.py", "--kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),
+        ("kv_compression.py", "--dim 7", "--dim: expected an even number, as two codes share a byte; got 7"),
         ("long_context_example.py", "--window=-1", "--window: expected a number of at least 0; got '-1'"),
     ],
 )

@@ -13,8 +13,10 @@ from .core import (
     create_stream_attention,
 )
 from .errors import UnsupportedProblem
+from .kvcache import create_kv_compressor
 from .ops.attention import attention
 from .ops.explain import explain
+from .ops.mass import attention_mass
 from .ops.merge import merge_states
 from .ops.varlen import varlen_attention
 from .plan import Plan, force_backend
@@ -30,7 +32,9 @@ __all__ = [
     "StreamMultiheadAttention",
     "UnsupportedProblem",
     "attention",
+    "attention_mass",
     "create_fused_online_attention",
+    "create_kv_compressor",
     "create_stream_attention",
     "explain",
     "force_backend",
@@ -41,7 +45,6 @@ __all__ = [
 _LATER = {
     "RingAttention": "attention over several devices",
     "StarAttention": "attention over several devices",
-    "create_kv_compressor": "KV compression",
     "decode_attention": "paged and quantized caches; attention() splits few queries over many keys by itself",
     "gradient_checkpoint_sequential": "torch.utils.checkpoint.checkpoint_sequential is torch's own",
     "MemoryProfiler": "torch.cuda.memory_stats() is torch's own",

@@ -257,6 +257,38 @@ def _blocked_backward(
     return grads if problem.partial else _in_dtype_of(inputs, grads)
 
 
+def key_mass(
+    problem: Problem,
+    inputs: Inputs,
+    config: EagerConfig,
+    lse: Tensor,
+    row_weights: Tensor | None,
+    per_query_head: bool,
+) -> Tensor:
+    """sum_i w_i exp(s_ij - lse_i) of each key j, over all rows i that share it: `[B, Hkv, Tk]`, or `[B, Hq, Tk]`.
+
+    `row_weights` are like lse, `[B, Hq, Tq]`; a row of weight 0 is not looked at, whatever it holds. Of the value only
+    its place in `inputs` is used.
+    """
+    heads = problem.q_heads if per_query_head else problem.kv_heads
+    mass = lse.new_zeros(problem.batch, heads, problem.k_len)
+    for tiles in _batches(problem, inputs, config):
+        for rows in tiles.row_blocks():
+            q = tiles.rows_of(tiles.q, rows)
+            row_lse = tiles.fold_rows(lse, rows).clamp_min(torch.finfo(lse.dtype).min)
+            counted = None
+            if row_weights is not None:
+                counted = tiles.fold_rows(row_weights, rows)
+                q, row_lse = q.masked_fill(counted == 0, 0.0), row_lse.masked_fill(counted == 0, torch.inf)
+            for cols in tiles.col_blocks(rows):
+                weight = _exp_(tiles.score(q, rows, cols).scores.sub_(row_lse))
+                if counted is not None:
+                    weight.mul_(counted)
+                by_head = weight.view(q.shape[0] // problem.kv_heads, heads, -1, weight.shape[-1])
+                mass[tiles.batch, :, cols] += by_head.sum(2)
+    return mass
+
+
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """The sink takes exp(sink - lse) of each row and gives no value: its gradient is -sum of that times delta."""
     logit = sink.to(lse.dtype).view(-1, 1)

@@ -19,6 +19,7 @@ whose error earns the other kernels their tolerance. One code path serves both.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -218,6 +219,30 @@ def varlen_attention(
     outs.append(query.new_zeros(tail, q_heads, value.shape[-1], dtype=compute_dtype))
     lses.append(query.new_full((q_heads, tail), -torch.inf, dtype=wide_dtype))
     return torch.cat(outs), torch.cat(lses, dim=-1)
+
+
+def attention_mass(
+    query: Tensor,
+    key: Tensor,
+    *,
+    row_weights: Tensor | None = None,
+    per_query_head: bool = False,
+    compute_dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> Tensor:
+    """The probabilities of `attention` summed over the queries, each times its row weight: mass_j = sum_i w_i p_ij.
+
+    `row_weights` is [B, Hq, Tq]; `options` are those of `attention`. Returns [B, Hkv, Tk], summed over the query heads
+    that share a key, or [B, Hq, Tk] per query head.
+    """
+    batch, k_len, kv_heads, _ = key.shape
+    # Value j is the j-th unit vector, so that a row of the output is the row of probabilities.
+    units = torch.eye(k_len, dtype=query.dtype, device=key.device)[None, :, None].expand(batch, k_len, kv_heads, k_len)
+    probabilities = attention(query, key, units, compute_dtype=compute_dtype, **options)[0].transpose(1, 2)
+    if row_weights is not None:
+        probabilities = probabilities * row_weights.to(compute_dtype)[..., None]
+    mass = probabilities.sum(2)
+    return mass if per_query_head else mass.unflatten(1, (kv_heads, -1)).sum(2)
 
 
 def merge_states(

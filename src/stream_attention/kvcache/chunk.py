@@ -1,0 +1,57 @@
+"""chunk: runs of neighbouring tokens stay or go together, so that what is kept can still be read."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .compressor import KVCompressor
+from .importance import ImportanceBasedCompressor
+from .request import Request, count, refuse
+from .select import comparable, in_order
+
+
+class ChunkBasedCompressor(KVCompressor):
+    """Cuts the real tokens of a row into chunks of `chunk_size` and keeps whole ones, those of the highest mean score.
+
+    Chunks are taken from the best on for as long as they fit into the budget, so less than the budget may stay; where
+    a chunk would be larger than the budget, chunks are as large as that. `importance` is the `method` of
+    `ImportanceBasedCompressor`. `heads`: "each" head keeps chunks of its own, or all the "same".
+    """
+
+    def __init__(self, chunk_size: int = 64, *, importance: str = "auto", heads: str = "each") -> None:
+        self.chunk_size = count("chunk_size", chunk_size, 1)
+        if heads not in ("each", "same"):
+            refuse("heads", '"each" or "same"', repr(heads))
+        self.heads = heads
+        self.importance = ImportanceBasedCompressor(importance)
+        self.uses_query = self.importance.uses_query
+
+    def _choose(self, request: Request) -> Tensor:
+        scores = self.importance.scores(request)
+        if self.heads == "same":
+            scores = scores.sum(1, keepdim=True).expand_as(scores)
+        real = request.is_real
+        scores = comparable(scores, real)
+        kept = torch.zeros_like(scores, dtype=torch.bool)
+        for row, (length, budget) in enumerate(zip(request.lengths, request.budgets(), strict=True)):
+            places = (~real[row]).long().argsort(stable=True)[:length]  # of its real tokens
+            if length:
+                kept[row, :, places] = self._kept_of_row(scores[row, :, places], budget)
+        counts = kept.sum(-1)
+        order = (~kept).long().argsort(dim=-1, stable=True)
+        return in_order(order, counts, int(counts.max()) if counts.numel() else 0)
+
+    def _kept_of_row(self, scores: Tensor, budget: int) -> Tensor:
+        """Which of a row's real tokens stay, by their scores `[Hkv, n]`."""
+        length, size = scores.shape[1], min(self.chunk_size, budget)
+        by_chunk = F.pad(scores, (0, -length % size)).unflatten(1, (-1, size))
+        sizes = torch.full((by_chunk.shape[1],), size, device=scores.device)
+        sizes[-1] = length - size * (by_chunk.shape[1] - 1)
+        order = (by_chunk.sum(-1) / sizes).argsort(dim=-1, descending=True, stable=True)
+        fits = sizes[order].cumsum(-1) <= budget
+        return torch.zeros_like(fits).scatter(1, order, fits).repeat_interleave(size, 1)[:, :length]
+
+    def _described(self, request: Request) -> str:
+        return f"chunks of {self.chunk_size} by {self.importance._described(request)}"

@@ -1,0 +1,34 @@
+"""hybrid: important tokens stay, in eight bits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .compressor import KVCompressor, Stored
+from .importance import ImportanceBasedCompressor
+from .quantized import QuantizedCompressor
+from .request import Request
+from .select import Heads
+
+
+class HybridCompressor(KVCompressor):
+    """Keeps the most important tokens, one in `compression_ratio / 2`, and stores them as int8.
+
+    For a cache of 16-bit numbers that is about `compression_ratio` in bytes (scales take some of it), for one of
+    32-bit numbers about twice that: `stats.compression_ratio` is what came of it. `importance` is the `method` of
+    `ImportanceBasedCompressor`, `group` that of `QuantizedCompressor`.
+    """
+
+    def __init__(self, importance: str = "auto", *, heads: Heads = "each", group: int = 64) -> None:
+        self.importance = ImportanceBasedCompressor(importance, heads=heads)
+        self.quantized = QuantizedCompressor(8, group=group)
+        self.uses_query = self.importance.uses_query
+
+    def _choose(self, request: Request) -> Tensor:
+        return self.importance._choose(request._replace(ratio=max(1.0, request.ratio / 2)))
+
+    def _store(self, keys: Tensor, values: Tensor, held: Tensor | None, request: Request) -> tuple[Stored, Stored]:
+        return self.quantized.stored(keys, values, held, "int8")
+
+    def _described(self, request: Request) -> str:
+        return f"hybrid: {self.importance._described(request)}, int8"

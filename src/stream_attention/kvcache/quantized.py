@@ -1,0 +1,102 @@
+"""quantized: every token stays, in fewer bits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .compressor import CompressionStats, KVCompressor, Stored
+from .quantize import BITS, CHANNELS, TOKENS, QuantizedTensor, quantize, quantized_nbytes
+from .request import Request, count, refuse
+from .select import best
+
+_ALONG = {"channel": TOKENS, "token": CHANNELS}
+
+
+class QuantizedCompressor(KVCompressor):
+    """Stores keys and values in `bits`: 8, 4 or 2, or the name of a format: "int8", "int4", "int2", "fp8" (e4m3).
+
+    `bits=None` takes the widest integers that reach the ratio. A scale is shared by `group` tokens of a channel
+    (`keys="channel"`, as a few channels of keys are large in all tokens) or by `group` channels of a token
+    (`values="token"`).
+    """
+
+    def __init__(
+        self, bits: int | str | None = 4, *, group: int = 64, keys: str = "channel", values: str = "token"
+    ) -> None:
+        name = f"int{bits}" if isinstance(bits, int) and not isinstance(bits, bool) else bits
+        if name is not None and name not in BITS:
+            refuse("bits", f"8, 4, 2, None or one of {', '.join(BITS)}", repr(bits))
+        self.format = name
+        self.group = count("group", group, 1)
+        for side, per in (("keys", keys), ("values", values)):
+            if per not in _ALONG:
+                refuse(side, '"channel" or "token"', repr(per))
+        self._dims = _ALONG[keys], _ALONG[values]
+
+    def compress(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        compression_ratio: float | None = None,
+        *,
+        query: Tensor | None = None,
+        mass: Tensor | None = None,
+        lengths: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        causal: bool = True,
+        scale: float | None = None,
+    ) -> tuple[Stored, Stored, CompressionStats]:
+        """As `KVCompressor.compress`, with every real token kept.
+
+        `compression_ratio` is how many times fewer bytes at least; None: what the bits give. More than they give is
+        refused, and `stats.compression_ratio` says what they gave.
+        """
+        return super().compress(
+            keys,
+            values,
+            1.0 if compression_ratio is None else compression_ratio,
+            query=query,
+            mass=mass,
+            lengths=lengths,
+            key_mask=key_mask,
+            causal=causal,
+            scale=scale,
+        )
+
+    def _choose(self, request: Request) -> Tensor | None:
+        self._format_for(request)
+        if request.real is None:
+            return None
+        batch, length, heads, _ = request.keys.shape
+        return best(request.keys.new_zeros(batch, heads, length), request._replace(ratio=1.0), "each")
+
+    def _store(self, keys: Tensor, values: Tensor, held: Tensor | None, request: Request) -> tuple[Stored, Stored]:
+        return self.stored(keys, values, held, self._format_for(request))
+
+    def stored(
+        self, keys: Tensor, values: Tensor, held: Tensor | None, format: str
+    ) -> tuple[QuantizedTensor, QuantizedTensor]:
+        along_keys, along_values = self._dims
+        return (
+            quantize(keys, format, along_keys, self.group, held),
+            quantize(values, format, along_values, self.group, held),
+        )
+
+    def _format_for(self, request: Request) -> str:
+        """The format that reaches the ratio."""
+        formats = [self.format] if self.format else ["int8", "int4", "int2"]
+        ratio = 1.0
+        for format in formats:
+            sizes = (
+                quantized_nbytes(x, format, dim, self.group)
+                for x, dim in zip((request.keys, request.values), self._dims, strict=True)
+            )
+            ratio = request.nbytes / max(1, sum(sizes))
+            if ratio >= request.ratio or request.ratio == 1.0:
+                return format
+        given = f"{formats[-1]} in groups of {self.group} gives"
+        hint = 'Fewer bits, larger groups, or "hybrid", which also drops tokens.'
+        refuse("compression_ratio", f"at most {ratio:.2f}, which {given} for this cache", request.ratio, hint)
+
+    def _described(self, request: Request) -> str:
+        return f"quantized ({self._format_for(request)})"

@@ -1,0 +1,144 @@
+"""One call of `compress`, checked, in the form the methods read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..validate import DTYPES
+
+
+class Request(NamedTuple):
+    """What one call of `compress` asks for."""
+
+    keys: Tensor  # [B, T, Hkv, D]
+    values: Tensor  # [B, T, Hkv, Dv]
+    ratio: float
+    lengths: list[int]  # real tokens of each row
+    real: Tensor | None  # bool [B, T], True = a real token; None: all are
+    query: Tensor | None  # [B, Tq, Hq, D]
+    mass: Tensor | None  # [B, Hkv, T]
+    causal: bool
+    scale: float | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def votes(self) -> bool:
+        """Whether there is an attention that says what matters."""
+        return self.query is not None or self.mass is not None
+
+    @property
+    def is_real(self) -> Tensor:
+        """`real` as a tensor always, bool `[B, T]`."""
+        return self.keys.new_ones(self.keys.shape[:2], dtype=torch.bool) if self.real is None else self.real
+
+    def budgets(self) -> list[int]:
+        """How many tokens each row keeps: its share of its real ones, rounded down, but one if it has any."""
+        return [min(n, max(1, int(n / self.ratio + 1e-6))) for n in self.lengths]
+
+
+def checked(
+    keys: Tensor,
+    values: Tensor,
+    ratio: float,
+    query: Tensor | None,
+    mass: Tensor | None,
+    lengths: Tensor | None,
+    key_mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    *,
+    votes: bool,
+) -> Request:
+    """Check a call of `compress` of a method to which `query` and `mass` say something, or not (`votes`).
+
+    `causal`, `scale` and the dtype and heads of `query` are checked by the attention that they are for.
+    """
+    for name, tensor, shape in (("keys", keys, "[B, T, Hkv, D]"), ("values", values, "[B, T, Hkv, Dv]")):
+        _tensor(name, tensor, keys)
+        if tensor.dtype not in DTYPES:
+            refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype, error=TypeError)
+        if tensor.dim() != 4 or min(tensor.shape[2:]) < 1:
+            refuse(name, f"shape {shape}", list(tensor.shape))
+    if values.shape[:3] != keys.shape[:3]:
+        refuse("values", f"the keys' batch, length and heads, {list(keys.shape[:3])} + [Dv]", list(values.shape))
+    number("compression_ratio", ratio)
+    if ratio < 1:
+        refuse("compression_ratio", "at least 1", ratio, "It is how many times smaller the result is.")
+
+    batch, length, heads, _ = keys.shape
+    if not votes and (query is not None or mass is not None):
+        given = "query" if query is not None else "mass"
+        refuse(given, "None", "a value", "This method does not look at attention; `uses_query` says so.")
+    if query is not None and mass is not None:
+        refuse("mass", "None beside query", "a value", "It is what would be computed from the query.")
+    if query is not None:
+        _tensor("query", query, keys)
+        if query.dim() != 4 or query.shape[0] != batch:
+            refuse("query", f"shape [B={batch}, Tq, Hq, D]", list(query.shape))
+    if query is None and (scale is not None or causal is not True):
+        refuse("scale and causal", "their defaults without a query", f"{scale} and {causal}")
+    if mass is not None:
+        _tensor("mass", mass, keys)
+        if not mass.dtype.is_floating_point:
+            refuse("mass", "a floating dtype", mass.dtype, error=TypeError)
+        if mass.shape != (batch, heads, length):
+            refuse("mass", f"shape [B, Hkv, T] = {[batch, heads, length]}", list(mass.shape))
+
+    if lengths is not None and key_mask is not None:
+        refuse("key_mask", "None beside lengths", "a value")
+    real, counts = key_mask, [length] * batch
+    if lengths is not None:
+        _tensor("lengths", lengths, keys)
+        if lengths.dtype not in (torch.int32, torch.int64):
+            refuse("lengths", "dtype torch.int32 or torch.int64", lengths.dtype, error=TypeError)
+        if lengths.shape != (batch,):
+            refuse("lengths", f"shape [B={batch}]", list(lengths.shape))
+        counts = lengths.tolist()
+        if any(not 0 <= n <= length for n in counts):
+            refuse("lengths", f"from 0 to the {length} slots of a row", counts)
+        real = torch.arange(length, device=keys.device) < lengths[:, None]
+    elif key_mask is not None:
+        _tensor("key_mask", key_mask, keys)
+        if key_mask.dtype is not torch.bool:
+            refuse("key_mask", "dtype torch.bool (True = a real token)", key_mask.dtype, error=TypeError)
+        if key_mask.shape != (batch, length):
+            refuse("key_mask", f"shape [B, T] = {[batch, length]}", list(key_mask.shape))
+        counts = key_mask.sum(1).tolist()
+    if counts == [length] * batch:
+        real = None
+    return Request(keys, values, float(ratio), counts, real, query, mass, causal, scale)
+
+
+def count(name: str, given: Any, least: int) -> int:
+    """An int of at least `least`."""
+    if isinstance(given, bool) or not isinstance(given, int):
+        refuse(name, "an int", f"{given!r} ({type(given).__name__})", error=TypeError)
+    if given < least:
+        refuse(name, f"at least {least}", given)
+    return given
+
+
+def number(name: str, given: Any) -> None:
+    """Refuse what is not a finite number."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        refuse(name, "a number", f"{given!r} ({type(given).__name__})", error=TypeError)
+    if not math.isfinite(given):
+        refuse(name, "a finite number", given)
+
+
+def refuse(name: str, expected: str, actual: Any, hint: str = "", error: type[Exception] = ValueError) -> NoReturn:
+    raise error(f"{name}: expected {expected}; got {actual}{'. ' + hint if hint else ''}")
+
+
+def _tensor(name: str, tensor: Any, keys: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        refuse(name, "a torch.Tensor", type(tensor).__name__, error=TypeError)
+    if tensor.device != keys.device:
+        refuse(name, f"the keys' device {keys.device}", tensor.device)

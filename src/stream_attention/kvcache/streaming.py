@@ -1,0 +1,32 @@
+"""streaming: the first few tokens and the latest ones stay; what lies between is forgotten."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .compressor import KVCompressor
+from .request import Request, count
+from .select import best
+
+
+class StreamingCompressor(KVCompressor):
+    """Keeps the first `sinks` real tokens of a row and as many of the last as the budget has room for, at least one.
+
+    The attention sinks keep a model stable (Xiao et al., "Efficient streaming language models", 2023). Nothing of what
+    is dropped can be recalled.
+    """
+
+    def __init__(self, sinks: int = 4) -> None:
+        self.sinks = count("sinks", sinks, 0)
+
+    def _choose(self, request: Request) -> Tensor:
+        real = request.is_real
+        sinks = [min(self.sinks, max(0, budget - 1)) for budget in request.budgets()]
+        place = real.cumsum(1) - 1
+        first = place < torch.tensor(sinks, device=real.device).view(-1, 1)
+        scores = torch.where(first, real.shape[1] - place, place - real.shape[1]).double()
+        return best(scores.unsqueeze(1).expand(-1, request.keys.shape[2], -1), request, "each")
+
+    def _described(self, request: Request) -> str:
+        return "streaming"
