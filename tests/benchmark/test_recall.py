@@ -260,3 +260,9 @@ def test_the_table_says_what_each_method_sees(capsys: pytest.CaptureFixture[str]
     assert heading.startswith("| method | sees | ratio asked |") and set(rule) <= set("|-")
     assert whole.startswith("| whole cache |  | 1 | 96 | 49152 | 1.00 | 1.000 |")
     assert all(row.split(" | ")[1] in ("cache", "context", "questions", "answers") for row in rows)
+
+
+def test_the_page_shows_the_table_of_the_results_file() -> None:
+    page = (ROOT / "docs" / "kv_cache.md").read_text()
+    shown = page.partition("<!-- recall -->\n")[2].partition("\n<!-- /recall -->")[0]
+    assert shown == evaluate.markdown(json.loads((ROOT / "benchmarks/results/cpu/recall.json").read_text())).strip()
