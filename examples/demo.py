@@ -64,8 +64,8 @@ def main() -> None:
     show("problem", "error", "plain torch", "allowed", "worst", "time", "SDPA")
     for name, case in CASES.items():
         report = check_case(case)  # raises if anything is wrong by more than it may be
-        query, key, value, options = make(case)
-        plain = {option: value for option, value in options.items() if option != "deterministic"}
+        query, key, value, arguments = make(case)
+        plain = {name: given for name, given in arguments.items() if name != "deterministic"}
         exact = reference.attention(query, key, value, **plain)[0]
         eager = reference.attention(query, key, value, **plain, compute_dtype=case.dtype)[0]
         show(
@@ -74,7 +74,7 @@ def main() -> None:
             f"{float((eager.double() - exact).abs().max()):.1e}",
             f"{report.bounds['out']:.1e}",
             f"{report.worst:.0%}",
-            f"{best_ms(lambda q=query, k=key, v=value, o=options: attention(q, k, v, **o)):.2f} ms",
+            f"{best_ms(lambda q=query, k=key, v=value, o=arguments: attention(q, k, v, **o)):.2f} ms",
             sdpa_time(case, query, key, value),
         )
 

@@ -220,6 +220,24 @@ def test_what_cannot_be_compiled_is_refused(flags: str, words: str, capsys: pyte
     assert words in capsys.readouterr().err
 
 
+def test_a_cache_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert cli.main(SMALL) == 2
+    assert "TRITON_CACHE_DIR: expected a folder that can be written; got" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_first_calls_are_not_timed_where_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SMALL, "--first-call"]) == 2
+    assert (
+        "--first-call: expected on a machine with such a GPU; got a GPU of compute capability"
+        in capsys.readouterr().err
+    )
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_the_arch_must_be_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,9 @@ def _run(options: argparse.Namespace) -> int:
     if interpreting():
         raise Refused("TRITON_INTERPRET is set: interpreted kernels are not compiled; unset it")
     gpu, words, is_here = _gpu(options)
+    if options.first_call and not is_here:
+        raise Refused(f"--first-call: expected on a machine with such a GPU; got {words}")
+    _check_cache()
     begun = time.perf_counter()
     kernels, without = kernels_of(_calls(options), gpu)
     if not kernels:
@@ -82,11 +86,25 @@ def _run(options: argparse.Namespace) -> int:
         "seconds": round(time.perf_counter() - begun, 2),
         "first_calls": None,
     }
-    if is_here and options.first_call and not found["failed"]:
+    if is_here and options.first_call is not False and not found["failed"]:
         found["first_calls"] = _first_calls(kernels)
     print(json.dumps(found, indent=1) if options.json else _text(found))
     late = sum(call["compiled"] for call in (found["first_calls"] or {"cached": []})["cached"])
     return 1 if found["failed"] or late else 0
+
+
+def _check_cache() -> None:
+    """Refuse a folder for the cache that cannot be written, before anything is compiled for it."""
+    import triton
+
+    folder = Path(triton.knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise Refused(f"TRITON_CACHE_DIR: expected a folder that can be written; got {folder}")
 
 
 def _gpu(options: argparse.Namespace) -> tuple[Gpu, str, bool]:
@@ -270,8 +288,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
     how = parser.add_argument_group("compiling")
     how.add_argument("--workers", type=values.count, metavar="N", help="processes; default: a core each")
-    how.add_argument("--first-call", action=argparse.BooleanOptionalAction, default=True,
-                     help="time first calls where the GPU is here; default: do")  # fmt: skip
+    how.add_argument("--first-call", action=argparse.BooleanOptionalAction,
+                     help="time first calls; default: where the GPU is here")  # fmt: skip
     how.add_argument("--json", action="store_true", help="print what was done as JSON")
     return parser
 
