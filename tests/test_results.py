@@ -116,5 +116,11 @@ def test_the_gpu_tests_were_run_and_passed(which: str, tests: int, problems: int
     assert summary["commit"] and summary["versions"]["torch"] and summary["gpu"]
 
 
+def test_the_sanitizer_found_nothing_in_what_was_tested() -> None:
+    said = (RESULTS / "h200" / "compute_sanitizer_gluon_forward.txt").read_text()
+    assert results("h200/gpu_tests_gluon_forward")["commit"] in said
+    assert said.count("ERROR SUMMARY: 0 errors") == said.count("compute-sanitizer --tool") == 2
+
+
 def test_a_training_step_at_64k_tokens_is_within_its_memory_bar() -> None:
     assert results("h200/gpu_tests_backward")["memory of a training step at 64k"]["ratio"] <= 1.15

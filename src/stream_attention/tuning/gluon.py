@@ -14,7 +14,7 @@ WIDTHS = {(64, 64), (128, 128), (256, 256), (256, 128)}
 
 
 class GluonConfig(NamedTuple):
-    """One launch: consumer warpgroups of 64 queries, keys per block, slots of the rings, order and epilogue."""
+    """One launch: consumer warpgroups of 64 queries, keys per block, slots of the rings, order of work."""
 
     warpgroups: int
     block_n: int
@@ -24,9 +24,7 @@ class GluonConfig(NamedTuple):
     by_tma: bool  # the output leaves through shared memory; else from registers
     in_turn: bool  # warpgroups issue their products one after the other
     rescale_late: bool  # while the next product Q K runs, where the exponentials are too few to hide it
-    keys_first: (
-        bool  # are waited for at the head of the loop: where the weights are waited for is the compiler's choice
-    )
+    keys_first: bool  # are waited for at the head of the loop, and ptxas chooses where P V is
     consumer_registers: int
     producer_registers: int
 
@@ -46,7 +44,8 @@ def tile_widths(problem: Problem) -> tuple[int, int]:
 
 
 SHORT = 1 << 33
-"""Multiplications below which the host decides: at 8.6e9 the kernel runs for 30 us, about what a call costs."""
+"""Multiplications below which the host decides: at 8.6e9 the kernel runs for 30 us, about what a call costs. A guess:
+the two kernels were not timed around it."""
 
 
 def short(problem: Problem) -> bool:
@@ -79,6 +78,14 @@ def many_cuts(problem: Problem, block_n: int) -> bool:
     begins = problem.q_start - problem.k_start + problem.right
     right_in_one = not problem.packed and begins % ROWS == 0 and block_n % ROWS == 0
     return problem.left != UNBOUNDED or (problem.right != UNBOUNDED and not right_in_one)
+
+
+def reads_unseen(problem: Problem) -> bool:
+    """Whether there are keys that no query sees, before the window of the first or behind that of the last."""
+    offset = problem.q_start - problem.k_start
+    before = problem.left != UNBOUNDED and offset - problem.left > 0
+    behind = problem.right != UNBOUNDED and problem.q_len + offset + problem.right < problem.k_len
+    return before or behind
 
 
 def configure(problem: Problem) -> GluonConfig:

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stream_attention.kernels.gluon.forward_sm90 import _reads_unseen
 from stream_attention.kernels.triton.arguments import WIDE, access
 from stream_attention.problem import UNBOUNDED, Inputs, state_problem
 from stream_attention.testing import Case, check_case, random_case
 from stream_attention.testing.inputs import _tile_laid_out
 from stream_attention.testing.offline import precompile
 from stream_attention.tuning.gluon import configure as configure_gluon
-from stream_attention.tuning.gluon import many_cuts
+from stream_attention.tuning.gluon import many_cuts, reads_unseen
 from stream_attention.tuning.triton import configure_backward, configure_forward
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -178,7 +177,7 @@ def variant(case: Case, arch: int, processors: int, backend: str) -> Hashable:
         return None
     if backend == "gluon":
         config = configure_gluon(problem)
-        unseen = case.packed or _reads_unseen(problem)
+        unseen = case.packed or reads_unseen(problem)
         of_gluon = config, many_cuts(problem, config.block_n), unseen, problem.scale > 0
         return (
             (case.D, case.Dv, case.dtype, aux_dtype, case.packed, of_gluon),

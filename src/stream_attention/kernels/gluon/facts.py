@@ -2,6 +2,7 @@
 of sums."""
 
 # No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
+# The constructors only list the fields again: Triton 3.6 asks for them, 3.9 writes them by itself.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...problem import UNBOUNDED, Inputs, Problem
 from ...tuning.gluon import ROWS as ROWS_OF_A_WARPGROUP
-from ...tuning.gluon import GluonConfig, many_cuts, tile_widths
+from ...tuning.gluon import GluonConfig, many_cuts, reads_unseen, tile_widths
 from ..triton.arguments import FAR, UNIT, line_strides, room_for_results, row_strides, scale_of, slope_stride, tanh
 from ..triton.dropout import dropout_words
 from ..triton.launch import Kernel
@@ -270,7 +270,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
             p = gl.convert_layout(weights.to(dtype), P_TILE, assert_trivial=True)
             use += 1
 
-        # The last product, and the number of the next tile while it runs.
+        # The last product, and where the next tile is while it runs.
         if crew.RESCALE_LATE:
             acc = acc * gl.convert_layout(from_here(shrink), O_ROWS, assert_trivial=True)[:, None]
         if not result.BY_TMA:
@@ -542,7 +542,7 @@ def _launch_arguments(
             problem.dropout_p != 0.0,  # HAS_DROPOUT
             packed,  # IS_PACKED
             many_cuts(problem, config.block_n),  # MANY_CUTS
-            packed or _reads_unseen(problem),  # UNSEEN
+            packed or reads_unseen(problem),  # UNSEEN
             not problem.alibi and (problem.softcap > 0 or scale_of(problem) > 0),  # SCALE_LATE
             tanh(problem),  # TANH
             config.consumer_registers,  # CONSUMER_REGISTERS
@@ -550,14 +550,6 @@ def _launch_arguments(
         ),
         "num_warps": 4,
     }
-
-
-def _reads_unseen(problem: Problem) -> bool:
-    """Whether there are keys that no query sees, before the window of the first or behind that of the last."""
-    offset = problem.q_start - problem.k_start
-    before = problem.left != UNBOUNDED and offset - problem.left > 0
-    behind = problem.right != UNBOUNDED and problem.q_len + offset + problem.right < problem.k_len
-    return before or behind
 
 
 def _lines_in_cache(problem: Problem, lines: int) -> int:
