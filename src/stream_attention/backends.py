@@ -57,7 +57,19 @@ def _gluon_why_not(problem: Problem) -> tuple[str, ...]:
             f"it is for Hopper, compute capability 9.0, not {problem.arch / 10}",
         ),
         (not _triton_is_tested(), f"it was run with Triton {TESTED_TRITON} alone, not {_triton_version()}"),
-        (problem.backward, "it has no backward yet; Triton's takes its LSE"),
+        (
+            problem.backward and problem.slope_grad,
+            "the gradient of ALiBi slopes is a sum over rows, which Triton's backward makes",
+        ),
+        (problem.backward and problem.partial, "its backward returns gradients in the dtype of the inputs, no fp32"),
+        (
+            problem.backward and widths[0] != widths[1],
+            f"its backward takes head dims whose tiles are equally wide, not {dims}",
+        ),
+        (
+            problem.backward and problem.deterministic and widths[0] > 128,
+            f"its backward adds to dQ in one order up to D 128, not at {problem.head_dim}",
+        ),
         (problem.dtype not in (torch.float16, torch.bfloat16), "it multiplies float16 and bfloat16"),
         (problem.last_position >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
         (

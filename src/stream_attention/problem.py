@@ -109,6 +109,7 @@ class Problem(NamedTuple):
     partial: bool = False  # one of several shards: emit the output and the gradients in state_dtype, to be summed
     backward: bool = False  # the problem is the gradient of the call
     lse_grad: bool = False  # backward only: a gradient arrives through the LSE too
+    slope_grad: bool = False  # backward only: the gradient of ALiBi slopes is wanted
 
     @property
     def group(self) -> int:
@@ -153,6 +154,12 @@ class Problem(NamedTuple):
             f"D={self.head_dim} Dv={self.value_dim} {_short(self.dtype)} on {self.device} "
             f"scale={self.scale:g} {' '.join(filter(None, features))}"
         ).rstrip()
+
+
+def gradient_of(problem: Problem, inputs: Inputs, lse_grad: bool = False) -> Problem:
+    """The backward of a forward problem whose gradients are those that `inputs` require."""
+    slopes = inputs.alibi_slopes
+    return problem._replace(backward=True, lse_grad=lse_grad, slope_grad=slopes is not None and slopes.requires_grad)
 
 
 def addressable(t: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import validate
 from ..backends import AUTO
 from ..plan import plan, requested
-from ..problem import UNBOUNDED, Gradients, Inputs, Positions, Wanted, state_problem
+from ..problem import UNBOUNDED, Gradients, Inputs, Positions, Wanted, gradient_of, state_problem
 from . import recall
 from .library import forward_op, problem_of, run_backward, run_forward
 
@@ -192,7 +192,8 @@ def call(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     if backend != AUTO and not torch.compiler.is_compiling() and torch.is_grad_enabled():
         inputs = arguments[: len(Inputs._fields)]
         if any(t is not None and t.requires_grad for t in inputs):
-            plan(problem_of(arguments)[0]._replace(backward=True), backend)  # refuse now, not in the backward
+            problem, tensors, _ = problem_of(arguments)
+            plan(gradient_of(problem, tensors), backend)  # refuse now, not in the backward
     return forward_op(*arguments)
 
 

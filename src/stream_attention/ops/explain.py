@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..plan import Plan, plan
-from ..problem import Inputs, Problem
+from ..problem import Inputs, Problem, gradient_of
 from .attention import attention, prepare_attention
 from .library import problem_of
 from .varlen import prepare_varlen, varlen_attention
@@ -53,10 +53,10 @@ def problems_of_call(query: Tensor, key: Tensor, value: Tensor, **arguments: Any
     if bound.arguments["seed"] is None:
         bound.arguments["seed"] = 0  # a plan needs no random numbers, so none are drawn
     op_arguments = prepare(**bound.arguments)
-    problem, _, backend = problem_of(op_arguments)
+    problem, inputs, backend = problem_of(op_arguments)
     problems = [problem]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in op_arguments[: len(Inputs._fields)]):
-        problems.append(problem._replace(backward=True, lse_grad=bound.arguments["return_lse"]))
+        problems.append(gradient_of(problem, inputs, lse_grad=bound.arguments["return_lse"]))
     return problems, backend
 
 

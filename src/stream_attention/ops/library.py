@@ -99,10 +99,12 @@ def _backward(
     grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
     problem, inputs, backend = problem_of(arguments)
-    planned = plan(problem._replace(backward=True, lse_grad=grad_lse is not None), backend)
+    asked = Wanted(*wanted)
+    problem = problem._replace(backward=True, lse_grad=grad_lse is not None, slope_grad=asked.alibi_slopes)
+    planned = plan(problem, backend)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = run_backward(planned, inputs, out, lse, grad_out, grad_lse, Wanted(*wanted))
+    grads = run_backward(planned, inputs, out, lse, grad_out, grad_lse, asked)
     return tuple(
         grad.contiguous() if want and grad is not None else out.new_empty(0)
         for grad, want in zip(grads, wanted, strict=True)

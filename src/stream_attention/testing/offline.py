@@ -29,7 +29,6 @@ from triton.backends.nvidia.compiler import get_ptxas
 from ..backends import BY_NAME
 from ..kernels.offline import Form, launching_for
 from ..problem import Wanted
-from ..tuning.triton import configure_backward
 from .inputs import Case, make, stated
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -90,22 +89,21 @@ def launch_case(
 ) -> None:
     """Launch the kernels of a case as a GPU of `arch` would be given them; for use while compiling.
 
-    All gradients are wanted, by Triton's kernels. Without a configuration the one of the tables is taken.
+    All gradients are wanted. Without a configuration the one of the tables is taken.
     """
-    from ..kernels.triton import backward
-
     query, key, value, options = make(case)
     problem, inputs = stated(case, {"query": query, "key": key, "value": value}, options)
     problem = problem._replace(device=torch.device("cuda"), arch=arch, processors=processors)
     chosen = BY_NAME[backend]
     out, lse = chosen.load().forward(problem, inputs, forward_config or chosen.configure(problem))
     if case.backward:
-        problem = problem._replace(backward=True, lse_grad=case.lse_grad)
         has_bias, has_slopes, has_sink = (t is not None for t in (inputs.bias, inputs.alibi_slopes, inputs.sink))
-        wanted = Wanted(bias=has_bias, alibi_slopes=has_slopes, sink=has_sink)
+        wanted = Wanted(bias=has_bias, alibi_slopes=has_slopes and case.slope_grad, sink=has_sink)
+        problem = problem._replace(backward=True, lse_grad=case.lse_grad, slope_grad=wanted.alibi_slopes)
         grad_lse = torch.zeros_like(lse) if case.lse_grad else None
         saved = out, lse, torch.zeros_like(out), grad_lse
-        backward(problem, inputs, backward_config or configure_backward(problem), *saved, wanted)
+        config = backward_config or chosen.configure(problem)
+        chosen.load().backward(problem, inputs, config, *saved, wanted)
 
 
 def _compile(form: Form) -> Any:

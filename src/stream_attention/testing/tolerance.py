@@ -131,7 +131,8 @@ def _tensors_and_options(case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]
     """The inputs of a case: those that have a gradient, and the rest."""
     query, key, value, options = make(case)
     tensors = {"query": query, "key": key, "value": value}
-    return tensors | {name: options.pop(name) for name in ("bias", "alibi_slopes", "sink") if name in options}, options
+    others = ("bias", "alibi_slopes", "sink") if case.slope_grad else ("bias", "sink")
+    return tensors | {name: options.pop(name) for name in others if name in options}, options
 
 
 def _output_gradients(case: Case, query: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -88,8 +88,10 @@ def reads_unseen(problem: Problem) -> bool:
     return before or behind
 
 
-def configure(problem: Problem) -> GluonConfig:
-    """The configuration of a forward."""
+def configure(problem: Problem) -> GluonConfig | GluonBackwardConfig:
+    """The configuration of a forward, or of a backward."""
+    if problem.backward:
+        return configure_backward(problem)
     dim, value_dim = tile_widths(problem)
     causal = problem.right != UNBOUNDED
     if problem.dropout_p:
@@ -102,3 +104,51 @@ def configure(problem: Problem) -> GluonConfig:
         plain = dim == value_dim and not (problem.partial or problem.packed or problem.alibi or problem.softcap)
         config = D256 if plain and not many_cuts(problem, D256.block_n) else D256_MODIFIED
     return config._replace(by_tma=not problem.partial)  # fp32 does not fit where the queries were
+
+
+KEYS = 64
+"""Keys of a consumer warpgroup of the backward; a program has two."""
+
+
+class GluonBackwardConfig(NamedTuple):
+    """A backward: queries per block, launches with the slots of their rings, order of work."""
+
+    block_m: int
+    parts: tuple[tuple[str, int, int, int], ...]  # launches: what, slots of rings, registers of consumers and others
+    places: int  # where chunks of dQ that are finished land
+    halves: bool  # exponentials and dS by halves of the columns, to need fewer registers
+    peel: bool  # blocks that no edge cuts have a loop of their own
+
+    def __str__(self) -> str:
+        launches = "one pass" if len(self.parts) == 1 else f"{len(self.parts)} passes"
+        return f"{launches}, tiles of {2 * KEYS} keys, blocks of {self.block_m} queries"
+
+
+BACKWARD_D64 = GluonBackwardConfig(128, (("all", 2, 240, 24),), places=1, halves=True, peel=False)
+BACKWARD_D128 = GluonBackwardConfig(64, (("all", 2, 240, 24),), places=2, halves=False, peel=False)
+BACKWARD_D256 = GluonBackwardConfig(
+    64, (("key", 1, 240, 24), ("value", 2, 232, 40)), places=2, halves=False, peel=False
+)
+
+
+def has_edges(problem: Problem) -> bool:
+    """Whether there are tiles of keys by queries of which some do not exist, or are not seen."""
+    edges = problem.left, problem.right
+    return problem.packed or edges != (UNBOUNDED, UNBOUNDED) or problem.k_len % (2 * KEYS) != 0
+
+
+def peelable(problem: Problem) -> bool:
+    """Whether, for a tile of keys, the blocks of queries that an edge cuts come first."""
+    return not problem.packed and problem.left == UNBOUNDED and problem.right != UNBOUNDED
+
+
+def has_idle_queries(problem: Problem) -> bool:
+    """Whether there are queries that see no key."""
+    offset = problem.q_start - problem.k_start
+    before = problem.right != UNBOUNDED and offset + problem.right < 0
+    behind = problem.left != UNBOUNDED and problem.q_len - 1 + offset - problem.left > problem.k_len - 1
+    return before or behind
+
+
+def configure_backward(problem: Problem) -> GluonBackwardConfig:
+    return {64: BACKWARD_D64, 128: BACKWARD_D128, 256: BACKWARD_D256}[tile_widths(problem)[0]]

@@ -10,11 +10,13 @@ this warpgroup has no product running. Either costs 3 to 10 % of the speed; an o
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import zip_longest
 from pathlib import Path
@@ -22,7 +24,14 @@ from typing import Any, NamedTuple
 
 import triton
 
-from stream_attention.testing.offline import Report
+from stream_attention.testing.offline import Report, compiling_for
+
+VERSION = ".".join(triton.__version__.split(".")[:2])
+NEWER = "3.9"
+"""Another Triton with which the kernels compile: `make test` runs the gates once more with it."""
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory that a program may use on Hopper."""
 
 OVERLAP = 0.9
 """Share of the maxima that a loop takes while products run, at least."""
@@ -75,6 +84,16 @@ class Spills(NamedTuple):
 NO_SPILLS = Spills()
 
 
+@contextmanager
+def compiling() -> Iterator[list[Any]]:
+    """As `compiling_for` a Hopper, so that every kernel has its report."""
+    with compiling_for(90) as launched, triton.knobs.compilation.scope():
+        if VERSION == NEWER:
+            # What is cached would be assembled again for its report, without the options that this Triton adds.
+            triton.knobs.compilation.always_compile = True
+        yield launched
+
+
 def disassemble(compiled: Any) -> str:
     """The machine code of a kernel that Triton has compiled, as text."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -88,6 +107,24 @@ def fingerprint(sass: str) -> str:
     """What tells one program from another: its instructions, without where they lie."""
     lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", sass, re.MULTILINE)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def ran(stem: str) -> dict[str, Any]:
+    """The machine code that the GPU tests and the benchmark of `stem`, such as forward, were run with."""
+    folder = Path(__file__).parents[3]
+    file = folder / f"benchmarks/results/h200/machine_code_gluon_{stem}.json"
+    assert file.exists(), (
+        f"{file.relative_to(folder)} is not there. After a run on the GPU, of COMMIT, it is written by "
+        "`PYTHONPATH=src:tests/kernels/triton:tests/kernels/gluon python "
+        f"tests/kernels/gluon/test_{stem}_compiled.py COMMIT > FILE`."
+    )
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def as_file(commit: str, kernels: dict[str, str]) -> str:
+    """What `ran` reads: the fingerprints of kernels that were run at a commit."""
+    return json.dumps({"commit": commit, "triton": triton.__version__, "kernels": kernels}, indent=1)
 
 
 def parse(sass: str) -> list[Block]:
@@ -251,9 +288,20 @@ def _left_by_wait(one: Instruction) -> int | None:
 
 
 def faults(made: Report, sass: str, consumers: int, known: Spills = NO_SPILLS) -> list[str]:
-    """What is wrong with a kernel of so many consumer warpgroups, in sentences. Spills up to those `known` are not;
-    a line that is there for a kernel without any is."""
+    """What is wrong with a forward of so many consumer warpgroups, in sentences."""
     blocks = parse(sass)
+    found = faults_of_any(made, blocks, consumers, known)
+    for code in (shortest(blocks, loop) for loop in product_loops(blocks)):
+        if (share := overlap(code)) < OVERLAP:
+            found.append(f"waits for its products before the maxima: {share:.0%} of them run beside one")
+        if (behind := tail(code)) > TAIL:
+            found.append(f"has {behind} multiplications and conversions behind its exponentials, {TAIL} at most")
+    return found
+
+
+def faults_of_any(made: Report, blocks: list[Block], consumers: int, known: Spills = NO_SPILLS) -> list[str]:
+    """What is wrong with a kernel whose consumer warpgroups have one loop with products each. Spills up to those
+    `known` are not; a line that is there for a kernel without any is."""
     loops = product_loops(blocks)
     found = [f"the assembler makes products wait for each other: {one}" for one in made.warnings if "(C75" in one]
     if made.spill_bytes > known.bytes or (known.bytes and not made.spill_bytes):
@@ -261,15 +309,10 @@ def faults(made: Report, sass: str, consumers: int, known: Spills = NO_SPILLS) -
     if len(loops) != consumers:
         found.append(f"has {len(loops)} loops with products for {consumers} consumers")
     for code in (shortest(blocks, loop) for loop in loops):
-        if (share := overlap(code)) < OVERLAP:
-            found.append(f"waits for its products before the maxima: {share:.0%} of them run beside one")
-        if (behind := tail(code)) > TAIL:
-            found.append(f"has {behind} multiplications and conversions behind its exponentials, {TAIL} at most")
         spilt = [one for one in code if one.name in ("LDL", "STL")]
         if len(spilt) > known.in_loop:
             found.append(f"spills {len(spilt)} times in every iteration where {known.in_loop} are known: {spilt[0]}")
-    found += [f"writes what a product may still read: {one}" for one in raced(blocks)]
-    return found
+    return found + [f"writes what a product may still read: {one}" for one in raced(blocks)]
 
 
 def _is_product(one: Instruction) -> bool:

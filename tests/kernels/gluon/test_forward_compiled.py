@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,29 +22,30 @@ if not triton.__version__.startswith((f"{TESTED_TRITON}.", "3.9.")):
 
 from compile_gate import F16, Compiled, problem
 from sass_gate import (
+    NEWER,
     NO_SPILLS,
+    SHARED_BYTES,
+    VERSION,
     Iteration,
     Spills,
+    as_file,
+    compiling,
     disassemble,
     faults,
     fingerprint,
     measure,
     parse,
     product_loops,
+    ran,
     shortest,
 )
 
 from stream_attention.kernels.gluon import forward
 from stream_attention.problem import Inputs, Problem
-from stream_attention.testing.offline import Report, compiling_for, report
+from stream_attention.testing.offline import Report, report
 from stream_attention.tuning import gluon as tuning
 from stream_attention.tuning.gluon import ROWS, WIDTHS, GluonConfig, configure, tile_widths
 
-VERSION = ".".join(triton.__version__.split(".")[:2])
-NEWER = "3.9"
-"""Another Triton with which the kernels compile: `make test` runs this file once more with it."""
-
-SHARED_BYTES = 227 * 1024
 BARRIER_BYTES = 1024
 """Room beside the rings: barriers, the numbers of tiles, and what a reduction passes between warps."""
 
@@ -210,9 +209,7 @@ MARGIN = {"3.6": 8, "3.9": 32}
 version of Triton by a few more."""
 
 
-RAN = json.loads((Path(__file__).parents[3] / "benchmarks/results/h200/machine_code_gluon_forward.json").read_text())
-"""The machine code that the GPU tests and the benchmark were run with. After another such run, of COMMIT, the file is
-written by `PYTHONPATH=src:tests/kernels/triton:tests/kernels/gluon python THIS_FILE COMMIT > FILE`."""
+RAN = ran("forward")
 
 
 def stated(kernel: Compiled, inputs: Inputs) -> Problem:
@@ -244,10 +241,7 @@ def compiled(kernel: Compiled) -> tuple[GluonConfig, Report, str]:
     """The configuration of the forward, what the compiler reports of it, and its machine code."""
     inputs = kernel.inputs()
     config = configure(stated(kernel, inputs))
-    with compiling_for(kernel.arch) as launched, triton.knobs.compilation.scope():
-        if VERSION == NEWER:
-            # What is cached would be assembled again for its report, without the options that this Triton adds.
-            triton.knobs.compilation.always_compile = True
+    with compiling() as launched:
         forward(stated(kernel, inputs), inputs, config)
     (itself,) = (one for one in launched if one.metadata.name == "_forward_kernel")
     return config, report(itself), disassemble(itself)
@@ -286,5 +280,4 @@ def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
 
 
 if __name__ == "__main__":
-    found = {name: fingerprint(compiled(kernel)[2]) for name, kernel in KERNELS.items()}
-    print(json.dumps({"commit": sys.argv[1], "triton": triton.__version__, "kernels": found}, indent=1))
+    print(as_file(sys.argv[1], {name: fingerprint(compiled(kernel)[2]) for name, kernel in KERNELS.items()}))

@@ -38,3 +38,15 @@ def rows_descriptor(t: Tensor, rows: int, width: int) -> TensorDescriptor:
     strides = [width if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return TensorDescriptor(t, shape, [*strides, 1], [1, rows, 1, width], layout)
+
+
+def numbers_descriptor(t: Tensor, count: int) -> TensorDescriptor:
+    """How TMA reads `count` consecutive fp32 numbers."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return TensorDescriptor(t, [t.numel()], [1], [count], layout)
+
+
+def chunks_descriptor(t: Tensor, size: int) -> TensorDescriptor:
+    """How TMA reads, or adds to, chunks of size x size fp32 numbers that lie one behind the other."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    return TensorDescriptor(t, [t.numel() // size, size], [size, 1], [size, size], layout)

@@ -72,21 +72,52 @@ def load_rows(ring, desc, use, batch, row, head):
     tma_load(desc, [batch, row, head, 0], barrier, ring.tiles.index(use % ring.SLOTS))
 
 
+# Named barriers. Triton takes 0 for the first role and the next ones for the others; 8 and up are nobody's.
+
+
 @gluon.constexpr_function
-def _named_barrier(instruction, warpgroup):
-    """Barriers 8 and up are nobody's: Triton takes 0 for the first warpgroup and the next ones for the others."""
-    return f"{instruction} {8 + warpgroup}, 256; mov.b32 $0, 0;"
+def _on_barrier(instruction, barrier, threads):
+    return f"{instruction} {barrier}, {threads}; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def sync(barrier: gl.constexpr, threads: gl.constexpr):
+    """Arrive at a named barrier, and wait until so many threads have."""
+    asm: gl.constexpr = _on_barrier("bar.sync", barrier, threads)
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive(barrier: gl.constexpr, threads: gl.constexpr):
+    """Arrive at a named barrier, without waiting."""
+    asm: gl.constexpr = _on_barrier("bar.arrive", barrier, threads)
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def sync_on(barrier, threads: gl.constexpr):
+    """`sync` at a barrier that is known at run time."""
+    asm: gl.constexpr = _on_barrier("bar.sync", "$1", threads)
+    gl.inline_asm_elementwise(asm, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive_on(barrier, threads: gl.constexpr):
+    """`arrive` at a barrier that is known at run time."""
+    asm: gl.constexpr = _on_barrier("bar.arrive", "$1", threads)
+    gl.inline_asm_elementwise(asm, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+
+
+TURN = gl.constexpr(8)
 
 
 @gluon.jit
 def take_turn(WARPGROUP: gl.constexpr):
     """Wait until the warpgroup before has passed the turn on."""
-    asm: gl.constexpr = _named_barrier("bar.sync", WARPGROUP)
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    sync(TURN + WARPGROUP, 256)
 
 
 @gluon.jit
 def pass_turn(WARPGROUP: gl.constexpr):
     """It is this warpgroup's turn."""
-    asm: gl.constexpr = _named_barrier("bar.arrive", WARPGROUP)
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    arrive(TURN + WARPGROUP, 256)

@@ -97,17 +97,17 @@ class Mailbox:
         mbarrier.arrive(self.full.index(slot), count=1)
 
     @gluon.jit
-    def receive(self, k):
-        """Consumer: the k-th message."""
+    def receive(self, k, WARPS: gl.constexpr = 4):
+        """Consumer, of so many warps: the k-th message."""
         slot = k % 2
         mbarrier.wait(self.full.index(slot), (k // 2) & 1)
-        m = self._read(slot, 0)
-        batch = self._read(slot, 1)
-        head = self._read(slot, 2)
-        q_first = self._read(slot, 3)
-        q_len = self._read(slot, 4)
-        k_first = self._read(slot, 5)
-        k_len = self._read(slot, 6)
+        m = self._read(WARPS, slot, 0)
+        batch = self._read(WARPS, slot, 1)
+        head = self._read(WARPS, slot, 2)
+        q_first = self._read(WARPS, slot, 3)
+        q_len = self._read(WARPS, slot, 4)
+        k_first = self._read(WARPS, slot, 5)
+        k_len = self._read(WARPS, slot, 6)
         mbarrier.arrive(self.empty.index(slot), count=1)
         return m, batch, head, q_first, q_len, k_first, k_len
 
@@ -117,8 +117,8 @@ class Mailbox:
         place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
     @gluon.jit
-    def _read(self, slot, word: gl.constexpr):
-        number = self.words.index(slot * WORDS + word).load(gl.BlockedLayout([1], [32], [4], [0]))
+    def _read(self, WARPS: gl.constexpr, slot, word: gl.constexpr):
+        number = self.words.index(slot * WORDS + word).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
         return _of_lane_0(gl.sum(number, 0))
 
 

@@ -28,6 +28,12 @@ def tanh(x, TANH: gl.constexpr):
 
 
 @gluon.jit
+def log2(x):
+    """One instruction, as exact as that of exp2."""
+    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def less_distance(scores, slope, distance):
     """Scores less slope * |i - j|, `distance` being i less the first key of the tile.
 

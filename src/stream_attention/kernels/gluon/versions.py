@@ -28,3 +28,27 @@ def kept_in_loop(number):
         return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
     else:
         return number
+
+
+@gluon.jit
+def as_tiles_of(desc, memory, COUNT: gl.constexpr):
+    """The same shared memory, as so many tiles of a descriptor."""
+    shape: gl.constexpr = [COUNT] + desc.block_type.shape
+    if IS_NEWER:
+        return memory.reinterpret(desc.dtype, shape, desc.layout)
+    else:
+        return memory._reinterpret(desc.dtype, shape, desc.layout)
+
+
+if IS_NEWER.value:
+    tma_add = tma.async_atomic_add
+else:
+    from triton._C.libtriton import ir
+    from triton.experimental.gluon.language._core import builtin
+
+    @builtin
+    def tma_add(desc, coord, source, _semantic=None):
+        """Add a tile in shared memory to one in global memory, atomically by number. Triton 3.6 can, but has no name
+        for it."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle)

@@ -1,0 +1,1 @@
+"""Training truth: a small GPT learns the same from our attention as from torch's."""

@@ -1,0 +1,167 @@
+"""Before the Hopper backward, in Triton: what belongs to a query row.
+
+Delta = dO . O - dLSE and the LSE in log2 units, padded (kernels/triton/rows.py); what sinks get from
+each row, dsink = -sum_i exp(sink - lse_i) delta_i; and a cleared scratch, with its counters. One read of O and dO, one
+write of the scratch: what it costs is memory traffic.
+
+Grid: one program per (batch, head, block of rows).
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from torch import Tensor
+
+from ...problem import Inputs, Problem
+from ...tuning.gluon import tile_widths
+from ..triton.arguments import UNIT, line_strides, row_strides
+from ..triton.launch import Kernel, jit
+from ..triton.rows import PAD, Rows, padded_row
+from ..triton.tiles import LOG2E, packed_rows
+
+CHUNK = tl.constexpr(64)
+
+
+@jit
+def _prepare_kernel(
+    out_ptr,
+    grad_out_ptr,
+    lse_ptr,
+    grad_lse_ptr,
+    sink_ptr,
+    cu_q_ptr,
+    rows_lse_ptr,
+    rows_delta_ptr,
+    scratch_ptr,
+    counts_ptr,
+    counter_ptr,
+    d_sink_ptr,
+    stride_ob: tl.int64,
+    stride_om: tl.int64,
+    stride_oh: tl.int64,
+    stride_gb: tl.int64,
+    stride_gm: tl.int64,
+    stride_gh: tl.int64,
+    stride_lb: tl.int64,
+    stride_lh: tl.int64,
+    stride_eb: tl.int64,
+    stride_eh: tl.int64,
+    heads: tl.int32,
+    q_len: tl.int32,
+    q_rows: tl.int32,
+    rows: tl.int32,
+    blocks: tl.int32,
+    first_head: tl.int32,
+    first_count: tl.int32,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    HAS_LSE_GRAD: tl.constexpr,
+    WANT_SINK: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if pid == 0:  # of tiles, one for each launch that follows
+        tl.store(counter_ptr + tl.arange(0, 2), first_count)
+    block = pid % blocks
+    head = (first_head + pid // blocks) % heads
+    batch = ((first_head + pid // blocks) // heads).to(tl.int64)
+    line = (batch * heads + head) * rows
+    lse_line = batch * stride_lb + head * stride_lh
+    lse_grad_line = batch * stride_eb + head * stride_eh
+    out_ptr += (batch * stride_ob + head * stride_oh) * 8
+    grad_out_ptr += (batch * stride_gb + head * stride_gh) * 8
+    if IS_PACKED:
+        first, q_len = packed_rows(cu_q_ptr + batch, q_rows)
+        line = head.to(tl.int64) * rows + padded_row(first, batch)
+        lse_line += first
+        lse_grad_line += first
+        out_ptr += first * stride_om * 8
+        grad_out_ptr += first * stride_gm * 8
+    d_sink = 0.0
+    if block * BLOCK_M < (q_len + PAD - 1) // PAD * PAD:
+        offs = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        cols = tl.arange(0, BLOCK_DV)
+        lse = tl.load(lse_ptr + lse_line + offs, mask=offs < q_len, other=float("-inf")) * LOG2E
+        seen = lse != float("-inf")  # the gradient of a row that sees nothing may be NaN, and is not read
+        mask = seen[:, None] & (cols < DV)[None, :]
+        out = tl.load(out_ptr + offs[:, None] * (stride_om * 8) + cols[None, :], mask=mask, other=0.0)
+        grad = tl.load(grad_out_ptr + offs[:, None] * (stride_gm * 8) + cols[None, :], mask=mask, other=0.0)
+        delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+        if HAS_LSE_GRAD:
+            delta -= tl.load(grad_lse_ptr + lse_grad_line + offs, mask=seen, other=0.0)
+        lse = tl.where(seen, lse, float("inf"))
+        tl.store(rows_lse_ptr + line + offs, lse)
+        tl.store(rows_delta_ptr + line + offs, delta)
+        start = line + block * BLOCK_M - first_head.to(tl.int64) * rows  # in the scratch
+        tl.store(scratch_ptr + start * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D), 0.0)
+        if block * BLOCK_M % CHUNK == 0:
+            chunks: tl.constexpr = BLOCK_D // CHUNK
+            tl.store(counts_ptr + start // CHUNK * chunks + tl.arange(0, chunks), 0)
+        if WANT_SINK:
+            sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2E
+            d_sink = -tl.sum(tl.exp2(sink - lse) * delta, 0)
+    if WANT_SINK:
+        tl.store(d_sink_ptr + pid, d_sink)
+
+
+def prepare_rows(
+    problem: Problem,
+    inputs: Inputs,
+    lines: range,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    rows: Rows,
+    scratch: Tensor,
+    counts: Tensor,
+    counter: Tensor,
+    first_count: int,
+    want_sink: bool,
+) -> list[Tensor]:
+    """For some KV heads of all batch entries: fill rows, clear the scratch and its counts. Sets the counters of tiles
+    to `first_count`.
+
+    Returns what sinks get of each program, if that is wanted. `out` and `grad_out` are aligned.
+    """
+    block_d, block_dv = tile_widths(problem)
+    block_m = max(16, 4096 // block_d)
+    blocks = -(-problem.q_len // PAD.value) * PAD.value // block_m
+    grid = len(lines) * problem.group * blocks
+    d_sink = lse.new_empty(grid) if want_sink else None
+    _prepare.launch(
+        grid=grid,
+        pointers=(
+            *(out, grad_out, lse, grad_lse, inputs.sink, inputs.cu_seqlens_q),
+            *(*rows, scratch, counts, counter, d_sink),
+        ),
+        scalars=(
+            *row_strides(out, problem.packed, UNIT),
+            *row_strides(grad_out, problem.packed, UNIT),
+            *line_strides(lse, problem.packed),
+            *line_strides(grad_lse, problem.packed),
+            problem.q_heads,
+            problem.q_len,
+            inputs.query.shape[-3],
+            rows.lse.shape[-1],
+            blocks,
+            lines.start * problem.group,
+            first_count,
+        ),
+        constants=(
+            problem.value_dim,  # DV
+            block_d,  # BLOCK_D
+            block_dv,  # BLOCK_DV
+            block_m,  # BLOCK_M
+            problem.packed,  # IS_PACKED
+            grad_lse is not None,  # HAS_LSE_GRAD
+            want_sink,  # WANT_SINK
+        ),
+        num_warps=4,
+    )
+    return [] if d_sink is None else [d_sink]
+
+
+_prepare = Kernel(_prepare_kernel)

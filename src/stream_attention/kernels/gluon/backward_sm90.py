@@ -1,0 +1,574 @@
+"""The backward for Hopper (sm_90), in Gluon: dQ, dK and dV from one pass over the tiles of scores, five products each.
+
+    p_ij = 2^(s_ij - lse_i)        dp_ij = dO_i . v_j        ds_ij = p_ij (dp_ij - delta_i)
+    dV_j = sum_i p_ij dO_i         dK_j = scale sum_i ds_ij q_i        dQ_i = scale sum_j ds_ij k_j
+
+A program owns 128 keys of one KV head, 64 for each of two consumer warpgroups, and streams the queries that see them,
+of every query head of the group. Its tiles are transposed, keys by queries, so that P and dS are first factors from
+registers for dV and dK. Those stay in registers until the end: heads of a group add up there, without atomics.
+dQ is the one sum that several programs share. It grows in an fp32 scratch in global memory, in chunks of 64 x 64.
+
+- Producer (one warp): fills rings of Q with its LSE and of dO with its delta, by TMA.
+- Consumers (two warpgroups): backward_block.py. The dQ of a block is computed in the iteration after it, because it
+  takes the dS of both: so they may drift apart by almost an iteration.
+- Reducers (one warp for each consumer): add the chunk of dQ that a consumer left in shared memory to the scratch, by
+  TMA, and count it. With `deterministic` a chunk waits for its turn: key tiles add to it from the last to the first.
+- Finisher (one warp): scales, converts and stores the chunks of dQ to which every key tile has added, while the others
+  compute on. That saves a launch which reads the scratch back from memory.
+
+Waiting for another program is safe without knowing how many run at a time: all tiles are drawn, those that are waited
+for were drawn before, and consumers never wait for finishers.
+
+At D 256 there are registers for one sum over queries alone: backward_wide.py has two passes, and dQ is added from
+registers, to be finished by a launch of its own. Before everything, backward_rows.py makes delta.
+
+Not here: mask and bias, gradients of slopes, fp32 results of shards, strided positions; and `deterministic` at D 256.
+Triton's backward has them (`why_not`). Parity with the reference: tests/kernels/gluon/test_backward_gpu.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+from ...problem import UNBOUNDED, Gradients, Inputs, Problem, Wanted, addressable
+from ...tuning.gluon import KEYS as KEYS_OF_A_WARPGROUP
+from ...tuning.gluon import GluonBackwardConfig, has_edges, has_idle_queries, peelable, reads_unseen, tile_widths
+from ..triton.arguments import FAR, line_strides, scale_of, slope_stride, tanh
+from ..triton.arguments import UNIT as ELEMENTS_OF_A_UNIT
+from ..triton.dropout import dropout_words
+from ..triton.launch import Kernel
+from ..triton.rows import Rows, empty_rows
+from .backward_block import CHUNK, Part, Room, Scratch, Sum, consume, key_tiles, query_blocks
+from .backward_rows import prepare_rows
+from .backward_wide import consume_for_key, consume_for_value
+from .facts import Call, Scores
+from .launch import chunks_descriptor, jit, numbers_descriptor, rows_descriptor
+from .pipeline import make_ring
+from .scheduler import Order, draw, drawn, make_mailbox
+from .versions import as_tiles_of, tma_add, tma_load
+
+KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
+UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
+
+
+@aggregate
+class Sources:
+    """What the producer copies from: blocks of 64 or 128 queries, tiles of 128 keys."""
+
+    query: tma.tensor_descriptor
+    key: tma.tensor_descriptor
+    value: tma.tensor_descriptor
+    grad: tma.tensor_descriptor
+    lse: tma.tensor_descriptor
+    delta: tma.tensor_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, query, key, value, grad, lse, delta):
+        self.query = query
+        self.key = key
+        self.value = value
+        self.grad = grad
+        self.lse = lse
+        self.delta = delta
+
+
+@gluon.jit
+def _load_keys(part, room, sources, entry, row, head, taken):
+    """The keys and values of a tile, as soon as the gradients of the one before have left their memory."""
+    mbarrier.wait(room.kv_empty, (taken & 1) ^ 1)
+    if part.LOADS_V:
+        mbarrier.expect(room.kv_full, sources.key.block_type.nbytes + sources.value.block_type.nbytes)
+        tma_load(sources.value, [entry, row, head, 0], room.kv_full, room.values.index(0))
+    else:
+        mbarrier.expect(room.kv_full, sources.key.block_type.nbytes)
+    tma_load(sources.key, [entry, row, head, 0], room.kv_full, room.keys.index(0))
+
+
+@gluon.jit
+def _producer(part, call, order, counter, mail, room, scratch, sources):
+    BLOCK_M: gl.constexpr = sources.query.block_type.shape[1]
+    OF_QUERIES: gl.constexpr = sources.query.block_type.nbytes + sources.lse.block_type.nbytes
+    OF_GRADS: gl.constexpr = sources.grad.block_type.nbytes + sources.delta.block_type.nbytes
+    queries = room.queries
+    grads = room.grads
+    use = 0
+    taken = 0
+    tile = drawn(draw(counter))
+    while tile < order.tiles:
+        line, m = order.place(tile)
+        n = m
+        if not part.ORDERED:
+            n = order.tiles_m - 1 - m  # causal: key tile 0 is seen by most queries, and comes first
+        batch, kv_head, q_first, q_len, k_first, k_len = call.sequences(scratch.first_line + line)
+        first = n * (2 * KEYS)
+        answer = tile
+        if first < k_len:
+            mail.send(taken, n, batch, kv_head, q_first, q_len, k_first, k_len)
+            entry = batch
+            if call.IS_PACKED:
+                entry = batch * 0
+            offset = call.offset_of(q_len, k_len)
+            low, high = query_blocks(call, first, k_len, q_len, offset, BLOCK_M)
+            for g in range(call.group):
+                head = kv_head * call.group + g
+                at = scratch.line(call, batch, head, q_first)
+                for i in range(low, high):
+                    row = i * BLOCK_M
+                    queries.wait_empty(use)
+                    landing = queries.expect(use, OF_QUERIES)
+                    place = queries.tiles.index(use % queries.SLOTS)
+                    tma_load(sources.query, [entry, q_first + row, head, 0], landing, place)
+                    tma_load(sources.lse, [at + row], landing, room.lses.index(use % queries.SLOTS))
+                    if (g == 0) & (i == low):  # behind the first queries, which need not wait for the tile before
+                        _load_keys(part, room, sources, entry, k_first + first, kv_head, taken)
+                    if (g == call.group - 1) & (i == gl.maximum(high - 2, low)):
+                        answer = draw(counter)
+                    grads.wait_empty(use)
+                    landing = grads.expect(use, OF_GRADS)
+                    place = grads.tiles.index(use % grads.SLOTS)
+                    tma_load(sources.grad, [entry, q_first + row, head, 0], landing, place)
+                    tma_load(sources.delta, [at + row], landing, room.deltas.index(use % grads.SLOTS))
+                    use += 1
+            if low == high:  # nobody sees these keys
+                _load_keys(part, room, sources, entry, k_first + first, kv_head, taken)
+                answer = draw(counter)
+            taken += 1
+        else:
+            answer = draw(counter)
+        tile = drawn(answer)
+    zero = use * 0
+    mail.send(taken, zero - 1, zero, zero, zero, zero, zero, zero)
+
+
+@gluon.jit
+def _reducer(WARPGROUP: gl.constexpr, part, call, mail, room, scratch, BLOCK_M: gl.constexpr, D: gl.constexpr):
+    """Add the chunks of dQ that a consumer leaves in shared memory to the scratch."""
+    room.chunk_is_free(WARPGROUP)
+    taken = 0
+    n, batch, kv_head, q_first, q_len, _, k_len = mail.receive(0, 1)
+    while n >= 0:
+        offset = call.offset_of(q_len, k_len)
+        low, high = query_blocks(call, n * (2 * KEYS), k_len, q_len, offset, BLOCK_M)
+        for g in range(call.group):
+            at = scratch.line(call, batch, kv_head * call.group + g, q_first)
+            for i in range(low, high):
+                chunk = scratch.chunk(at + i * BLOCK_M, WARPGROUP, D)
+                if part.ORDERED:
+                    _, n_high = key_tiles(call, i * BLOCK_M, k_len, offset, BLOCK_M)
+                    scratch.wait_for(chunk, n_high - 1 - n)
+                room.wait_chunk_written(WARPGROUP)
+                tma_add(scratch.desc, [chunk * CHUNK, 0], room.staging.index(WARPGROUP))
+                tma.store_wait(pendings=0)  # it has been read
+                room.chunk_is_free(WARPGROUP)
+                scratch.count(chunk)
+        taken += 1
+        n, batch, kv_head, q_first, q_len, _, k_len = mail.receive(taken, 1)
+
+
+@gluon.jit
+def _finisher(
+    FINISHER: gl.constexpr,
+    FINISHERS: gl.constexpr,
+    part,
+    call,
+    order,
+    room,
+    scratch,
+    dq_ptr,
+    scale,
+    BLOCK_M: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    D: gl.constexpr,
+):
+    """Take the chunks of dQ to which every key tile has added out of the scratch, with one or two places to land."""
+    CHUNKS: gl.constexpr = BLOCK_M * BLOCK_D // (CHUNK * CHUNK)  # of a block: 2 or 4
+    PLACES: gl.constexpr = room.landed.shape[0] // FINISHERS
+    MINE: gl.constexpr = FINISHER * PLACES
+    q_heads = call.q_heads * call.group  # what it calls heads of queries are those of keys here
+    use = 0
+    item = gl.program_id(0) + FINISHER * gl.num_programs(0)
+    while item < order.tiles:
+        line, m = order.place(item)
+        block = (order.tiles_m - 1 - m) * BLOCK_M  # causal: the first rows are finished first
+        batch, kv_head, q_first, q_len, _, k_len = call.sequences(scratch.first_line + line)
+        if block < q_len:
+            low, high = key_tiles(call, block, k_len, call.offset_of(q_len, k_len), BLOCK_M)
+            first = q_first.to(gl.int64)
+            if not call.IS_PACKED:
+                first += batch.to(gl.int64) * q_len
+            for g in range(call.group):
+                head = kv_head * call.group + g
+                chunk = scratch.chunk(scratch.line(call, batch, head, q_first) + block, 0, BLOCK_D)
+                for pair in range(CHUNKS // PLACES):
+                    for w in gl.static_range(PLACES):  # both are on their way while the first is converted
+                        if part.COUNTS:
+                            scratch.wait_for(chunk + w, high - low)
+                        landed = room.landed.index(MINE + w)
+                        mbarrier.expect(landed, scratch.desc.block_type.nbytes)
+                        place = as_tiles_of(scratch.desc, room.landing, FINISHERS * PLACES).index(MINE + w)
+                        tma_load(scratch.desc, [(chunk + w) * CHUNK, 0], landed, place)
+                    for w in range(PLACES):
+                        mbarrier.wait(room.landed.index(MINE + w), use & 1)
+                        row = block
+                        column = k_len * 0
+                        if BLOCK_M == 2 * CHUNK:
+                            row += (pair * PLACES + w) * CHUNK
+                        else:
+                            column += (pair * PLACES + w) * CHUNK
+                        corner = dq_ptr + ((first + row) * q_heads + head) * (D // UNIT) * UNIT + column
+                        stride = q_heads * (D // UNIT)
+                        if part.COUNTS:
+                            _convert_rows(room, MINE + w, corner, q_len - row, D - column, stride, scale)
+                        else:
+                            _convert_registers(room, MINE + w, corner, q_len - row, D - column, stride, scale)
+                    use += 1
+                    chunk += PLACES
+        item += FINISHERS * gl.num_programs(0)
+
+
+@gluon.jit
+def _convert_rows(room, place, corner, rows_left, columns_left, stride, scale):
+    """Scale, convert and store a landed chunk. TMA leaves it by halves of the columns, 8 rows of one in a piece."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
+    PIECES: gl.constexpr = 2 * CHUNK // 8
+    of_rows = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+    of_columns = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
+    for piece in range(PIECES):
+        numbers = room.landing.index(place * PIECES + piece).load(LAYOUT) * scale
+        rows = piece % (CHUNK // 8) * 8 + of_rows
+        columns = piece // (CHUNK // 8) * 32 + of_columns
+        inside = (rows < rows_left)[:, None] & (columns < columns_left)[None, :]
+        to = corner + (rows * stride * UNIT)[:, None] + columns[None, :]
+        gl.store(to, numbers.to(corner.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _convert_registers(room, place, corner, rows_left, columns_left, stride, scale):
+    """The same for a chunk in the order in which backward_wide.py added it: sixteen numbers are four times two of a
+    row and two of the eighth row after it."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [16, 2], [1, 1], [1, 0])
+    PIECES: gl.constexpr = CHUNK // 8
+    for piece in range(PIECES):
+        numbers = room.landing.index(place * PIECES + piece).load(LAYOUT) * scale
+        folded = numbers.reshape([16, 2, 4, 2, 2]).permute((0, 1, 2, 4, 3))
+        upper, lower = gl.split(folded)
+        upper = upper.reshape([16, 2, 8])
+        lower = lower.reshape([16, 2, 8])
+        layout: gl.constexpr = upper.type.layout
+        i = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+        h = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+        e = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+        run = (piece % (CHUNK // 16) * 64 + piece // (CHUNK // 16) * 2) + 4 * i[:, None] + h[None, :]
+        rows = run // 8 % 4 * 16 + run % 8
+        columns = (run // 32 * 8)[:, :, None] + e[None, None, :]
+        to = corner + (rows * stride * UNIT)[:, :, None] + columns
+        inside = columns < columns_left
+        gl.store(to, upper.to(corner.dtype.element_ty), mask=inside & (rows < rows_left)[:, :, None])
+        to += 8 * stride * UNIT
+        gl.store(to, lower.to(corner.dtype.element_ty), mask=inside & (rows + 8 < rows_left)[:, :, None])
+
+
+@jit
+def _backward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    dk_desc,
+    dv_desc,
+    lse_desc,
+    delta_desc,
+    scratch_desc,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    scratch_ptr,
+    counts_ptr,
+    counter_ptr,
+    slopes_ptr,
+    row_words_ptr,
+    col_words_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    lines: gl.int32,
+    tiles_n: gl.int32,
+    group_n: gl.int32,
+    blocks_m: gl.int32,
+    kv_heads: gl.int32,
+    group: gl.int32,
+    q_len: gl.int32,
+    k_len: gl.int32,
+    offset: gl.int32,
+    left: gl.int32,
+    right: gl.int32,
+    q_rows: gl.int32,
+    k_rows: gl.int32,
+    rows: gl.int32,
+    first_line: gl.int32,
+    skipped: gl.int32,
+    stride_ab: gl.int64,
+    stride_rb: gl.int64,
+    stride_rh: gl.int64,
+    stride_cb: gl.int64,
+    stride_ch: gl.int64,
+    dropout_threshold: gl.uint32,
+    scale,
+    softcap,
+    dropout_scale,
+    D: gl.constexpr,
+    PART: gl.constexpr,
+    SLOTS: gl.constexpr,
+    PLACES: gl.constexpr,
+    HALVES: gl.constexpr,
+    PEEL: gl.constexpr,
+    ORDERED: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    HAS_ALIBI: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_DROPOUT: gl.constexpr,
+    IS_PACKED: gl.constexpr,
+    EDGES: gl.constexpr,
+    UNSEEN: gl.constexpr,
+    SCALE_LATE: gl.constexpr,
+    TANH: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    WARP_REGISTERS: gl.constexpr,
+):
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[1]
+    BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
+    IS_ALL: gl.constexpr = PART == "all"
+    queries = make_ring(q_desc, SLOTS, 1, 2)
+    grads = make_ring(do_desc, SLOTS, 1, 2)
+    lses = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_M], lse_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_M], delta_desc.layout)
+    keys = gl.allocate_shared_memory(k_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout)
+    values = keys
+    d_scores = keys
+    if PART != "value":
+        DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        values = gl.allocate_shared_memory(v_desc.dtype, [1] + v_desc.block_type.shape, v_desc.layout)
+        d_scores = gl.allocate_shared_memory(q_desc.dtype, [2 if IS_ALL else 1, 2 * KEYS, BLOCK_M], DS)
+    staging = keys
+    landing = keys
+    if IS_ALL:
+        staging = gl.allocate_shared_memory(gl.float32, [2, CHUNK, CHUNK], scratch_desc.layout)
+        landing = gl.allocate_shared_memory(gl.float32, [PLACES * 2 * CHUNK // 8, 8, 32], scratch_desc.layout)
+    elif PART == "value":
+        landing = gl.allocate_shared_memory(gl.float32, [PLACES * 2 * CHUNK // 16, 16, 32], scratch_desc.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    landed = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_empty, count=2)
+    for w in gl.static_range(PLACES):
+        mbarrier.init(landed.index(w), count=1)
+    mail = make_mailbox(4 if IS_ALL else 2)
+    room = Room(queries, grads, lses, deltas, keys, values, kv_full, kv_empty, d_scores, staging, landing, landed)
+    part = Part(PART != "value", IS_ALL, ORDERED, HALVES, PEEL, EDGES, UNSEEN)
+    call = Call(
+        *(kv_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows),
+        *(HAS_LEFT, HAS_RIGHT, IS_PACKED, True, UNSEEN),
+    )
+    scores = Scores(
+        *(scale, softcap, slopes_ptr, stride_ab, row_words_ptr, stride_rb, stride_rh),
+        *(col_words_ptr, stride_cb, stride_ch, dropout_threshold),
+        *(HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, TANH, SCALE_LATE),
+    )
+    sources = Sources(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
+    scratch = Scratch(scratch_desc, scratch_ptr, counts_ptr, rows, first_line, skipped)
+    dk_sum = Sum(dk_desc, dk_ptr, kv_heads, D)
+    dv_sum = Sum(dv_desc, dv_ptr, kv_heads, D)
+    by_keys = Order(lines, tiles_n, group_n, lines * tiles_n)
+    by_queries = Order(lines, blocks_m, group_n, lines * blocks_m)
+    if PART == "all":
+        gl.warp_specialize(
+            [
+                (consume, (0, part, call, scores, mail, room, dk_sum, dv_sum, dropout_scale)),
+                (consume, (1, part, call, scores, mail, room, dk_sum, dv_sum, dropout_scale)),
+                (_producer, (part, call, by_keys, counter_ptr, mail, room, scratch, sources)),
+                (_reducer, (0, part, call, mail, room, scratch, BLOCK_M, BLOCK_D)),
+                (_reducer, (1, part, call, mail, room, scratch, BLOCK_M, BLOCK_D)),
+                (_finisher, (0, 1, part, call, by_queries, room, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
+            ],
+            [4, 1, 1, 1, 1],
+            [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS],
+        )
+    elif PART == "key":
+        gl.warp_specialize(
+            [
+                (consume_for_key, (0, part, call, scores, mail, room, scratch, dk_sum, dropout_scale)),
+                (consume_for_key, (1, part, call, scores, mail, room, scratch, dk_sum, dropout_scale)),
+                (_producer, (part, call, by_keys, counter_ptr, mail, room, scratch, sources)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, WARP_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume_for_value, (0, part, call, scores, mail, room, dv_sum, dropout_scale)),
+                (consume_for_value, (1, part, call, scores, mail, room, dv_sum, dropout_scale)),
+                (_producer, (part, call, by_keys, counter_ptr + 1, mail, room, scratch, sources)),
+                (_finisher, (0, 2, part, call, by_queries, room, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
+                (_finisher, (1, 2, part, call, by_queries, room, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
+            ],
+            [4, 1, 1, 1],
+            [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS],
+        )
+
+
+SCRATCH_BYTES = 256 << 20
+"""Of the scratch in which dQ grows. Heads for which it would be larger are computed by launch after launch."""
+
+
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    config: GluonBackwardConfig,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    """The gradients that are `wanted` of queries, keys, values and sinks."""
+    assert not (wanted.bias or wanted.alibi_slopes), "why_not has said so"
+    packed, dim = problem.packed, tile_widths(problem)[0]
+    out, grad_out = (t if addressable(t) else t.contiguous() for t in (out, grad_out))
+    # Rows of a pack that belong to no sequence are written by no program.
+    room = torch.zeros_like if packed else torch.empty_like
+    dq, dk, dv = (room(t, memory_format=torch.contiguous_format) for t in inputs[:3])
+    rows = empty_rows(problem, inputs.query)
+    words = dropout_words(problem, inputs) if problem.dropout_p else (None, None)
+    lines = problem.batch * problem.kv_heads
+    at_once, numbers = lines, rows.lse.numel() * dim
+    if not packed:
+        of_line = numbers // lines
+        at_once = min(lines, max(1, SCRATCH_BYTES // (4 * of_line)))
+        numbers = at_once * of_line
+    scratch = rows.lse.new_empty(numbers)
+    counts = rows.lse.new_empty(numbers // CHUNK.value**2, dtype=torch.int32)
+    d_sinks = []
+    for first in range(0, lines, at_once):
+        some = range(first, min(first + at_once, lines))
+        counter = counts.new_empty(2)
+        programs = min(problem.processors, len(some) * -(-problem.k_len // (2 * KEYS.value)))
+        saved = out, lse, grad_out, grad_lse
+        d_sinks += prepare_rows(problem, inputs, some, *saved, rows, scratch, counts, counter, -programs, wanted.sink)
+        for part in config.parts:
+            arguments = inputs, config, part, some, words, grad_out, rows, scratch, counts, counter, (dq, dk, dv)
+            _kernel.launch(programs, **_launch_arguments(problem, *arguments), num_warps=4)
+    d_sink = None
+    if wanted.sink and inputs.sink is not None:
+        d_sink = torch.cat(d_sinks).view(problem.batch, problem.q_heads, -1).sum((0, 2)).to(inputs.sink.dtype)
+    return Gradients(
+        dq if wanted.query else None, dk if wanted.key else None, dv if wanted.value else None, sink=d_sink
+    )
+
+
+def _launch_arguments(
+    problem: Problem,
+    inputs: Inputs,
+    config: GluonBackwardConfig,
+    part: tuple[str, int, int, int],
+    lines: range,
+    words: tuple[Tensor | None, Tensor | None],
+    grad_out: Tensor,
+    rows: Rows,
+    scratch: Tensor,
+    counts: Tensor,
+    counter: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> dict[str, Any]:
+    """What `Kernel.launch` takes. Where there is no tensor, the counter stands in for it, unread."""
+    query, key, value, _, _, slopes, _, _, cu_q, cu_k = inputs
+    dq, dk, dv = grads
+    packed = problem.packed
+    dim, value_dim = tile_widths(problem)
+    tile = 2 * KEYS.value
+    what, slots, consumer_registers, warp_registers = part
+    optional = (slopes, *words, cu_q, cu_k)
+    return {
+        "descriptors": (
+            rows_descriptor(query, config.block_m, dim),
+            rows_descriptor(key, tile, dim),
+            rows_descriptor(value, tile, value_dim),
+            rows_descriptor(grad_out, config.block_m, value_dim),
+            rows_descriptor(dk, KEYS.value, dim),
+            rows_descriptor(dv, KEYS.value, value_dim),
+            numbers_descriptor(rows.lse, config.block_m),
+            numbers_descriptor(rows.delta, config.block_m),
+            chunks_descriptor(scratch, CHUNK.value),
+        ),
+        "pointers": (dq, dk, dv, scratch, counts, counter, *(counter if t is None else t for t in optional)),
+        "scalars": (
+            len(lines),
+            -(-problem.k_len // tile),
+            _lines_in_cache(problem, len(lines)),
+            -(-problem.q_len // config.block_m),
+            problem.kv_heads,
+            problem.group,
+            problem.q_len,
+            problem.k_len,
+            problem.q_start - problem.k_start,
+            min(problem.left, FAR),
+            min(problem.right, FAR),
+            query.shape[-3],
+            key.shape[-3],
+            rows.lse.shape[-1],
+            lines.start,
+            lines.start * problem.group * rows.lse.shape[-1],
+            slope_stride(slopes),
+            *line_strides(words[0], packed),
+            *line_strides(words[1], packed),
+            int(problem.dropout_p * 2**32),
+            scale_of(problem),
+            problem.softcap,
+            1.0 / (1.0 - problem.dropout_p),
+        ),
+        "constants": (
+            problem.head_dim,  # D
+            what,  # PART
+            slots,  # SLOTS
+            config.places,  # PLACES
+            config.halves,  # HALVES
+            config.peel and peelable(problem),  # PEEL
+            problem.deterministic,  # ORDERED
+            problem.left != UNBOUNDED,  # HAS_LEFT
+            problem.right != UNBOUNDED,  # HAS_RIGHT
+            slopes is not None,  # HAS_ALIBI
+            problem.softcap != 0.0,  # HAS_SOFTCAP
+            problem.dropout_p != 0.0,  # HAS_DROPOUT
+            packed,  # IS_PACKED
+            has_edges(problem),  # EDGES
+            packed or reads_unseen(problem) or has_idle_queries(problem),  # UNSEEN
+            not problem.alibi and (problem.softcap > 0 or scale_of(problem) > 0),  # SCALE_LATE
+            tanh(problem),  # TANH
+            consumer_registers,  # CONSUMER_REGISTERS
+            warp_registers,  # WARP_REGISTERS
+        ),
+    }
+
+
+def _lines_in_cache(problem: Problem, lines: int) -> int:
+    """KV heads (of all batch entries) that are worked on together, in groups of about the same size."""
+    if problem.right == UNBOUNDED:
+        # In one order, key tiles of a head that run at the same time wait for each other: fewer of them do.
+        tiles_n = -(-problem.k_len // (2 * KEYS.value))
+        together = (256 if problem.head_dim <= 64 else 128) // tiles_n if problem.deterministic else 1
+        return min(max(together, 1), lines)
+    wide = max(problem.head_dim, problem.value_dim) > 128
+    cached = (16 if problem.q_len > 1024 else 8) << (21 if wide else 20)  # the best of 8, 16 and 32 MB
+    size = problem.q_len * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize * problem.group
+    fitting = max(1, cached // max(1, size))
+    groups = -(-lines // min(fitting, lines))
+    return -(-lines // groups)
+
+
+_kernel = Kernel(_backward_kernel)

@@ -1,0 +1,250 @@
+"""What the consumers of backward_sm90.py do at D 256, in two launches: registers hold one sum over queries at a time.
+
+The scores are computed in both, six products in place of five. dQ goes from registers into the scratch: its chunks are
+not in rows there but in the order of registers, sixteen bytes a lane. When it is complete, a warp of the second launch
+finishes it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .backward_block import (
+    BOTH,
+    CHUNK,
+    END_OF_TILE,
+    HALF_READY,
+    KEYS,
+    clear_rows,
+    query_blocks,
+    seeing_queries,
+    seen_keys,
+    tile_of,
+    zero_of_now,
+)
+from .pipeline import sync
+
+
+@gluon.jit
+def _add_chunk(dq, ptr):
+    """Add a chunk of sums to consecutive numbers, in the order of registers."""
+    C: gl.constexpr = dq.shape[1]
+    folded = dq.reshape([4, 2, 8, C // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([C * 16, 2, 2])
+    a, b = gl.split(folded)
+    a0, a1 = gl.split(a)
+    b0, b1 = gl.split(b)
+    place = (ptr + gl.arange(0, C * 16, a0.type.layout) * 4).to(gl.int64)
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
+        "=r,l,f,f,f,f",
+        [place, a0, b0, a1, b1],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def consume_for_key(WARPGROUP: gl.constexpr, part, call, scores, mail, room, scratch, dk_sum, kept):
+    """dK and dQ."""
+    queries = room.queries
+    grads = room.grads
+    BLOCK_M: gl.constexpr = queries.tiles.shape[2]
+    D: gl.constexpr = queries.tiles.shape[4]
+    dtype: gl.constexpr = queries.tiles.dtype
+    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    A_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P_TILE: gl.constexpr = gl.DotOperandLayout(0, A_TILE, 2)
+    none = gl.zeros((KEYS, BLOCK_M), gl.float32, S_TILE)
+    no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16]))
+    factor = scores.factor()
+    use = 0
+    taken = 0
+    n, batch, kv_head, q_first, q_len, k_first, k_len = mail.receive(0)
+    while n >= 0:
+        first = n * (2 * KEYS)
+        own = first + WARPGROUP * KEYS
+        offset = call.offset_of(q_len, k_len)
+        low, high = query_blocks(call, first, k_len, q_len, offset, BLOCK_M)
+        dk = gl.zeros((KEYS, D), gl.float32, A_TILE)
+        mbarrier.wait(room.kv_full, taken & 1)
+        if part.UNSEEN:
+            floor, limit = seen_keys(call, q_len, k_len, offset)
+            clear_rows(room.keys.index(0).reshape([2 * KEYS, D]), first, floor, limit)
+            clear_rows(room.values.index(0).reshape([2 * KEYS, D]), first, floor, limit)
+        for g in range(call.group):
+            head = kv_head * call.group + g
+            tile = tile_of(scores, own, q_len, k_len, offset, batch, head, q_first, k_first)
+            at = scratch.line(call, batch, head, q_first)
+            for i in range(low, high):
+                row = i * BLOCK_M
+                z = zero_of_now()
+                q = queries.tiles.index(z).reshape([BLOCK_M, D])
+                do = grads.tiles.index(z).reshape([BLOCK_M, D])
+                k = room.keys.index(z).reshape([2 * KEYS, D])
+                own_k = k.slice(WARPGROUP * KEYS, KEYS, dim=0)
+                own_v = room.values.index(z).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
+                d_scores = room.d_scores.index(z)
+                queries.wait_full(use)
+                if part.UNSEEN:
+                    grads.wait_full(use)
+                    floor, limit = seeing_queries(call, q_len, k_len, offset)
+                    clear_rows(q, row, floor, limit)
+                    clear_rows(do, row, floor, limit)
+                s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+                grads.wait_full(use)
+                dp_issued = warpgroup_mma(own_v, do.permute((1, 0)), none, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(1, deps=(s_issued,))
+                if part.EDGES:
+                    s = tile.hide_products(call, scores, s, row)
+                lse = room.lses.index(0).load(gl.SliceLayout(0, S_TILE))
+                p = tile.weights(part.EDGES, call, scores, s, lse, row, factor)
+                grads.wait_full(use)  # once more: the assembler does not move the next wait before this one
+                dp = warpgroup_mma_wait(0, deps=(dp_issued,))
+                delta = room.deltas.index(0).load(gl.SliceLayout(0, S_TILE))
+                grads.release(use)
+                if scores.HAS_DROPOUT:
+                    dp = gl.where(tile.keep(scores, p, row), dp * kept, 0.0)
+                ds = tile.changes(scores, p, dp, lse, delta, row).to(dtype)
+                d_own = gl.convert_layout(ds, P_TILE, assert_trivial=True)
+                sync(HALF_READY, BOTH)  # both have read dS of the block before
+                d_scores.slice(WARPGROUP * KEYS, KEYS, dim=0).store(ds)
+                fence_async_shared()
+                sync(HALF_READY + 1, BOTH)  # both have written it
+                dk_issued = warpgroup_mma(d_own, q, dk, use_acc=True, is_async=True)
+                left = k.slice(2 * WARPGROUP * CHUNK, CHUNK, dim=1)
+                dq_issued = warpgroup_mma(d_scores.permute((1, 0)), left, no_dq, use_acc=False, is_async=True)
+                dk = warpgroup_mma_wait(1, deps=(dk_issued,))
+                queries.release(use)
+                dq = warpgroup_mma_wait(0, deps=(dq_issued,))
+                to = scratch.numbers + (at + row - scratch.skipped).to(gl.int64) * D
+                right = k.slice((2 * WARPGROUP + 1) * CHUNK, CHUNK, dim=1)
+                dq_issued = warpgroup_mma(d_scores.permute((1, 0)), right, no_dq, use_acc=False, is_async=True)
+                _add_chunk(dq, to + 2 * WARPGROUP * CHUNK * CHUNK)
+                dq = warpgroup_mma_wait(0, deps=(dq_issued,))
+                _add_chunk(dq, to + (2 * WARPGROUP + 1) * CHUNK * CHUNK)
+                use += 1
+        next_n, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
+        sync(END_OF_TILE, BOTH)
+        dk_sum.store(WARPGROUP, dk * scores.scale, room.keys, batch, kv_head, k_first, own, k_len, call.IS_PACKED)
+        tma.store_wait(pendings=0)
+        mbarrier.arrive(room.kv_empty, count=1)
+        taken += 1
+        n = next_n
+        batch = next_batch
+        kv_head = next_head
+        q_first = next_q
+        q_len = next_q_len
+        k_first = next_k
+        k_len = next_k_len
+
+
+@gluon.jit
+def _kept_weights(part, call, scores, tile, s, lse, row, factor, kept):
+    """P of a block, as it meets dO."""
+    if part.EDGES:
+        s = tile.hide_products(call, scores, s, row)
+    p = tile.weights(part.EDGES, call, scores, s, lse, row, factor)
+    if scores.HAS_DROPOUT:
+        p = gl.where(tile.keep(scores, p, row), p * kept, 0.0)
+    return p
+
+
+@gluon.jit
+def consume_for_value(WARPGROUP: gl.constexpr, part, call, scores, mail, room, dv_sum, kept):
+    """dV, in the manner of the forward: the scores of a block are computed beside P dO of the one before."""
+    queries = room.queries
+    grads = room.grads
+    BLOCK_M: gl.constexpr = queries.tiles.shape[2]
+    D: gl.constexpr = queries.tiles.shape[4]
+    dtype: gl.constexpr = queries.tiles.dtype
+    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    A_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P_TILE: gl.constexpr = gl.DotOperandLayout(0, A_TILE, 2)
+    none = gl.zeros((KEYS, BLOCK_M), gl.float32, S_TILE)
+    factor = scores.factor()
+    use = 0
+    taken = 0
+    n, batch, kv_head, q_first, q_len, k_first, k_len = mail.receive(0)
+    while n >= 0:
+        first = n * (2 * KEYS)
+        own = first + WARPGROUP * KEYS
+        offset = call.offset_of(q_len, k_len)
+        low, high = query_blocks(call, first, k_len, q_len, offset, BLOCK_M)
+        blocks = call.group * (high - low)
+        floor, limit = seeing_queries(call, q_len, k_len, offset)
+        dv = gl.zeros((KEYS, D), gl.float32, A_TILE)
+        mbarrier.wait(room.kv_full, taken & 1)
+        if part.UNSEEN:
+            k_floor, k_limit = seen_keys(call, q_len, k_len, offset)
+            clear_rows(room.keys.index(0).reshape([2 * KEYS, D]), first, k_floor, k_limit)
+        if blocks > 0:
+            i = low
+            head = kv_head * call.group
+            tile = tile_of(scores, own, q_len, k_len, offset, batch, head, q_first, k_first)
+            queries.wait_full(use)
+            q = queries.tiles.index(use % queries.SLOTS).reshape([BLOCK_M, D])
+            if part.UNSEEN:
+                clear_rows(q, low * BLOCK_M, floor, limit)
+            own_k = room.keys.index(zero_of_now()).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
+            s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=(s_issued,))
+            lse = room.lses.index(use % queries.SLOTS).load(gl.SliceLayout(0, S_TILE))
+            p = _kept_weights(part, call, scores, tile, s, lse, i * BLOCK_M, factor, kept)
+            queries.release(use)
+            queries.wait_full(use + 1, pred=blocks > 1)
+            weights = gl.convert_layout(p.to(dtype), P_TILE, assert_trivial=True)
+            before = i * BLOCK_M
+            for j in range(1, blocks):
+                i += 1
+                if i == high:
+                    i = low
+                    head += 1
+                tile = tile_of(scores, own, q_len, k_len, offset, batch, head, q_first, k_first)
+                own_k = room.keys.index(zero_of_now()).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
+                q = queries.tiles.index((use + 1) % queries.SLOTS).reshape([BLOCK_M, D])
+                do = grads.tiles.index(use % grads.SLOTS).reshape([BLOCK_M, D])
+                if part.UNSEEN:
+                    clear_rows(q, i * BLOCK_M, floor, limit)
+                    grads.wait_full(use)
+                    clear_rows(do, before, floor, limit)
+                s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+                grads.wait_full(use)
+                dv_issued = warpgroup_mma(weights, do, dv, use_acc=True, is_async=True)
+                s = warpgroup_mma_wait(1, deps=(s_issued,))
+                lse = room.lses.index((use + 1) % queries.SLOTS).load(gl.SliceLayout(0, S_TILE))
+                p = _kept_weights(part, call, scores, tile, s, lse, i * BLOCK_M, factor, kept)
+                queries.release(use + 1)
+                queries.wait_full(use + 2, pred=j + 1 < blocks)
+                dv = warpgroup_mma_wait(0, deps=(dv_issued,))
+                grads.release(use)
+                weights = gl.convert_layout(p.to(dtype), P_TILE, assert_trivial=True)
+                before = i * BLOCK_M
+                use += 1
+            grads.wait_full(use)
+            do = grads.tiles.index(use % grads.SLOTS).reshape([BLOCK_M, D])
+            if part.UNSEEN:
+                clear_rows(do, before, floor, limit)
+            dv_issued = warpgroup_mma(weights, do, dv, use_acc=True, is_async=True)
+            dv = warpgroup_mma_wait(0, deps=(dv_issued,))
+            grads.release(use)
+            use += 1
+        next_n, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
+        sync(END_OF_TILE, BOTH)
+        dv_sum.store(WARPGROUP, dv, room.keys, batch, kv_head, k_first, own, k_len, call.IS_PACKED)
+        tma.store_wait(pendings=0)
+        mbarrier.arrive(room.kv_empty, count=1)
+        taken += 1
+        n = next_n
+        batch = next_batch
+        kv_head = next_head
+        q_first = next_q
+        q_len = next_q_len
+        k_first = next_k
+        k_len = next_k_len

@@ -1,0 +1,170 @@
+"""The Gluon backward for a Hopper that is not here: its plans as data, and what the compiler makes of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Gluon has no interpreter; run without TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+import torch
+import triton
+
+from stream_attention.backends import TESTED_TRITON
+
+if not triton.__version__.startswith((f"{TESTED_TRITON}.", "3.9.")):
+    pytest.skip(f"the tables are of Triton {TESTED_TRITON} and 3.9, not {triton.__version__}", allow_module_level=True)
+
+from compile_gate import F16, Compiled, problem
+from sass_gate import (
+    NEWER,
+    NO_SPILLS,
+    SHARED_BYTES,
+    VERSION,
+    Spills,
+    as_file,
+    compiling,
+    disassemble,
+    faults_of_any,
+    fingerprint,
+    parse,
+    ran,
+)
+
+from stream_attention.kernels.gluon import backward
+from stream_attention.problem import Inputs, Problem, Wanted
+from stream_attention.testing.offline import Report, report
+from stream_attention.tuning import gluon as tuning
+from stream_attention.tuning.gluon import GluonBackwardConfig, configure_backward
+
+TABLE = {name: row for name, row in vars(tuning).items() if isinstance(row, GluonBackwardConfig)}
+
+CONSUMERS = 2
+LAUNCH_REGISTERS = 65536 // (128 * (CONSUMERS + 1)) // 8 * 8
+"""What every thread starts with: consumers are a warpgroup each, all other roles together one more."""
+
+
+# Plans
+
+
+@pytest.mark.parametrize(
+    ("dim", "name"),
+    [(40, "D64"), (64, "D64"), (72, "D128"), (128, "D128"), (136, "D256"), (192, "D256"), (256, "D256")],
+)
+def test_the_head_dim_chooses_the_row(dim: int, name: str) -> None:
+    assert configure_backward(problem(D=dim, backward=True)) == TABLE[f"BACKWARD_{name}"]
+
+
+@pytest.mark.parametrize("config", TABLE.values(), ids=TABLE)
+def test_the_registers_that_roles_ask_for_are_there(config: GluonBackwardConfig) -> None:
+    """A warpgroup waits for registers until others give them back: one that asks for more than there are hangs."""
+    for _, _, of_consumers, of_warps in config.parts:
+        assert CONSUMERS * of_consumers + of_warps <= (CONSUMERS + 1) * LAUNCH_REGISTERS
+        assert all(24 <= registers <= 240 and registers % 8 == 0 for registers in (of_consumers, of_warps))
+
+
+# What the compiler makes of them
+
+PLAIN = [Compiled(90, dim, causal, backward=True) for dim in (64, 128, 256) for causal in (False, True)]
+EVERYTHING = ("packed", "window", "alibi", "sink", "softcap", "dropout")
+MODIFIED = [
+    Compiled(90, 128, True, ("packed",), backward=True),
+    Compiled(90, 64, True, ("window",), Tq=4096, backward=True),  # all keys are seen
+    Compiled(90, 128, True, ("window",), backward=True),  # most are not
+    Compiled(90, 64, False, ("softcap",), backward=True),
+    Compiled(90, 128, True, ("alibi",), backward=True),
+    Compiled(90, 64, True, ("dropout",), backward=True),
+    Compiled(90, 128, True, EVERYTHING, dtype=F16, backward=True),
+    Compiled(90, 64, True, ("deterministic",), backward=True),
+    Compiled(90, 128, False, ("deterministic",), backward=True),
+    Compiled(90, 96, True, backward=True),
+    Compiled(90, 192, True, backward=True),
+    Compiled(90, 128, False, Tk=4000, backward=True),  # the last tile of keys is cut
+]
+CALLS = {str(call): call for call in (*PLAIN, *MODIFIED)}
+
+SPILLS: dict[str, dict[str, Spills]] = {"3.6": {}, "3.9": {}}
+"""Spills that are known, by Triton's version: a launch that spills more than its line fails, and one without a line
+that spills at all. Without a second number they are outside the loop over queries."""
+
+
+class Launch(NamedTuple):
+    """A kernel of a call that multiplies, and the registers that its roles ask for."""
+
+    made: Report
+    sass: str
+
+
+def stated(call: Compiled, inputs: Inputs) -> Problem:
+    return call.problem(inputs)._replace(deterministic="deterministic" in call.modifiers)
+
+
+def names(name: str) -> list[str]:
+    """The launches of a call, in order: what belongs to rows, then what multiplies."""
+    call = CALLS[name]
+    config = configure_backward(stated(call, call.inputs()))
+    return [f"{name}: rows", *(f"{name}: {part}" for part, *_ in config.parts)]
+
+
+def gated(version: str) -> list[str]:
+    """Calls that are compiled with a version of Triton: with the newer one, for the sake of time, one of each
+    configuration, everything that modifies scores, and one order of additions."""
+    if version == TESTED_TRITON:
+        return list(CALLS)
+    plain = [str(call) for call in PLAIN if call.causal]
+    return [*plain, *(name for name, call in CALLS.items() if call.modifiers in (EVERYTHING, ("deterministic",)))]
+
+
+def compiled(call: Compiled) -> list[Any]:
+    """The kernels of the backward, in order, for all gradients that there are; not that of dropout's random words."""
+    inputs = call.inputs()
+    one = stated(call, inputs)
+    out = torch.zeros_like(inputs.query)
+    lse = torch.zeros(out[..., 0].mT.shape)
+    with compiling() as launched:
+        wanted = Wanted(sink=inputs.sink is not None)
+        backward(one, inputs, configure_backward(one), out, lse, out, None, wanted)
+    return [kernel for kernel in launched if kernel.metadata.name in ("_prepare_kernel", "_backward_kernel")]
+
+
+@pytest.mark.parametrize("name", gated(VERSION), ids=lambda name: f"{name} by Triton {triton.__version__}")
+def test_the_machine_code_is_as_it_should_be(name: str) -> None:
+    kernels = dict(zip(names(name), compiled(CALLS[name]), strict=True))
+    code = {launch: disassemble(kernel) for launch, kernel in kernels.items()}
+    for launch in names(name)[1:]:
+        made = report(kernels[launch])
+        figures = f"{launch}: {made}"
+        known = SPILLS[VERSION].get(launch, NO_SPILLS)
+        assert not faults_of_any(made, parse(code[launch]), CONSUMERS, known), figures
+        assert made.shared_bytes <= SHARED_BYTES, figures
+        assert made.registers == LAUNCH_REGISTERS, figures
+        assert not made.instructions["HMMA"], figures
+    if VERSION == TESTED_TRITON:
+        its = ran("backward")
+        for launch, sass in code.items():
+            assert fingerprint(sass) == its["kernels"][launch], (
+                f"{launch}: not what ran on the GPU at {its['commit']}; run it there"
+            )
+
+
+def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
+    launches = {version: {launch for name in gated(version) for launch in names(name)} for version in SPILLS}
+    assert all(spills.keys() <= launches[version] for version, spills in SPILLS.items())
+    assert ran("backward")["kernels"].keys() == launches[TESTED_TRITON]
+
+
+def test_plain_loops_of_wide_heads_do_not_spill() -> None:
+    for name in (str(call) for call in PLAIN if call.D > 64):
+        assert all(SPILLS[TESTED_TRITON].get(launch, NO_SPILLS).in_loop == 0 for launch in names(name))
+
+
+if __name__ == "__main__":
+    found = {}
+    for name, call in CALLS.items():
+        found |= dict(zip(names(name), map(fingerprint, map(disassemble, compiled(call))), strict=True))
+    print(as_file(sys.argv[1], found))
