@@ -125,16 +125,38 @@ def large(**facts: Any) -> Problem:
         pytest.param({"packed": True}, id="packed"),
         pytest.param({"partial": True}, id="a shard"),
         pytest.param({"dropout_p": 0.1, "left": 100, "alibi": True, "sink": True, "softcap": 20.0}, id="features"),
+        pytest.param({"backward": True}, id="backward"),
+        pytest.param({"backward": True, "right": 0, "lse_grad": True}, id="backward, causal, through the LSE"),
+        pytest.param({"backward": True, "head_dim": 192, "value_dim": 136}, id="backward, D=192 and 136"),
+        pytest.param({"backward": True, "deterministic": True}, id="backward in one order"),
+        pytest.param({"backward": True, "packed": True, "kv_heads": 2}, id="backward, packed"),
+        pytest.param(
+            {"backward": True, "dropout_p": 0.1, "left": 100, "alibi": True, "sink": True, "softcap": 20.0},
+            id="backward, features",
+        ),
     ],
 )
-def test_a_large_problem_on_hopper_goes_to_gluon_and_its_backward_to_triton(facts: dict[str, Any]) -> None:
+def test_a_large_problem_on_hopper_goes_to_gluon(facts: dict[str, Any]) -> None:
     pytest.importorskip("triton")
     planned = plan(large(**facts))
     assert planned.backend == "gluon" and planned.passed_over == ()
     assert planned.config == BY_NAME["gluon"].configure(planned.problem)
-    backward = plan(large(**facts, backward=True))
-    assert backward.backend == "triton"
-    assert backward.passed_over == (("gluon", ("it has no backward yet; Triton's takes its LSE",)),)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"alibi": True, "slope_grad": True},
+        {"partial": True},
+        {"head_dim": 192, "value_dim": 128},
+        {"head_dim": 256, "value_dim": 256, "deterministic": True},
+    ],
+    ids=str,
+)
+def test_what_gluon_computes_forward_alone_goes_back_by_triton(facts: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    assert plan(large(**facts)).backend == "gluon"
+    assert plan(large(**facts, backward=True)).backend == "triton"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +165,13 @@ def test_a_large_problem_on_hopper_goes_to_gluon_and_its_backward_to_triton(fact
         ({"arch": 80}, "it is for Hopper, compute capability 9.0, not 8.0"),
         ({"arch": 100}, "it is for Hopper, compute capability 9.0, not 10.0"),
         ({"device": torch.device("cpu")}, "it runs on CUDA devices, not on cpu"),
-        ({"backward": True}, "it has no backward yet; Triton's takes its LSE"),
+        ({"backward": True, "alibi": True, "slope_grad": True}, "gradient of ALiBi slopes is a sum over rows"),
+        ({"backward": True, "partial": True}, "its backward returns gradients in the dtype of the inputs"),
+        ({"backward": True, "head_dim": 192, "value_dim": 128}, "tiles are equally wide, not (192, 128)"),
+        (
+            {"backward": True, "head_dim": 136, "value_dim": 136, "deterministic": True},
+            "its backward adds to dQ in one order up to D 128, not at 136",
+        ),
         ({"dtype": torch.float32}, "it multiplies float16 and bfloat16"),
         ({"q_start": 1 << 30}, "it counts positions in 32 bits, up to 2**30"),
         ({"head_dim": 32, "value_dim": 32}, "from 40 to 256, or values of 72 to 128 beside 136 to 256, not (32, 32)"),

@@ -1,8 +1,8 @@
 """When two trainings count as the same: the one place that says so.
 
-Losses are smoothed over 10 steps. At every step after the 20th, ours may differ from SDPA with the same seed by at most the
-spread there: the largest difference between two seeds of SDPA within 10 steps on either side. The window is there because
-two curves also cross, where a difference of nothing would say nothing.
+Losses are smoothed over 10 steps. At every step after the 20th, ours may differ from SDPA with the same seed by at most
+the spread there: the largest difference between two seeds of SDPA within 10 steps on either side. The window is there
+because two curves also cross, where a difference of nothing would say nothing.
 """
 
 from __future__ import annotations

@@ -11,7 +11,17 @@ import pytest
 import torch
 from benchmarks.training import train, verdict
 from benchmarks.training.gpt import GPT, Size, ours, ours_deterministic, rotated, sdpa
-from benchmarks.training.text import CHOICES, GROUPS, SPAN, VOCABULARY, chain, distances, text
+from benchmarks.training.text import (
+    CHOICES,
+    FIRST,
+    SYMBOLS,
+    TITLES,
+    VOCABULARY,
+    WITH_ATTENTION,
+    WITHOUT_ATTENTION,
+    languages,
+    text,
+)
 
 TINY = Size(VOCABULARY, context=64, width=64, layers=2)
 STEPS = 30
@@ -25,29 +35,34 @@ def results() -> dict[str, Any]:
 # The text
 
 
-def test_a_seed_has_its_text_and_every_seed_the_language() -> None:
+def test_a_seed_has_its_text_and_every_seed_the_same_languages() -> None:
     first = text(4, 200, seed=0)
     assert first.shape == (4, 200) and torch.equal(first, text(4, 200, seed=0))
     assert not torch.equal(first, text(4, 200, seed=1))
-    assert torch.equal(chain(), chain())
+    assert torch.equal(languages(), languages())
 
 
-def test_a_symbol_is_followed_by_16_others_and_by_4_once_the_symbol_before_is_known() -> None:
-    after = chain()
-    assert after.shape == (VOCABULARY, GROUPS, CHOICES)
-    assert all(len(set(row.tolist())) == GROUPS * CHOICES for row in after.flatten(1))
+def test_a_symbol_is_never_followed_by_the_same_under_two_titles() -> None:
+    follow = languages()
+    assert follow.shape == (TITLES, SYMBOLS, CHOICES) and follow.min() == TITLES and follow.max() == VOCABULARY - 1
+    assert all(len(set(row.tolist())) == TITLES * CHOICES for row in follow.transpose(0, 1).flatten(1))
 
 
-def test_what_is_not_copied_follows_the_chain_and_what_is_copied_stood_earlier() -> None:
-    written, after = text(8, 512, seed=3), chain()
-    copied = distances(8, 512, torch.Generator().manual_seed(3)).T  # drawn first, from the same seed
-    assert 0.4 < (copied > 0).float().mean() < 0.6
-    for row, back in zip(written.tolist(), copied.tolist(), strict=True):
-        for n in range(2, 512):
-            if back[n]:
-                assert SPAN <= back[n] <= n and row[n] == row[n - back[n]]
-            else:
-                assert row[n] in after[row[n - 1], row[n - 2] % GROUPS]
+def test_the_title_opens_a_text_and_decides_what_follows() -> None:
+    written = text(64, 300, seed=3)
+    titles, symbols = written[:, :1], written[:, 1:] - TITLES
+    assert set(titles.flatten().tolist()) == set(range(TITLES)) and symbols.min() >= 0
+    expected = languages()[titles, symbols[:, :-1]]  # [64, 298, CHOICES]
+    chosen = expected == symbols[:, 1:, None] + TITLES
+    assert chosen.any(-1).all()
+    assert chosen[..., 0].float().mean().item() == pytest.approx(FIRST, abs=0.02)
+
+
+def test_what_remains_to_be_guessed_is_counted_right() -> None:
+    nats = torch.distributions.Categorical(torch.tensor([FIRST, 1 - FIRST])).entropy().item()
+    among_all = torch.tensor([FIRST, 1 - FIRST]).repeat(TITLES) / TITLES
+    assert pytest.approx(nats) == WITH_ATTENTION
+    assert pytest.approx(torch.distributions.Categorical(among_all).entropy().item()) == WITHOUT_ATTENTION
 
 
 # The model
@@ -71,7 +86,7 @@ def test_the_untrained_model_knows_nothing() -> None:
 def test_a_token_does_not_reach_earlier_ones() -> None:
     model, tokens = GPT(TINY, 0), text(1, 65, 0)
     changed = tokens.clone()
-    changed[:, 40] = (changed[:, 40] + 1) % VOCABULARY
+    changed[:, 40] = TITLES
     for attend in (ours, sdpa):
         assert model(tokens[:, :40], attend).item() == model(changed[:, :40], attend).item()
         assert model(tokens, attend).item() != model(changed, attend).item()
@@ -159,7 +174,7 @@ def test_seeds_that_never_part_leave_no_room() -> None:
 
 def test_where_two_seeds_cross_the_spread_is_that_beside_the_crossing() -> None:
     apart = verdict.spread([n / 100 for n in range(100)], [0.5] * 100)
-    assert float(apart[54]) == pytest.approx(0.1)  # the means meet there, and differ by 0.1 ten steps away
+    assert float(apart[54]) == pytest.approx(0.105)  # the mean of 45 ... 54 is 49.5, and 39.5 ten steps before
 
 
 def test_curves_of_different_lengths_are_refused() -> None:

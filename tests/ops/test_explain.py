@@ -43,20 +43,27 @@ def test_explain_prints_the_backward_where_a_gradient_is_wanted(
 
 
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize(("heads", "first"), [(64, "gluon: 2 warpgroups of "), (1, "triton: tiles of ")])
+@pytest.mark.parametrize(
+    ("heads", "first", "then"),
+    [
+        (64, "gluon: 2 warpgroups of ", "gluon: one pass, tiles of "),
+        (1, "triton: tiles of ", "triton: dQ in tiles of "),
+    ],
+)
 def test_explain_shows_forward_and_backward_on_a_gpu(
-    heads: int, first: str, capsys: pytest.CaptureFixture[str]
+    heads: int, first: str, then: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")
     shape = (1, 1024, heads, 128)
     tensors = [torch.empty(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)]
     planned = explain(*tensors, causal=True)
-    forward, its_config, *passed_over, backward, backward_config, not_gluon = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
+    forward, backward = printed[: len(printed) // 2], printed[len(printed) // 2 :]
     assert planned.backend == first.partition(":")[0]
-    assert forward.startswith("forward   dense B=1 Tq=1024") and backward.startswith("backward  of the same call")
-    assert its_config.startswith(f"backend   {first}") and len(passed_over) == (heads == 1)
-    assert backward_config.startswith("backend   triton: dQ in tiles of ") and "; dK and dV in tiles" in backward_config
-    assert not_gluon.startswith("not       gluon: it has no backward yet")
+    assert forward[0].startswith("forward   dense B=1 Tq=1024") and backward[0].startswith("backward  of the same call")
+    assert forward[1].startswith(f"backend   {first}") and backward[1].startswith(f"backend   {then}")
+    passed_over = [line.startswith("not       gluon: the call is so short") for line in (*forward[2:], *backward[2:])]
+    assert passed_over == [True, True] * (heads == 1)
 
 
 def test_explain_takes_packed_sequences() -> None:

@@ -250,7 +250,7 @@ def forward(direction: Direction = "forward") -> Iterator[Cell]:
 def backward() -> Iterator[Cell]:
     """The same grid, backward alone, and what `deterministic=True` costs."""
     for cell in forward("backward"):
-        yield cell._replace(beside=("triton deterministic",))
+        yield cell._replace(beside=("gluon deterministic",))
 
 
 def modifiers(direction: Direction = "forward") -> Iterator[Cell]:

@@ -117,14 +117,18 @@ class GluonBackwardConfig(NamedTuple):
     parts: tuple[tuple[str, int, int, int], ...]  # launches: what, slots of rings, registers of consumers and others
     places: int  # where chunks of dQ that are finished land
     halves: bool  # exponentials and dS by halves of the columns, to need fewer registers
-    peel: bool  # blocks that no edge cuts have a loop of their own
+    peel: bool  # blocks that no edge cuts have a loop of their own; they are the last ones then
 
     def __str__(self) -> str:
         launches = "one pass" if len(self.parts) == 1 else f"{len(self.parts)} passes"
         return f"{launches}, tiles of {2 * KEYS} keys, blocks of {self.block_m} queries"
 
 
+# NVIDIA H200, 2026-11-15, torch 2.11.0+cu130, Triton 3.6.0, bf16, batch * length = 16384, hidden 2048: the best of 6-12
+# configurations per head dim at 512 to 16k (benchmarks/results/h200/sweeps/9-gluon-backward.json). Modified calls were
+# not timed against others.
 BACKWARD_D64 = GluonBackwardConfig(128, (("all", 2, 240, 24),), places=1, halves=True, peel=False)
+BACKWARD_D64_LONG_CAUSAL = BACKWARD_D64._replace(places=2, peel=True)  # x1.01-1.02 at 16k, slower up to 4k
 BACKWARD_D128 = GluonBackwardConfig(64, (("all", 2, 240, 24),), places=2, halves=False, peel=False)
 BACKWARD_D256 = GluonBackwardConfig(
     64, (("key", 1, 240, 24), ("value", 2, 232, 40)), places=2, halves=False, peel=False
@@ -151,4 +155,9 @@ def has_idle_queries(problem: Problem) -> bool:
 
 
 def configure_backward(problem: Problem) -> GluonBackwardConfig:
-    return {64: BACKWARD_D64, 128: BACKWARD_D128, 256: BACKWARD_D256}[tile_widths(problem)[0]]
+    """The configuration of a backward."""
+    config = {64: BACKWARD_D64, 128: BACKWARD_D128, 256: BACKWARD_D256}[tile_widths(problem)[0]]
+    modified = problem.alibi or problem.softcap or problem.dropout_p
+    if config is BACKWARD_D64 and problem.q_len > 8192 and peelable(problem) and not modified:
+        return BACKWARD_D64_LONG_CAUSAL
+    return config

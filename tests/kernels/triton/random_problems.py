@@ -22,7 +22,7 @@ from stream_attention.testing import Case, check_case, random_case
 from stream_attention.testing.inputs import _tile_laid_out
 from stream_attention.testing.offline import precompile
 from stream_attention.tuning.gluon import configure as configure_gluon
-from stream_attention.tuning.gluon import many_cuts, reads_unseen
+from stream_attention.tuning.gluon import has_edges, has_idle_queries, many_cuts, reads_unseen
 from stream_attention.tuning.triton import configure_backward, configure_forward
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -58,15 +58,18 @@ def draw(
     dims = (64, 80, 128, 256)
     like = [random_case(rng, device="cuda", head_dims=dims) for _ in range(templates)]
     if backend == "gluon":
-        like = [for_gluon(case, rng) for case in like]
+        like = [for_gluon(case, rng, backward) for case in like]
     cases: list[Case] = []
     found: dict[Hashable, Case] = {}
     while len(cases) < problems:
-        case = in_another_size(like[len(cases) % templates], rng, backward)
+        template = like[len(cases) % templates]
+        case = in_another_size(template, rng, backward)
         if backend == "gluon":
             if is_empty(case):
                 continue
             case = replace(case, layout=case.layout if case.layout in ADDRESSABLE else "contiguous")
+            if backward:  # one order of additions is another kernel
+                case = replace(case, deterministic=template.deterministic, slope_grad=template.slope_grad)
         key = variant(case, arch, processors, backend)
         if key is not None and key not in found:
             if len(found) == variants:
@@ -89,13 +92,15 @@ def is_empty(case: Case) -> bool:
     return 0 in (case.B, case.Tq, case.Tk)
 
 
-def for_gluon(case: Case, rng: Random) -> Case:
+def for_gluon(case: Case, rng: Random, backward: bool) -> Case:
     """The case without what that backend leaves to Triton's kernels."""
     dim = rng.choice((64, 64, 80, 96, 128, 128, 192, 256))
     return replace(
         case,
         D=dim,
-        Dv=128 if dim == 192 else dim,
+        Dv=128 if dim == 192 and not backward else dim,
+        deterministic=case.deterministic and (dim <= 128 or not backward),
+        slope_grad=False,
         dtype=case.dtype if case.dtype in (F16, BF16) else BF16,
         mask=None,
         bias=None,
@@ -179,10 +184,15 @@ def variant(case: Case, arch: int, processors: int, backend: str) -> Hashable:
         config = configure_gluon(problem)
         unseen = case.packed or reads_unseen(problem)
         of_gluon = config, many_cuts(problem, config.block_n), unseen, problem.scale > 0
+        of_its_backward: Hashable = None
+        if case.backward:
+            cut = has_edges(problem), has_idle_queries(problem)
+            of_its_backward = configure_gluon(problem._replace(backward=True)), cut, case.deterministic, case.lse_grad
         return (
             (case.D, case.Dv, case.dtype, aux_dtype, case.packed, of_gluon),
             (problem.left == UNBOUNDED, problem.right == UNBOUNDED),
             (case.alibi is None, case.sink, case.softcap == 0, case.dropout_p == 0),
+            of_its_backward,
         )
     tiles_of_forward = configure_forward(problem)
     of_forward = (

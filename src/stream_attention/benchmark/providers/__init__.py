@@ -24,7 +24,7 @@ def by_name(fa3: Path | None = None) -> dict[str, Provider]:
     providers: list[Provider] = [
         Ours("stream", "auto"),
         *(Ours(name) for name in ("gluon", "triton", "eager", "reference")),
-        Deterministic("triton"),
+        *(Deterministic(name) for name in ("gluon", "triton")),
         Plain(),
         *(Plain(name) for name in ("gluon", "triton")),
         Blocked(),

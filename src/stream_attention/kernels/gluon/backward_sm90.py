@@ -37,7 +37,7 @@ from triton.language.core import _aggregate as aggregate
 
 from ...problem import UNBOUNDED, Gradients, Inputs, Problem, Wanted, addressable
 from ...tuning.gluon import KEYS as KEYS_OF_A_WARPGROUP
-from ...tuning.gluon import GluonBackwardConfig, has_edges, has_idle_queries, peelable, reads_unseen, tile_widths
+from ...tuning.gluon import GluonBackwardConfig, has_edges, has_idle_queries, reads_unseen, tile_widths
 from ..triton.arguments import FAR, line_strides, scale_of, slope_stride, tanh
 from ..triton.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from ..triton.dropout import dropout_words
@@ -444,6 +444,7 @@ def backward(
     # Rows of a pack that belong to no sequence are written by no program.
     room = torch.zeros_like if packed else torch.empty_like
     dq, dk, dv = (room(t, memory_format=torch.contiguous_format) for t in inputs[:3])
+    saved = out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
     rows = empty_rows(problem, inputs.query)
     words = dropout_words(problem, inputs) if problem.dropout_p else (None, None)
     lines = problem.batch * problem.kv_heads
@@ -459,7 +460,6 @@ def backward(
         some = range(first, min(first + at_once, lines))
         counter = counts.new_empty(2)
         programs = min(problem.processors, len(some) * -(-problem.k_len // (2 * KEYS.value)))
-        saved = out, lse, grad_out, grad_lse
         d_sinks += prepare_rows(problem, inputs, some, *saved, rows, scratch, counts, counter, -programs, wanted.sink)
         for part in config.parts:
             arguments = inputs, config, part, some, words, grad_out, rows, scratch, counts, counter, (dq, dk, dv)
@@ -538,7 +538,7 @@ def _launch_arguments(
             slots,  # SLOTS
             config.places,  # PLACES
             config.halves,  # HALVES
-            config.peel and peelable(problem),  # PEEL
+            config.peel,  # PEEL
             problem.deterministic,  # ORDERED
             problem.left != UNBOUNDED,  # HAS_LEFT
             problem.right != UNBOUNDED,  # HAS_RIGHT
