@@ -65,6 +65,8 @@ test-gpu: ## run the GPU tests with PYTHON's own torch and triton; installs noth
 sanitize: ## watch the memory accesses of a sample of Hopper kernels, on a GPU with CUDA's compute-sanitizer
 	PYTHONPATH=src:tests/kernels/triton:tests/kernels/gluon compute-sanitizer --tool memcheck --error-exitcode 1 \
 		$(PYTHON) tests/kernels/gluon/sanitized.py
+	PYTHONPATH=src:tests/kernels/triton:tests/kernels/gluon compute-sanitizer --tool memcheck --error-exitcode 1 \
+		$(PYTHON) tests/kernels/gluon/sanitized.py --backward
 
 .PHONY: bench-cpu
 bench-cpu: $(STAMP) ## measure this machine's CPU, some minutes, and keep the figures in out/cpu.json

@@ -59,9 +59,14 @@ def test_triton_is_never_slower_than_sdpa_flash(direction: str) -> None:
     assert min(ratios.values()) >= 1.0, ratios
 
 
-def test_deterministic_gradients_cost_at_most_a_third() -> None:
-    ratios = speedups("triton deterministic", "backward")
-    assert max(ratios.values()) <= 1.3, ratios
+def test_one_order_of_additions_costs_at_most_a_fifth() -> None:
+    cells = {cell["name"]: cell["providers"] for cell in results("h200/backward")["cells"]}
+    narrow_cells = narrow(dict.fromkeys(cells, 1.0))
+    ratios = {
+        name: cells[name]["gluon deterministic"]["median_ms"] / cells[name]["gluon"]["median_ms"]
+        for name in narrow_cells
+    }
+    assert len(ratios) == 24 and max(ratios.values()) <= 1.2, ratios
 
 
 def test_two_kernels_and_one_were_both_measured_and_the_faster_is_kept() -> None:
@@ -77,23 +82,28 @@ def test_two_kernels_and_one_were_both_measured_and_the_faster_is_kept() -> None
 def test_the_readme_says_what_was_measured() -> None:
     readme = (ROOT / "README.md").read_text().replace("\n", " ")
     forward = narrow(speedups("sdpa flash", of="gluon")).values()
-    backward = narrow(speedups("sdpa flash", "backward")).values()
+    backward = narrow(speedups("sdpa flash", "backward", of="gluon")).values()
     best = [1 / cell["ratio"] for cell in results("h200/forward")["cells"]]
+    best_backward = [1 / cell["ratio"] for cell in results("h200/backward")["cells"]]
     assert f"at {min(forward):.2f}-{max(forward):.2f} times the speed of SDPA's flash kernel in every cell" in readme
     assert f"at {min(best):.2f}-{max(best):.2f} of the best of FlashAttention-3 and cuDNN" in readme
-    assert f"the backward at {min(backward):.2f}-{max(backward):.2f} times" in readme
+    assert f"the backward at {min(backward):.2f}-{max(backward):.2f} times SDPA's" in readme
+    assert f"and at {min(best_backward):.2f}-{max(best_backward):.2f} of that best" in readme
 
 
-def test_the_hopper_forward_meets_the_best_peer_of_every_cell() -> None:
-    best = {cell["name"]: 1 / cell["ratio"] for cell in results("h200/forward")["cells"]}
-    assert all({"fa3", "sdpa cudnn"} <= cell["providers"].keys() for cell in results("h200/forward")["cells"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_hopper_kernels_meet_the_best_peer_of_every_cell(direction: str) -> None:
+    cells = results(f"h200/{direction}")["cells"]
+    best = {cell["name"]: 1 / cell["ratio"] for cell in cells}
+    assert len(best) == 36 and all({"fa3", "sdpa cudnn", "sdpa flash"} <= cell["providers"].keys() for cell in cells)
     assert min(best.values()) >= 0.95, best
     assert math.exp(sum(map(math.log, best.values())) / len(best)) >= 1.0, best
 
 
-def test_the_hopper_kernel_is_the_faster_of_ours_everywhere() -> None:
-    assert min(speedups("triton", of="gluon").values()) > 1.1
-    assert {cell["ours"] for cell in results("h200/forward")["cells"]} == {"gluon"}
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_hopper_kernel_is_the_faster_of_ours_everywhere(direction: str) -> None:
+    assert min(speedups("triton", direction, of="gluon").values()) > 1.1
+    assert {cell["ours"] for cell in results(f"h200/{direction}")["cells"]} == {"gluon"}
 
 
 def test_short_calls_take_at_most_what_flash_attention_3_takes() -> None:
@@ -107,7 +117,8 @@ def test_cpu_bars_are_met() -> None:
 
 
 @pytest.mark.parametrize(
-    ("which", "tests", "problems"), [("forward", 60, 2000), ("backward", 40, 400), ("gluon_forward", 50, 5000)]
+    ("which", "tests", "problems"),
+    [("forward", 60, 2000), ("backward", 40, 400), ("gluon_forward", 50, 5000), ("gluon_backward", 100, 1200)],
 )
 def test_the_gpu_tests_were_run_and_passed(which: str, tests: int, problems: int) -> None:
     summary = results(f"h200/gpu_tests_{which}")
@@ -116,11 +127,26 @@ def test_the_gpu_tests_were_run_and_passed(which: str, tests: int, problems: int
     assert summary["commit"] and summary["versions"]["torch"] and summary["gpu"]
 
 
-def test_the_sanitizer_found_nothing_in_what_was_tested() -> None:
-    said = (RESULTS / "h200" / "compute_sanitizer_gluon_forward.txt").read_text()
-    assert results("h200/gpu_tests_gluon_forward")["commit"] in said
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_sanitizer_found_nothing_in_what_was_tested(direction: str) -> None:
+    said = (RESULTS / "h200" / f"compute_sanitizer_gluon_{direction}.txt").read_text()
+    assert results(f"h200/gpu_tests_gluon_{direction}")["commit"] in said
     assert said.count("ERROR SUMMARY: 0 errors") == said.count("compute-sanitizer --tool") == 2
 
 
-def test_a_training_step_at_64k_tokens_is_within_its_memory_bar() -> None:
-    assert results("h200/gpu_tests_backward")["memory of a training step at 64k"]["ratio"] <= 1.15
+@pytest.mark.parametrize(("which", "bar"), [("backward", 1.15), ("gluon_backward", 1.35)])
+def test_a_training_step_at_64k_tokens_is_within_its_memory_bar(which: str, bar: float) -> None:
+    assert results(f"h200/gpu_tests_{which}")["memory of a training step at 64k"]["ratio"] <= bar
+
+
+def test_training_with_ours_is_within_the_spread_of_two_sdpa_seeds() -> None:
+    found = results("h200/training")
+    told, runs = found["conditions"], {run["name"]: run for run in found["runs"]}
+    assert (told["steps"], told["layers"], told["head_dim"], told["context"]) == (200, 4, 128, 2048)
+    assert {"ours, seed 0", "sdpa, seed 0", "sdpa, seed 1"} <= runs.keys()
+    assert all(len(run["losses"]) == 200 for run in runs.values())
+    assert "ours, seed 0" in found["verdict"]
+    for name, judged in found["verdict"].items():
+        assert judged["within"], (name, judged)
+        assert all(runs[name]["plan"][way].startswith("gluon: ") for way in ("forward", "backward")), name
+        assert sum(runs[name]["losses"][-10:]) / 10 < told["nats_without_attention"], "attention was not learnt"

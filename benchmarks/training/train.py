@@ -29,7 +29,7 @@ from stream_attention.plan import plan
 
 from . import verdict
 from .gpt import GPT, Attend, Size, ours, ours_deterministic, sdpa
-from .text import VOCABULARY, WITH_ATTENTION, WITHOUT_ATTENTION, text
+from .text import CLASSES, VOCABULARY, WITH_ATTENTION, WITHOUT_ATTENTION, text
 
 STEPS, BATCH = 200, 8
 RATE, RATE_WARMUP = 1e-3, 20
@@ -113,7 +113,7 @@ def plan_of(training: Training) -> dict[str, str]:
             kernel = SDPBackend(torch._fused_sdp_choice(*across, is_causal=True)).name
             found.update(forward=kernel, backward=kernel)
         else:
-            deterministic = training.attend is ours_deterministic
+            deterministic = True if training.attend is ours_deterministic else None
             problems, backend = problems_of_call(query, key, value, causal=True, deterministic=deterministic)
             chosen = (plan(problem, backend) for problem in problems)
             found.update(zip(("forward", "backward"), (f"{one.backend}: {one.config}" for one in chosen), strict=True))
@@ -164,7 +164,7 @@ def told(size: Size, steps: int, batch: int, device: str, parameters: int) -> di
         "steps": steps,
         "dtype": "fp32 parameters under bf16 autocast" if device == "cuda" else "fp32",
         "optimizer": f"AdamW, rate {RATE:g} after {RATE_WARMUP} steps, gradients clipped at 1",
-        "text": "chains of which the title decides: benchmarks/training/text.py",
+        "text": "chains by rules that marks at the start announce: benchmarks/training/text.py",
         "nats_with_attention": WITH_ATTENTION,
         "nats_without_attention": WITHOUT_ATTENTION,
         "timing": f"{CLOCKS['events' if device == 'cuda' else 'wall']}, a whole step, medians after step {UNTIMED}",
@@ -218,9 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json-out", type=Path, help="write the results to this file")
     parser.add_argument("--plot-out", type=Path, help="draw the curves into this .png or .svg; needs matplotlib")
     options = parser.parse_args(arguments)
-    for name in ("steps", "batch", "context", "layers"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}: expected at least 1; got {getattr(options, name)}.")
+    for name, least in (("steps", 1), ("batch", 1), ("context", CLASSES), ("layers", 1)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name}: expected at least {least}; got {getattr(options, name)}.")
     size = Size(VOCABULARY, options.context, options.width, options.layers)
     if options.width < 4 or options.width % size.head_dim or size.head_dim % 2:
         parser.error(f"--width: expected a multiple of 128, or of 4 below 256; got {options.width}.")

@@ -12,14 +12,16 @@ import torch
 from benchmarks.training import train, verdict
 from benchmarks.training.gpt import GPT, Size, ours, ours_deterministic, rotated, sdpa
 from benchmarks.training.text import (
-    CHOICES,
+    CLASSES,
     FIRST,
+    MARKS,
+    RULES,
+    SUCCESSORS,
     SYMBOLS,
-    TITLES,
     VOCABULARY,
     WITH_ATTENTION,
     WITHOUT_ATTENTION,
-    languages,
+    language,
     text,
 )
 
@@ -35,32 +37,33 @@ def results() -> dict[str, Any]:
 # The text
 
 
-def test_a_seed_has_its_text_and_every_seed_the_same_languages() -> None:
+def test_a_seed_has_its_text_and_every_seed_the_same_language() -> None:
     first = text(4, 200, seed=0)
     assert first.shape == (4, 200) and torch.equal(first, text(4, 200, seed=0))
     assert not torch.equal(first, text(4, 200, seed=1))
-    assert torch.equal(languages(), languages())
+    assert torch.equal(language(), language())
 
 
-def test_a_symbol_is_never_followed_by_the_same_under_two_titles() -> None:
-    follow = languages()
-    assert follow.shape == (TITLES, SYMBOLS, CHOICES) and follow.min() == TITLES and follow.max() == VOCABULARY - 1
-    assert all(len(set(row.tolist())) == TITLES * CHOICES for row in follow.transpose(0, 1).flatten(1))
+def test_a_symbol_is_never_followed_by_the_same_under_two_rules() -> None:
+    follow = language()
+    assert follow.shape == (RULES, SYMBOLS, SUCCESSORS) and follow.min() == MARKS and follow.max() == VOCABULARY - 1
+    assert all(len(set(row.tolist())) == RULES * SUCCESSORS for row in follow.transpose(0, 1).flatten(1))
 
 
-def test_the_title_opens_a_text_and_decides_what_follows() -> None:
+def test_the_marks_open_a_text_and_decide_what_follows() -> None:
     written = text(64, 300, seed=3)
-    titles, symbols = written[:, :1], written[:, 1:] - TITLES
-    assert set(titles.flatten().tolist()) == set(range(TITLES)) and symbols.min() >= 0
-    expected = languages()[titles, symbols[:, :-1]]  # [64, 298, CHOICES]
-    chosen = expected == symbols[:, 1:, None] + TITLES
+    marks, symbols = written[:, :CLASSES], written[:, CLASSES:] - MARKS
+    assert torch.equal(marks // RULES, torch.arange(CLASSES).expand_as(marks))
+    assert set((marks % RULES).flatten().tolist()) == set(range(RULES)) and symbols.min() >= 0
+    rules = (marks % RULES).gather(1, symbols[:, :-1] % CLASSES)
+    chosen = language()[rules, symbols[:, :-1]] == symbols[:, 1:, None] + MARKS  # [sequence, position, successor]
     assert chosen.any(-1).all()
     assert chosen[..., 0].float().mean().item() == pytest.approx(FIRST, abs=0.02)
 
 
 def test_what_remains_to_be_guessed_is_counted_right() -> None:
     nats = torch.distributions.Categorical(torch.tensor([FIRST, 1 - FIRST])).entropy().item()
-    among_all = torch.tensor([FIRST, 1 - FIRST]).repeat(TITLES) / TITLES
+    among_all = torch.tensor([FIRST, 1 - FIRST]).repeat(RULES) / RULES
     assert pytest.approx(nats) == WITH_ATTENTION
     assert pytest.approx(torch.distributions.Categorical(among_all).entropy().item()) == WITHOUT_ATTENTION
 
@@ -86,7 +89,7 @@ def test_the_untrained_model_knows_nothing() -> None:
 def test_a_token_does_not_reach_earlier_ones() -> None:
     model, tokens = GPT(TINY, 0), text(1, 65, 0)
     changed = tokens.clone()
-    changed[:, 40] = TITLES
+    changed[:, 40] = 0
     for attend in (ours, sdpa):
         assert model(tokens[:, :40], attend).item() == model(changed[:, :40], attend).item()
         assert model(tokens, attend).item() != model(changed, attend).item()

@@ -763,7 +763,7 @@ def test_numbers_that_measure_nothing_are_refused(wrong: list[str], capsys: pyte
 def test_the_backward_suite_measures_what_determinism_costs_and_compares_it_with_nobody() -> None:
     cells = list(SUITES["backward"]())
     assert len(cells) == 36 and {cell.direction for cell in cells} == {"backward"}
-    assert all(cell.beside == ("triton deterministic",) and not {*cell.beside} & {*cell.ours} for cell in cells)
+    assert all(cell.beside == ("gluon deterministic",) and not {*cell.beside} & {*cell.ours} for cell in cells)
     assert [cell.name for cell in SUITES["modifiers-backward"]()] == [cell.name for cell in SUITES["modifiers"]()]
 
 

@@ -33,7 +33,7 @@ def test_it_prints_what_explain_prints_for_the_tensors_themselves(capsys: pytest
     query, key = torch.zeros(2, 24, 4, 16, requires_grad=True), torch.zeros(2, 40, 2, 16)
     value = torch.zeros(2, 40, 2, 8)
     options = {"mask": torch.ones(24, 40, dtype=torch.bool), "bias": torch.zeros(1, 4, 1, 40, dtype=torch.float16)}
-    options |= {"alibi_slopes": torch.zeros(4), "sink": torch.zeros(4)}
+    options |= {"alibi_slopes": torch.zeros(4, requires_grad=True), "sink": torch.zeros(4)}
     explain(
         query,
         key,

@@ -32,7 +32,7 @@ from .ending import quiet
 from .flags import Refused, about
 from .plan import DTYPES, GPUS
 
-LENGTHS = (128, 256, 512, 640, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 8192, 16384)
+LENGTHS = (128, 256, 512, 640, 1024, 1280, 1536, 2000, 2048, 2560, 3072, 4096, 5120, 8192, 16384)
 BATCHES = (1, 4, 16, 64)
 MOST_TOKENS = 1 << 16
 """Which kernel runs depends on the length, and on whether there is enough to fill a GPU: lengths on both sides of the

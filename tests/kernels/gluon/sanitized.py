@@ -16,17 +16,34 @@ SAMPLE = (
     "everything",
     "packed causal",
 )
+SAMPLE_OF_GRADIENTS = (
+    "d128 aligned",
+    "d64 causal",
+    "d256 causal",
+    "d128 a window behind which keys are unseen",
+    "d128 everything",
+    "d64 packed",
+    "d128 in one order, packed",
+)
 
 
 def main(names: list[str]) -> None:
+    """`--backward` for gradients; then names of cases of the tests, or nothing for the sample."""
     import torch
-    from test_forward_gpu import NAMED  # the one beside this file: a script's own folder comes first
+    from test_backward_gpu import NAMED as OF_GRADIENTS  # beside this file: a script's own folder comes first
+    from test_forward_gpu import NAMED
 
     from stream_attention.testing.inputs import make, run
 
-    for name in names or SAMPLE:
-        query, key, value, options = make(NAMED[name])
-        out, _ = run(NAMED[name], {"query": query, "key": key, "value": value}, options, "gluon")
+    backward = "--backward" in names
+    named, sample = (OF_GRADIENTS, SAMPLE_OF_GRADIENTS) if backward else (NAMED, SAMPLE)
+    for name in [name for name in names if name != "--backward"] or sample:
+        query, key, value, options = make(named[name])
+        tensors = {"query": query, "key": key, "value": value}
+        leaves = {name: t.requires_grad_(backward) for name, t in tensors.items()}
+        out, _ = run(named[name], leaves, options, "gluon")
+        if backward:
+            out.backward(torch.ones_like(out))
         torch.cuda.synchronize()
         print(f"{name}: {tuple(out.shape)}", flush=True)
 

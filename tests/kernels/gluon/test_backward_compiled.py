@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -22,7 +22,6 @@ if not triton.__version__.startswith((f"{TESTED_TRITON}.", "3.9.")):
 
 from compile_gate import F16, Compiled, problem
 from sass_gate import (
-    NEWER,
     NO_SPILLS,
     SHARED_BYTES,
     VERSION,
@@ -38,7 +37,7 @@ from sass_gate import (
 
 from stream_attention.kernels.gluon import backward
 from stream_attention.problem import Inputs, Problem, Wanted
-from stream_attention.testing.offline import Report, report
+from stream_attention.testing.offline import report
 from stream_attention.tuning import gluon as tuning
 from stream_attention.tuning.gluon import GluonBackwardConfig, configure_backward
 
@@ -75,7 +74,6 @@ EVERYTHING = ("packed", "window", "alibi", "sink", "softcap", "dropout")
 MODIFIED = [
     Compiled(90, 128, True, ("packed",), backward=True),
     Compiled(90, 64, True, ("window",), Tq=4096, backward=True),  # all keys are seen
-    Compiled(90, 128, True, ("window",), backward=True),  # most are not
     Compiled(90, 64, False, ("softcap",), backward=True),
     Compiled(90, 128, True, ("alibi",), backward=True),
     Compiled(90, 64, True, ("dropout",), backward=True),
@@ -88,16 +86,41 @@ MODIFIED = [
 ]
 CALLS = {str(call): call for call in (*PLAIN, *MODIFIED)}
 
-SPILLS: dict[str, dict[str, Spills]] = {"3.6": {}, "3.9": {}}
+SPILLS = {
+    "3.6": {
+        "sm_90 bfloat16 d64 full 4096: all": Spills(240, 8),
+        "sm_90 bfloat16 d64 causal 4096: all": Spills(200, 9),
+        "sm_90 bfloat16 d128 full 4096: all": Spills(96),
+        "sm_90 bfloat16 d128 causal 4096: all": Spills(248),
+        "sm_90 bfloat16 d256 full 4096: value": Spills(8),
+        "sm_90 bfloat16 d256 causal 4096: key": Spills(28),
+        "sm_90 bfloat16 d256 causal 4096: value": Spills(24),
+        "sm_90 bfloat16 d128 causal 4096 packed: all": Spills(240),
+        "sm_90 bfloat16 d64 causal 4096 window: all": Spills(312, 11),
+        "sm_90 bfloat16 d64 full 4096 softcap: all": Spills(1316, 125),
+        "sm_90 bfloat16 d128 causal 4096 alibi: all": Spills(404, 4),
+        "sm_90 bfloat16 d64 causal 4096 dropout: all": Spills(4196, 380),
+        "sm_90 float16 d128 causal 4096 packed window alibi sink softcap dropout: all": Spills(2900, 252),
+        "sm_90 bfloat16 d64 causal 4096 deterministic: all": Spills(192, 9),
+        "sm_90 bfloat16 d128 full 4096 deterministic: all": Spills(104),
+        "sm_90 bfloat16 d96 causal 4096: all": Spills(88),
+        "sm_90 bfloat16 d192 causal 4096: key": Spills(28),
+        "sm_90 bfloat16 d192 causal 4096: value": Spills(24),
+        "sm_90 bfloat16 d128 full 4000: all": Spills(104),
+    },
+    "3.9": {
+        "sm_90 bfloat16 d64 causal 4096: all": Spills(928, 12),
+        "sm_90 bfloat16 d128 causal 4096: all": Spills(680),
+        "sm_90 bfloat16 d256 causal 4096: key": Spills(108, 1),
+        "sm_90 bfloat16 d256 causal 4096: value": Spills(72),
+        "sm_90 float16 d128 causal 4096 packed window alibi sink softcap dropout: all": Spills(3948, 285),
+        "sm_90 bfloat16 d128 full 4096 deterministic: all": Spills(568, 28),
+    },
+}
 """Spills that are known, by Triton's version: a launch that spills more than its line fails, and one without a line
-that spills at all. Without a second number they are outside the loop over queries."""
-
-
-class Launch(NamedTuple):
-    """A kernel of a call that multiplies, and the registers that its roles ask for."""
-
-    made: Report
-    sass: str
+that spills at all. Without a second number they are outside the loop over queries. Two sums stay in registers, 128 of
+them a thread at D 128: what a tile needs at its end lies in memory meanwhile, and at D 64, with blocks of 128 queries,
+so does some of what modifies scores."""
 
 
 def stated(call: Compiled, inputs: Inputs) -> Problem:
@@ -116,8 +139,9 @@ def gated(version: str) -> list[str]:
     configuration, everything that modifies scores, and one order of additions."""
     if version == TESTED_TRITON:
         return list(CALLS)
-    plain = [str(call) for call in PLAIN if call.causal]
-    return [*plain, *(name for name, call in CALLS.items() if call.modifiers in (EVERYTHING, ("deterministic",)))]
+    chosen = [call for call in PLAIN if call.causal]
+    chosen += [call for call in MODIFIED if call.D == 128 and call.modifiers in (EVERYTHING, ("deterministic",))]
+    return list(map(str, chosen))
 
 
 def compiled(call: Compiled) -> list[Any]:

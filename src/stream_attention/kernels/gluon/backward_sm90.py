@@ -321,6 +321,7 @@ def _backward_kernel(
     softcap,
     dropout_scale,
     D: gl.constexpr,
+    DV: gl.constexpr,
     PART: gl.constexpr,
     SLOTS: gl.constexpr,
     PLACES: gl.constexpr,
@@ -383,7 +384,7 @@ def _backward_kernel(
     sources = Sources(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     scratch = Scratch(scratch_desc, scratch_ptr, counts_ptr, rows, first_line, skipped)
     dk_sum = Sum(dk_desc, dk_ptr, kv_heads, D)
-    dv_sum = Sum(dv_desc, dv_ptr, kv_heads, D)
+    dv_sum = Sum(dv_desc, dv_ptr, kv_heads, DV)
     by_keys = Order(lines, tiles_n, group_n, lines * tiles_n)
     by_queries = Order(lines, blocks_m, group_n, lines * blocks_m)
     if PART == "all":
@@ -534,6 +535,7 @@ def _launch_arguments(
         ),
         "constants": (
             problem.head_dim,  # D
+            problem.value_dim,  # DV
             what,  # PART
             slots,  # SLOTS
             config.places,  # PLACES
