@@ -146,7 +146,7 @@ def test_a_large_problem_on_hopper_goes_to_gluon(facts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        {"alibi": True, "slope_grad": True},
+        {"alibi": True, "row_grad": True},
         {"partial": True},
         {"head_dim": 192, "value_dim": 128},
         {"head_dim": 256, "value_dim": 256, "deterministic": True},
@@ -165,7 +165,7 @@ def test_what_gluon_computes_forward_alone_goes_back_by_triton(facts: dict[str, 
         ({"arch": 80}, "it is for Hopper, compute capability 9.0, not 8.0"),
         ({"arch": 100}, "it is for Hopper, compute capability 9.0, not 10.0"),
         ({"device": torch.device("cpu")}, "it runs on CUDA devices, not on cpu"),
-        ({"backward": True, "alibi": True, "slope_grad": True}, "gradient of ALiBi slopes is a sum over rows"),
+        ({"backward": True, "alibi": True, "row_grad": True}, "gradient of ALiBi slopes is a sum over rows"),
         ({"backward": True, "partial": True}, "its backward returns gradients in the dtype of the inputs"),
         ({"backward": True, "head_dim": 192, "value_dim": 128}, "tiles are equally wide, not (192, 128)"),
         (

@@ -58,8 +58,8 @@ def _gluon_why_not(problem: Problem) -> tuple[str, ...]:
         ),
         (not _triton_is_tested(), f"it was run with Triton {TESTED_TRITON} alone, not {_triton_version()}"),
         (
-            problem.backward and problem.slope_grad,
-            "the gradient of ALiBi slopes is a sum over rows, which Triton's backward makes",
+            problem.backward and problem.row_grad,
+            "gradients of ALiBi slopes and sinks are sums over rows, for which Triton's backward sums delta exactly",
         ),
         (problem.backward and problem.partial, "its backward returns gradients in the dtype of the inputs, no fp32"),
         (
@@ -90,6 +90,8 @@ def _gluon_why_named_only(problem: Problem) -> tuple[str, ...]:
         return ("few queries against many keys are split by the Triton kernel",)
     if gluon_tuning.short(problem):
         return ("the call is so short that the host decides, which has less to do for the Triton kernel",)
+    if problem.backward and (problem.softcap or problem.dropout_p):
+        return ("softcap and dropout fill its registers, and Triton's backward was the faster where both were timed",)
     return ()
 
 

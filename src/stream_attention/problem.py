@@ -109,7 +109,7 @@ class Problem(NamedTuple):
     partial: bool = False  # one of several shards: emit the output and the gradients in state_dtype, to be summed
     backward: bool = False  # the problem is the gradient of the call
     lse_grad: bool = False  # backward only: a gradient arrives through the LSE too
-    slope_grad: bool = False  # backward only: the gradient of ALiBi slopes is wanted
+    row_grad: bool = False  # backward only: gradients that are sums over rows are wanted: of ALiBi slopes or sinks
 
     @property
     def group(self) -> int:
@@ -158,8 +158,8 @@ class Problem(NamedTuple):
 
 def gradient_of(problem: Problem, inputs: Inputs, lse_grad: bool = False) -> Problem:
     """The backward of a forward problem whose gradients are those that `inputs` require."""
-    slopes = inputs.alibi_slopes
-    return problem._replace(backward=True, lse_grad=lse_grad, slope_grad=slopes is not None and slopes.requires_grad)
+    row_grad = any(t is not None and t.requires_grad for t in (inputs.alibi_slopes, inputs.sink))
+    return problem._replace(backward=True, lse_grad=lse_grad, row_grad=row_grad)
 
 
 def addressable(t: Tensor) -> bool:

@@ -100,7 +100,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     problem, inputs, backend = problem_of(arguments)
     asked = Wanted(*wanted)
-    problem = problem._replace(backward=True, lse_grad=grad_lse is not None, slope_grad=asked.alibi_slopes)
+    problem = problem._replace(backward=True, lse_grad=grad_lse is not None, row_grad=asked.alibi_slopes or asked.sink)
     planned = plan(problem, backend)
     if grad_out is None:
         grad_out = torch.zeros_like(out)

@@ -66,7 +66,7 @@ class Case:
     max_lengths: bool = False  # pass max_seqlen_q and max_seqlen_k
     backward: bool = True
     lse_grad: bool = False  # a gradient arrives through the LSE too
-    slope_grad: bool = True  # ALiBi slopes want a gradient
+    row_grad: bool = True  # ALiBi slopes and sinks want gradients
 
     @property
     def packed(self) -> bool:
@@ -140,8 +140,8 @@ def why_not(case: Case, backend: str) -> tuple[str, ...]:
     problem = stated(case, {"query": query, "key": key, "value": value}, options)[0]
     problems = [problem]
     if case.backward:
-        slope_grad = case.slope_grad and case.alibi is not None
-        problems.append(problem._replace(backward=True, lse_grad=case.lse_grad, slope_grad=slope_grad))
+        row_grad = case.row_grad and (case.alibi is not None or case.sink)
+        problems.append(problem._replace(backward=True, lse_grad=case.lse_grad, row_grad=row_grad))
     return tuple(dict.fromkeys(reason for one in problems for reason in BY_NAME[backend].why_not(one)))
 
 

@@ -131,7 +131,7 @@ def _tensors_and_options(case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]
     """The inputs of a case: those that have a gradient, and the rest."""
     query, key, value, options = make(case)
     tensors = {"query": query, "key": key, "value": value}
-    others = ("bias", "alibi_slopes", "sink") if case.slope_grad else ("bias", "sink")
+    others = ("bias", "alibi_slopes", "sink") if case.row_grad else ("bias",)
     return tensors | {name: options.pop(name) for name in others if name in options}, options
 
 

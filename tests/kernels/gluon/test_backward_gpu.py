@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 
 BASE = Case(
     B=2, Tq=300, Tk=500, Hq=4, Hkv=2, D=128, Dv=128, dtype=BF16, device="cuda", causal=True, lse_grad=True,
-    slope_grad=False,
+    row_grad=False,
 )  # fmt: skip
 PACKED = replace(BASE, lengths_q=(130, 64, 0, 257, 1, 500), lengths_k=(100, 300, 50, 257, 0, 700), tail=5)
 ORDERED = replace(BASE, deterministic=True)

@@ -69,7 +69,7 @@ def draw(
                 continue
             case = replace(case, layout=case.layout if case.layout in ADDRESSABLE else "contiguous")
             if backward:  # one order of additions is another kernel
-                case = replace(case, deterministic=template.deterministic, slope_grad=template.slope_grad)
+                case = replace(case, deterministic=template.deterministic, row_grad=template.row_grad)
         key = variant(case, arch, processors, backend)
         if key is not None and key not in found:
             if len(found) == variants:
@@ -100,7 +100,7 @@ def for_gluon(case: Case, rng: Random, backward: bool) -> Case:
         D=dim,
         Dv=128 if dim == 192 and not backward else dim,
         deterministic=case.deterministic and (dim <= 128 or not backward),
-        slope_grad=False,
+        row_grad=False,
         dtype=case.dtype if case.dtype in (F16, BF16) else BF16,
         mask=None,
         bias=None,

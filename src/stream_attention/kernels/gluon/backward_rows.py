@@ -1,8 +1,7 @@
 """Before the Hopper backward, in Triton: what belongs to a query row.
 
-Delta = dO . O - dLSE and the LSE in log2 units, padded (kernels/triton/rows.py); what sinks get from
-each row, dsink = -sum_i exp(sink - lse_i) delta_i; and a cleared scratch, with its counters. One read of O and dO, one
-write of the scratch: what it costs is memory traffic.
+Delta = dO . O - dLSE and the LSE in log2 units, padded (kernels/triton/rows.py), and a cleared scratch with its
+counters. One read of O and dO, one write of the scratch: what it costs is memory traffic.
 
 Grid: one program per (batch, head, block of rows).
 """
@@ -28,14 +27,12 @@ def _prepare_kernel(
     grad_out_ptr,
     lse_ptr,
     grad_lse_ptr,
-    sink_ptr,
     cu_q_ptr,
     rows_lse_ptr,
     rows_delta_ptr,
     scratch_ptr,
     counts_ptr,
     counter_ptr,
-    d_sink_ptr,
     stride_ob: tl.int64,
     stride_om: tl.int64,
     stride_oh: tl.int64,
@@ -59,7 +56,6 @@ def _prepare_kernel(
     BLOCK_M: tl.constexpr,
     IS_PACKED: tl.constexpr,
     HAS_LSE_GRAD: tl.constexpr,
-    WANT_SINK: tl.constexpr,
 ):
     pid = tl.program_id(0)
     if pid == 0:  # of tiles, one for each launch that follows
@@ -79,7 +75,6 @@ def _prepare_kernel(
         lse_grad_line += first
         out_ptr += first * stride_om * 8
         grad_out_ptr += first * stride_gm * 8
-    d_sink = 0.0
     if block * BLOCK_M < (q_len + PAD - 1) // PAD * PAD:
         offs = block * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = tl.arange(0, BLOCK_DV)
@@ -99,11 +94,6 @@ def _prepare_kernel(
         if block * BLOCK_M % CHUNK == 0:
             chunks: tl.constexpr = BLOCK_D // CHUNK
             tl.store(counts_ptr + start // CHUNK * chunks + tl.arange(0, chunks), 0)
-        if WANT_SINK:
-            sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2E
-            d_sink = -tl.sum(tl.exp2(sink - lse) * delta, 0)
-    if WANT_SINK:
-        tl.store(d_sink_ptr + pid, d_sink)
 
 
 def prepare_rows(
@@ -119,23 +109,21 @@ def prepare_rows(
     counts: Tensor,
     counter: Tensor,
     first_count: int,
-    want_sink: bool,
-) -> list[Tensor]:
+) -> None:
     """For some KV heads of all batch entries: fill rows, clear the scratch and its counts. Sets the counters of tiles
     to `first_count`.
 
-    Returns what sinks get of each program, if that is wanted. `out` and `grad_out` are aligned.
+    `out` and `grad_out` are aligned.
     """
     block_d, block_dv = tile_widths(problem)
     block_m = max(16, 4096 // block_d)
     blocks = -(-problem.q_len // PAD.value) * PAD.value // block_m
     grid = len(lines) * problem.group * blocks
-    d_sink = lse.new_empty(grid) if want_sink else None
     _prepare.launch(
         grid=grid,
         pointers=(
-            *(out, grad_out, lse, grad_lse, inputs.sink, inputs.cu_seqlens_q),
-            *(*rows, scratch, counts, counter, d_sink),
+            *(out, grad_out, lse, grad_lse, inputs.cu_seqlens_q),
+            *(*rows, scratch, counts, counter),
         ),
         scalars=(
             *row_strides(out, problem.packed, UNIT),
@@ -157,11 +145,9 @@ def prepare_rows(
             block_m,  # BLOCK_M
             problem.packed,  # IS_PACKED
             grad_lse is not None,  # HAS_LSE_GRAD
-            want_sink,  # WANT_SINK
         ),
         num_warps=4,
     )
-    return [] if d_sink is None else [d_sink]
 
 
 _prepare = Kernel(_prepare_kernel)

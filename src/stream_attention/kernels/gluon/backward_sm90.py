@@ -19,11 +19,11 @@ dQ is the one sum that several programs share. It grows in an fp32 scratch in gl
 Waiting for another program is safe without knowing how many run at a time: all tiles are drawn, those that are waited
 for were drawn before, and consumers never wait for finishers.
 
-At D 256 there are registers for one sum over queries alone: backward_wide.py has two passes, and dQ is added from
-registers, to be finished by a launch of its own. Before everything, backward_rows.py makes delta.
+At D 256 there are registers for one sum over queries alone: backward_wide.py has two passes. The first adds to dQ from
+registers, and warps of the second finish it. Before everything, backward_rows.py makes delta.
 
-Not here: mask and bias, gradients of slopes, fp32 results of shards, strided positions; and `deterministic` at D 256.
-Triton's backward has them (`why_not`). Parity with the reference: tests/kernels/gluon/test_backward_gpu.py.
+Not here: mask and bias, gradients of slopes and sinks, fp32 results of shards, strided positions, and `deterministic`
+beyond D 128. Triton's backward has them (`why_not`). Parity with the reference: tests/kernels/gluon/test_backward_gpu.py.
 """
 
 from typing import Any
@@ -438,8 +438,8 @@ def backward(
     grad_lse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
-    """The gradients that are `wanted` of queries, keys, values and sinks."""
-    assert not (wanted.bias or wanted.alibi_slopes), "why_not has said so"
+    """The gradients that are `wanted` of queries, keys and values."""
+    assert not any(wanted[3:]), "why_not has said so"
     packed, dim = problem.packed, tile_widths(problem)[0]
     out, grad_out = (t if addressable(t) else t.contiguous() for t in (out, grad_out))
     # Rows of a pack that belong to no sequence are written by no program.
@@ -456,21 +456,15 @@ def backward(
         numbers = at_once * of_line
     scratch = rows.lse.new_empty(numbers)
     counts = rows.lse.new_empty(numbers // CHUNK.value**2, dtype=torch.int32)
-    d_sinks = []
     for first in range(0, lines, at_once):
         some = range(first, min(first + at_once, lines))
         counter = counts.new_empty(2)
         programs = min(problem.processors, len(some) * -(-problem.k_len // (2 * KEYS.value)))
-        d_sinks += prepare_rows(problem, inputs, some, *saved, rows, scratch, counts, counter, -programs, wanted.sink)
+        prepare_rows(problem, inputs, some, *saved, rows, scratch, counts, counter, -programs)
         for part in config.parts:
             arguments = inputs, config, part, some, words, grad_out, rows, scratch, counts, counter, (dq, dk, dv)
             _kernel.launch(programs, **_launch_arguments(problem, *arguments), num_warps=4)
-    d_sink = None
-    if wanted.sink and inputs.sink is not None:
-        d_sink = torch.cat(d_sinks).view(problem.batch, problem.q_heads, -1).sum((0, 2)).to(inputs.sink.dtype)
-    return Gradients(
-        dq if wanted.query else None, dk if wanted.key else None, dv if wanted.value else None, sink=d_sink
-    )
+    return Gradients(*(grad if want else None for grad, want in zip((dq, dk, dv), wanted[:3], strict=True)))
 
 
 def _launch_arguments(
