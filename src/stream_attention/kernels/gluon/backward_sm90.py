@@ -23,7 +23,8 @@ At D 256 there are registers for one sum over queries alone: backward_wide.py ha
 registers, and warps of the second finish it. Before everything, backward_rows.py makes delta.
 
 Not here: mask and bias, gradients of slopes and sinks, fp32 results of shards, strided positions, and `deterministic`
-beyond D 128. Triton's backward has them (`why_not`). Parity with the reference: tests/kernels/gluon/test_backward_gpu.py.
+beyond D 128. Triton's backward has them (`why_not`). Parity with the reference:
+tests/kernels/gluon/test_backward_gpu.py.
 """
 
 from typing import Any
