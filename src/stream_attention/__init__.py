@@ -3,6 +3,7 @@
 import sys
 from typing import TYPE_CHECKING
 
+from .cache_views import ContiguousKV, PagedKV, QuantizedKV, Rotary
 from .core import (
     FlashAttentionV3,
     FusedOnlineAttention,
@@ -13,8 +14,9 @@ from .core import (
     create_stream_attention,
 )
 from .errors import UnsupportedProblem
-from .kvcache import create_kv_compressor
+from .kvcache import create_kv_compressor, quantize_kv
 from .ops.attention import attention
+from .ops.decode import decode_attention
 from .ops.explain import explain
 from .ops.mass import attention_mass
 from .ops.merge import merge_states
@@ -24,9 +26,13 @@ from .plan import Plan, force_backend
 __version__ = "0.1.0"
 
 __all__ = [
+    "ContiguousKV",
     "FlashAttentionV3",
     "FusedOnlineAttention",
+    "PagedKV",
     "Plan",
+    "QuantizedKV",
+    "Rotary",
     "StreamAttention",
     "StreamAttentionConfig",
     "StreamMultiheadAttention",
@@ -36,16 +42,17 @@ __all__ = [
     "create_fused_online_attention",
     "create_kv_compressor",
     "create_stream_attention",
+    "decode_attention",
     "explain",
     "force_backend",
     "merge_states",
+    "quantize_kv",
     "varlen_attention",
 ]
 
 _LATER = {
     "RingAttention": "attention over several devices",
     "StarAttention": "attention over several devices",
-    "decode_attention": "paged and quantized caches; attention() splits few queries over many keys by itself",
     "gradient_checkpoint_sequential": "torch.utils.checkpoint.checkpoint_sequential is torch's own",
     "MemoryProfiler": "torch.cuda.memory_stats() is torch's own",
     "ring_attention": "attention over several devices",

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .cache_views import ContiguousKV, PagedKV, QuantizedKV
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -147,6 +149,45 @@ def options(
             _refuse("seed", "an int, an int64 tensor of shape [2], or None", _describe(seed), error=TypeError)
         if not -(1 << 63) <= seed < 1 << 63:
             _refuse("seed", "an int of 64 bits", seed)
+
+
+def decoding(
+    query: Tensor,
+    cache: Any,
+    tree_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    """Check the tensors of a call on a cache, whose own fields were checked when it was made."""
+    if not isinstance(cache, (ContiguousKV, PagedKV, QuantizedKV)):
+        _refuse("cache", "a ContiguousKV, PagedKV or QuantizedKV", _describe(cache), error=TypeError)
+    _tensor("query", query, query)
+    if query.dim() != 4:
+        _refuse("query", "shape [B, Tq, Hq, D]", list(query.shape))
+    if query.dtype not in DTYPES:
+        _refuse("query", "dtype float16, bfloat16, float32 or float64", query.dtype, error=TypeError)
+    batch, q_len, q_heads, dim = query.shape
+    if query.dtype is not cache.dtype:
+        _refuse("query", f"the cache's dtype {cache.dtype}", query.dtype, error=TypeError)
+    if query.device != cache.device:
+        _refuse("query", f"the cache's device {cache.device}", query.device)
+    if batch != cache.batch or dim != cache.head_dim:
+        _refuse("query", f"[B={cache.batch}, Tq, Hq, D={cache.head_dim}] of the cache", list(query.shape))
+    if q_heads < 1 or q_heads % cache.kv_heads:
+        _refuse("query", f"a multiple of the {cache.kv_heads} KV heads as Hq", list(query.shape))
+    if tree_mask is not None:
+        _tensor("tree_mask", tree_mask, query)
+        if tree_mask.dtype is not torch.bool:
+            _refuse("tree_mask", "dtype torch.bool (True = attend)", tree_mask.dtype, error=TypeError)
+        if tree_mask.shape != (batch, q_len, q_len):
+            _refuse("tree_mask", f"shape [B={batch}, Tq={q_len}, Tq={q_len}]", list(tree_mask.shape))
+    _per_head(alibi_slopes, sink, query, batch, q_heads)
+    if out is not None:
+        _tensor("out", out, query)
+        shape = (batch, q_len, q_heads, cache.value_dim)
+        if out.shape != shape or out.dtype is not query.dtype:
+            _refuse("out", f"{query.dtype} of shape {list(shape)}", f"{out.dtype} of shape {list(out.shape)}")
 
 
 def sequence(name: str, given: Any) -> tuple[Any, ...]:

@@ -1,99 +1,20 @@
-"""Numbers of few bits: what a quantised tensor is, and the way there and back.
-
-A group of numbers that share a scale is stored as codes:
-
-    int8, int4, int2:   x = zero + scale * code,    code from 0 to 2^bits - 1, scale = (max - min) / (2^bits - 1)
-    fp8 (e4m3):         x = scale * code,           scale = max |x| / 448
-
-Zero, which is the lowest number, and scale are stored in the tensor's own dtype and count among its bytes. No error
-exceeds half a scale and what rounding to that dtype does to a number of the group.
-"""
+"""Quantisation of caches: `quantize_kv`, and what the compressors take from `cache_views.codes`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .request import refuse
+from ..cache_views import ContiguousKV, PagedKV, QuantizedKV
+from ..cache_views.codes import BITS, CHANNELS, TOKENS, QuantizedTensor, quantize
+from ..cache_views.quantized import FORMATS, check_blocks, quantized_lengths, window_slots
+from ..cache_views.write import places
+from .request import count, refuse
 
-BITS = {"int8": 8, "int4": 4, "int2": 2, "fp8": 8}
-"""Formats, and how many bits one of their codes has."""
+__all__ = ["ALONG", "BITS", "CHANNELS", "TOKENS", "QuantizedTensor", "quantize", "quantize_kv", "quantized_nbytes"]
 
-TOKENS, CHANNELS = 1, 3
-"""The dim of `[B, T, H, D]` along which a group runs: over tokens, a scale per channel; over channels, per token."""
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedTensor:
-    """A tensor `[B, T, H, D]` in few bits. Its codes are packed along D, low bits first."""
-
-    format: str
-    codes: Tensor  # uint8 [B, T, H, D * bits / 8]; fp8: float8_e4m3fn [B, T, H, D]
-    scale: Tensor  # [B, T, H, D] with `dim` divided by the group, rounded up
-    zero: Tensor | None  # like scale; fp8 has none
-    dim: int
-    group: int
-
-    @property
-    def shape(self) -> torch.Size:
-        *lead, last = self.codes.shape
-        return torch.Size([*lead, last if self.format == "fp8" else last * 8 // BITS[self.format]])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the tensor that this stands for."""
-        return self.scale.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the codes, the scales and the zeros."""
-        return self.codes.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
-
-    def dequantize(self) -> Tensor:
-        """The tensor again, in its dtype; what rounding took is gone."""
-        size = self.shape[self.dim]
-        wide = torch.promote_types(self.dtype, torch.float32)
-        codes = self.codes.to(wide) if self.format == "fp8" else _unpack(self.codes, BITS[self.format]).to(wide)
-        x = codes * _spread(self.scale.to(wide), self.dim, self.group, size)
-        if self.zero is not None:
-            x += _spread(self.zero.to(wide), self.dim, self.group, size)
-        info = torch.finfo(self.dtype)
-        return x.clamp(info.min, info.max).to(self.dtype)
-
-
-@torch.no_grad()
-def quantize(x: Tensor, format: str, dim: int, group: int, held: Tensor | None = None) -> QuantizedTensor:
-    """Quantise x `[B, T, H, D]` in groups of `group` along `dim`; the last group may be shorter.
-
-    `held` bool `[B, T, H]`: slots that hold something; what others hold has no part in a scale.
-    """
-    bits = BITS[format]
-    if format == "fp8" and not hasattr(torch, "float8_e4m3fn"):
-        refuse("format", "int8, int4 or int2, as this torch has no float8_e4m3fn", format)
-    if x.shape[-1] * bits % 8:
-        refuse("keys and values", f"a head dim that is a multiple of {8 // bits} for {format}", list(x.shape))
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    low, high = _range(wide, dim, group, held)
-    size, info = x.shape[dim], torch.finfo(x.dtype)
-    least = info.smallest_normal * info.eps
-    if format == "fp8":
-        largest = torch.finfo(torch.float8_e4m3fn).max
-        peak = torch.maximum(low.abs(), high.abs())
-        scale = (peak / largest).clamp_min(least).to(x.dtype)
-        codes = (wide / _spread(scale.to(wide.dtype), dim, group, size)).clamp(-largest, largest)
-        return QuantizedTensor(format, codes.to(torch.float8_e4m3fn), scale, None, dim, group)
-    steps = 2**bits - 1
-    scale = ((high - low) / steps).clamp_min(least).to(x.dtype)
-    codes = wide - _spread(low, dim, group, size)
-    codes = (codes / _spread(scale.to(wide.dtype), dim, group, size)).round().clamp(0, steps)
-    return QuantizedTensor(format, _pack(codes.to(torch.uint8), bits), scale, low.to(x.dtype), dim, group)
+ALONG = {"channel": TOKENS, "token": CHANNELS}
+"""What a scale is per, and the dim along which its group runs."""
 
 
 def quantized_nbytes(x: Tensor, format: str, dim: int, group: int) -> int:
@@ -103,41 +24,69 @@ def quantized_nbytes(x: Tensor, format: str, dim: int, group: int) -> int:
     return x.numel() * BITS[format] // 8 + scales * (1 if format == "fp8" else 2)
 
 
-def _range(x: Tensor, dim: int, group: int, held: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Lowest and highest of each group; of a group that holds nothing, 0."""
-    low = high = x
-    if held is not None:
-        low, high = (x.masked_fill(~held.unsqueeze(-1), end) for end in (torch.inf, -torch.inf))
-    low, high = _grouped(low, dim, group, torch.inf).amin(dim + 1), _grouped(high, dim, group, -torch.inf).amax(dim + 1)
-    empty = low > high
-    return low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
+@torch.no_grad()
+def quantize_kv(
+    cache: ContiguousKV | PagedKV,
+    format: str,
+    *,
+    group: int = 64,
+    residual: int = 128,
+    keys: str = "channel",
+    values: str = "token",
+    scale_dtype: torch.dtype | None = None,
+) -> QuantizedKV:
+    """A copy of a cache in few bits, to decode from and to append to.
+
+    Args:
+        cache: what to copy. A paged one stays paged, and both read the same page table.
+        format: "fp8" (e4m3), "int8" or "int4".
+        group: numbers that share a scale: tokens of a channel, or channels of a token. Also how many tokens are
+            quantised together, whatever shares a scale. A divisor of the page size for scales per channel.
+        residual: the latest tokens of a row, that stay in full precision; up to `group - 1` more do until their block
+            is complete.
+        keys, values: "channel", a scale for each channel of a block, or "token".
+        scale_dtype: of scales and zeros: float16, bfloat16 or float32; None: the cache's own dtype.
+
+    Does not synchronise. What a cache holds behind a row's length may be anything.
+
+    >>> cache = ContiguousKV(*torch.randn(2, 1, 1024, 8, 128).half())
+    >>> small = quantize_kv(cache, "int4")
+    >>> cache.nbytes, small.nbytes
+    (4194304, 1818628)
+    """
+    if not isinstance(cache, (ContiguousKV, PagedKV)):
+        refuse("cache", "a ContiguousKV or a PagedKV", type(cache).__name__, error=TypeError)
+    if format not in FORMATS:
+        refuse("format", f"one of {', '.join(FORMATS)}", repr(format))
+    count("group", group, 1)
+    count("residual", residual, 0)
+    for side, per in (("keys", keys), ("values", values)):
+        if per not in ALONG:
+            refuse(side, '"channel" or "token"', repr(per))
+    if scale_dtype not in (None, torch.float16, torch.bfloat16, torch.float32):
+        refuse("scale_dtype", "float16, bfloat16, float32 or None", scale_dtype)
+    if isinstance(cache, PagedKV):
+        check_blocks(group, cache.page, "channel" in (keys, values))
+        stores, table, lengths = (cache.key_pages, cache.value_pages), cache.page_table, cache.lengths.clone()
+    else:
+        stores, table = (cache.key, cache.value), None
+        lengths = torch.full((cache.batch,), cache.capacity, dtype=torch.int32, device=cache.device)
+        if cache.lengths is not None:
+            lengths.copy_(cache.lengths)
+    slots = window_slots(residual, group)
+    start = quantized_lengths(lengths, residual, group).unsqueeze(1)
+    positions = start + (torch.arange(slots, device=cache.device) - start) % slots  # of what each slot holds
+    whole = None if table is not None else max(0, cache.capacity - residual) // group * group
+    (key, key_window), (value, value_window) = (
+        (quantize(store[:, :whole], format, ALONG[per], group, scale_dtype=scale_dtype), _at(store, positions, table))
+        for store, per in zip(stores, (keys, values), strict=True)
+    )
+    return QuantizedKV(key, value, key_window, value_window, lengths, residual, table)
 
 
-def _grouped(x: Tensor, dim: int, group: int, fill: float) -> Tensor:
-    """`dim` split in two, groups first; the last group is filled up."""
-    missing = -x.shape[dim] % group
-    if missing:
-        x = F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing], value=fill)
-    return x.unflatten(dim, (x.shape[dim] // group, group))
-
-
-def _spread(x: Tensor, dim: int, group: int, size: int) -> Tensor:
-    """One number per group laid over the group's members."""
-    return x.repeat_interleave(group, dim).narrow(dim, 0, size)
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return codes
-    parts = codes.unflatten(-1, (-1, 8 // bits))
-    packed = parts[..., 0].clone()
-    for index in range(1, 8 // bits):
-        packed |= parts[..., index] << (bits * index)
-    return packed
-
-
-def _unpack(packed: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return packed
-    parts = [packed >> (bits * index) & (2**bits - 1) for index in range(8 // bits)]
-    return torch.stack(parts, -1).flatten(-2)
+def _at(store: Tensor, positions: Tensor, page_table: Tensor | None) -> Tensor:
+    """What each row holds at its positions `[B, n]`; at one that it has not, anything."""
+    if store.shape[1] == 0:
+        return store.new_zeros(*positions.shape, *store.shape[2:])
+    i, j, _ = places(positions, store, page_table)
+    return store[i, j]

@@ -5,11 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from .compressor import CompressionStats, KVCompressor, Stored
-from .quantize import BITS, CHANNELS, TOKENS, QuantizedTensor, quantize, quantized_nbytes
+from .quantize import ALONG, BITS, QuantizedTensor, quantize, quantized_nbytes
 from .request import Request, count, refuse
 from .select import best
-
-_ALONG = {"channel": TOKENS, "token": CHANNELS}
 
 
 class QuantizedCompressor(KVCompressor):
@@ -29,9 +27,9 @@ class QuantizedCompressor(KVCompressor):
         self.format = name
         self.group = count("group", group, 1)
         for side, per in (("keys", keys), ("values", values)):
-            if per not in _ALONG:
+            if per not in ALONG:
                 refuse(side, '"channel" or "token"', repr(per))
-        self._dims = _ALONG[keys], _ALONG[values]
+        self._dims = ALONG[keys], ALONG[values]
 
     def compress(
         self,

@@ -1,0 +1,116 @@
+"""What every cache can do, whatever holds its tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .write import Rotary, check_new, rotate
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Cache(ABC):
+    """Keys and values of the earlier tokens of B rows, of which row b holds `lengths[b]`."""
+
+    lengths: Tensor | None
+
+    @property
+    @abstractmethod
+    def batch(self) -> int:
+        """Rows."""
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Tokens that a row can hold."""
+
+    @abstractmethod
+    def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys `[B, n, Hkv, D]` and values `[B, n, Hkv, Dv]` of the positions from start to stop, in `dtype`.
+
+        What stands at positions from `lengths[b]` on may be anything, NaN included: the reader leaves it out. Takes
+        memory for the tile alone.
+        """
+
+    @abstractmethod
+    def _plain(self) -> tuple[Tensor, Tensor]:
+        """Keys `[..., Hkv, D]` and values `[..., Hkv, Dv]` that it holds in `dtype`, all or some."""
+
+    @abstractmethod
+    def _write(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
+        """Write tokens to positions int64 `[B, n]`, which count up from `lengths[b]`; drop what has no room."""
+
+    @abstractmethod
+    def _paged(self, lengths: Tensor) -> tuple[Tensor, Tensor, int, int] | None:
+        """(page table, how many tokens of each row lie in pages, page size, pages), given these lengths."""
+
+    @property
+    def kv_heads(self) -> int:
+        return self._plain()[0].shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self._plain()[0].shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self._plain()[1].shape[3]
+
+    @property
+    def device(self) -> torch.device:
+        return self._plain()[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._plain()[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that it holds, lengths and page table included."""
+        held = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]  # each is a dataclass
+        return sum(one.nbytes for one in held if hasattr(one, "nbytes"))
+
+    @torch.no_grad()
+    def append(self, key: Tensor, value: Tensor, *, rotary: Rotary | None = None, validate: bool = False) -> Self:
+        """Write n new tokens to every row, key `[B, n, Hkv, D]` and value `[B, n, Hkv, Dv]`, and return the cache.
+
+        Row b's stand at `lengths[b]` to `lengths[b] + n - 1` and `lengths` is advanced by n, both in place and without
+        a synchronisation, so that a CUDA graph may replay it. `rotary` turns the keys by these positions first. It is
+        the caller's duty that a row has room (and pages): tokens without are dropped and the length stays at
+        `capacity`; no other row suffers. `validate=True` looks first and raises, at the cost of a synchronisation.
+        """
+        lengths = self.lengths
+        if lengths is None:
+            checks.refuse("lengths", "an int32 tensor [B] in a cache that grows", None, "None: every slot is taken.")
+        check_new(key, value, rotary, self._plain()[0], (self.batch, self.kv_heads, self.head_dim, self.value_dim))
+        n = key.shape[1]
+        if validate:
+            self.validate(n)
+            if rotary is not None and n:
+                checks.room(lengths, n, rotary.cos.shape[0], "the rotary table's positions")
+        positions = lengths.long().unsqueeze(1) + torch.arange(n, device=self.device)
+        if rotary is not None:
+            key = rotate(key, positions, rotary)
+        self._write(key, value, positions)
+        lengths.add_(n).clamp_(max=self.capacity)
+        return self
+
+    def validate(self, new: int = 0) -> None:
+        """Raise if a length is out of range, leaves no room for `new` tokens, or needs a page that there is not.
+
+        Reads the lengths and the page table: a synchronisation.
+        """
+        checks.count("new", new, 0)
+        if self.lengths is None:
+            return
+        checks.room(self.lengths, new, self.capacity)
+        paged = self._paged(self.lengths + new)
+        if paged is not None:
+            checks.pages(*paged)

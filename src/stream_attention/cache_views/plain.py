@@ -1,0 +1,103 @@
+"""Caches in full precision: one run of slots per row, or pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .base import Cache
+from .write import places, put
+
+
+@dataclass(frozen=True, eq=False)
+class ContiguousKV(Cache):
+    """Rows of T slots each, of which the first `lengths[b]` are taken; None: all."""
+
+    key: Tensor  # [B, T, Hkv, D]
+    value: Tensor  # [B, T, Hkv, Dv]
+    lengths: Tensor | None = None  # int32 [B]
+
+    def __post_init__(self) -> None:
+        checks.floating("key", self.key, "[B, T, Hkv, D]")
+        checks.floating("value", self.value, "[B, T, Hkv, Dv]", self.device)
+        checks.beside("value", self.value, self.key, "key")
+        if self.lengths is not None:
+            checks.int32("lengths", self.lengths, (self.batch,), f"[B={self.batch}]", self.device)
+
+    @property
+    def batch(self) -> int:
+        return self.key.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.key.shape[1]
+
+    def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        checks.span(start, stop, self.capacity)
+        return self.key[:, start:stop], self.value[:, start:stop]
+
+    def _plain(self) -> tuple[Tensor, Tensor]:
+        return self.key, self.value
+
+    def _write(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
+        where = places(positions, self.key, None)
+        put(self.key, where, key)
+        put(self.value, where, value)
+
+    def _paged(self, lengths: Tensor) -> None:
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKV(Cache):
+    """Position t of row b is slot `t % page` of page `page_table[b, t // page]`.
+
+    Pages may come in any order. What the table says behind a row's length is not looked at. Rows may share a page that
+    none of them writes to.
+    """
+
+    key_pages: Tensor  # [P, page, Hkv, D]
+    value_pages: Tensor  # [P, page, Hkv, Dv]
+    page_table: Tensor  # int32 [B, max_pages]
+    lengths: Tensor  # int32 [B]
+
+    def __post_init__(self) -> None:
+        checks.floating("key_pages", self.key_pages, "[P, page, Hkv, D]")
+        checks.floating("value_pages", self.value_pages, "[P, page, Hkv, Dv]", self.device)
+        checks.beside("value_pages", self.value_pages, self.key_pages, "key_pages")
+        checks.int32("page_table", self.page_table, (None, None), "[B, max_pages]", self.device)
+        checks.page_shape("key_pages", self.key_pages, self.page_table)
+        checks.int32("lengths", self.lengths, (self.batch,), f"[B={self.batch}]", self.device)
+
+    @property
+    def batch(self) -> int:
+        return self.page_table.shape[0]
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page."""
+        return self.key_pages.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        return self.page_table.shape[1] * self.page
+
+    def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        checks.span(start, stop, self.capacity)
+        positions = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
+        i, j, _ = places(positions, self.key_pages, self.page_table)
+        return self.key_pages[i, j], self.value_pages[i, j]
+
+    def _plain(self) -> tuple[Tensor, Tensor]:
+        return self.key_pages, self.value_pages
+
+    def _write(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
+        where = places(positions, self.key_pages, self.page_table)
+        put(self.key_pages, where, key)
+        put(self.value_pages, where, value)
+
+    def _paged(self, lengths: Tensor) -> tuple[Tensor, Tensor, int, int]:
+        return self.page_table, lengths, self.page, self.key_pages.shape[0]

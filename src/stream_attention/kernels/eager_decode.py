@@ -1,0 +1,114 @@
+"""Few queries against a cache in plain torch, on any device: tile by tile of keys, with a running softmax.
+
+    m' = max(m, max_j s_j)      l' = l e^(m - m') + sum_j e^(s_j - m')      o' = o e^(m - m') + sum_j e^(s_j - m') v_j
+
+A tile is read from the cache as it is kept, dequantised or gathered from its pages there: O(tile) memory. Rows of a
+batch may have different lengths, so where a query stands is a number per row, and what it sees is asked of positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+TILE = 1024
+"""Keys at a time."""
+
+
+class Cache(Protocol):
+    """What is read of a cache."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def value_dim(self) -> int: ...
+
+    def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]: ...
+
+
+class Seen(NamedTuple):
+    """Which keys a query sees, by position: those of its row, from `left` before it to `right` after it (None: all),
+    and of the new ones those that its row of the tree names."""
+
+    lengths: Tensor  # [B]
+    left: int | None
+    right: int | None
+    tree: Tensor | None  # bool [B, Tq, Tq]
+
+
+class Scores(NamedTuple):
+    scale: float
+    softcap: float
+    slopes: Tensor | None  # [B or 1, Hq]
+    sink: Tensor | None  # [Hq]
+
+
+def decode(query: Tensor, cache: Cache, seen: Seen, scores: Scores) -> tuple[Tensor, Tensor]:
+    """out `[B, Tq, Hq, Dv]` in the query's dtype and lse `[B, Hq, Tq]`, fp32 (fp64 for fp64)."""
+    batch, q_len, q_heads, _ = query.shape
+    kv_heads, device = cache.kv_heads, query.device
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q = query.to(wide).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4) * 1.0  # [B, Hkv, G, Tq, D]
+    shape = q.shape[:-1]
+    row_max = q.new_full(shape, -torch.inf)
+    row_sum = q.new_zeros(shape)
+    sums = q.new_zeros(*shape, cache.value_dim)
+    position = seen.lengths.long()[:, None] - q_len + torch.arange(q_len, device=device)  # [B, Tq]
+    slopes = None
+    if scores.slopes is not None:
+        slopes = scores.slopes.to(wide).view(-1, kv_heads, q_heads // kv_heads, 1, 1)
+    # A length on the CPU is there to be read; elsewhere looking would synchronise.
+    end = cache.capacity if device.type != "cpu" else int(seen.lengths.max()) if batch else 0
+    for start in range(0, end, TILE):
+        stop = min(start + TILE, end)
+        key, value = cache.tile(start, stop)
+        at = torch.arange(start, stop, device=device)
+        visible = _visible(seen, position, at)[:, None, None]  # [B, 1, 1, Tq, n]
+        some = visible.any(-2)[:, 0, 0, :, None, None]  # a key that nobody sees may hold anything
+        k = torch.where(some, key.to(wide), 0.0).permute(0, 2, 3, 1)  # [B, Hkv, D, n]
+        v = torch.where(some, value.to(wide), 0.0).transpose(1, 2)  # [B, Hkv, n, Dv]
+        s = (q.flatten(2, 3) @ k).unflatten(2, shape[2:4]) * scores.scale
+        if scores.softcap:
+            s = scores.softcap * torch.tanh(s / scores.softcap)
+        if slopes is not None:
+            s = s - slopes * (position[:, :, None] - at).abs()[:, None, None]
+        s = s.masked_fill(~visible, -torch.inf)
+        new_max = torch.maximum(row_max, s.amax(-1))
+        finite = torch.where(new_max == -torch.inf, 0.0, new_max)
+        p = torch.exp(s - finite[..., None])
+        shrink = torch.exp(row_max - finite)
+        row_sum = row_sum * shrink + p.sum(-1)
+        sums = sums * shrink[..., None] + (p.flatten(2, 3) @ v).unflatten(2, shape[2:4])
+        row_max = new_max
+    if scores.sink is not None:
+        sink = scores.sink.to(wide).view(kv_heads, -1, 1)
+        new_max = torch.maximum(row_max, sink)
+        shrink = torch.exp(row_max - new_max)
+        row_sum = row_sum * shrink + torch.exp(sink - new_max)
+        sums, row_max = sums * shrink[..., None], new_max
+    seen_any = row_sum > 0
+    out = torch.where(seen_any[..., None], sums / row_sum[..., None], 0.0)
+    lse = torch.where(seen_any, row_max + torch.log(row_sum), -torch.inf)
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype), lse.flatten(1, 2)
+
+
+def _visible(seen: Seen, position: Tensor, at: Tensor) -> Tensor:
+    """Bool [B, Tq, n]: which of the keys at positions `at` the queries at `position` see."""
+    before, here = position[:, :, None], at
+    visible = (here < seen.lengths[:, None, None]) & (before >= 0)
+    if seen.right is not None:
+        visible = visible & (here <= before + seen.right)
+    if seen.left is not None:
+        visible = visible & (here >= before - seen.left)
+    if seen.tree is not None:
+        q_len = seen.tree.shape[-1]
+        new = at - (seen.lengths.long()[:, None] - q_len)  # [B, n]: which of the new ones a key is
+        picked = seen.tree.gather(2, new.clamp(0, q_len - 1)[:, None].expand(-1, q_len, -1))
+        visible = visible & torch.where(new[:, None] >= 0, picked, True)
+    return visible

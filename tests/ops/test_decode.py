@@ -1,0 +1,238 @@
+"""decode_attention against the fp64 specification, row by row of the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stream_attention import ContiguousKV, PagedKV, decode_attention, quantize_kv
+from stream_attention.kernels import reference
+from stream_attention.kernels.eager_decode import TILE
+from stream_attention.testing.memory import peak_bytes
+
+LENGTHS = (37, 0, 5, 100)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Keys and values of each row, and the queries that stand at their end."""
+
+    query: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @property
+    def lengths(self) -> Tensor:
+        return torch.tensor([len(key) for key in self.keys], dtype=torch.int32)
+
+
+def rows(
+    lengths: tuple[int, ...] = LENGTHS, q_len: int = 3, heads: tuple[int, int] = (4, 2), dtype: Any = torch.float64
+) -> Rows:
+    generator = torch.Generator().manual_seed(sum(lengths) + q_len)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return Rows(
+        normal(len(lengths), q_len, heads[0], 16),
+        [normal(n, heads[1], 16) for n in lengths],
+        [normal(n, heads[1], 8) for n in lengths],
+    )
+
+
+def contiguous(x: Rows, capacity: int = 128) -> ContiguousKV:
+    """What lies behind a row's last key is NaN."""
+
+    def padded(tensors: list[Tensor]) -> Tensor:
+        room = tensors[0].new_full((len(tensors), capacity, *tensors[0].shape[1:]), torch.nan)
+        for row, tensor in zip(room, tensors, strict=True):
+            row[: len(tensor)] = tensor
+        return room
+
+    return ContiguousKV(padded(x.keys), padded(x.values), x.lengths)
+
+
+def paged(x: Rows, page: int) -> PagedKV:
+    """Pages in a random order, NaN where nothing was written, and a page table that is -1 behind a row's pages."""
+    needed = [-(-len(key) // page) for key in x.keys]
+    order = list(range(sum(needed) + 3))
+    Random(page).shuffle(order)
+    pages = [t[0].new_full((len(order), page, *t[0].shape[1:]), torch.nan) for t in (x.keys, x.values)]
+    table = torch.full((len(needed), max(1, *needed) + 1), -1, dtype=torch.int32)
+    for b, count in enumerate(needed):
+        for n in range(count):
+            table[b, n] = order.pop()
+            for room, tensors in zip(pages, (x.keys, x.values), strict=True):
+                part = tensors[b][n * page : (n + 1) * page]
+                room[table[b, n], : len(part)] = part
+    return PagedKV(*pages, table, x.lengths)
+
+
+def expected(x: Rows, tree: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    outs, lses = [], []
+    slopes = options.pop("alibi_slopes", None)
+    for b, (key, value) in enumerate(zip(x.keys, x.values, strict=True)):
+        q_len, n = x.query.shape[1], len(key)
+        mask = None
+        if tree is not None:
+            mask = torch.ones(q_len, n, dtype=torch.bool)
+            new = min(q_len, n)
+            mask[:, n - new :] = tree[b][:, q_len - new :]
+            mask[: q_len - new] = False  # a query before the first position
+        out, lse = reference.attention(
+            x.query[b : b + 1].double(),
+            key[None].double(),
+            value[None].double(),
+            mask=mask,
+            alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[b],
+            **options,
+        )
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": (10, 0)},
+    "window both ways": {"causal": False, "window": (4, 1)},
+    "softcap": {"softcap": 2.0},
+    "scale": {"scale": -0.3},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.1, 0.3, 0.0])},
+    "alibi by row": {"alibi_slopes": torch.rand(4, 4, generator=torch.Generator().manual_seed(1))},
+    "sink": {"sink": torch.tensor([0.5, -3.0, 4.0, 0.0])},
+    "everything": {"window": (20, 0), "softcap": 3.0, "sink": torch.ones(4), "alibi_slopes": torch.full((4,), 0.2)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("page", [None, 1, 16, 64], ids=["contiguous", "pages of 1", "of 16", "of 64"])
+def test_it_is_attention_over_the_keys_of_each_row(page: int | None, name: str) -> None:
+    x = rows()
+    cache = contiguous(x) if page is None else paged(x, page)
+    out, lse = decode_attention(x.query, cache, **OPTIONS[name], return_lse=True)
+    exact, exact_lse = expected(x, **{"causal": True} | OPTIONS[name])
+    torch.testing.assert_close(out, exact, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(lse, exact_lse, rtol=1e-9, atol=1e-9)
+
+
+def test_a_row_without_keys_is_zero_and_its_lse_that_of_nothing() -> None:
+    x = rows()
+    out, lse = decode_attention(x.query, contiguous(x), return_lse=True)
+    assert torch.equal(out[1], torch.zeros_like(out[1])) and (lse[1] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_tree_says_which_new_tokens_see_each_other(causal: bool) -> None:
+    x = rows((30, 7, 4, 50), q_len=4)
+    tree = torch.rand(4, 4, 4, generator=torch.Generator().manual_seed(0)) < 0.5
+    out = decode_attention(x.query, paged(x, 8), tree_mask=tree, causal=causal)
+    torch.testing.assert_close(out, expected(x, tree)[0], rtol=1e-9, atol=1e-9)
+
+
+def test_without_lengths_all_keys_are_there() -> None:
+    x = rows((20, 20), q_len=1)
+    cache = ContiguousKV(torch.stack(x.keys), torch.stack(x.values))
+    torch.testing.assert_close(decode_attention(x.query, cache), expected(x, causal=True)[0], rtol=1e-9, atol=1e-9)
+
+
+def test_more_keys_than_a_tile() -> None:
+    x = rows((2 * TILE + 5, TILE, 3), q_len=2)
+    out = decode_attention(x.query, contiguous(x, 2 * TILE + 64))
+    torch.testing.assert_close(out, expected(x, causal=True)[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_errors_are_at_most_twice_those_of_dense_arithmetic(dtype: torch.dtype) -> None:
+    x = rows((300, 1000), q_len=2, dtype=dtype)
+    out = decode_attention(x.query, contiguous(x, 1000))
+    exact = expected(x, causal=True)[0]
+    dense = [
+        reference.attention(x.query[b : b + 1], key[None], value[None], causal=True, compute_dtype=dtype)[0]
+        for b, (key, value) in enumerate(zip(x.keys, x.values, strict=True))
+    ]
+    earned = float((torch.cat(dense).double() - exact).abs().max())
+    assert out.dtype is dtype
+    assert float((out.double() - exact).abs().max()) <= 2 * earned
+
+
+def test_memory_is_that_of_a_tile() -> None:
+    """Sixteen times the keys in pages take hardly more beside the cache."""
+
+    def peak(n: int) -> int:
+        x = rows((n,), q_len=1, dtype=torch.float32)
+        cache = paged(x, 16)
+        return peak_bytes(lambda: decode_attention(x.query, cache))
+
+    assert peak(32 * TILE) < 1.5 * peak(2 * TILE)
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("page", [None, 64], ids=["contiguous", "paged"])
+def test_quantised_caches_are_those_of_what_they_stand_for(format: str, page: int | None) -> None:
+    x = rows((300, 0, 64, 411), q_len=2, heads=(4, 2), dtype=torch.float32)
+    cache = quantize_kv(contiguous(x, 512) if page is None else paged(x, page), format, group=32, residual=40)
+    keys, values = cache.tile(0, 411)
+    stored = Rows(
+        x.query,
+        [key[:n] for key, n in zip(keys, x.lengths, strict=True)],
+        [value[:n] for value, n in zip(values, x.lengths, strict=True)],
+    )
+    out, lse = decode_attention(x.query, cache, return_lse=True)
+    exact, exact_lse = expected(stored, causal=True)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    plain = expected(x, causal=True)[0]
+    assert float((out.double() - plain).norm() / plain.norm()) < {"fp8": 0.1, "int8": 0.02, "int4": 0.25}[format]
+
+
+def test_a_cache_that_grows_gives_the_attention_of_all_its_tokens() -> None:
+    x = rows((40, 17), q_len=1)
+    start = Rows(x.query, [key[:-5] for key in x.keys], [value[:-5] for value in x.values])
+    cache = contiguous(start, 64)
+    for n in range(-5, 0):
+        cache.append(torch.stack([key[n] for key in x.keys])[:, None], torch.stack([v[n] for v in x.values])[:, None])
+    torch.testing.assert_close(decode_attention(x.query, cache), expected(x, causal=True)[0], rtol=1e-9, atol=1e-9)
+
+
+def test_it_writes_where_it_is_told() -> None:
+    x = rows()
+    room = torch.empty(4, 3, 4, 8, dtype=torch.float64)
+    out = decode_attention(x.query, contiguous(x), out=room)
+    assert out is room and torch.equal(room, decode_attention(x.query, contiguous(x)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cache": "none"}, "cache: expected a ContiguousKV, PagedKV or QuantizedKV; got 'none'"),
+        ({"query": torch.zeros(4, 4, 16)}, r"query: expected shape \[B, Tq, Hq, D\]; got \[4, 4, 16\]"),
+        (
+            {"query": torch.zeros(3, 1, 4, 16, dtype=torch.float64)},
+            r"query: expected \[B=4, Tq, Hq, D=16\] of the cache",
+        ),
+        ({"query": torch.zeros(4, 1, 3, 16, dtype=torch.float64)}, "query: expected a multiple of the 2 KV heads"),
+        ({"query": torch.zeros(4, 1, 4, 16)}, "query: expected the cache's dtype torch.float64; got torch.float32"),
+        ({"tree_mask": torch.zeros(4, 3, 3)}, "tree_mask: expected dtype torch.bool"),
+        ({"tree_mask": torch.zeros(4, 3, 2, dtype=torch.bool)}, r"tree_mask: expected shape \[B=4, Tq=3, Tq=3\]"),
+        (
+            {"out": torch.zeros(4, 3, 4, 16, dtype=torch.float64)},
+            r"out: expected torch.float64 of shape \[4, 3, 4, 8\]",
+        ),
+        ({"window": (-5, 0)}, "window"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"sink": torch.zeros(3)}, r"sink: expected shape \[Hq=4\]"),
+    ],
+)
+def test_refusals(changed: dict[str, Any], message: str) -> None:
+    x = rows()
+    arguments = {"query": x.query, "cache": contiguous(x)} | changed
+    with pytest.raises((TypeError, ValueError), match=message):
+        decode_attention(arguments.pop("query"), arguments.pop("cache"), **arguments)
