@@ -63,7 +63,8 @@ def test_a_page_table_says_where_positions_lie() -> None:
     assert (cache.batch, cache.capacity, cache.page) == (2, 4, 2)
     key, value = cache.tile(0, 4)
     assert key[0].flatten().tolist() == [4, 5, 0, 1] and key[1, :2].flatten().tolist() == [2, 3]
-    assert torch.equal(value, -key)
+    assert torch.equal(value[0], -key[0]) and torch.equal(value[1, :2], -key[1, :2])
+    assert key[1, 2:].isnan().all()  # its page is not there
     assert cache.nbytes == 2 * 6 * 4 + 4 * 4 + 2 * 4
 
 

@@ -59,7 +59,8 @@ def _gluon_why_not(problem: Problem) -> tuple[str, ...]:
         (not _triton_is_tested(), f"it was run with Triton {TESTED_TRITON} alone, not {_triton_version()}"),
         (
             problem.backward and problem.row_grad,
-            "gradients of ALiBi slopes and sinks are sums over rows, for which Triton's backward sums delta exactly",
+            "gradients of ALiBi slopes and sinks are sums over rows, for which Triton's backward has an exact delta; "
+            "slopes and sinks that want none run here",
         ),
         (problem.backward and problem.partial, "its backward returns gradients in the dtype of the inputs, no fp32"),
         (

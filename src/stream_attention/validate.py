@@ -161,7 +161,8 @@ def decoding(
 ) -> None:
     """Check the tensors of a call on a cache, whose own fields were checked when it was made."""
     if not isinstance(cache, (ContiguousKV, PagedKV, QuantizedKV)):
-        _refuse("cache", "a ContiguousKV, PagedKV or QuantizedKV", _describe(cache), error=TypeError)
+        hint = "Make one of tensors: ContiguousKV(key, value)."
+        _refuse("cache", "a ContiguousKV, PagedKV or QuantizedKV", type(cache).__name__, hint, TypeError)
     _tensor("query", query, query)
     if query.dim() != 4:
         _refuse("query", "shape [B, Tq, Hq, D]", list(query.shape))
@@ -169,7 +170,8 @@ def decoding(
         _refuse("query", "dtype float16, bfloat16, float32 or float64", query.dtype, error=TypeError)
     batch, q_len, q_heads, dim = query.shape
     if query.dtype is not cache.dtype:
-        _refuse("query", f"the cache's dtype {cache.dtype}", query.dtype, error=TypeError)
+        hint = "Autocast does not reach a cache: call query.to(cache.dtype), or keep the cache in that dtype."
+        _refuse("query", f"the cache's dtype {cache.dtype}", query.dtype, hint, TypeError)
     if query.device != cache.device:
         _refuse("query", f"the cache's device {cache.device}", query.device)
     if batch != cache.batch or dim != cache.head_dim:
@@ -188,6 +190,8 @@ def decoding(
         shape = (batch, q_len, q_heads, cache.value_dim)
         if out.shape != shape or out.dtype is not query.dtype:
             _refuse("out", f"{query.dtype} of shape {list(shape)}", f"{out.dtype} of shape {list(out.shape)}")
+        if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+            _refuse("out", "a place for every number", f"an expanded tensor, strides {out.stride()}")
 
 
 def sequence(name: str, given: Any) -> tuple[Any, ...]:

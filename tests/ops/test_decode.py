@@ -202,6 +202,39 @@ def test_a_cache_that_grows_gives_the_attention_of_all_its_tokens() -> None:
     torch.testing.assert_close(decode_attention(x.query, cache), expected(x, causal=True)[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+def test_nan_that_is_seen_shows(which: str) -> None:
+    x = rows((20, 30), q_len=1)
+    target = {"query": x.query[0], "key": x.keys[0][3], "value": x.values[0][3]}[which]
+    target.fill_(torch.nan)
+    out, lse = decode_attention(x.query, contiguous(x), return_lse=True)
+    assert out[0].isnan().all() and out[1].isfinite().all()
+    assert lse[0].isnan().all() == (which != "value") and lse[1].isfinite().all()
+
+
+def test_a_page_that_is_not_there_is_no_other_rows_page() -> None:
+    x = rows((9, 9), q_len=1)
+    cache = paged(x, 4)
+    cache.page_table[1, 1] = -1
+    out = decode_attention(x.query, cache)
+    assert out[1].isnan().all()
+    torch.testing.assert_close(out[:1], expected(x, causal=True)[0][:1], rtol=1e-9, atol=1e-9)
+
+
+def test_autocast_does_not_round_the_scores() -> None:
+    x = rows(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = decode_attention(x.query, contiguous(x))
+    assert torch.equal(out, decode_attention(x.query, contiguous(x)))
+
+
+def test_it_compiles_whole() -> None:
+    x = rows((70, 5), q_len=2, dtype=torch.float32)
+    cache = contiguous(x)
+    compiled = torch.compile(decode_attention, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x.query, cache), decode_attention(x.query, cache))
+
+
 def test_it_writes_where_it_is_told() -> None:
     x = rows()
     room = torch.empty(4, 3, 4, 8, dtype=torch.float64)
@@ -212,7 +245,7 @@ def test_it_writes_where_it_is_told() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"cache": "none"}, "cache: expected a ContiguousKV, PagedKV or QuantizedKV; got 'none'"),
+        ({"cache": "none"}, "cache: expected a ContiguousKV, PagedKV or QuantizedKV; got str. Make one"),
         ({"query": torch.zeros(4, 4, 16)}, r"query: expected shape \[B, Tq, Hq, D\]; got \[4, 4, 16\]"),
         (
             {"query": torch.zeros(3, 1, 4, 16, dtype=torch.float64)},
@@ -226,6 +259,7 @@ def test_it_writes_where_it_is_told() -> None:
             {"out": torch.zeros(4, 3, 4, 16, dtype=torch.float64)},
             r"out: expected torch.float64 of shape \[4, 3, 4, 8\]",
         ),
+        ({"out": torch.zeros(1, 1, 1, 8, dtype=torch.float64).expand(4, 3, 4, 8)}, "out: expected a place for every"),
         ({"window": (-5, 0)}, "window"),
         ({"softcap": -1.0}, "softcap"),
         ({"sink": torch.zeros(3)}, r"sink: expected shape \[Hq=4\]"),

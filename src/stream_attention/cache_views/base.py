@@ -88,7 +88,12 @@ class Cache(ABC):
         """
         lengths = self.lengths
         if lengths is None:
-            checks.refuse("lengths", "an int32 tensor [B] in a cache that grows", None, "None: every slot is taken.")
+            checks.refuse(
+                "lengths",
+                "an int32 tensor [B] in a cache that grows",
+                None,
+                "Pass lengths=torch.zeros(B, dtype=torch.int32).",
+            )
         check_new(key, value, rotary, self._plain()[0], (self.batch, self.kv_heads, self.head_dim, self.value_dim))
         n = key.shape[1]
         if validate:

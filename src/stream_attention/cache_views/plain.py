@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import checks
 from .base import Cache
-from .write import places, put
+from .write import places, put, take
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +55,8 @@ class ContiguousKV(Cache):
 class PagedKV(Cache):
     """Position t of row b is slot `t % page` of page `page_table[b, t // page]`.
 
-    Pages may come in any order. What the table says behind a row's length is not looked at. Rows may share a page that
-    none of them writes to.
+    Pages may come in any order. What the table says behind a row's length is not looked at; a token before it whose
+    page does not exist reads as NaN. Rows may share a page that none of them writes to.
     """
 
     key_pages: Tensor  # [P, page, Hkv, D]
@@ -88,8 +88,8 @@ class PagedKV(Cache):
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         checks.span(start, stop, self.capacity)
         positions = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
-        i, j, _ = places(positions, self.key_pages, self.page_table)
-        return self.key_pages[i, j], self.value_pages[i, j]
+        where = places(positions, self.key_pages, self.page_table)
+        return take(self.key_pages, where), take(self.value_pages, where)
 
     def _plain(self) -> tuple[Tensor, Tensor]:
         return self.key_pages, self.value_pages

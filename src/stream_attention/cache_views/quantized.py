@@ -109,7 +109,8 @@ class QuantizedKV(Cache):
         codes = side.codes.view(torch.uint8)[at.i, at.j].view(side.codes.dtype)
         scale = side.scale[scale_at.i, scale_at.j]
         zero = None if side.zero is None else side.zero[scale_at.i, scale_at.j]
-        return replace(side, codes=codes, scale=scale, zero=zero).dequantize()
+        tokens = replace(side, codes=codes, scale=scale, zero=zero).dequantize()
+        return torch.where(at.real[:, :, None, None], tokens, torch.nan)
 
     def _places(self, side: QuantizedTensor, blocks: Tensor) -> tuple[Places, Places]:
         """Where the codes and the scales of `blocks` `[B, n]`, whole blocks, lie."""

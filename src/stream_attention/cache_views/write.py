@@ -45,6 +45,11 @@ def places(positions: Tensor, store: Tensor, page_table: Tensor | None) -> Place
     return Places(entry.clamp(0, count - 1), positions.remainder(slots), real)
 
 
+def take(store: Tensor, where: Places) -> Tensor:
+    """What lies at places, `[B, n, ...]`; NaN where they are not real, never what is another row's."""
+    return torch.where(where.real[:, :, None, None], store[where.i, where.j], torch.nan)
+
+
 def put(store: Tensor, where: Places, new: Tensor) -> None:
     """`store[i, j] = new` at real places; `new` is `[B, n, ...]`.
 

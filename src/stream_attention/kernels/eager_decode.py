@@ -63,8 +63,9 @@ def decode(query: Tensor, cache: Cache, seen: Seen, scores: Scores) -> tuple[Ten
     slopes = None
     if scores.slopes is not None:
         slopes = scores.slopes.to(wide).view(-1, kv_heads, q_heads // kv_heads, 1, 1)
-    # A length on the CPU is there to be read; elsewhere looking would synchronise.
-    end = cache.capacity if device.type != "cpu" else int(seen.lengths.max()) if batch else 0
+    end = cache.capacity
+    if device.type == "cpu" and batch and not torch.compiler.is_compiling():  # elsewhere looking would synchronise
+        end = min(end, int(seen.lengths.max()))
     for start in range(0, end, TILE):
         stop = min(start + TILE, end)
         key, value = cache.tile(start, stop)
@@ -92,9 +93,9 @@ def decode(query: Tensor, cache: Cache, seen: Seen, scores: Scores) -> tuple[Ten
         shrink = torch.exp(row_max - new_max)
         row_sum = row_sum * shrink + torch.exp(sink - new_max)
         sums, row_max = sums * shrink[..., None], new_max
-    seen_any = row_sum > 0
-    out = torch.where(seen_any[..., None], sums / row_sum[..., None], 0.0)
-    lse = torch.where(seen_any, row_max + torch.log(row_sum), -torch.inf)
+    empty = row_sum == 0  # NaN is not: what a query sees shows
+    out = torch.where(empty[..., None], 0.0, sums / row_sum[..., None])
+    lse = torch.where(empty, -torch.inf, row_max + torch.log(row_sum))
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype), lse.flatten(1, 2)
 
 

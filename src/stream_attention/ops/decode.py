@@ -64,7 +64,8 @@ def decode_attention(
     from ..kernels.eager_decode import Scores, Seen, decode
 
     seen = Seen(lengths, None if left == UNBOUNDED else left, None if right == UNBOUNDED else right, tree_mask)
-    result, lse = decode(query, cache, seen, Scores(scale, float(softcap), slopes, sink))
+    with torch.autocast(query.device.type, enabled=False):
+        result, lse = decode(query, cache, seen, Scores(scale, float(softcap), slopes, sink))
     if out is not None:
         result = out.copy_(result)
     return (result, lse) if return_lse else result
