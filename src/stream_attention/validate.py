@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cache_views import ContiguousKV, PagedKV, QuantizedKV
+from .errors import refuse
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -33,7 +34,7 @@ def attention_tensors(
     batch, q_len, q_heads, _ = query.shape
     k_len = key.shape[1]
     if key.shape[0] != batch or value.shape[0] != batch:
-        _refuse(
+        refuse(
             "key and value",
             f"the query's batch size B={batch}",
             f"key B={key.shape[0]}, value B={value.shape[0]}",
@@ -41,7 +42,7 @@ def attention_tensors(
     if mask is not None:
         _tensor("mask", mask, query)
         if mask.dtype is not torch.bool:
-            _refuse(
+            refuse(
                 "mask",
                 "dtype torch.bool (True = attend)",
                 mask.dtype,
@@ -72,25 +73,25 @@ def varlen_tensors(
     """Check the tensors of a packed call, but not the values of `cu_seqlens`."""
     for name, refused in (("mask", mask), ("bias", bias)):
         if refused is not None:
-            _refuse(name, "None for packed sequences", "a value", "Use attention() with padded sequences.")
+            refuse(name, "None for packed sequences", "a value", "Use attention() with padded sequences.")
     _qkv(query, key, value, "[Nq, Hq, D]", "[Nk, Hkv, D]", "[Nk, Hkv, Dv]")
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _tensor(name, cu_seqlens, query)
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
-            _refuse(name, "dtype torch.int32 or torch.int64", cu_seqlens.dtype, error=TypeError)
+            refuse(name, "dtype torch.int32 or torch.int64", cu_seqlens.dtype, error=TypeError)
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            _refuse(name, "shape [sequences + 1]", list(cu_seqlens.shape))
+            refuse(name, "shape [sequences + 1]", list(cu_seqlens.shape))
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        _refuse(
+        refuse(
             "cu_seqlens_k",
             f"as many sequences as cu_seqlens_q, shape {list(cu_seqlens_q.shape)}",
             list(cu_seqlens_k.shape),
         )
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if longest is not None and (isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))):
-            _refuse(name, "an int or None", _describe(longest), error=TypeError)
+            refuse(name, "an int or None", _describe(longest), error=TypeError)
         if longest is not None and longest < 0:
-            _refuse(name, "at least 0", longest)
+            refuse(name, "at least 0", longest)
     _per_head(alibi_slopes, sink, query, cu_seqlens_q.shape[0] - 1, query.shape[1])
 
 
@@ -98,14 +99,14 @@ def cu_seqlens_values(name: str, offsets: list[int], rows: int, longest: int | N
     """Check cumulative lengths that are known on the host; returns the longest sequence, or what was passed for it."""
     lengths = [late - early for early, late in pairwise(offsets)]
     if offsets[0] != 0:
-        _refuse(name, "0 first", offsets[0])
+        refuse(name, "0 first", offsets[0])
     for index, length in enumerate(lengths):
         if length < 0:
-            _refuse(name, "no value below the one before it", f"{offsets[index : index + 2]} at {index}")
+            refuse(name, "no value below the one before it", f"{offsets[index : index + 2]} at {index}")
     if offsets[-1] > rows:
-        _refuse(name, f"a last value of at most the {rows} packed rows", offsets[-1])
+        refuse(name, f"a last value of at most the {rows} packed rows", offsets[-1])
     if longest is not None and longest < max(lengths, default=0):
-        _refuse(f"max_seqlen_{name[-1]}", f"at least the longest sequence, {max(lengths)}", longest)
+        refuse(f"max_seqlen_{name[-1]}", f"at least the longest sequence, {max(lengths)}", longest)
     return max(lengths, default=0) if longest is None else longest
 
 
@@ -123,32 +124,32 @@ def options(
     """Check what is not a tensor of the maths."""
     for name, flag in (("causal", causal), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
-            _refuse(name, "a bool", _describe(flag), error=TypeError)
+            refuse(name, "a bool", _describe(flag), error=TypeError)
     if deterministic is not None and not isinstance(deterministic, bool):
-        _refuse("deterministic", "a bool, or None to follow torch", deterministic, error=TypeError)
+        refuse("deterministic", "a bool, or None to follow torch", deterministic, error=TypeError)
     if window is not None:
         if not isinstance(window, tuple) or len(window) != 2 or not all(_is_int(side) for side in window):
             hint = "A window of n keys up to the query itself is (n - 1, 0)."
-            _refuse("window", "a tuple of two ints (left, right), or None", _describe(window), hint, TypeError)
+            refuse("window", "a tuple of two ints (left, right), or None", _describe(window), hint, TypeError)
         if window[0] < -1 or window[1] < -1:
-            _refuse("window", "sides of at least -1 (-1 = unbounded)", window)
+            refuse("window", "sides of at least -1 (-1 = unbounded)", window)
     _real("softcap", softcap)
     if softcap < 0:
-        _refuse("softcap", "0 (off) or a positive number", softcap)
+        refuse("softcap", "0 (off) or a positive number", softcap)
     if scale is not None:
         _real("scale", scale)
     _real("dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
-        _refuse("dropout_p", "a probability in [0, 1)", dropout_p)
+        refuse("dropout_p", "a probability in [0, 1)", dropout_p)
     if isinstance(seed, Tensor):
         _tensor("seed", seed, query)
         if seed.dtype is not torch.int64 or seed.shape != (2,):
-            _refuse("seed", "an int, or an int64 tensor of shape [2]: (seed, offset)", _describe(seed), error=TypeError)
+            refuse("seed", "an int, or an int64 tensor of shape [2]: (seed, offset)", _describe(seed), error=TypeError)
     elif seed is not None:
         if not _is_int(seed):
-            _refuse("seed", "an int, an int64 tensor of shape [2], or None", _describe(seed), error=TypeError)
+            refuse("seed", "an int, an int64 tensor of shape [2], or None", _describe(seed), error=TypeError)
         if not -(1 << 63) <= seed < 1 << 63:
-            _refuse("seed", "an int of 64 bits", seed)
+            refuse("seed", "an int of 64 bits", seed)
 
 
 def decoding(
@@ -162,58 +163,58 @@ def decoding(
     """Check the tensors of a call on a cache, whose own fields were checked when it was made."""
     if not isinstance(cache, (ContiguousKV, PagedKV, QuantizedKV)):
         hint = "Make one of tensors: ContiguousKV(key, value)."
-        _refuse("cache", "a ContiguousKV, PagedKV or QuantizedKV", type(cache).__name__, hint, TypeError)
+        refuse("cache", "a ContiguousKV, PagedKV or QuantizedKV", type(cache).__name__, hint, TypeError)
     _tensor("query", query, query)
     if query.dim() != 4:
-        _refuse("query", "shape [B, Tq, Hq, D]", list(query.shape))
+        refuse("query", "shape [B, Tq, Hq, D]", list(query.shape))
     if query.dtype not in DTYPES:
-        _refuse("query", "dtype float16, bfloat16, float32 or float64", query.dtype, error=TypeError)
+        refuse("query", "dtype float16, bfloat16, float32 or float64", query.dtype, error=TypeError)
     batch, q_len, q_heads, dim = query.shape
     if query.dtype is not cache.dtype:
         hint = "Autocast does not reach a cache: call query.to(cache.dtype), or keep the cache in that dtype."
-        _refuse("query", f"the cache's dtype {cache.dtype}", query.dtype, hint, TypeError)
+        refuse("query", f"the cache's dtype {cache.dtype}", query.dtype, hint, TypeError)
     if query.device != cache.device:
-        _refuse("query", f"the cache's device {cache.device}", query.device)
+        refuse("query", f"the cache's device {cache.device}", query.device)
     if batch != cache.batch or dim != cache.head_dim:
-        _refuse("query", f"[B={cache.batch}, Tq, Hq, D={cache.head_dim}] of the cache", list(query.shape))
+        refuse("query", f"[B={cache.batch}, Tq, Hq, D={cache.head_dim}] of the cache", list(query.shape))
     if q_heads < 1 or q_heads % cache.kv_heads:
-        _refuse("query", f"a multiple of the {cache.kv_heads} KV heads as Hq", list(query.shape))
+        refuse("query", f"a multiple of the {cache.kv_heads} KV heads as Hq", list(query.shape))
     if tree_mask is not None:
         _tensor("tree_mask", tree_mask, query)
         if tree_mask.dtype is not torch.bool:
-            _refuse("tree_mask", "dtype torch.bool (True = attend)", tree_mask.dtype, error=TypeError)
+            refuse("tree_mask", "dtype torch.bool (True = attend)", tree_mask.dtype, error=TypeError)
         if tree_mask.shape != (batch, q_len, q_len):
-            _refuse("tree_mask", f"shape [B={batch}, Tq={q_len}, Tq={q_len}]", list(tree_mask.shape))
+            refuse("tree_mask", f"shape [B={batch}, Tq={q_len}, Tq={q_len}]", list(tree_mask.shape))
     _per_head(alibi_slopes, sink, query, batch, q_heads)
     if out is not None:
         _tensor("out", out, query)
         shape = (batch, q_len, q_heads, cache.value_dim)
         if out.shape != shape or out.dtype is not query.dtype:
-            _refuse("out", f"{query.dtype} of shape {list(shape)}", f"{out.dtype} of shape {list(out.shape)}")
+            refuse("out", f"{query.dtype} of shape {list(shape)}", f"{out.dtype} of shape {list(out.shape)}")
         if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-            _refuse("out", "a place for every number", f"an expanded tensor, strides {out.stride()}")
+            refuse("out", "a place for every number", f"an expanded tensor, strides {out.stride()}")
 
 
 def sequence(name: str, given: Any) -> tuple[Any, ...]:
     """What was given as a sequence of tensors, or as one stacked in dim 0."""
     if not isinstance(given, Iterable):
-        _refuse(name, "a sequence of tensors, or one stacked in dim 0", _describe(given), error=TypeError)
+        refuse(name, "a sequence of tensors, or one stacked in dim 0", _describe(given), error=TypeError)
     return tuple(given)
 
 
 def states(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
     """Check states that are to be merged."""
     if not outs or len(outs) != len(lses):
-        _refuse("outs and lses", "as many outs as lses, at least one", f"{len(outs)} and {len(lses)}")
+        refuse("outs and lses", "as many outs as lses, at least one", f"{len(outs)} and {len(lses)}")
     for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         for name, tensor in ((f"outs[{index}]", out), (f"lses[{index}]", lse)):
             _tensor(name, tensor, outs[0])
             _floating(name, tensor)
         if out.dim() not in (3, 4) or out.shape != outs[0].shape:
-            _refuse(f"outs[{index}]", "[B, Tq, Hq, Dv] or [Nq, Hq, Dv], all alike", list(out.shape))
+            refuse(f"outs[{index}]", "[B, Tq, Hq, Dv] or [Nq, Hq, Dv], all alike", list(out.shape))
         *lead, rows, heads, _ = out.shape
         if lse.shape != (*lead, heads, rows):
-            _refuse(f"lses[{index}]", f"shape {[*lead, heads, rows]} beside that out", list(lse.shape))
+            refuse(f"lses[{index}]", f"shape {[*lead, heads, rows]} beside that out", list(lse.shape))
 
 
 def _qkv(query: Tensor, key: Tensor, value: Tensor, q_shape: str, k_shape: str, v_shape: str) -> None:
@@ -221,22 +222,22 @@ def _qkv(query: Tensor, key: Tensor, value: Tensor, q_shape: str, k_shape: str, 
     for name, tensor, shape in (("query", query, q_shape), ("key", key, k_shape), ("value", value, v_shape)):
         _tensor(name, tensor, query)
         if tensor.dim() != dims:
-            _refuse(name, f"shape {shape}", list(tensor.shape))
+            refuse(name, f"shape {shape}", list(tensor.shape))
         if tensor.dtype not in DTYPES:
-            _refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype, error=TypeError)
+            refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype, error=TypeError)
         if tensor.dtype is not query.dtype:
-            _refuse(name, f"the query's dtype {query.dtype}", tensor.dtype, error=TypeError)
+            refuse(name, f"the query's dtype {query.dtype}", tensor.dtype, error=TypeError)
         if tensor.shape[-1] < 1 or tensor.shape[-2] < 1:
-            _refuse(name, "at least one head and one head dim", list(tensor.shape))
+            refuse(name, "at least one head and one head dim", list(tensor.shape))
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
-            _refuse(name, "a contiguous last dim", f"strides {tensor.stride()}", "Call .contiguous() on it first.")
+            refuse(name, "a contiguous last dim", f"strides {tensor.stride()}", "Call .contiguous() on it first.")
     if key.shape[-1] != query.shape[-1]:
-        _refuse("key", f"the query's head dim D={query.shape[-1]}", list(key.shape))
+        refuse("key", f"the query's head dim D={query.shape[-1]}", list(key.shape))
     if value.shape[-3] != key.shape[-3] or value.shape[-2] != key.shape[-2]:
-        _refuse("value", f"the key's length and heads, {list(key.shape[:-1])} + [Dv]", list(value.shape))
+        refuse("value", f"the key's length and heads, {list(key.shape[:-1])} + [Dv]", list(value.shape))
     if query.shape[-2] % key.shape[-2] != 0:
         shapes = f"{list(query.shape)} beside key {list(key.shape)}"
-        _refuse("query", f"a multiple of the {key.shape[-2]} KV heads as Hq", shapes, f"The layout is {q_shape}.")
+        refuse("query", f"a multiple of the {key.shape[-2]} KV heads as Hq", shapes, f"The layout is {q_shape}.")
 
 
 def _per_head(alibi_slopes: Tensor | None, sink: Tensor | None, query: Tensor, batch: int, heads: int) -> None:
@@ -244,30 +245,30 @@ def _per_head(alibi_slopes: Tensor | None, sink: Tensor | None, query: Tensor, b
         _tensor("alibi_slopes", alibi_slopes, query)
         _floating("alibi_slopes", alibi_slopes)
         if alibi_slopes.shape not in ((heads,), (batch, heads)):
-            _refuse("alibi_slopes", f"shape [Hq={heads}] or [B={batch}, Hq={heads}]", list(alibi_slopes.shape))
+            refuse("alibi_slopes", f"shape [Hq={heads}] or [B={batch}, Hq={heads}]", list(alibi_slopes.shape))
     if sink is not None:
         _tensor("sink", sink, query)
         _floating("sink", sink)
         if sink.shape != (heads,):
-            _refuse("sink", f"shape [Hq={heads}]", list(sink.shape))
+            refuse("sink", f"shape [Hq={heads}]", list(sink.shape))
 
 
 def _tensor(name: str, tensor: Any, query: Tensor) -> None:
     if not isinstance(tensor, Tensor):
-        _refuse(name, "a torch.Tensor", type(tensor).__name__, error=TypeError)
+        refuse(name, "a torch.Tensor", type(tensor).__name__, error=TypeError)
     if tensor.is_nested:
-        _refuse(name, "a strided tensor", "a nested one", "Pack it and call varlen_attention.", TypeError)
+        refuse(name, "a strided tensor", "a nested one", "Pack it and call varlen_attention.", TypeError)
     if hasattr(tensor, "device_mesh"):
-        _refuse(name, "a plain tensor", "a DTensor", "Pass its local shard, .to_local().", TypeError)
+        refuse(name, "a plain tensor", "a DTensor", "Pass its local shard, .to_local().", TypeError)
     if tensor.layout is not torch.strided:
-        _refuse(name, "a strided tensor", tensor.layout, error=TypeError)
+        refuse(name, "a strided tensor", tensor.layout, error=TypeError)
     if tensor.device != query.device:
-        _refuse(name, f"the query's device {query.device}", tensor.device)
+        refuse(name, f"the query's device {query.device}", tensor.device)
 
 
 def _floating(name: str, tensor: Tensor, hint: str = "") -> None:
     if tensor.dtype not in DTYPES:
-        _refuse(name, "a floating dtype (float16, bfloat16, float32 or float64)", tensor.dtype, hint, TypeError)
+        refuse(name, "a floating dtype (float16, bfloat16, float32 or float64)", tensor.dtype, hint, TypeError)
 
 
 def _broadcastable(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:
@@ -276,14 +277,14 @@ def _broadcastable(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:
     )
     if not aligned:
         hint = f"A padding mask is {name}[:, None, None, :]." if tensor.shape == (target[0], target[3]) else ""
-        _refuse(name, f"broadcastable to [B, Hq, Tq, Tk] = {list(target)}", list(tensor.shape), hint)
+        refuse(name, f"broadcastable to [B, Hq, Tq, Tk] = {list(target)}", list(tensor.shape), hint)
 
 
 def _real(name: str, number: Any) -> None:
     if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
-        _refuse(name, "a number", _describe(number), error=TypeError)
+        refuse(name, "a number", _describe(number), error=TypeError)
     if not -math.inf < number < math.inf:  # unlike math.isfinite, traceable for a symbolic float
-        _refuse(name, "a finite number", number)
+        refuse(name, "a finite number", number)
 
 
 def _is_int(x: Any) -> bool:
@@ -292,7 +293,3 @@ def _is_int(x: Any) -> bool:
 
 def _describe(x: Any) -> str:
     return f"{x.dtype} tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"{x!r} ({type(x).__name__})"
-
-
-def _refuse(name: str, expected: str, actual: Any, hint: str = "", error: type[Exception] = ValueError) -> NoReturn:
-    raise error(f"{name}: expected {expected}; got {actual}{'. ' + hint if hint else ''}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..errors import refuse
 from . import checks
 from .write import Rotary, check_new, rotate
 
@@ -88,7 +89,7 @@ class Cache(ABC):
         """
         lengths = self.lengths
         if lengths is None:
-            checks.refuse(
+            refuse(
                 "lengths",
                 "an int32 tensor [B] in a cache that grows",
                 None,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import refuse
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def refuse(name: str, expected: str, actual: Any, hint: str = "", error: type[Exception] = ValueError) -> NoReturn:
-    raise error(f"{name}: expected {expected}; got {actual}{'. ' + hint if hint else ''}")
 
 
 def tensor(name: str, given: Any, device: torch.device | None = None) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import refuse
+from ..errors import refuse
 
 BITS = {"int8": 8, "int4": 4, "int2": 2, "fp8": 8}
 """Formats, and how many bits one of their codes has."""

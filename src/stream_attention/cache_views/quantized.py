@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..errors import refuse
 from . import checks
 from .base import Cache
-from .checks import refuse
 from .codes import BITS, TOKENS, QuantizedTensor, quantize
 from .write import Places, places, put
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import floating, refuse, tensor
+from ..errors import refuse
+from .checks import floating, tensor
 
 
 class Rotary(NamedTuple):

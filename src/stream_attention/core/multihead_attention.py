@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import refuse
 from ..ops.attention import attention, in_autocast_dtype
 
 
@@ -64,10 +65,10 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
             if size is not None:
                 _number(name, size)
         if embed_dim % num_heads:
-            _refuse("embed_dim", f"a multiple of num_heads={num_heads}", embed_dim)
+            refuse("embed_dim", f"a multiple of num_heads={num_heads}", embed_dim)
         _number("dropout", dropout, Real, "a number", least=0)
         if not dropout <= 1:
-            _refuse("dropout", "a probability in [0, 1]", dropout)
+            refuse("dropout", "a probability in [0, 1]", dropout)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
@@ -81,10 +82,12 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
                 a parametrisation or another library makes of it would be lost.
         """
         if type(module) not in (nn.MultiheadAttention, StreamMultiheadAttention):
-            _refuse("module", "a torch.nn.MultiheadAttention itself, no subclass", type(module).__name__, TypeError)
+            refuse(
+                "module", "a torch.nn.MultiheadAttention itself, no subclass", type(module).__name__, error=TypeError
+            )
         state = module.__getstate__()
         if "forward" in state:
-            _refuse("module", "the forward of its class", "one that was replaced on the instance", TypeError)
+            refuse("module", "the forward of its class", "one that was replaced on the instance", error=TypeError)
         shared = cls.__new__(cls)
         shared.__dict__.update({k: copy.copy(v) if isinstance(v, (dict, set)) else v for k, v in state.items()})
         return shared
@@ -123,7 +126,7 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
         """
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if not isinstance(tensor, Tensor):
-                _refuse(name, "a torch.Tensor", type(tensor).__name__, TypeError)
+                refuse(name, "a torch.Tensor", type(tensor).__name__, error=TypeError)
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
         if tracing or query.is_nested or key.is_nested or value.is_nested:
             return super().forward(
@@ -167,39 +170,39 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
         by_hint: bool,
     ) -> None:
         if query.dim() not in (2, 3):
-            _refuse("query", "2 dims, or 3 with a batch", list(query.shape))
+            refuse("query", "2 dims, or 3 with a batch", list(query.shape))
         parameters = self.out_proj.weight
         for name, tensor, features in (
             ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim),
         ):  # fmt: skip
             if tensor.dim() != query.dim() or tensor.shape[-1] != features:
-                _refuse(name, f"{query.dim()} dims as in the query, the last of size {features}", list(tensor.shape))
+                refuse(name, f"{query.dim()} dims as in the query, the last of size {features}", list(tensor.shape))
             if tensor.dtype is not parameters.dtype and _multiplied(tensor) is not _multiplied(parameters):
                 hint = f"Convert it, or the module: .to({tensor.dtype})" if tensor.is_floating_point() else ""
-                _refuse(name, f"the parameters' dtype {parameters.dtype}", tensor.dtype, TypeError, hint)
+                refuse(name, f"the parameters' dtype {parameters.dtype}", tensor.dtype, hint, TypeError)
         if key.shape[:-1] != value.shape[:-1]:
-            _refuse("value", f"the key's length and batch {list(key.shape[:-1])}", list(value.shape[:-1]))
+            refuse("value", f"the key's length and batch {list(key.shape[:-1])}", list(value.shape[:-1]))
         batch_dim = 0 if self.batch_first else 1
         batch = query.shape[batch_dim] if query.dim() == 3 else 1
         if query.dim() == 3 and key.shape[batch_dim] != batch:
             hint = f"The layout is {'[B, T, E]' if self.batch_first else '[T, B, E]'}."
-            _refuse("key", f"the query's batch size {batch}", list(key.shape), hint=hint)
+            refuse("key", f"the query's batch size {batch}", list(key.shape), hint=hint)
         q_len, k_len = (x.shape[1 - batch_dim] if x.dim() == 3 else x.shape[0] for x in (query, key))
 
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
-                _refuse(name, "a bool (True = hidden) or floating dtype", mask.dtype, TypeError)
+                refuse(name, "a bool (True = hidden) or floating dtype", mask.dtype, error=TypeError)
         if key_padding_mask is not None:
             shape = [batch, k_len] if query.dim() == 3 else [k_len]
             if list(key_padding_mask.shape) != shape:
-                _refuse("key_padding_mask", f"shape {shape}", list(key_padding_mask.shape))
+                refuse("key_padding_mask", f"shape {shape}", list(key_padding_mask.shape))
         if attn_mask is not None and not by_hint:
             shapes = [q_len, k_len], [batch * self.num_heads, q_len, k_len]
             if list(attn_mask.shape) not in shapes:
-                _refuse("attn_mask", f"shape {shapes[0]} or {shapes[1]}", list(attn_mask.shape))
+                refuse("attn_mask", f"shape {shapes[0]} or {shapes[1]}", list(attn_mask.shape))
         if is_causal and attn_mask is None:
             hint = "It is a hint about that mask: pass nn.Transformer.generate_square_subsequent_mask(T) too."
-            _refuse("is_causal", "an attn_mask beside it", None, hint=hint)
+            refuse("is_causal", "an attn_mask beside it", None, hint=hint)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """The projections, each in the layout of its input and `embed_dim` wide."""
@@ -286,10 +289,6 @@ def _attention_with_weights(
 def _number(name: str, number: Any, kind: type[Any] = Integral, words: str = "an int", least: int = 1) -> None:
     """Refuse what is no such number; those of NumPy are, as in torch."""
     if not isinstance(number, kind) or isinstance(number, bool):
-        _refuse(name, words, f"{number!r} ({type(number).__name__})", TypeError)
+        refuse(name, words, f"{number!r} ({type(number).__name__})", error=TypeError)
     if number < least:
-        _refuse(name, f"at least {least}", number)
-
-
-def _refuse(name: str, expected: str, actual: Any, error: type[Exception] = ValueError, hint: str = "") -> NoReturn:
-    raise error(f"{name}: expected {expected}; got {actual}{'. ' + hint if hint else ''}")
+        refuse(name, f"at least {least}", number)

@@ -8,28 +8,15 @@ batch may have different lengths, so where a query stands is a number per row, a
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..cache_views import KVCache
+
 TILE = 1024
 """Keys at a time."""
-
-
-class Cache(Protocol):
-    """What is read of a cache."""
-
-    @property
-    def capacity(self) -> int: ...
-
-    @property
-    def kv_heads(self) -> int: ...
-
-    @property
-    def value_dim(self) -> int: ...
-
-    def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]: ...
 
 
 class Seen(NamedTuple):
@@ -49,12 +36,12 @@ class Scores(NamedTuple):
     sink: Tensor | None  # [Hq]
 
 
-def decode(query: Tensor, cache: Cache, seen: Seen, scores: Scores) -> tuple[Tensor, Tensor]:
+def decode(query: Tensor, cache: KVCache, seen: Seen, scores: Scores) -> tuple[Tensor, Tensor]:
     """out `[B, Tq, Hq, Dv]` in the query's dtype and lse `[B, Hq, Tq]`, fp32 (fp64 for fp64)."""
     batch, q_len, q_heads, _ = query.shape
     kv_heads, device = cache.kv_heads, query.device
     wide = torch.promote_types(query.dtype, torch.float32)
-    q = query.to(wide).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4) * 1.0  # [B, Hkv, G, Tq, D]
+    q = query.to(wide).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Tq, D]
     shape = q.shape[:-1]
     row_max = q.new_full(shape, -torch.inf)
     row_sum = q.new_zeros(shape)

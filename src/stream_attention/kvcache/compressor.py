@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import refuse
 from .quantize import QuantizedTensor
-from .request import Request, checked, refuse
+from .request import Request, checked
 from .select import everything, gather
 
 Stored = Tensor | QuantizedTensor

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import refuse
 from ..ops.mass import attention_mass
 from .compressor import KVCompressor
 from .key_norm import norms
-from .request import Request, refuse
+from .request import Request
 from .select import Heads, best, checked_heads
 
 SCORES = ("auto", "attention_sum", "key_norm", "value_norm")

@@ -9,7 +9,8 @@ from ..cache_views import ContiguousKV, PagedKV, QuantizedKV
 from ..cache_views.codes import BITS, CHANNELS, TOKENS, QuantizedTensor, quantize
 from ..cache_views.quantized import FORMATS, check_blocks, quantized_lengths, window_slots
 from ..cache_views.write import places
-from .request import count, refuse
+from ..errors import refuse
+from .request import count
 
 __all__ = ["ALONG", "BITS", "CHANNELS", "TOKENS", "QuantizedTensor", "quantize", "quantize_kv", "quantized_nbytes"]
 

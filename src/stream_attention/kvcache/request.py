@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import refuse
 from ..validate import DTYPES
 
 
@@ -131,10 +132,6 @@ def number(name: str, given: Any) -> None:
         refuse(name, "a number", f"{given!r} ({type(given).__name__})", error=TypeError)
     if not math.isfinite(given):
         refuse(name, "a finite number", given)
-
-
-def refuse(name: str, expected: str, actual: Any, hint: str = "", error: type[Exception] = ValueError) -> NoReturn:
-    raise error(f"{name}: expected {expected}; got {actual}{'. ' + hint if hint else ''}")
 
 
 def _tensor(name: str, tensor: Any, keys: Tensor) -> None:

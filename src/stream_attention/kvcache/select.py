@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .request import Request, number, refuse
+from ..errors import refuse
+from .request import Request, number
 
 Heads = str | Sequence[float]
 """How a row's budget is shared out: "each", "same", "adaptive", or one weight per KV head."""

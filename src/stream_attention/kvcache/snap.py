@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import refuse
 from .compressor import KVCompressor
 from .importance import from_end, votes
-from .request import Request, count, refuse
+from .request import Request, count
 from .select import Heads, best, checked_heads
 
 

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from .. import validate
-from ..cache_views import ContiguousKV, PagedKV, QuantizedKV
+from ..cache_views import KVCache
 from ..problem import UNBOUNDED
 
 
 @torch.no_grad()
 def decode_attention(
     query: Tensor,
-    cache: ContiguousKV | PagedKV | QuantizedKV,
+    cache: KVCache,
     *,
     causal: bool = True,
     window: tuple[int, int] | None = None,

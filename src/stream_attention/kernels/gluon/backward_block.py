@@ -73,7 +73,7 @@ class Room:
     kv_empty: gl.shared_memory_descriptor
     d_scores: gl.shared_memory_descriptor  # [2, 128 keys, BLOCK_M]
     staging: gl.shared_memory_descriptor  # [2, CHUNK, CHUNK]: a chunk of dQ of each consumer
-    landing: gl.shared_memory_descriptor  # [2 * 16, 8, 32]: where two finished ones are read back to
+    landing: gl.shared_memory_descriptor  # [pieces, 8 or 16, 32]: where finished ones are read back to
     landed: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
@@ -577,7 +577,7 @@ def consume(WARPGROUP: gl.constexpr, part, call, scores, mail, room, dk_sum, dv_
             room.leave_chunk(WARPGROUP, dq)
             fence_async_shared()
             room.chunk_is_written(WARPGROUP)
-        next_n, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
+        following = mail.receive(taken + 1)
         # dK and dV leave through the memory of K and V, when both consumers have read it for the last time.
         sync(END_OF_TILE, BOTH)
         dk_sum.store(WARPGROUP, dk * scores.scale, room.keys, batch, kv_head, k_first, own, k_len, call.IS_PACKED)
@@ -585,10 +585,4 @@ def consume(WARPGROUP: gl.constexpr, part, call, scores, mail, room, dk_sum, dv_
         tma.store_wait(pendings=0)
         mbarrier.arrive(room.kv_empty, count=1)
         taken += 1
-        n = next_n
-        batch = next_batch
-        kv_head = next_head
-        q_first = next_q
-        q_len = next_q_len
-        k_first = next_k
-        k_len = next_k_len
+        n, batch, kv_head, q_first, q_len, k_first, k_len = following

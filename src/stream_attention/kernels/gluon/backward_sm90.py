@@ -48,7 +48,7 @@ from .backward_block import CHUNK, Part, Room, Scratch, Sum, consume, key_tiles,
 from .backward_rows import prepare_rows
 from .backward_wide import consume_for_key, consume_for_value
 from .facts import Call, Scores
-from .launch import chunks_descriptor, jit, numbers_descriptor, rows_descriptor
+from .launch import chunks_descriptor, even_group, jit, numbers_descriptor, rows_descriptor, scales_late
 from .pipeline import make_ring
 from .scheduler import Order, draw, drawn, make_mailbox
 from .versions import as_tiles_of, tma_add, tma_load
@@ -545,7 +545,7 @@ def _launch_arguments(
             packed,  # IS_PACKED
             has_edges(problem),  # EDGES
             packed or reads_unseen(problem) or has_idle_queries(problem),  # UNSEEN
-            not problem.alibi and (problem.softcap > 0 or scale_of(problem) > 0),  # SCALE_LATE
+            scales_late(problem),  # SCALE_LATE
             tanh(problem),  # TANH
             consumer_registers,  # CONSUMER_REGISTERS
             warp_registers,  # WARP_REGISTERS
@@ -564,8 +564,7 @@ def _lines_in_cache(problem: Problem, lines: int) -> int:
     cached = (16 if problem.q_len > 1024 else 8) << (21 if wide else 20)  # the best of 8, 16 and 32 MB
     size = problem.q_len * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize * problem.group
     fitting = max(1, cached // max(1, size))
-    groups = -(-lines // min(fitting, lines))
-    return -(-lines // groups)
+    return even_group(lines, fitting)
 
 
 _kernel = Kernel(_backward_kernel)

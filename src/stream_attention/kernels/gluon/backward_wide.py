@@ -130,19 +130,13 @@ def consume_for_key(WARPGROUP: gl.constexpr, part, call, scores, mail, room, scr
                 dq = warpgroup_mma_wait(0, deps=(dq_issued,))
                 _add_chunk(dq, to + (2 * WARPGROUP + 1) * CHUNK * CHUNK)
                 use += 1
-        next_n, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
+        following = mail.receive(taken + 1)
         sync(END_OF_TILE, BOTH)
         dk_sum.store(WARPGROUP, dk * scores.scale, room.keys, batch, kv_head, k_first, own, k_len, call.IS_PACKED)
         tma.store_wait(pendings=0)
         mbarrier.arrive(room.kv_empty, count=1)
         taken += 1
-        n = next_n
-        batch = next_batch
-        kv_head = next_head
-        q_first = next_q
-        q_len = next_q_len
-        k_first = next_k
-        k_len = next_k_len
+        n, batch, kv_head, q_first, q_len, k_first, k_len = following
 
 
 @gluon.jit
@@ -235,16 +229,10 @@ def consume_for_value(WARPGROUP: gl.constexpr, part, call, scores, mail, room, d
             dv = warpgroup_mma_wait(0, deps=(dv_issued,))
             grads.release(use)
             use += 1
-        next_n, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
+        following = mail.receive(taken + 1)
         sync(END_OF_TILE, BOTH)
         dv_sum.store(WARPGROUP, dv, room.keys, batch, kv_head, k_first, own, k_len, call.IS_PACKED)
         tma.store_wait(pendings=0)
         mbarrier.arrive(room.kv_empty, count=1)
         taken += 1
-        n = next_n
-        batch = next_batch
-        kv_head = next_head
-        q_first = next_q
-        q_len = next_q_len
-        k_first = next_k
-        k_len = next_k_len
+        n, batch, kv_head, q_first, q_len, k_first, k_len = following

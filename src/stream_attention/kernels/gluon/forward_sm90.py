@@ -45,7 +45,7 @@ from ..triton.arguments import FAR, UNIT, line_strides, room_for_results, row_st
 from ..triton.dropout import dropout_words
 from ..triton.launch import Kernel
 from .facts import Call, Crew, Result, Scores
-from .launch import Rows, jit, rows_descriptor
+from .launch import Rows, even_group, jit, rows_descriptor, scales_late
 from .pipeline import load_rows, make_ring, pass_turn, take_turn
 from .scheduler import Order, draw, drawn, make_mailbox
 from .tiles import LN2, LOG2E, clear_unseen, dropout_keep, from_here, hide, row_sums
@@ -543,7 +543,7 @@ def _launch_arguments(
             packed,  # IS_PACKED
             many_cuts(problem, config.block_n),  # MANY_CUTS
             packed or reads_unseen(problem),  # UNSEEN
-            not problem.alibi and (problem.softcap > 0 or scale_of(problem) > 0),  # SCALE_LATE
+            scales_late(problem),  # SCALE_LATE
             tanh(problem),  # TANH
             config.consumer_registers,  # CONSUMER_REGISTERS
             config.producer_registers,  # PRODUCER_REGISTERS
@@ -559,8 +559,7 @@ def _lines_in_cache(problem: Problem, lines: int) -> int:
     cached = (16 if problem.k_len <= 1024 else 32) << 20  # 7 % faster than 32 at 512 keys of D 128, slower from 2k on
     size = problem.k_len * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
     fitting = max(1, cached // max(1, size)) * problem.group
-    groups = -(-lines // min(fitting, lines))
-    return -(-lines // groups)
+    return even_group(lines, fitting)
 
 
 _kernel = Kernel(_forward_kernel)

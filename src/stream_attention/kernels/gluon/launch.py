@@ -9,6 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...problem import Problem
+from ..triton.arguments import scale_of
+
 
 def jit(function: Any) -> Any:
     """`gluon.jit` without specialising on integers: those that are annotated with their type."""
@@ -50,3 +53,14 @@ def chunks_descriptor(t: Tensor, size: int) -> TensorDescriptor:
     """How TMA reads, or adds to, chunks of size x size fp32 numbers that lie one behind the other."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     return TensorDescriptor(t, [t.numel() // size, size], [size, 1], [size, size], layout)
+
+
+def even_group(lines: int, fitting: int) -> int:
+    """How many lines are worked on together where `fitting` may be: in groups of about the same size."""
+    groups = -(-lines // min(fitting, lines))
+    return -(-lines // groups)
+
+
+def scales_late(problem: Problem) -> bool:
+    """Whether scores are products, or capped ones, times one positive number, with which the softmax multiplies."""
+    return not problem.alibi and (problem.softcap > 0 or scale_of(problem) > 0)
