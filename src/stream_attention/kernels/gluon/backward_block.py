@@ -28,7 +28,6 @@ CHUNK = gl.constexpr(64)
 PAD = gl.constexpr(PADDED_ROWS.value)
 
 # Named barriers. Triton takes 0 to 6 for the roles.
-END_OF_TILE = gl.constexpr(7)
 HALF_READY = gl.constexpr(8)  # + 2 w + b: warpgroup w has written its half of dS into buffer b
 CHUNK_FULL = gl.constexpr(12)  # + w
 CHUNK_EMPTY = gl.constexpr(14)  # + w
@@ -75,10 +74,11 @@ class Room:
     staging: gl.shared_memory_descriptor  # [2, CHUNK, CHUNK]: a chunk of dQ of each consumer
     landing: gl.shared_memory_descriptor  # [pieces, 8 or 16, 32]: where finished ones are read back to
     landed: gl.shared_memory_descriptor
+    read: gl.shared_memory_descriptor  # flips when both consumers have read K, V and dS of a tile for the last time
 
     @gluon.constexpr_function
     def __init__(
-        self, queries, grads, lses, deltas, keys, values, kv_full, kv_empty, d_scores, staging, landing, landed
+        self, queries, grads, lses, deltas, keys, values, kv_full, kv_empty, d_scores, staging, landing, landed, read
     ):
         self.queries = queries
         self.grads = grads
@@ -92,6 +92,13 @@ class Room:
         self.staging = staging
         self.landing = landing
         self.landed = landed
+        self.read = read
+
+    @gluon.jit
+    def wait_both_have_read(self, taken):
+        """Consumer: that the memory of the tile's keys and values may be written."""
+        mbarrier.arrive(self.read, count=1)
+        mbarrier.wait(self.read, taken & 1)
 
     @gluon.jit
     def leave_chunk(self, WARPGROUP: gl.constexpr, dq):
@@ -579,7 +586,7 @@ def consume(WARPGROUP: gl.constexpr, part, call, scores, mail, room, dk_sum, dv_
             room.chunk_is_written(WARPGROUP)
         following = mail.receive(taken + 1)
         # dK and dV leave through the memory of K and V, when both consumers have read it for the last time.
-        sync(END_OF_TILE, BOTH)
+        room.wait_both_have_read(taken)
         dk_sum.store(WARPGROUP, dk * scores.scale, room.keys, batch, kv_head, k_first, own, k_len, call.IS_PACKED)
         dv_sum.store(WARPGROUP, dv, room.values, batch, kv_head, k_first, own, k_len, call.IS_PACKED)
         tma.store_wait(pendings=0)

@@ -94,6 +94,7 @@ def _load_keys(part, room, sources, entry, row, head, taken):
 def _producer(part, call, order, counter, mail, room, scratch, sources):
     BLOCK_M: gl.constexpr = sources.query.block_type.shape[1]
     OF_QUERIES: gl.constexpr = sources.query.block_type.nbytes + sources.lse.block_type.nbytes
+    AHEAD: gl.constexpr = 1 if part.ORDERED else 2  # blocks before the end: who holds a tile keeps others waiting
     OF_GRADS: gl.constexpr = sources.grad.block_type.nbytes + sources.delta.block_type.nbytes
     queries = room.queries
     grads = room.grads
@@ -127,7 +128,7 @@ def _producer(part, call, order, counter, mail, room, scratch, sources):
                     tma_load(sources.lse, [at + row], landing, room.lses.index(use % queries.SLOTS))
                     if (g == 0) & (i == low):  # behind the first queries, which need not wait for the tile before
                         _load_keys(part, room, sources, entry, k_first + first, kv_head, taken)
-                    if (g == call.group - 1) & (i == gl.maximum(high - 2, low)):
+                    if (g == call.group - 1) & (i == gl.maximum(high - AHEAD, low)):
                         answer = draw(counter)
                     grads.wait_empty(use)
                     landing = grads.expect(use, OF_GRADS)
@@ -366,12 +367,14 @@ def _backward_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     landed = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(read, count=2)
     mbarrier.init(kv_full, count=1)
     mbarrier.init(kv_empty, count=2)
     for w in gl.static_range(PLACES):
         mbarrier.init(landed.index(w), count=1)
     mail = make_mailbox(4 if IS_ALL else 2)
-    room = Room(queries, grads, lses, deltas, keys, values, kv_full, kv_empty, d_scores, staging, landing, landed)
+    room = Room(queries, grads, lses, deltas, keys, values, kv_full, kv_empty, d_scores, staging, landing, landed, read)
     part = Part(PART != "value", IS_ALL, ORDERED, HALVES, PEEL, EDGES, UNSEEN)
     call = Call(
         *(kv_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows),

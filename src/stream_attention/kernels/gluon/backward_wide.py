@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .backward_block import (
     BOTH,
     CHUNK,
-    END_OF_TILE,
     HALF_READY,
     KEYS,
     clear_rows,
@@ -28,7 +27,7 @@ from .backward_block import (
     tile_of,
     zero_of_now,
 )
-from .pipeline import sync
+from .pipeline import arrive, sync
 
 
 @gluon.jit
@@ -48,6 +47,13 @@ def _add_chunk(dq, ptr):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def _meet(WARPGROUP: gl.constexpr, place: gl.constexpr):
+    """Wait for the other consumer. There are two places, so that nobody comes to one again before both have left it."""
+    arrive(HALF_READY + 2 * WARPGROUP + place, BOTH)
+    sync(HALF_READY + 2 * (1 - WARPGROUP) + place, BOTH)
 
 
 @gluon.jit
@@ -113,10 +119,10 @@ def consume_for_key(WARPGROUP: gl.constexpr, part, call, scores, mail, room, scr
                     dp = gl.where(tile.keep(scores, p, row), dp * kept, 0.0)
                 ds = tile.changes(scores, p, dp, lse, delta, row).to(dtype)
                 d_own = gl.convert_layout(ds, P_TILE, assert_trivial=True)
-                sync(HALF_READY, BOTH)  # both have read dS of the block before
+                _meet(WARPGROUP, 0)  # both have read dS of the block before
                 d_scores.slice(WARPGROUP * KEYS, KEYS, dim=0).store(ds)
                 fence_async_shared()
-                sync(HALF_READY + 1, BOTH)  # both have written it
+                _meet(WARPGROUP, 1)  # both have written it
                 dk_issued = warpgroup_mma(d_own, q, dk, use_acc=True, is_async=True)
                 left = k.slice(2 * WARPGROUP * CHUNK, CHUNK, dim=1)
                 dq_issued = warpgroup_mma(d_scores.permute((1, 0)), left, no_dq, use_acc=False, is_async=True)
@@ -131,7 +137,7 @@ def consume_for_key(WARPGROUP: gl.constexpr, part, call, scores, mail, room, scr
                 _add_chunk(dq, to + (2 * WARPGROUP + 1) * CHUNK * CHUNK)
                 use += 1
         following = mail.receive(taken + 1)
-        sync(END_OF_TILE, BOTH)
+        room.wait_both_have_read(taken)
         dk_sum.store(WARPGROUP, dk * scores.scale, room.keys, batch, kv_head, k_first, own, k_len, call.IS_PACKED)
         tma.store_wait(pendings=0)
         mbarrier.arrive(room.kv_empty, count=1)
@@ -230,7 +236,7 @@ def consume_for_value(WARPGROUP: gl.constexpr, part, call, scores, mail, room, d
             grads.release(use)
             use += 1
         following = mail.receive(taken + 1)
-        sync(END_OF_TILE, BOTH)
+        room.wait_both_have_read(taken)
         dv_sum.store(WARPGROUP, dv, room.keys, batch, kv_head, k_first, own, k_len, call.IS_PACKED)
         tma.store_wait(pendings=0)
         mbarrier.arrive(room.kv_empty, count=1)
