@@ -22,6 +22,7 @@ SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" tests
 # triton.jit chooses between compiler and interpreter when it decorates, so interpreted kernels need their own process.
 INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
 	tests/kernels/triton/test_forward_interpreted.py tests/kernels/triton/test_backward_interpreted.py \
+	tests/kernels/triton/test_append_interpreted.py tests/kernels/triton/test_decode_interpreted.py \
 	tests/ops/test_recall_interpreted.py
 # The Hopper kernels once more with a newer Triton, which is found before that of .venv. These tests have the version in
 # their names: should another Triton be found, none of them is run, and pytest calls that an error.

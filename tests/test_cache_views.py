@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stream_attention.cache_views import ContiguousKV, PagedKV, QuantizedKV
-from stream_attention.cache_views.codes import CHANNELS
+from stream_attention.cache_views.codes import CHANNELS, TOKENS, Coding, quantize
 from stream_attention.kvcache import quantize_kv
 
 HEADS, DIM, VALUE_DIM = 2, 8, 4
@@ -115,6 +116,93 @@ def test_the_bytes_of_a_quantized_cache_are_all_it_holds() -> None:
     assert cache.capacity == 56 + 16 + 7
 
 
+# Codes: where they and their scales lie
+
+
+@pytest.mark.parametrize(
+    ("format", "numbers", "words"),
+    [
+        ("int8", [127.0, -127.0, 0.0, 5.0], [0x80FF, 0x8501]),
+        ("fp8", [448.0, -448.0, 1.0, 0.5], [0x387E, 0x30FE]),
+        ("int4", [0.0, 15.0, 1.0, 14.0, 2.0, 13.0, 3.0, 12.0], [0x3210, 0xCDEF]),
+        ("int2", [0.0, 3.0] * 4 + [1.0, 2.0] * 4, [0x5500, 0xAAFF]),
+    ],
+)
+def test_codes_lie_in_words_plane_by_plane(format: str, numbers: list[float], words: list[int]) -> None:
+    """Of two words the first has the even channels and the second the odd ones, the lowest in the lowest bits."""
+    x = torch.tensor(numbers).view(1, 1, 1, -1)
+    made = quantize(x, format, CHANNELS, len(numbers))
+    assert made.scale.item() == 1.0
+    assert (made.codes.view(torch.int16).int() & 0xFFFF).flatten().tolist() == words
+    assert made.shape == x.shape and torch.equal(made.dequantize(), x)
+
+
+def test_words_of_a_wide_token() -> None:
+    """Word w of 16 has channels w, w + 16, w + 32 and w + 48."""
+    codes = torch.randint(0, 16, (1, 3, 2, 64), generator=torch.Generator().manual_seed(0))
+    codes[..., :2] = torch.tensor([0, 15])
+    made = quantize(codes.float(), "int4", CHANNELS, 64)
+    words = made.codes.view(torch.int16).int()
+    for plane in range(4):
+        assert torch.equal(words >> 4 * plane & 15, codes[..., 16 * plane : 16 * (plane + 1)].int())
+
+
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_scales_per_token_lie_with_tokens_side_by_side(format: str, page: int | None) -> None:
+    key, value = (torch.randn(2, 48, 3, 32, generator=torch.Generator().manual_seed(0)) for _ in range(2))
+    lengths = int32(48, 40)
+    plain = ContiguousKV(key, value, lengths) if page is None else paged(key, value, lengths, page)
+    cache = quantize_kv(plain, format, group=8, residual=0)
+    for _ in range(2):
+        tokens_of_a_row = cache.value.codes.shape[1]
+        for scale in (cache.value.scale, cache.value.zero):
+            if scale is not None:
+                assert scale.stride() == (12 * tokens_of_a_row, 1, 4 * tokens_of_a_row, tokens_of_a_row)
+        for scale in (cache.key.scale, cache.key.zero):
+            assert scale is None or scale.is_contiguous()
+        assert cache.coding == Coding(format, 8, True, False, torch.float32, True)
+        cache.append(key[:, :9], value[:, :9])  # a block is quantised, and lies as the others do
+
+
+@pytest.mark.parametrize("dim", [TOKENS, CHANNELS])
+def test_what_is_quantized_is_in_order_whatever_its_shape_and_layout(dim: int) -> None:
+    for shape in itertools.product((1, 2), (0, 1, 5), (1, 3), (8, 24)):
+        for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3)):
+            stored = torch.randn([shape[at] for at in order], generator=torch.Generator().manual_seed(0))
+            x = stored.permute([order.index(at) for at in range(4)])
+            assert x.shape == shape
+            for format in ("int8", "int4"):
+                made = quantize(x, format, dim, 8, scale_dtype=torch.float16)
+                assert made.in_order
+                assert torch.equal(
+                    made.dequantize(), quantize(x.contiguous(), format, dim, 8, None, torch.float16).dequantize()
+                )
+
+
+@pytest.mark.parametrize(("dim", "side_by_side"), [(TOKENS, 3), (CHANNELS, 1)])
+def test_scales_that_lie_otherwise_are_read_but_not_in_order(dim: int, side_by_side: int) -> None:
+    made = quantize(torch.randn(2, 16, 3, 32, generator=torch.Generator().manual_seed(0)), "int4", dim, 8)
+    assert made.zero is not None
+    scale, zero = (
+        x.transpose(side_by_side, 2).contiguous().transpose(side_by_side, 2) for x in (made.scale, made.zero)
+    )
+    assert scale.stride(side_by_side) != 1
+    for change in ({"scale": scale}, {"zero": zero}, {"scale": scale, "zero": zero}):
+        other = dataclasses.replace(made, **change)
+        assert made.in_order and not other.in_order
+        assert torch.equal(other.dequantize(), made.dequantize())
+
+
+def test_a_cache_is_in_order_if_both_sides_are() -> None:
+    cache = quantize_kv(ContiguousKV(*tokens(2, 16)), "int8", group=4, residual=0, keys="token")
+    assert cache.coding == Coding("int8", 4, False, False, torch.float32, True)
+    for side in ("key", "value"):
+        its = getattr(cache, side)
+        other = dataclasses.replace(cache, **{side: dataclasses.replace(its, scale=its.scale.contiguous())})
+        assert not other.coding.in_order and torch.equal(other.tile(0, 16)[0], cache.tile(0, 16)[0])
+
+
 # No synchronisation: a fake tensor has no values to read
 
 
@@ -181,24 +269,34 @@ def test_what_is_no_paged_cache(change: dict[str, Any], error: type[Exception], 
 
 
 def test_what_is_no_quantized_cache() -> None:
-    cache = quantize_kv(ContiguousKV(KEY, VALUE, LENGTHS), "int8", group=4, residual=4)
-    other = quantize_kv(ContiguousKV(KEY, VALUE, LENGTHS), "int8", group=2, residual=4)
+    plain = ContiguousKV(KEY, VALUE, LENGTHS)
+    cache = quantize_kv(plain, "int8", group=4, residual=4)
+    other = quantize_kv(plain, "int8", group=2, residual=4)
+    four = quantize_kv(plain, "int4", group=4, residual=4)
     halves = quantize_kv(ContiguousKV(KEY.half(), VALUE.half(), LENGTHS), "int8", group=4, residual=4)
 
     def side(**change: Any) -> dict[str, Any]:
         return {"key": dataclasses.replace(cache.key, **change)}
 
+    scale = cache.key.scale
     for change, error, words in (
         ({"key": KEY}, TypeError, "key: expected a QuantizedTensor; got Tensor"),
-        (side(scale=cache.key.scale[:, :1]), ValueError, r"key.scale: expected shape \[2, 3, 2, 8\]"),
-        (side(zero=None), TypeError, "key.zero: expected a torch.Tensor; got NoneType"),
+        (side(scale=scale[:, :1]), ValueError, r"key.scale: expected shape \[2, 3, 2, 8\]"),
+        ({"key": dataclasses.replace(four.key, zero=None)}, TypeError, "key.zero: expected a torch.Tensor; got None"),
+        (side(zero=scale), ValueError, "key.zero: expected None for int8; got a value"),
         (side(codes=cache.key.codes.int()), TypeError, "key.codes: expected dtype torch.uint8"),
-        (side(format="int4"), ValueError, r"key.codes: expected shape \[., ., 2, 4\]"),
-        (side(format="fp8"), ValueError, "key.zero: expected None for fp8"),
+        (side(format="int4", zero=scale), ValueError, r"key.codes: expected shape \[., ., 2, 4\]"),
+        (side(format="fp8"), TypeError, "key.codes: expected dtype torch.float8_e4m3fn for fp8; got torch.uint8"),
+        (side(format="fp8", zero=scale), ValueError, "key.zero: expected None for fp8; got a value"),
         (side(format="int2"), ValueError, "key: expected one of the formats fp8, int8, int4"),
         (side(dim=CHANNELS), ValueError, "key.scale: expected shape"),
         ({"value": other.value}, ValueError, "value: expected the key's group 4; got 2"),
         ({"key": halves.key}, TypeError, "key: expected the window's dtype torch.float32"),
+        (
+            {"value": dataclasses.replace(cache.value, scale=cache.value.scale.half())},
+            TypeError,
+            "value.scale: expected the key's dtype torch.float32; got torch.float16",
+        ),
         ({"residual": 5}, ValueError, "key_window: expected 12 slots for residual 5; got 8"),
         ({"residual": True}, TypeError, "residual: expected an int"),
     ):

@@ -131,6 +131,7 @@ def large(**facts: Any) -> Problem:
         pytest.param({"backward": True, "deterministic": True}, id="backward in one order"),
         pytest.param({"backward": True, "packed": True, "kv_heads": 2}, id="backward, packed"),
         pytest.param({"backward": True, "left": 100, "right": 0, "alibi": True, "sink": True}, id="backward, features"),
+        pytest.param({"backward": True, "softcap": 20.0, "dropout_p": 0.1}, id="backward, softcap and dropout"),
     ],
 )
 def test_a_large_problem_on_hopper_goes_to_gluon(facts: dict[str, Any]) -> None:
@@ -144,8 +145,8 @@ def test_a_large_problem_on_hopper_goes_to_gluon(facts: dict[str, Any]) -> None:
     "facts",
     [
         {"alibi": True, "row_grad": True},
-        {"softcap": 20.0},
-        {"dropout_p": 0.1},
+        {"softcap": 20.0, "head_dim": 64, "value_dim": 64},
+        {"dropout_p": 0.1, "head_dim": 64, "value_dim": 64},
         {"partial": True},
         {"head_dim": 192, "value_dim": 128},
         {"head_dim": 256, "value_dim": 256, "deterministic": True},

@@ -16,7 +16,7 @@ from .core import (
 from .errors import UnsupportedProblem
 from .kvcache import create_kv_compressor, quantize_kv
 from .ops.attention import attention
-from .ops.decode import decode_attention
+from .ops.decode import decode_attention, decode_workspace, explain_decode
 from .ops.explain import explain
 from .ops.mass import attention_mass
 from .ops.merge import merge_states
@@ -43,7 +43,9 @@ __all__ = [
     "create_kv_compressor",
     "create_stream_attention",
     "decode_attention",
+    "decode_workspace",
     "explain",
+    "explain_decode",
     "force_backend",
     "merge_states",
     "quantize_kv",

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .problem import Problem
+from .tuning import decode as decode_tuning
 from .tuning import eager as eager_tuning
 from .tuning import gluon as gluon_tuning
 from .tuning import triton as triton_tuning
+from .tuning.decode import DecodeProblem
 
 
 class Backend(NamedTuple):
@@ -91,8 +93,8 @@ def _gluon_why_named_only(problem: Problem) -> tuple[str, ...]:
         return ("few queries against many keys are split by the Triton kernel",)
     if gluon_tuning.short(problem):
         return ("the call is so short that the host decides, which has less to do for the Triton kernel",)
-    if problem.backward and (problem.softcap or problem.dropout_p):
-        return ("softcap and dropout fill its registers, and Triton's backward was the faster where both were timed",)
+    if problem.backward and (problem.softcap or problem.dropout_p) and gluon_tuning.tile_widths(problem)[0] <= 64:
+        return ("up to D 64 softcap and dropout fill its registers, and Triton's backward is the faster",)
     return ()
 
 
@@ -159,3 +161,68 @@ BACKENDS: tuple[Backend, ...] = (
 )
 BY_NAME = {backend.name: backend for backend in BACKENDS}
 AUTO = "auto"
+
+
+class Decoder(NamedTuple):
+    """A backend that reads caches. The second argument is the number of splits that was asked for, if any."""
+
+    why_not: Callable[[DecodeProblem, int | None], tuple[str, ...]]
+    why_named_only: Callable[[DecodeProblem], tuple[str, ...]]
+    configure: Callable[[DecodeProblem, int | None, bool], Any]
+
+
+def _codes_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
+    """What its kernel for codes cannot do, each with whether it is so."""
+    coding = problem.coding
+    if coding is None:
+        return ()
+    planes = 4 if coding.format == "int4" else 2
+    dims = (problem.value_dim,) if coding.keys_per_channel else (problem.head_dim, problem.value_dim)
+    cut = sorted({dim // planes for dim in dims if dim > coding.group and coding.group % (dim // planes)})
+    return (
+        (problem.dtype.itemsize != 2, "it multiplies codes as float16, which a cache of float32 deserves no more"),
+        (coding.scale_dtype is not torch.float16, f"it reads scales of float16, not {coding.scale_dtype}"),
+        (coding.values_per_channel, 'it reads values with scales per token, not "channel"'),
+        (coding.group not in (16, 32, 64, 128), f"it reads groups of 16, 32, 64 or 128, not {coding.group}"),
+        (problem.page % coding.group != 0, f"it reads pages of whole groups of {coding.group}, not {problem.page}"),
+        (
+            bool(cut),
+            f"a scale per token of {coding.format} serves {', '.join(map(str, cut))} channels or a multiple of them, "
+            f"or all, not {coding.group}",
+        ),
+        (not coding.in_order, "it reads scales per token that lie side by side in memory, as quantize_kv lays them"),
+    )
+
+
+def _triton_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tuple[str, ...]:
+    if find_spec("triton") is None:
+        return ("Triton is not installed",)
+    on_gpu = problem.device.type == "cuda"
+    dims = (problem.head_dim, problem.value_dim)
+    hint = " (for tests: TRITON_INTERPRET=1, set before Triton is imported)" if problem.device.type == "cpu" else ""
+    reasons = (
+        (not on_gpu and not interpreting(), f"it runs on CUDA devices, not on {problem.device.type}{hint}"),
+        (on_gpu and 0 < problem.arch < 80, f"it needs compute capability 8.0 or newer, not {problem.arch / 10}"),
+        (problem.dtype is torch.float64, "it computes in fp32 and takes no float64"),
+        (max(dims) > 256, f"it takes head dims up to 256, not {dims}"),
+        (problem.capacity >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
+        *_codes_why_not(problem),
+    )
+    return tuple(reason for applies, reason in reasons if applies)
+
+
+def _eager_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tuple[str, ...]:
+    if num_splits is not None:
+        return ("it streams a row's keys in one pass: leave num_splits at None",)
+    return ()
+
+
+DECODERS = {
+    "triton": Decoder(
+        _triton_decode_why_not,
+        lambda problem: ("its interpreter is for tests; name it to use it",) if problem.device.type == "cpu" else (),
+        decode_tuning.configure,
+    ),
+    "eager": Decoder(_eager_decode_why_not, lambda problem: (), lambda *_: "plain torch, tiles of 1024 keys"),
+}
+"""In order of preference."""

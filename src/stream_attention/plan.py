@@ -7,24 +7,25 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .backends import AUTO, BACKENDS, BY_NAME
+from .backends import AUTO, BACKENDS, BY_NAME, DECODERS
 from .errors import UnsupportedProblem
 from .problem import Problem
+from .tuning.decode import DecodeProblem
 
 
 class Plan(NamedTuple):
     """Which backend computes a problem, how it is configured, and why each preferred one was passed over."""
 
-    problem: Problem
+    problem: Any  # a Problem, or a DecodeProblem
     backend: str
     config: Any
     passed_over: tuple[tuple[str, tuple[str, ...]], ...] = ()
     forced: tuple[tuple[str, int], ...] = ()  # fields of `config` that the caller set
 
     def __str__(self) -> str:
-        kind = "backward" if self.problem.backward else "forward "
+        kind = self.problem.kind
         forced = f" (forced: {', '.join(f'{name}={value}' for name, value in self.forced)})" if self.forced else ""
-        lines = [f"{kind}  {self.problem}", f"backend   {self.backend}: {self.config}{forced}"]
+        lines = [f"{kind:8}  {self.problem}", f"backend   {self.backend}: {self.config}{forced}"]
         lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.passed_over]
         return "\n".join(lines)
 
@@ -59,6 +60,27 @@ def plan(problem: Problem, backend: str = AUTO) -> Plan:
         passed_over.append((candidate.name, reasons))
     listing = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in passed_over)
     raise UnsupportedProblem(f"no backend can do this problem ({problem}):\n{listing}")
+
+
+@lru_cache(maxsize=4096)
+def plan_decode(problem: DecodeProblem, num_splits: int | None, batch_invariant: bool, backend: str = AUTO) -> Plan:
+    """Plan a call on a cache on `backend`, or on the first that can.
+
+    Raises `UnsupportedProblem` with the reasons if the backend that was named, or none, can do it.
+    """
+    passed_over: list[tuple[str, tuple[str, ...]]] = []
+    named = check_backend(backend) != AUTO
+    if named and backend not in DECODERS:
+        raise UnsupportedProblem(f"backend {backend!r} reads no caches; {_listed((AUTO, *DECODERS))} do")
+    for name, decoder in DECODERS.items():
+        if named and name != backend:
+            continue
+        reasons = decoder.why_not(problem, num_splits) or (() if named else decoder.why_named_only(problem))
+        if not reasons:
+            return Plan(problem, name, decoder.configure(problem, num_splits, batch_invariant), tuple(passed_over))
+        passed_over.append((name, reasons))
+    listing = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in passed_over)
+    raise UnsupportedProblem(f"{f'backend {backend!r}' if named else 'no backend'} cannot decode {problem}:\n{listing}")
 
 
 # A plain module global, not a context variable: torch.compile guards on it and recompiles when it changes.

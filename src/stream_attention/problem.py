@@ -112,6 +112,10 @@ class Problem(NamedTuple):
     row_grad: bool = False  # backward only: gradients that are sums over rows are wanted: of ALiBi slopes or sinks
 
     @property
+    def kind(self) -> str:
+        return "backward" if self.backward else "forward"
+
+    @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.q_heads // self.kv_heads

@@ -195,6 +195,32 @@ def decoding(
             refuse("out", "a place for every number", f"an expanded tensor, strides {out.stride()}")
 
 
+def splits(num_splits: Any, batch_invariant: Any) -> None:
+    """Check how a call on a cache wants its keys split."""
+    if not isinstance(batch_invariant, bool):
+        refuse("batch_invariant", "True or False", repr(batch_invariant), error=TypeError)
+    if num_splits is None:
+        return
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
+        refuse("num_splits", "an int or None", f"{num_splits!r} ({type(num_splits).__name__})", error=TypeError)
+    if not 1 <= num_splits <= 65536:
+        refuse("num_splits", "from 1 to 65536", num_splits)
+
+
+def workspace(given: Tensor | None, query: Tensor, numbers: int) -> None:
+    """Check the workspace of a call on a cache that needs so many fp32 numbers."""
+    if given is None:
+        return
+    _tensor("workspace", given, query)
+    hint = "decode_workspace(query, cache) makes one; pass it the call's num_splits and batch_invariant."
+    if given.dtype is not torch.float32 or given.dim() != 1 or not given.is_contiguous():
+        refuse("workspace", "a contiguous float32 tensor of one dim", f"{given.dtype}, {list(given.shape)}", hint)
+    if given.numel() < numbers:
+        refuse("workspace", f"at least {numbers} numbers", given.numel(), hint)
+    if given.data_ptr() % 16:
+        refuse("workspace", "a tensor that starts on 16 bytes", f"address {given.data_ptr()}", hint)
+
+
 def sequence(name: str, given: Any) -> tuple[Any, ...]:
     """What was given as a sequence of tensors, or as one stacked in dim 0."""
     if not isinstance(given, Iterable):

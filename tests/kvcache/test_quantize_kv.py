@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,23 +26,44 @@ def as_pages(key: Tensor, value: Tensor, page: int, lengths: Tensor) -> PagedKV:
     return PagedKV(*stores, table, lengths)
 
 
+def over_groups(x: Tensor, dim: int, group: int, of: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `of` says of each group along its dim, in the exact arithmetic of fp64, laid over the group."""
+    return torch.cat([of(part).expand_as(part) for part in x.double().split(group, dim)], dim)
+
+
+def peak(x: Tensor, dim: int, group: int) -> Tensor:
+    """The largest magnitude of each number's group."""
+    return over_groups(x, dim, group, lambda part: part.abs().amax(dim, keepdim=True))
+
+
 def step(x: Tensor, format: str, dim: int, group: int) -> Tensor:
-    """The step of each number's group, in the exact arithmetic of fp64, laid over the group."""
-    parts = x.double().split(group, dim)
-    ranges = ((part.amax(dim, keepdim=True) - part.amin(dim, keepdim=True)).expand_as(part) for part in parts)
-    return torch.cat(list(ranges), dim) / (2 ** BITS[format] - 1)
+    """What lies between two codes of each number's group."""
+    if format == "int8":
+        return peak(x, dim, group) / 127
+    spread = over_groups(x, dim, group, lambda part: part.amax(dim, keepdim=True) - part.amin(dim, keepdim=True))
+    return spread / (2 ** BITS[format] - 1)
 
 
 # Semantics
 
 
 def test_codes_of_a_block_that_is_counted_by_hand() -> None:
-    key = torch.tensor([[0.0, 100.0], [1.0, 115.0], [15.0, 103.0], [4.0, 101.0]]).view(1, 4, 1, 2)
+    rows = [[0.0, 100.0, -8.0, 30.0], [1.0, 115.0, 7.0, 0.0], [15.0, 103.0, 0.0, 2.0], [4.0, 101.0, -1.0, 16.0]]
+    key = torch.tensor(rows).view(1, 4, 1, 4)
     cache = quantize_kv(ContiguousKV(key, key), "int4", group=4, residual=0)
-    assert cache.key.codes.flatten().tolist() == [0x00, 0xF1, 0x3F, 0x14]  # the second channel in the high bits
-    assert cache.key.scale.tolist() == [[[[1.0, 1.0]]]] and cache.key.zero is not None
-    assert cache.key.zero.tolist() == [[[[0.0, 100.0]]]]
+    words = cache.key.codes.view(torch.int16).int() & 0xFFFF
+    assert words.flatten().tolist() == [0xF000, 0x0FF1, 0x183F, 0x8714]  # the first channel in the lowest bits
+    assert cache.key.scale.tolist() == [[[[1.0, 1.0, 1.0, 2.0]]]] and cache.key.zero is not None
+    assert cache.key.zero.tolist() == [[[[8.0, 108.0, 0.0, 16.0]]]]  # what code 8 stands for
     assert cache.value.scale.shape == (1, 4, 1, 1)
+    assert torch.equal(cache.tile(0, 4)[0], key)
+
+
+def test_int8_codes_that_are_counted_by_hand() -> None:
+    key = torch.tensor([[254.0, 0.0], [-254.0, -127.0], [2.0, 1.0], [-4.0, 63.0]]).view(1, 4, 1, 2)
+    cache = quantize_kv(ContiguousKV(key, key), "int8", group=4, residual=0)
+    assert cache.key.codes.flatten().tolist() == [255, 128, 1, 1, 129, 129, 126, 191]  # 128 stands for 0
+    assert cache.key.scale.tolist() == [[[[2.0, 1.0]]]] and cache.key.zero is None and cache.value.zero is None
     assert torch.equal(cache.tile(0, 4)[0], key)
 
 
@@ -99,10 +122,11 @@ def test_a_cache_shorter_than_its_window_is_not_quantized() -> None:
 def test_no_number_is_off_by_more_than_half_a_step(dtype: torch.dtype, format: str, per: str) -> None:
     x = (KEY * torch.linspace(0.1, 20, 32)).to(dtype)
     cache = quantize_kv(ContiguousKV(x, x), format, group=16, residual=0, keys=per, values=per)
-    half = step(x, format, TOKENS if per == "channel" else CHANNELS, 16) / 2
-    eps = torch.finfo(dtype).eps
-    # Scale and zero are rounded to dtype, which moves the ends of a group, and so is the result.
-    bound = half * (1 + 1e-5) + eps * x.double().abs().amax((1, 3) if per == "token" else 1, keepdim=True)
+    dim = TOKENS if per == "channel" else CHANNELS
+    half = step(x, format, dim, 16) / 2
+    # Scale and zero are rounded, which moves the ends of a group, and so is the result.
+    eps = torch.finfo(cache.key.scale.dtype).eps + torch.finfo(dtype).eps / 2
+    bound = half * (1 + 1e-5) + eps * peak(x, dim, 16)
     for got in cache.tile(0, 128):
         assert ((got.double() - x.double()).abs() <= bound).all()
     if dtype in (torch.float32, torch.float64):  # and the bound is reached: it is a step, not some number above it
@@ -118,17 +142,48 @@ def test_fp8_is_off_by_a_sixteenth_at_most(per: str) -> None:
     assert (error / KEY.abs()).max() > 1 / 20
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_scales_of_another_dtype(scale_dtype: torch.dtype) -> None:
     x = (KEY + torch.linspace(-20, 20, 32)).bfloat16()  # a zero that bfloat16 hardly holds
-    cache = quantize_kv(ContiguousKV(x, x), "int8", group=16, residual=0, scale_dtype=scale_dtype)
-    assert cache.key.scale.dtype is scale_dtype and cache.dtype is torch.bfloat16
-    half, ends = step(x, "int8", TOKENS, 16) / 2, x.double().abs().amax(1, keepdim=True)
-    eps = torch.finfo(scale_dtype).eps
+    cache = quantize_kv(ContiguousKV(x, x), "int4", group=16, residual=0, scale_dtype=scale_dtype)
+    for side in (cache.key, cache.value):
+        assert side.scale.dtype is scale_dtype and side.zero is not None and side.zero.dtype is scale_dtype
+    assert cache.dtype is torch.bfloat16
+    half, eps = step(x, "int4", TOKENS, 16) / 2, torch.finfo(scale_dtype).eps
     rounding = x.double().abs() * 2.0**-8 + half * 2.0**-7  # of the result to bfloat16
-    assert ((cache.tile(0, 128)[0].double() - x.double()).abs() <= half + eps * ends + rounding).all()
+    bound = half + eps * peak(x, TOKENS, 16) + rounding
+    assert ((cache.tile(0, 128)[0].double() - x.double()).abs() <= bound).all()
     cache.append(x[:, :16], x[:, :16])
+    assert cache.key.scale.dtype is scale_dtype
     assert cache.capacity == 128 + 15 and cache.lengths.tolist() == [143, 143]
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_scales_are_float16_for_caches_of_16_bits_else_float32(format: str) -> None:
+    half, single = torch.float16, torch.float32
+    for dtype, scales in ((half, half), (torch.bfloat16, half), (single, single), (torch.float64, single)):
+        cache = quantize_kv(ContiguousKV(KEY.to(dtype), VALUE.to(dtype)), format, residual=0)
+        assert cache.key.scale.dtype is cache.value.scale.dtype is scales
+        for zero in (cache.key.zero, cache.value.zero):
+            assert (zero is None) == (format != "int4") and (zero is None or zero.dtype is scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_no_code_stands_for_more_than_float16_holds(format: str, dtype: torch.dtype) -> None:
+    """Kernels make float16 numbers of codes, in which 65520 is infinite."""
+    x = KEY.to(dtype)
+    large = x.clone()
+    largest = 65504 if dtype is torch.float16 else 1e6
+    large[..., 3], large[:, ::2, :, 5], large[:, 1::2, :, 5] = largest, largest, -largest
+    cut = quantize_kv(ContiguousKV(large, large), format, group=16, residual=0)
+    for side in (cut.key, cut.value):
+        numbers = dataclasses.replace(side, dtype=torch.float32).dequantize()
+        assert (numbers[..., [3, 5]].abs() <= 65504).all() and (numbers[..., [3, 5]].abs() >= 64000).all()
+        assert torch.equal(numbers[..., [3, 5]].sign(), large[..., [3, 5]].float().sign())
+    others = [channel for channel in range(32) if channel not in (3, 5)]
+    plain = quantize_kv(ContiguousKV(x, x), format, group=16, residual=0)
+    assert torch.equal(cut.tile(0, 128)[0][..., others], plain.tile(0, 128)[0][..., others])
 
 
 def outliers(mean: float, spread: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,29 +200,39 @@ def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value)
 
 
+def errors(format: str, per: str, mean: float, spread: float, seed: int) -> tuple[float, float]:
+    """Of keys with outliers, in themselves and in the attention."""
+    query, key, value = outliers(mean, spread, seed)
+    got, _ = quantize_kv(ContiguousKV(key, value), format, residual=0, keys=per).tile(0, 512)
+    in_output = attended(query, got, value) - attended(query, key, value)
+    return float((got - key).norm()), float(in_output.norm())
+
+
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize(("mean", "spread"), [(0.0, 15.0), (15.0, 3.0)])
 def test_a_scale_per_channel_is_twice_as_good_where_channels_are_outliers(
     format: str, mean: float, spread: float
 ) -> None:
-    """In the output, where per token a large channel sets the step of all that share its scale. In the keys themselves
+    """In the output, where per token a large channel sets the step of all that share its scale. In the keys of int4
     only where the large channels are alike in all tokens: what is large both ways is rounded coarsely by channel."""
     for seed in range(3):
-        query, key, value = outliers(mean, spread, seed)
-        exact = attended(query, key, value)
-        in_keys, in_output = [], []
-        for per in ("channel", "token"):
-            got, _ = quantize_kv(ContiguousKV(key, value), format, residual=0, keys=per).tile(0, 512)
-            in_keys.append(float((got - key).norm()))
-            in_output.append(float((attended(query, got, value) - exact).norm()))
-        assert in_output[1] >= 2 * in_output[0]
-        assert in_keys[1] >= (2 if mean else 1.5) * in_keys[0]
+        by_channel, by_token = (errors(format, per, mean, spread, seed) for per in ("channel", "token"))
+        assert by_token[1] >= 2 * by_channel[1]
+        assert by_token[0] >= (2 if mean or format == "int8" else 1.5) * by_channel[0]
+
+
+@pytest.mark.parametrize(("mean", "spread"), [(0.0, 15.0), (15.0, 3.0)])
+def test_fp8_is_better_per_token_where_channels_are_outliers(mean: float, spread: float) -> None:
+    """Its precision is relative, so a large channel costs the others nothing, and the largest of a group is exact."""
+    for seed in range(3):
+        by_channel, by_token = (errors("fp8", per, mean, spread, seed) for per in ("channel", "token"))
+        assert by_token[0] < 0.75 * by_channel[0] and by_token[1] < 0.75 * by_channel[1]
 
 
 # Bytes
 
 
-@pytest.mark.parametrize(("format", "bits"), [("fp8", 8.25), ("int8", 8.5), ("int4", 4.5)])
+@pytest.mark.parametrize(("format", "bits"), [("fp8", 8.25), ("int8", 8.25), ("int4", 4.5)])
 def test_the_bits_of_a_number_with_its_share_of_scale_and_zero(format: str, bits: float) -> None:
     x = torch.zeros(1, 1024, 2, 128, dtype=torch.bfloat16)
     cache = quantize_kv(ContiguousKV(x, x), format, residual=0)
@@ -202,9 +267,13 @@ def test_what_cannot_be_quantized() -> None:
     for wrong in (small, KEY, None):
         with pytest.raises(TypeError, match="cache: expected a ContiguousKV or a PagedKV"):
             quantize_kv(wrong, "int8")  # type: ignore[arg-type]
-    odd = ContiguousKV(KEY[..., :7], VALUE)
-    with pytest.raises(ValueError, match="a head dim that is a multiple of 2 for int4"):
-        quantize_kv(odd, "int4")
+    for format, dim, multiple in (("int4", 6, 4), ("int8", 7, 2), ("fp8", 7, 2)):
+        words = (
+            rf"keys and values: expected a head dim that is a multiple of {multiple} for {format}; got \[2, .*, {dim}\]"
+        )
+        for key, value in ((KEY[..., :dim], VALUE), (KEY, VALUE[..., :dim])):
+            with pytest.raises(ValueError, match=words):
+                quantize_kv(ContiguousKV(key, value), format)
     pages = as_pages(KEY, VALUE, 16, torch.tensor([3, 128], dtype=torch.int32))
     with pytest.raises(
         ValueError, match="group: expected a divisor of the page size 16 for scales per channel; got 64"

@@ -24,11 +24,12 @@ def packed(x: Any) -> QuantizedTensor:
 # Semantics
 
 
-def test_codes_count_from_the_lowest_of_a_group() -> None:
+def test_codes_count_from_the_lowest_of_a_group_and_zero_is_the_middle_one() -> None:
     x = torch.tensor([0.0, 1.0, 2.0, 3.0, 10.0, 10.0, 10.0, 40.0]).view(1, 1, 1, 8)
     two_bits = quantize(x, "int2", CHANNELS, 4)
     assert two_bits.codes.flatten().tolist() == [0b11100100, 0b11000000]
     torch.testing.assert_close(two_bits.scale.flatten(), torch.tensor([1.0, 10.0]))
+    assert two_bits.zero is not None and two_bits.zero.flatten().tolist() == [2.0, 30.0]  # of code 2
     torch.testing.assert_close(two_bits.dequantize(), x, rtol=1e-6, atol=1e-6)
 
 
@@ -53,7 +54,9 @@ def test_no_number_is_off_by_more_than_half_a_step(dtype: torch.dtype, format: s
     for start in range(0, x.shape[dim], 24):
         part = x.narrow(dim, start, min(24, x.shape[dim] - start)).double()
         low, high = part.amin(dim, keepdim=True), part.amax(dim, keepdim=True)
-        bound = (high - low) / steps / 2 * (1 + 1e-5) + eps * torch.maximum(low.abs(), high.abs())
+        peak = torch.maximum(low.abs(), high.abs())
+        step = peak / 127 if format == "int8" else (high - low) / steps
+        bound = step / 2 * (1 + 1e-5) + eps * peak
         assert (error.narrow(dim, start, part.shape[dim]) <= bound).all()
 
 
@@ -100,7 +103,7 @@ def test_bytes_are_known_before() -> None:
 def test_none_takes_the_widest_that_reaches_the_ratio() -> None:
     keys, values = torch.randn(2, 1, 512, 2, 64, generator=torch.Generator().manual_seed(2)).half()
     chosen = {}
-    for ratio in (1.5, 1.88, 1.9, 3.5, 4.0, 6.0):
+    for ratio in (1.5, 1.93, 1.95, 3.5, 4.0, 6.0):
         _, _, stats = QuantizedCompressor(None).compress(keys, values, ratio)
         chosen[ratio] = stats.method
         assert stats.compression_ratio >= ratio
@@ -157,8 +160,10 @@ def test_what_the_bits_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match=r"compression_ratio: expected at most 3.32, which int4 in groups of 64 gives"):
         QuantizedCompressor(4).compress(KEYS.half(), VALUES.half(), 8.0)
     assert QuantizedCompressor(4).compress(KEYS.half(), VALUES.half(), 3.0)[2].compression_ratio > 3.0
-    with pytest.raises(ValueError, match="keys and values: expected a head dim that is a multiple of 4 for int2"):
-        QuantizedCompressor(2).compress(KEYS[..., :6], VALUES)
+    for bits, dim, multiple in ((8, 7, 2), (4, 6, 4), (2, 12, 8)):
+        words = f"keys and values: expected a head dim that is a multiple of {multiple} for int{bits}"
+        with pytest.raises(ValueError, match=words):
+            QuantizedCompressor(bits).compress(KEYS[..., :dim], VALUES)
 
 
 # Regressions: what the system of old did

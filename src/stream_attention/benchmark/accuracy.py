@@ -102,7 +102,8 @@ def check(provider: Provider, cell: Cell, x: Tensors) -> Verdict:
     parts = _drawn(case)
     out, d_query = _computed(provider, cell, x)
     with torch.no_grad():
-        verdicts = [_verdict("out", [_output(out, x, part)], factor=2.0) for part in parts]
+        seen = provider.seen(x)
+        verdicts = [_verdict("out", [_output(out, seen, part)], factor=2.0) for part in parts]
     if d_query is not None:
         for part in parts:
             few = part._replace(rows=part.rows[: _rows_held(case, len(part.heads))])
@@ -146,10 +147,10 @@ def check_all(provider: Provider, cell: Cell, x: Tensors, seed: int = 0) -> list
     size, kv_heads = _rows_held(case, case.Hq), torch.arange(case.Hkv)
     blocks = []
     with torch.no_grad():
-        out = _attended(provider, cell, x)
+        out, seen = _attended(provider, cell, x), provider.seen(x)
         for batch, (q_len, _) in enumerate(sequences(case)):
             for rows in torch.arange(q_len).split(size):
-                blocks.append(_output(out, x, _Part.of(case, batch, rows, kv_heads)))
+                blocks.append(_output(out, seen, _Part.of(case, batch, rows, kv_heads)))
     verdicts = [_verdict("out", blocks, factor=2.0)]
     if cell.direction != "forward":
         verdicts += _check_gradients(provider, gradient_case(case), seed)

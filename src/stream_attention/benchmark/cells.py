@@ -56,6 +56,13 @@ class Tensors(NamedTuple):
         """The keywords that say where packed sequences lie; a dense call has none."""
         return {name: value for name, value in self.options.items() if name.startswith(("cu_seqlens", "max_seqlen"))}
 
+    @property
+    def key_lengths(self) -> list[int]:
+        """Keys of every row or packed sequence; of those it reads the offsets, which is a synchronisation."""
+        if not self.packed:
+            return [self.key.shape[1]] * self.key.shape[0]
+        return [int(length) for length in self.options["cu_seqlens_k"].diff()]
+
 
 def draw(case: Case, seed: int = 0) -> Tensors:
     """Random inputs, drawn on the case's device. `testing.make` draws on the CPU in fp64: too slow for large cells."""
@@ -313,7 +320,28 @@ def decode() -> Iterator[Cell]:
     ):
         case = _on_gpu(batch, (1, keys), (q_heads, kv_heads), head_dim)
         name = f"b{batch} {q_heads}/{kv_heads} d{head_dim} {keys}"
-        yield Cell(name, case, "forward", ("gluon", "triton"), ("sdpa flash", "sdpa cudnn", "fa3"), unit="TB/s")
+        peers = ("sdpa flash", "sdpa cudnn", "fa3")
+        yield Cell(name, case, "forward", ("decode",), peers, beside=("triton",), bar=1.0, unit="TB/s")
+
+
+RAGGED_ROWS = (1314, 28012, 865, 9600, 729, 1432, 32649, 1223)
+"""Keys of the rows of a ragged cache, log-uniform between 512 and 32768, drawn once by random.Random(8)."""
+
+
+def caches() -> Iterator[Cell]:
+    """One query per sequence against other kinds of cache, beside bf16 rows; ragged rows; tokens that are appended."""
+    for batch, keys in ((8, 32768), (1, 8192)):
+        case, problem = _on_gpu(batch, (1, keys), (32, 8), 128), f"b{batch} 32/8 d128 {keys}"
+        bars = {f"paged {page}": 1.05 for page in (16, 64, 256)}
+        bars |= {"fp8": 1 / 1.85, "int8": 1 / 1.85, "int4": 1 / 2.6} if batch == 8 else {}
+        for kind in ("paged 16", "paged 64", "paged 256", "fp8", "int8", "int4", "batch invariant"):
+            yield Cell(f"{kind} {problem}", case, "forward", (kind,), ("decode",), bar=bars.get(kind), unit="TB/s")
+    ragged = packed(_on_gpu(1, (1, 1), (32, 8), 128), (1,) * len(RAGGED_ROWS), RAGGED_ROWS)
+    yield Cell("ragged b8 32/8 d128", ragged, "forward", ("decode",), (), unit="TB/s")
+    for batch in (8, 1):
+        new = _on_gpu(batch, (1, 1), (32, 8), 128)
+        name = f"append b{batch} 32/8 d128"
+        yield Cell(name, new, "forward", ("append",), (), beside=("append rotary",), unit="TB/s")
 
 
 def small() -> Iterator[Cell]:
@@ -339,5 +367,6 @@ SUITES: dict[str, Callable[[], Iterator[Cell]]] = {
     "modifiers-backward": modifiers_backward,
     "shapes": shapes,
     "decode": decode,
+    "caches": caches,
     "small": small,
 }

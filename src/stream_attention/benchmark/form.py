@@ -34,6 +34,11 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "error": {"error": NUMBER_OR_NONE, "allowed": NUMBER_OR_NONE},
 }
 """What a provider's entry holds, by the first of these keys that it has; one with none of them was wrong."""
+EAGER: dict[str, dict[str, Any]] = {
+    "cell": {"ours": WORD_OR_NONE, "fastest_peer": WORD_OR_NONE, "ratio": NUMBER_OR_NONE},
+    "entry": {"median_ms": NUMBER},
+}
+"""What a cell and an entry hold as "eager", where there was a second clock."""
 
 
 def lacking(found: Any) -> list[str]:
@@ -45,10 +50,17 @@ def lacking(found: Any) -> list[str]:
         its = list(_missing(cell, CELL, at))
         missing += its
         if not its:
+            missing += _missing_eager(cell, "cell", at)
             for name, one in cell["providers"].items():
                 kind = next((key for key in ENTRIES if isinstance(one, dict) and key in one), "error")
                 missing += _missing(one, ENTRIES[kind], f"{at}providers[{name!r}].")
+                missing += _missing_eager(one, "entry", f"{at}providers[{name!r}].")
     return missing
+
+
+def _missing_eager(found: Any, of: str, at: str) -> Iterator[str]:
+    if isinstance(found, dict) and "eager" in found:
+        yield from _missing(found["eager"], EAGER[of], f"{at}eager.")
 
 
 def _missing(found: Any, form: dict[str, Any], at: str) -> Iterator[str]:

@@ -45,6 +45,7 @@ WORDS = {
     "plain gluon": "our own call without the modifier, on the backend gluon",
     "plain triton": "our own call without the modifier, on the backend triton",
     "fa3": "FlashAttention-3",
+    "decode": "decode_attention() on rows in full precision",
 }
 
 
@@ -281,6 +282,10 @@ def _everything(results: dict[str, Any]) -> list[str]:
     }
     if any("gb_per_s" in one for one in entries):
         columns["GB/s"] = lambda one: figure(one["gb_per_s"]) if one.get("gb_per_s") is not None else ""
+    if any("share_of_read_bandwidth" in one for one in entries):
+        columns["of reading alone"] = lambda one: f"{one.get('share_of_read_bandwidth', 0):.2f}"
+    if any("eager" in one for one in entries):
+        columns["eager"] = lambda one: duration(one["eager"]["median_ms"]) if "eager" in one else ""
     if any("peak_bytes" in one for one in entries):
         columns["peak memory"] = lambda one: size(one["peak_bytes"]) if one.get("peak_bytes") is not None else ""
     head = "".join(f'<th scope="col">{escape(word)}</th>' for word in ("provider", *columns))
@@ -289,6 +294,8 @@ def _everything(results: dict[str, Any]) -> list[str]:
         told = _title(cell)
         if cell["ratio"] is not None:
             told += f": {speed(cell):.2f}x the speed of {cell['fastest_peer']}"
+        if (eager := cell.get("eager", {})).get("ratio") is not None:
+            told += f", eager {1 / eager['ratio']:.2f}x that of {eager['fastest_peer']}"
         heading = f'<th scope="rowgroup" colspan="{len(columns) + 1}"><span>{escape(told)}</span></th>'
         bodies.append(f"<tbody><tr>{heading}</tr>")
         for name, one in timed(cell).items():

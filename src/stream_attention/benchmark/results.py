@@ -8,7 +8,6 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from .. import __version__
 from .form import lacking
+from .summary import capital
 from .timing import CLOCKS
 
 
@@ -119,13 +119,16 @@ def line(entry: dict[str, Any]) -> str:
     parts = [f"{entry['name']:28} {entry['direction']:16}"]
     for name, one in entry["providers"].items():
         if "median_ms" in one:
-            parts.append(f"{name} {_ms(one['median_ms'])} (best {_ms(one['best_ms'])}, {_rate(one)})")
+            eager = f", eager {_ms(one['eager']['median_ms'])}" if "eager" in one else ""
+            parts.append(f"{name} {_ms(one['median_ms'])} (best {_ms(one['best_ms'])}, {_rate(one)}{eager})")
         elif "failed" in one:
             parts.append(f"{name} FAILED: {one['failed']}")
         elif "unavailable" not in one:
             parts.append(f"{name} WRONG: error {one['error']:.2e}, allowed {one['allowed']:.2e}")
     if entry["ratio"] is not None:
         parts.append(f"{1 / entry['ratio']:.2f}x the speed of {entry['fastest_peer']}{_bar(entry)}")
+    if (eager := entry.get("eager", {})).get("ratio") is not None:
+        parts.append(f"eager {1 / eager['ratio']:.2f}x that of {eager['fastest_peer']}")
     return "  ".join(parts)
 
 
@@ -145,24 +148,57 @@ def _bar(entry: dict[str, Any]) -> str:
     return f" ({'meets' if entry['met'] else 'MISSES'} the bar of {1 / entry['bar']:.2f}x)"
 
 
+RATIO = "time, ours / fastest peer"
+NAMED = "as named"
+
+
 def table(results: dict[str, Any]) -> list[list[str]]:
     """Rows of the short table, headings first: one row per cell, one column per provider, then the ratio.
 
-    Before it stands what modifiers cost on each backend, where that was measured.
+    Whom a cell is named after stands in one column with all who are.
+    Before it stand what modifiers cost on each backend and the share of the read bandwidth, where that was measured.
     """
     by_rate = _unit(results) != "time"
-    names: list[str] = list(dict.fromkeys(name for cell in results["cells"] for name in _timed(cell)))
+    shown = [_columns(cell, "median_ms") for cell in results["cells"]]
+    names = list(dict.fromkeys(name for its in shown for name in its))
     costs = [name for name in names if any(_cost(cell["providers"].get(name, {})) for cell in results["cells"])]
     beside = [f"time, {name} / plain {name}" for name in costs]
-    rows = [["problem", "direction", *names, *beside, "time, ours / fastest peer", "bar"]]
-    for cell in results["cells"]:
-        times = [_shown(cell["providers"][name], by_rate) if name in _timed(cell) else "" for name in names]
+    rows = [["problem", "direction", *names, *beside, "TB/s, ours / reading alone", RATIO, "bar"]]
+    for cell, its in zip(results["cells"], shown, strict=True):
+        times = [_shown(its[name], by_rate) if name in its else "" for name in names]
         times += [_cost(cell["providers"].get(name, {})) for name in costs]
         ratio = "" if cell["ratio"] is None else f"{cell['ratio']:.2f}"
-        bar = "" if cell["bar"] is None else f"{cell['bar']:g}{'' if cell.get('met') else ' missed'}"
-        rows.append([cell["name"], cell["direction"], *times, ratio, bar])
+        bar = "" if cell["bar"] is None else f"{cell['bar']:.3g}{'' if cell.get('met') else ' missed'}"
+        share = cell["providers"].get(cell.get("ours"), {}).get("share_of_read_bandwidth")
+        rows.append([cell["name"], cell["direction"], *times, "" if share is None else f"{share:.2f}", ratio, bar])
+    return _filled(rows)
+
+
+def eager_table(results: dict[str, Any]) -> list[list[str]] | None:
+    """The same cells by the second clock, times alone; None where there was none."""
+    cells = [cell for cell in results["cells"] if "eager" in cell]
+    shown = [_columns(cell, "eager") for cell in cells]
+    names = list(dict.fromkeys(name for its in shown for name in its))
+    if not names:
+        return None
+    rows = [["problem", "direction", *names, RATIO]]
+    for cell, its in zip(cells, shown, strict=True):
+        times = [_ms(its[name]["eager"]["median_ms"]) if name in its else "" for name in names]
+        ratio = cell["eager"]["ratio"]
+        rows.append([cell["name"], cell["direction"], *times, "" if ratio is None else f"{ratio:.2f}"])
+    return _filled(rows)
+
+
+def _filled(rows: list[list[str]]) -> list[list[str]]:
+    """Without the columns that say nothing."""
     kept = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
     return [[row[column] for column in kept] for row in rows]
+
+
+def read_speed(results: dict[str, Any]) -> str | None:
+    """How fast the device read a large buffer in the same run, where that was measured."""
+    read = results.get("read_bandwidth")
+    return None if read is None else f"reading alone {read['tb_per_s']:.2f} TB/s ({read['way']})"
 
 
 def _cost(one: dict[str, Any]) -> str:
@@ -183,8 +219,10 @@ def _unit(results: dict[str, Any]) -> str:
     return "time (TB/s of K and V)" if decoding else "TFLOP/s"
 
 
-def _timed(cell: dict[str, Any]) -> Iterable[str]:
-    return [name for name, one in cell["providers"].items() if "median_ms" in one]
+def _columns(cell: dict[str, Any], key: str) -> dict[str, dict[str, Any]]:
+    """By its column's heading, every entry that has a key."""
+    entries = cell["providers"].items()
+    return {NAMED if cell["name"].startswith(f"{name} ") else name: one for name, one in entries if key in one}
 
 
 def aligned(rows: list[list[str]], right: bool = False) -> str:
@@ -197,7 +235,9 @@ def aligned(rows: list[list[str]], right: bool = False) -> str:
 
 
 _SHAPE = ("B", "Tq", "Tk", "Hq", "Hkv", "D", "Dv", "dtype", "causal", "dropout_p", "chunk")
-_FIGURES = "median_ms p20_ms p80_ms best_ms repeats tflops gb_per_s tb_per_s vs_ours vs_plain peak_bytes".split()
+_TIMES = "median_ms p20_ms p80_ms best_ms repeats".split()
+_RATES = "tflops gb_per_s tb_per_s share_of_read_bandwidth".split()
+_FIGURES = (*_TIMES, *_RATES, "vs_ours", "vs_plain", *(f"eager_{name}" for name in (*_TIMES, "vs_ours")), "peak_bytes")
 _VERDICT = "error allowed right ran unavailable failed".split()
 
 
@@ -209,7 +249,11 @@ def save_csv(results: dict[str, Any], path: Path) -> None:
         for cell in results["cells"]:
             shape = {key: value for key, value in cell["problem"].items() if key in _SHAPE}
             for name, one in cell["providers"].items():
-                rows.writerow({"cell": cell["name"], "direction": cell["direction"], **shape, "provider": name} | one)
+                eager = {f"eager_{key}": value for key, value in one.get("eager", {}).items()}
+                figures = {key: value for key, value in one.items() if key != "eager"} | eager
+                rows.writerow(
+                    {"cell": cell["name"], "direction": cell["direction"], **shape, "provider": name} | figures
+                )
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -220,15 +264,23 @@ def markdown(results: dict[str, Any]) -> str:
     origin = (
         f"commit {commit[:12]}{' with changes' if results['commit']['dirty'] else ''}" if commit else "no commit yet"
     )
-    heading, *body = table(results)
-    return "\n".join(
-        [
-            f"{machine['name']}{threads}, torch {versions['torch']}, {results['date'][:10]}, {origin}; "
-            f"{_unit(results)} by {results['conditions']['timing']}: medians, "
-            "and the median of the ratios round by round.",
-            "",
-            f"| {' | '.join(heading)} |",
-            f"|{'---|' * len(heading)}",
-            *(f"| {' | '.join(row)} |" for row in body),
-        ]
-    )
+    reading = "" if (speed := read_speed(results)) is None else f" {capital(speed)}."
+    lines = [
+        f"{machine['name']}{threads}, torch {versions['torch']}, {results['date'][:10]}, {origin}; "
+        f"{_unit(results)} by {results['conditions']['timing']}: medians, "
+        f"and the median of the ratios round by round.{reading}",
+        "",
+        *_piped(table(results)),
+    ]
+    if (eager := eager_table(results)) is not None:
+        lines += ["", f"The same calls, time by {results['conditions']['eager']}:", "", *_piped(eager)]
+    return "\n".join(lines)
+
+
+def _piped(rows: list[list[str]]) -> list[str]:
+    heading, *body = rows
+    return [
+        f"| {' | '.join(heading)} |",
+        f"|{'---|' * len(heading)}",
+        *(f"| {' | '.join(row)} |" for row in body),
+    ]

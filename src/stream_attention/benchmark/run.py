@@ -11,14 +11,29 @@ import torch
 from ..testing.inputs import Case
 from ..testing.memory import peak_bytes
 from .accuracy import check
-from .cells import FLOPS, TRAFFIC, Cell, Tensors, calls, chunked, draw, flops, kv_bytes, tensor_bytes
+from .bandwidth import read_bandwidth
+from .cells import FLOPS, TRAFFIC, Cell, Tensors, calls, chunked, draw, flops, tensor_bytes
 from .progress import progress
 from .providers import Provider
 from .results import conditions, line
-from .timing import CALLS_IN_A_ROW, CLOCKS, Call, Clock, Latency, interleaved, paired_ratio
+from .timed import Timed, graphed, in_a_row, one_by_one
+from .timing import (
+    CALLS_IN_A_ROW,
+    CLOCKS,
+    EAGER_CALLS_IN_A_ROW,
+    REPLAYED_CALLS,
+    Call,
+    Clock,
+    Latency,
+    interleaved,
+    paired_ratio,
+)
 
 L2_BYTES = 128 << 20
 """What the input sets of a GPU cell must exceed together: over twice the L2 cache of any GPU of today."""
+
+BAR = ("bar", "met")
+"""What a comparison says of a cell's bar, which is one of the first clock."""
 
 
 def why_not(provider: Provider, cell: Cell) -> str | None:
@@ -35,14 +50,16 @@ def measure(
     warmup: int,
     budget_s: float = float("inf"),
     now: Callable[[str], None] = lambda text: None,
+    eager: Clock | None = None,
 ) -> dict[str, Any]:
     """A cell's entry in the results: every provider's error, memory and latency, or why it has none.
 
-    `now` is told what is being done.
+    `now` is told what is being done. Where there is a second clock, `eager`, bare calls are timed by both.
     """
     inputs: dict[Case, list[Tensors]] = {}  # those who compute the same problem share their inputs
     entries: dict[str, dict[str, Any]] = {}
-    ready: dict[str, Call] = {}
+    ready: dict[str, Timed] = {}
+    rows: dict[str, Timed] = {}  # by the second clock
     for name in (*cell.ours, *cell.beside, *cell.peers):
         now(f"{cell.name}: checking {name}")
         provider = providers[name]
@@ -51,9 +68,9 @@ def measure(
             entries[name] = {"unavailable": reason}
             continue
         case = provider.case(cell.case)
-        if case not in inputs:
-            inputs[case] = _input_sets(case, cell)
         try:
+            if case not in inputs:
+                inputs[case] = _input_sets(case, cell, providers)
             verdict = check(provider, cell, inputs[case][0])
             entries[name] = {"error": verdict.error, "allowed": verdict.allowed, "right": verdict.right}
             if not verdict.right:
@@ -61,29 +78,46 @@ def measure(
             last = chunked(inputs[case][0], cell.chunk)[-1]
             if (ran := provider.ran(last, backward=cell.direction == "backward")) is not None:
                 entries[name]["ran"] = ran
-            ready[name] = _bare(provider, inputs[case]) if clock == "calls" else _call(provider, cell, inputs[case])
-            entries[name]["peak_bytes"] = _peak_bytes(ready[name], case)
+            if eager is None and clock not in ("calls", "graph"):
+                ready[name] = one_by_one(provider, cell, inputs[case])
+                entries[name]["peak_bytes"] = _peak_bytes(ready[name].call, case)
+                continue
+            alone = [provider.bare(x) for x in inputs[case]]
+            entries[name]["peak_bytes"] = _peak_bytes(in_a_row(provider, alone).call, case)
+            if eager is not None:
+                rows[name] = in_a_row(provider, alone, EAGER_CALLS_IN_A_ROW, rotating=True)
+            if clock != "graph":
+                ready[name] = in_a_row(provider, alone, CALLS_IN_A_ROW if clock == "calls" else 1)
+            elif isinstance(replayed := graphed(provider, alone, verdict.allowed), Timed):
+                ready[name] = replayed
+            else:
+                entries[name]["unavailable"] = replayed
         except Exception as error:  # a peer that fails is not measured; one of ours that fails is wrong
             ready.pop(name, None)
+            rows.pop(name, None)
             reason = f"{type(error).__name__}: {error}"
             ours = provider.ours or name not in cell.peers
             entries[name] = {"failed": reason, "right": False} if ours else {"unavailable": reason}
     now(f"{cell.name}: timing {', '.join(ready)}")
     with torch.set_grad_enabled(cell.direction != "forward"):
-        samples = interleaved(ready, clock, repeats, warmup, budget_s) if ready else {}
+        samples = _sampled(ready, clock, repeats, warmup, budget_s)
+        eager_samples = _sampled(rows, eager or clock, repeats, warmup, budget_s)
     for name, its in samples.items():
-        latency, case = Latency.of(its), providers[name].case(cell.case)
-        entries[name] |= {f"{field}_ms": getattr(latency, field) for field in ("median", "p20", "p80", "best")}
-        entries[name] |= {"repeats": len(its), "tflops": flops(case, cell.direction) / latency.median / 1e9}
-        entries[name]["gb_per_s"] = tensor_bytes(cell, case) / latency.median / 1e6
+        latency, case = _latency(its), providers[name].case(cell.case)
+        median = latency["median_ms"]
+        entries[name] |= latency | {"tflops": flops(case, cell.direction) / median / 1e9}
+        entries[name]["gb_per_s"] = tensor_bytes(cell, case) / median / 1e6
         if cell.unit == "TB/s":
-            entries[name]["tb_per_s"] = kv_bytes(case) / latency.median / 1e9
+            entries[name]["tb_per_s"] = providers[name].kv_bytes(case, inputs[case][0]) / median / 1e9
     compared = _compared(cell, samples)
     for name in samples:
-        if compared["ours"] is not None and name != compared["ours"]:
-            entries[name]["vs_ours"] = paired_ratio(samples[name], samples[compared["ours"]])
+        entries[name] |= _beside_ours(name, samples, compared["ours"])
         if (own := f"plain {name}") in samples:
             entries[name]["vs_plain"] = paired_ratio(samples[name], samples[own])
+    if eager is not None:
+        compared["eager"] = {key: one for key, one in _compared(cell, eager_samples).items() if key not in BAR}
+        for name, its in eager_samples.items():
+            entries[name]["eager"] = _latency(its) | _beside_ours(name, eager_samples, compared["eager"]["ours"])
     return {
         "name": cell.name,
         "direction": cell.direction,
@@ -93,50 +127,43 @@ def measure(
     }
 
 
+def _sampled(
+    timed: dict[str, Timed], clock: Clock, repeats: int, warmup: int, budget_s: float
+) -> dict[str, list[float]]:
+    """Milliseconds of one call of each provider, round by round."""
+    if not timed:
+        return {}
+    samples = interleaved({name: one.call for name, one in timed.items()}, clock, repeats, warmup, budget_s)
+    return {name: [ms / timed[name].calls for ms in its] for name, its in samples.items()}
+
+
+def _latency(samples: list[float]) -> dict[str, Any]:
+    latency = Latency.of(samples)
+    fields_ = {f"{field}_ms": getattr(latency, field) for field in ("median", "p20", "p80", "best")}
+    return fields_ | {"repeats": latency.repeats}
+
+
+def _beside_ours(name: str, samples: dict[str, list[float]], ours: str | None) -> dict[str, float]:
+    return {} if ours in (None, name) else {"vs_ours": paired_ratio(samples[name], samples[ours])}
+
+
 def _peak_bytes(call: Call, case: Case) -> int:
     """The most memory that one call holds beyond its inputs, its result included; the caller has warmed up."""
     return peak_bytes(lambda: call(0), case.device)
 
 
-def _input_sets(case: Case, cell: Cell) -> list[Tensors]:
+def _input_sets(case: Case, cell: Cell, providers: dict[str, Provider]) -> list[Tensors]:
+    """So many that those who compute the case read more than the L2 cache holds, whoever reads the least of them."""
     first = draw(case)
-    size = sum(t.nbytes for t in (first.query, first.key, first.value))
-    count = min(8, L2_BYTES // size + 2) if case.device == "cuda" else 2
+    able = [one for name in (*cell.ours, *cell.beside, *cell.peers) if why_not(one := providers[name], cell) is None]
+    least = min(one.kv_bytes(case, first) for one in able if one.case(cell.case) == case)
+    count = min(16, int(L2_BYTES // (first.query.nbytes + least)) + 2) if case.device == "cuda" else 2
     sets = [first, *(draw(case, seed) for seed in range(1, count))]
     if cell.direction != "forward":
         for x in sets:
             for t in (x.query, x.key, x.value):
                 t.requires_grad_()
     return sets
-
-
-def _bare(provider: Provider, sets: list[Tensors]) -> Call:
-    alone = [provider.bare(x) for x in sets]
-    return lambda n: alone[n % len(alone)]()
-
-
-def _call(provider: Provider, cell: Cell, sets: list[Tensors]) -> Call:
-    parts = [chunked(x, cell.chunk) for x in sets]
-
-    def forward(n: int) -> object:
-        return [provider.attend(part) for part in parts[n % len(parts)]]
-
-    def both(n: int) -> object:
-        x = sets[n % len(sets)]
-        return torch.autograd.grad(provider.attend(x), (x.query, x.key, x.value), x.grad_out)
-
-    if cell.direction == "forward":
-        return forward
-    if cell.direction == "forward+backward":
-        return both
-    outs = [provider.attend(x) for x in sets]
-
-    def backward(n: int) -> object:
-        x = sets[n % len(sets)]
-        leaves = (x.query, x.key, x.value)
-        return torch.autograd.grad(outs[n % len(sets)], leaves, x.grad_out, retain_graph=True)
-
-    return backward
 
 
 def described(case: Case) -> dict[str, Any]:
@@ -176,7 +203,7 @@ def wrong(entry: dict[str, Any]) -> list[str]:
 
 
 def _turn(clock: Clock) -> str:
-    return f"{CALLS_IN_A_ROW} calls" if clock == "calls" else "one call"
+    return {"calls": f"{CALLS_IN_A_ROW} calls", "graph": f"{REPLAYED_CALLS} calls or more"}.get(clock, "one call")
 
 
 def measured(
@@ -187,8 +214,12 @@ def measured(
     repeats: int,
     warmup: int,
     cell_seconds: float,
+    eager: Clock | None = None,
 ) -> dict[str, Any]:
-    """What a results file holds: every cell's entry, and under which conditions it was measured."""
+    """What a results file holds: every cell's entry, and under which conditions it was measured.
+
+    Cells that count TB/s are held against the speed at which the device reads, measured before them.
+    """
     found: dict[str, Any] = {
         "suite": suite,
         **conditions(cells[0].case.device),
@@ -197,6 +228,7 @@ def measured(
             "warmup": warmup,
             "cell_seconds": cell_seconds if cell_seconds < float("inf") else None,
             "timing": CLOCKS[clock],
+            **({} if eager is None else {"eager": CLOCKS[eager]}),
             "order": f"interleaved, {_turn(clock)} each per round; inputs rotate",
             "ratio": "median over the rounds of our time by that of the fastest peer; where those are plain calls, by "
             "that of the same backend's",
@@ -206,8 +238,14 @@ def measured(
         "cells": [],
     }
     with progress(len(cells)) as shown:
+        if any(cell.unit == "TB/s" for cell in cells):
+            shown.now("reading a large buffer")
+            found["read_bandwidth"] = read_bandwidth(cells[0].case.device, clock)
         for cell in cells:
-            entry = measure(cell, providers, clock, repeats, warmup, cell_seconds, shown.now)
+            entry = measure(cell, providers, clock, repeats, warmup, cell_seconds, shown.now, eager)
+            for one in entry["providers"].values():
+                if "tb_per_s" in one:
+                    one["share_of_read_bandwidth"] = one["tb_per_s"] / found["read_bandwidth"]["tb_per_s"]
             found["cells"].append(entry)
             shown.done(line(entry))
             if cell.case.device == "cuda":

@@ -2,7 +2,8 @@
 
 Each round takes the next set of inputs; on a GPU the sets together exceed the L2 cache. A GPU's calls are timed by CUDA
 events while the host runs ahead (each round is queued behind a short sleep on the device), so launches cost nothing
-unless a provider launches more slowly than it computes for a whole round.
+unless a provider launches more slowly than it computes for a whole round. A call may stand for several of a provider's,
+in a CUDA graph or in a row, so that what is around them is shared; who makes it divides.
 """
 
 from __future__ import annotations
@@ -14,23 +15,29 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Clock = Literal["events", "calls", "wall", "cpu"]
-"""CUDA events; many calls in a row on a GPU, host and device; perf_counter; or the CPU time of the process, which other
-load on the machine hardly touches. That is for one thread: with more, threads that wait for each other spin, and it
-would count the waiting as work."""
+Clock = Literal["events", "graph", "calls", "eager", "wall", "cpu"]
+"""CUDA events; these around replays of a CUDA graph; many calls in a row on a GPU, host and device, on inputs that stay
+or that rotate; perf_counter; or the CPU time of the process, which other load on the machine hardly touches. That is
+for one thread: with more, threads that wait for each other spin, and it would count the waiting as work."""
+
+CALLS_IN_A_ROW = 200
+"""What the clock "calls" counts as one; "eager", whose calls are longer, fewer of them."""
+EAGER_CALLS_IN_A_ROW = 50
+REPLAYED_CALLS = 24
+"""At least as many calls lie between two events of the clock "graph"."""
 
 CLOCKS = {
     "events": "CUDA events, device time",
-    "calls": "perf_counter over 200 calls in a row, synchronised at both ends, host and device",
+    "graph": "CUDA events around replays of a CUDA graph that has a call on each set of inputs, device time",
+    "calls": f"perf_counter over {CALLS_IN_A_ROW} calls in a row, synchronised at both ends, host and device",
+    "eager": f"perf_counter over {EAGER_CALLS_IN_A_ROW} calls in a row on rotating inputs, synchronised at both ends, "
+    "host and device",
     "wall": "perf_counter, wall time",
     "cpu": "process_time, CPU time of one thread",
 }
 
 Call = Callable[[int], object]
 """Computes once, on the inputs set of this number."""
-
-CALLS_IN_A_ROW = 200
-"""What the clock "calls" divides by."""
 
 HOST_LEAD_CYCLES = 2_000_000  # about 1 ms: enough to queue a round of a few calls
 
@@ -91,10 +98,10 @@ def interleaved(
 
 
 def _round(calls: dict[str, Call], n: int, clock: Clock) -> dict[str, float]:
-    if clock == "events":
+    if clock in ("events", "graph"):
         return _cuda_round(calls, n)
-    if clock == "calls":
-        return {name: _in_a_row(call, n) for name, call in calls.items()}
+    if clock in ("calls", "eager"):
+        return {name: _synchronised(call, n) for name, call in calls.items()}
     now = time.process_time if clock == "cpu" else time.perf_counter
     taken = {}
     for name, call in calls.items():
@@ -104,14 +111,14 @@ def _round(calls: dict[str, Call], n: int, clock: Clock) -> dict[str, float]:
     return taken
 
 
-def _in_a_row(call: Call, n: int) -> float:
-    """Milliseconds of one of many calls in a row: what the host takes for it, or the device if that takes longer."""
+def _synchronised(call: Call, n: int) -> float:
+    """Milliseconds from a device with nothing to do to the next such moment: what the host takes, or the device if that
+    takes longer."""
     torch.cuda.synchronize()
     began = time.perf_counter()
-    for _ in range(CALLS_IN_A_ROW):
-        call(n)
+    call(n)
     torch.cuda.synchronize()
-    return (time.perf_counter() - began) * 1e3 / CALLS_IN_A_ROW
+    return (time.perf_counter() - began) * 1e3
 
 
 def _cuda_round(calls: dict[str, Call], n: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import refuse
 from . import checks
+from .codes import Coding
 from .write import Rotary, check_new, rotate
 
 if TYPE_CHECKING:
@@ -48,9 +49,28 @@ class Cache(ABC):
     def _write(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Write tokens to positions int64 `[B, n]`, which count up from `lengths[b]`; drop what has no room."""
 
+    def _launch(self, key: Tensor, value: Tensor, rotary: Rotary | None) -> bool:
+        """Append by a kernel and return True; False where none is for these tensors, and nothing was done."""
+        return False
+
     @abstractmethod
     def _paged(self, lengths: Tensor) -> tuple[Tensor, Tensor, int, int] | None:
         """(page table, how many tokens of each row lie in pages, page size, pages), given these lengths."""
+
+    @property
+    @abstractmethod
+    def addresses(self) -> tuple[int, ...]:
+        """Of all its tensors; 0 for one that it does not have."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page; 0 where rows lie in one run."""
+        return 0
+
+    @property
+    def coding(self) -> Coding | None:
+        """How numbers are coded; None: as they came."""
+        return None
 
     @property
     def kv_heads(self) -> int:
@@ -78,7 +98,6 @@ class Cache(ABC):
         held = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]  # each is a dataclass
         return sum(one.nbytes for one in held if hasattr(one, "nbytes"))
 
-    @torch.no_grad()
     def append(self, key: Tensor, value: Tensor, *, rotary: Rotary | None = None, validate: bool = False) -> Self:
         """Write n new tokens to every row, key `[B, n, Hkv, D]` and value `[B, n, Hkv, Dv]`, and return the cache.
 
@@ -86,6 +105,10 @@ class Cache(ABC):
         a synchronisation, so that a CUDA graph may replay it. `rotary` turns the keys by these positions first. It is
         the caller's duty that a row has room (and pages): tokens without are dropped and the length stays at
         `capacity`; no other row suffers. `validate=True` looks first and raises, at the cost of a synchronisation.
+
+        One kernel does it where there is Triton and a GPU for it (a row of many tokens takes a second, tiny one), with
+        the bits of the torch operations that do it elsewhere: for a `QuantizedKV`, in fp64, under `torch.compile`, on
+        other devices and without Triton. No gradient flows through it; key and value may not overlap the cache.
         """
         lengths = self.lengths
         if lengths is None:
@@ -101,12 +124,19 @@ class Cache(ABC):
             self.validate(n)
             if rotary is not None and n:
                 checks.room(lengths, n, rotary.cos.shape[0], "the rotary table's positions")
+        if not self._launch(key, value, rotary):
+            self._operate(key, value, rotary, lengths)
+        return self
+
+    @torch.no_grad()
+    def _operate(self, key: Tensor, value: Tensor, rotary: Rotary | None, lengths: Tensor) -> None:
+        """Append by torch operations."""
+        n = key.shape[1]
         positions = lengths.long().unsqueeze(1) + torch.arange(n, device=self.device)
         if rotary is not None:
             key = rotate(key, positions, rotary)
         self._write(key, value, positions)
         lengths.add_(n).clamp_(max=self.capacity)
-        return self
 
     def validate(self, new: int = 0) -> None:
         """Raise if a length is out of range, leaves no room for `new` tokens, or needs a page that there is not.

@@ -2,17 +2,24 @@
 
 A group of numbers that share a scale is stored as codes:
 
-    int8, int4, int2:   x = zero + scale * code,    code from 0 to 2^bits - 1, scale = (max - min) / (2^bits - 1)
-    fp8 (e4m3):         x = scale * code,           scale = max |x| / 448
+    int4, int2:     x = zero + scale * (code - 2^(bits - 1)),   code from 0 to 2^bits - 1
+                    scale = (max - min) / (2^bits - 1),         zero = min + 2^(bits - 1) scale
+    int8:           x = scale * (code - 128),                   scale = max |x| / 127
+    fp8 (e4m3):     x = scale * code,                           scale = max |x| / 448
 
-Zero, which is the lowest number, and scale are stored in the tensor's own dtype, unless another is asked for, and count
-among its bytes. Codes are made for the stored ones, so no error exceeds half a scale and what rounding zero and scale
-does to the ends of the group.
+Zero, which is about the middle of the group, and scale are stored in the tensor's own dtype, unless another is asked
+for, and count among its bytes. Codes are made for the stored ones, so no error exceeds half a scale and what rounding
+zero and scale does to the ends of the group.
+
+Codes lie in words of 16 bits, as decode kernels read them: of D channels and n codes to a word, word w has those of the
+channels w, w + D/n, w + 2 D/n and so on, low bits first. So what two words have in the same place is two neighbours.
+Scales per token lie with the tokens of a head and group side by side.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,18 +30,37 @@ from ..errors import refuse
 BITS = {"int8": 8, "int4": 4, "int2": 2, "fp8": 8}
 """Formats, and how many bits one of their codes has."""
 
+SYMMETRIC = {"int8": 127.0, "fp8": 448.0}
+"""Formats without zeros, and the largest number that one of their codes stands for at scale 1. Eight bits are enough to
+spend half a range on numbers that a group may not have."""
+
+LARGEST_HALF = 127 * 512.0
+"""With scales of float16, numbers are cut here: what their codes stand for, rounded scales and zeros included, is then
+within float16, in which kernels compute."""
+
 TOKENS, CHANNELS = 1, 3
 """The dim of `[B, T, H, D]` along which a group runs: over tokens, a scale per channel; over channels, per token."""
 
 
+class Coding(NamedTuple):
+    """How the numbers of a cache are coded."""
+
+    format: str
+    group: int
+    keys_per_channel: bool  # scales; else per token
+    values_per_channel: bool
+    scale_dtype: torch.dtype
+    in_order: bool  # scales and zeros lie as `quantize` lays them
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A tensor `[B, T, H, D]` in few bits. Its codes are packed along D, low bits first."""
+    """A tensor `[B, T, H, D]` in few bits."""
 
     format: str
     codes: Tensor  # uint8 [B, T, H, D * bits / 8]; fp8: float8_e4m3fn [B, T, H, D]
     scale: Tensor  # [B, T, H, D] with `dim` divided by the group, rounded up
-    zero: Tensor | None  # like scale; fp8 has none
+    zero: Tensor | None  # like scale; int8 and fp8 have none
     dim: int
     group: int
     dtype: torch.dtype  # of the tensor that this stands for
@@ -53,11 +79,22 @@ class QuantizedTensor:
         """Bytes of the codes, the scales and the zeros."""
         return self.codes.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
+    @property
+    def in_order(self) -> bool:
+        """Scales and zeros lie alike, and the side by side that `quantize` lays side by side."""
+        side_by_side = 3 if self.dim == TOKENS else 1
+        if self.scale.numel() == 0:
+            return True
+        alike = self.zero is None or self.zero.stride() == self.scale.stride()
+        return alike and (self.scale.shape[side_by_side] == 1 or self.scale.stride(side_by_side) == 1)
+
     def dequantize(self) -> Tensor:
         """The tensor again, in its dtype; what rounding took is gone."""
         size = self.shape[self.dim]
         wide = torch.promote_types(torch.promote_types(self.dtype, self.scale.dtype), torch.float32)
-        codes = self.codes.to(wide) if self.format == "fp8" else _unpack(self.codes, BITS[self.format]).to(wide)
+        bits = BITS[self.format]
+        codes = _unpack(self.codes.view(torch.uint8), bits)
+        codes = codes.view(torch.float8_e4m3fn).to(wide) if self.format == "fp8" else codes.to(wide) - 2 ** (bits - 1)
         x = _grouped(codes, self.dim, self.group, 0.0) * self.scale.to(wide).unsqueeze(self.dim + 1)
         if self.zero is not None:
             x += self.zero.to(wide).unsqueeze(self.dim + 1)
@@ -82,28 +119,34 @@ def quantize(
     bits = BITS[format]
     if format == "fp8" and not hasattr(torch, "float8_e4m3fn"):
         refuse("format", "int8, int4 or int2, as this torch has no float8_e4m3fn", format)
-    if x.shape[-1] * bits % 8:
-        refuse("keys and values", f"a head dim that is a multiple of {8 // bits} for {format}", list(x.shape))
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    low, high = _range(wide, dim, group, held)
+    if x.shape[-1] % (16 // bits):
+        refuse("keys and values", f"a head dim that is a multiple of {16 // bits} for {format}", list(x.shape))
     stored = x.dtype if scale_dtype is None else scale_dtype
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if stored is torch.float16:
+        wide = wide.clamp(-LARGEST_HALF, LARGEST_HALF)
+    low, high = _range(wide, dim, group, held)
     info = torch.finfo(stored)
     least = info.smallest_normal * info.eps
     groups = _grouped(wide, dim, group, 0.0)
-    if format == "fp8":
-        largest = torch.finfo(torch.float8_e4m3fn).max
-        peak = torch.maximum(low.abs(), high.abs())
-        scale = (peak / largest).clamp(least, info.max).to(stored)
+    if format in SYMMETRIC:
+        largest = SYMMETRIC[format]
+        scale = (torch.maximum(low.abs(), high.abs()) / largest).clamp(least, info.max).to(stored)
         codes = (groups / scale.to(wide.dtype).unsqueeze(dim + 1)).clamp_(-largest, largest)
-        codes = _joined(codes.to(torch.float8_e4m3fn), dim, x.shape[dim])
-        return QuantizedTensor(format, codes, scale, None, dim, group, x.dtype)
+        if format == "fp8":
+            codes = _joined(codes.to(torch.float8_e4m3fn), dim, x.shape[dim]).view(torch.uint8)
+            codes = _pack(codes, bits).view(torch.float8_e4m3fn)
+        else:
+            codes = _pack(_joined(codes.round_().add_(128).to(torch.uint8), dim, x.shape[dim]), bits)
+        return QuantizedTensor(format, codes, _laid_out(scale, dim), None, dim, group, x.dtype)
     steps = 2**bits - 1
     scale = ((high - low) / steps).clamp(least, info.max).to(stored)
-    zero = low.clamp(info.min, info.max).to(stored)
+    middle = 2 ** (bits - 1)
+    zero = (low + middle * scale.to(wide.dtype)).clamp(info.min, info.max).to(stored)
     codes = groups - zero.to(wide.dtype).unsqueeze(dim + 1)
-    codes = codes.div_(scale.to(wide.dtype).unsqueeze(dim + 1)).round_().clamp_(0, steps)
+    codes = codes.div_(scale.to(wide.dtype).unsqueeze(dim + 1)).round_().add_(middle).clamp_(0, steps)
     codes = _pack(_joined(codes.to(torch.uint8), dim, x.shape[dim]), bits)
-    return QuantizedTensor(format, codes, scale, zero, dim, group, x.dtype)
+    return QuantizedTensor(format, codes, _laid_out(scale, dim), _laid_out(zero, dim), dim, group, x.dtype)
 
 
 def _range(x: Tensor, dim: int, group: int, held: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -129,18 +172,20 @@ def _joined(x: Tensor, dim: int, size: int) -> Tensor:
     return x.flatten(dim, dim + 1).narrow(dim, 0, size).contiguous()
 
 
+def _laid_out(scale: Tensor, dim: int) -> Tensor:
+    """Scales per token, with tokens side by side in memory."""
+    return scale if dim == TOKENS else scale.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return codes
-    parts = codes.unflatten(-1, (-1, 8 // bits))
-    packed = parts[..., 0].clone()
-    for index in range(1, 8 // bits):
-        packed |= parts[..., index] << (bits * index)
-    return packed
+    """Codes, uint8 `[..., D]`, in words of 16 bits: uint8 `[..., D * bits / 8]`."""
+    parts = codes.unflatten(-1, (16 // bits, -1)).int().unbind(-2)
+    words = torch.stack([part << (bits * index) for index, part in enumerate(parts)]).sum(0)
+    return words.to(torch.int16).view(torch.uint8)  # 2^15 and more wrap around, which is what is meant
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return packed
-    parts = [packed >> (bits * index) & (2**bits - 1) for index in range(8 // bits)]
-    return torch.stack(parts, -1).flatten(-2)
+    """What `_pack` packed."""
+    words = packed.contiguous().view(torch.int16).int()
+    parts = [words >> (bits * index) & (2**bits - 1) for index in range(16 // bits)]
+    return torch.stack(parts, -2).flatten(-2).to(torch.uint8)

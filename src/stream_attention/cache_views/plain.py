@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from ..device import arch
 from . import checks
 from .base import Cache
-from .write import places, put, take
+from .write import Rotary, places, put, take
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +39,10 @@ class ContiguousKV(Cache):
     def capacity(self) -> int:
         return self.key.shape[1]
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return self.key.data_ptr(), self.value.data_ptr(), 0 if self.lengths is None else self.lengths.data_ptr()
+
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         checks.span(start, stop, self.capacity)
         return self.key[:, start:stop], self.value[:, start:stop]
@@ -46,6 +54,9 @@ class ContiguousKV(Cache):
         where = places(positions, self.key, None)
         put(self.key, where, key)
         put(self.value, where, value)
+
+    def _launch(self, key: Tensor, value: Tensor, rotary: Rotary | None) -> bool:
+        return _launched(key, value, self.key, self.value, None, self.lengths, self.capacity, rotary)
 
     def _paged(self, lengths: Tensor) -> None:
         return None
@@ -82,8 +93,17 @@ class PagedKV(Cache):
         return self.key_pages.shape[1]
 
     @property
+    def page_size(self) -> int:
+        return self.page
+
+    @property
     def capacity(self) -> int:
         return self.page_table.shape[1] * self.page
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        tensors = self.key_pages, self.value_pages, self.page_table, self.lengths
+        return tuple(t.data_ptr() for t in tensors)
 
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         checks.span(start, stop, self.capacity)
@@ -99,5 +119,51 @@ class PagedKV(Cache):
         put(self.key_pages, where, key)
         put(self.value_pages, where, value)
 
+    def _launch(self, key: Tensor, value: Tensor, rotary: Rotary | None) -> bool:
+        stores = self.key_pages, self.value_pages
+        return _launched(key, value, *stores, self.page_table, self.lengths, self.capacity, rotary)
+
     def _paged(self, lengths: Tensor) -> tuple[Tensor, Tensor, int, int]:
         return self.page_table, lengths, self.page, self.key_pages.shape[0]
+
+
+def _launched(
+    key: Tensor,
+    value: Tensor,
+    key_store: Tensor,
+    value_store: Tensor,
+    page_table: Tensor | None,
+    lengths: Tensor | None,
+    capacity: int,
+    rotary: Rotary | None,
+) -> bool:
+    """Append by the Triton kernel; False where it is not for these tensors."""
+    if lengths is None or torch.compiler.is_compiling():
+        return False
+    tables = () if rotary is None else rotary[:2]
+    held = (key, value, key_store, value_store, lengths, *tables)
+    if any(type(t) is not Tensor or t.is_neg() for t in held):  # fake tensors, and others that are not their memory
+        return False
+    if key.dtype is torch.float64 or any(table.dtype not in checks.DTYPES for table in tables):
+        return False
+    if lengths.stride(0) == 0 and lengths.shape[0] > 1:  # rows that share a length: torch refuses to advance it
+        return False
+    launch = _launcher(key_store.device)
+    if launch is None:
+        return False
+    launch(key, value, key_store, value_store, page_table, lengths, capacity, rotary)
+    return True
+
+
+@cache
+def _launcher(device: torch.device) -> Callable[..., None] | None:
+    """What launches the kernel on a device; None where torch operations append: there is no Triton, the GPU is one that
+    no kernel is for, or the device is no GPU."""
+    from ..backends import interpreting
+
+    on_gpu = device.type == "cuda" and not 0 < arch(device) < 80
+    if find_spec("triton") is None or not (on_gpu or (device.type == "cpu" and interpreting())):
+        return None
+    from ..kernels.triton.append import launch_append
+
+    return launch_append

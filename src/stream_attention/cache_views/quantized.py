@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import refuse
 from . import checks
 from .base import Cache
-from .codes import BITS, TOKENS, QuantizedTensor, quantize
+from .codes import BITS, SYMMETRIC, TOKENS, Coding, QuantizedTensor, quantize
 from .write import Places, places, put
 
 FORMATS = ("fp8", "int8", "int4")
@@ -49,6 +49,8 @@ class QuantizedKV(Cache):
             ours, theirs = getattr(self.key, fact), getattr(self.value, fact)
             if ours != theirs:
                 refuse("value", f"the key's {fact} {ours}", theirs)
+        if self.value.scale.dtype is not self.key.scale.dtype:
+            refuse("value.scale", f"the key's dtype {self.key.scale.dtype}", self.value.scale.dtype, error=TypeError)
         if self.value.codes.shape[:2] != self.key.codes.shape[:2]:
             refuse("value", f"codes of the key's lead {list(self.key.codes.shape[:2])}", list(self.value.codes.shape))
         slots = window_slots(checks.count("residual", self.residual, 0), self.group)
@@ -73,6 +75,16 @@ class QuantizedKV(Cache):
         return self.key.group
 
     @property
+    def page_size(self) -> int:
+        return 0 if self.page_table is None else self.key.codes.shape[1]
+
+    @property
+    def coding(self) -> Coding:
+        per_channel = self.key.dim == TOKENS, self.value.dim == TOKENS
+        in_order = self.key.in_order and self.value.in_order
+        return Coding(self.format, self.group, *per_channel, self.key.scale.dtype, in_order)
+
+    @property
     def batch(self) -> int:
         return self.key_window.shape[0]
 
@@ -86,6 +98,12 @@ class QuantizedKV(Cache):
     def quantized_lengths(self) -> Tensor:
         """How many tokens of each row are codes; those behind them are in the window. int64 `[B]`."""
         return quantized_lengths(self.lengths, self.residual, self.group)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        sides = (t for side in (self.key, self.value) for t in (side.codes, side.scale, side.zero))
+        tensors = (*sides, self.key_window, self.value_window, self.lengths, self.page_table)
+        return tuple(0 if t is None else t.data_ptr() for t in tensors)
 
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         checks.span(start, stop, self.capacity)
@@ -182,9 +200,9 @@ def _check_side(name: str, side: QuantizedTensor, window: Tensor, dim: int) -> N
         refuse(name, f"the window's dtype {window.dtype}", side.dtype, error=TypeError)
     code = torch.float8_e4m3fn if side.format == "fp8" else torch.uint8
     for part, given in (("codes", side.codes), ("scale", side.scale), ("zero", side.zero)):
-        if part == "zero" and side.format == "fp8":
+        if part == "zero" and side.format in SYMMETRIC:
             if given is not None:
-                refuse(f"{name}.zero", "None for fp8", "a value")
+                refuse(f"{name}.zero", f"None for {side.format}", "a value")
             continue
         checks.tensor(f"{name}.{part}", given, window.device)
     if side.codes.dtype is not code:

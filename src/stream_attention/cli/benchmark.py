@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
 def _run(options: argparse.Namespace) -> int:
     _refuse_outputs_of_list(options)
     device = flags.device(options.device or (None if options.list else _device_of(options.suite)))
-    clock = _clock(options, device)
+    clock, eager = _clocks(options, device)
     providers = providers_.by_name(flags.fa3_folder(options.fa3, device))
     grid = None if options.suite else _grid(options, device)
     if options.list:
@@ -61,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
     limits = f"up to {repeats} rounds each, stopped after {options.cell_seconds:g} s (--cell-seconds)"
     print(f"{cells_}, {limits}", file=sys.stderr, flush=True)
     name, show = ("grid", _show_grid) if grid else (options.suite, _show_suite)
-    found = measured(name, cells, providers, clock, repeats, warmup, options.cell_seconds)
+    found = measured(name, cells, providers, clock, repeats, warmup, options.cell_seconds, eager)
     if grid:
         for entry, cell in zip(found["cells"], cells, strict=True):
             entry |= grid_.documented(entry, cell)
@@ -85,9 +85,10 @@ def benchmark(
     repeats: int = 25,
     warmup: int = 5,
     cell_seconds: float = float("inf"),
+    eager: Clock | None = None,
 ) -> dict[str, Any]:
     """Measure the cells, print each as it is finished and the table last; returns what a results file holds."""
-    found = measured(suite, cells, providers, clock, repeats, warmup, cell_seconds)
+    found = measured(suite, cells, providers, clock, repeats, warmup, cell_seconds, eager)
     _show_suite(found, cells, providers)
     _shortfalls(found)
     return found
@@ -100,16 +101,21 @@ def _device_of(suite: str | None) -> str | None:
     return next(SUITES[suite]()).case.device if suite else None
 
 
-def _clock(options: argparse.Namespace, device: str) -> Clock:
+def _clocks(options: argparse.Namespace, device: str) -> tuple[Clock, Clock | None]:
+    """The clock, and the second one of suites that have it."""
+    twice = options.suite in ("decode", "caches")
     if device == "cuda":
         if options.clock or options.threads:
             raise Refused("--clock and --threads are for the cpu; calls on cuda are timed by CUDA events")
-        return "calls" if options.suite == "small" else "events"
+        if twice:
+            return "graph", "eager"
+        return "calls" if options.suite == "small" else "events", None
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.clock == "cpu" and torch.get_num_threads() != 1:
         raise Refused(f"--clock cpu counts one thread; say --threads 1, not {torch.get_num_threads()}")
-    return options.clock or "wall"
+    clock: Clock = options.clock or "wall"
+    return clock, clock if twice else None
 
 
 def _suite_cells(options: argparse.Namespace, device: str) -> list[Cell]:
@@ -190,6 +196,10 @@ def _refuse_outputs_of_list(options: argparse.Namespace) -> None:
 
 def _show_suite(found: dict[str, Any], cells: list[Cell], providers: dict[str, Provider]) -> None:
     print(f"\n{results_.aligned(results_.table(found))}")
+    if (eager := results_.eager_table(found)) is not None:
+        print(f"\nby {found['conditions']['eager']}:\n{results_.aligned(eager)}")
+    if (reading := results_.read_speed(found)) is not None:
+        print(reading)
 
 
 def _show_grid(found: dict[str, Any], cells: list[Cell], providers: dict[str, Provider]) -> None:

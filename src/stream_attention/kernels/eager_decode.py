@@ -8,6 +8,7 @@ batch may have different lengths, so where a query stands is a number per row, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ from ..cache_views import KVCache
 
 TILE = 1024
 """Keys at a time."""
+
+Tile = Callable[[int, int], tuple[Tensor, Tensor]]
+"""Keys and values from a position to another."""
 
 
 class Seen(NamedTuple):
@@ -36,26 +40,51 @@ class Scores(NamedTuple):
     sink: Tensor | None  # [Hq]
 
 
-def decode(query: Tensor, cache: KVCache, seen: Seen, scores: Scores) -> tuple[Tensor, Tensor]:
+def decode(
+    query: Tensor, cache: KVCache, seen: Seen, scores: Scores, row_by_row: bool = False
+) -> tuple[Tensor, Tensor]:
     """out `[B, Tq, Hq, Dv]` in the query's dtype and lse `[B, Hq, Tq]`, fp32 (fp64 for fp64)."""
+    if row_by_row and query.shape[0] > 1:
+        outs, lses = zip(*(_decode_row(b, query, cache, seen, scores) for b in range(query.shape[0])), strict=True)
+        return torch.cat(outs), torch.cat(lses)
+    return _decode(query, cache.tile, cache.capacity, cache.kv_heads, cache.value_dim, seen, scores)
+
+
+def _decode_row(b: int, query: Tensor, cache: KVCache, seen: Seen, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Row b as if it were alone: the sums of a matrix product may depend on its shape."""
+    row = slice(b, b + 1)
+
+    def tile(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        key, value = cache.tile(start, stop)
+        return key[row], value[row]
+
+    of_row = seen._replace(lengths=seen.lengths[row], tree=None if seen.tree is None else seen.tree[row])
+    if scores.slopes is not None and scores.slopes.shape[0] > 1:
+        scores = scores._replace(slopes=scores.slopes[row])
+    return _decode(query[row], tile, cache.capacity, cache.kv_heads, cache.value_dim, of_row, scores)
+
+
+def _decode(
+    query: Tensor, tile: Tile, capacity: int, kv_heads: int, value_dim: int, seen: Seen, scores: Scores
+) -> tuple[Tensor, Tensor]:
     batch, q_len, q_heads, _ = query.shape
-    kv_heads, device = cache.kv_heads, query.device
+    device = query.device
     wide = torch.promote_types(query.dtype, torch.float32)
     q = query.to(wide).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Tq, D]
     shape = q.shape[:-1]
     row_max = q.new_full(shape, -torch.inf)
     row_sum = q.new_zeros(shape)
-    sums = q.new_zeros(*shape, cache.value_dim)
+    sums = q.new_zeros(*shape, value_dim)
     position = seen.lengths.long()[:, None] - q_len + torch.arange(q_len, device=device)  # [B, Tq]
     slopes = None
     if scores.slopes is not None:
         slopes = scores.slopes.to(wide).view(-1, kv_heads, q_heads // kv_heads, 1, 1)
-    end = cache.capacity
+    end = capacity
     if device.type == "cpu" and batch and not torch.compiler.is_compiling():  # elsewhere looking would synchronise
         end = min(end, int(seen.lengths.max()))
     for start in range(0, end, TILE):
         stop = min(start + TILE, end)
-        key, value = cache.tile(start, stop)
+        key, value = tile(start, stop)
         at = torch.arange(start, stop, device=device)
         visible = _visible(seen, position, at)[:, None, None]  # [B, 1, 1, Tq, n]
         some = visible.any(-2)[:, 0, 0, :, None, None]  # a key that nobody sees may hold anything

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..cache_views import ContiguousKV, PagedKV, QuantizedKV
-from ..cache_views.codes import BITS, CHANNELS, TOKENS, QuantizedTensor, quantize
+from ..cache_views.codes import BITS, CHANNELS, SYMMETRIC, TOKENS, QuantizedTensor, quantize
 from ..cache_views.quantized import FORMATS, check_blocks, quantized_lengths, window_slots
 from ..cache_views.write import places
 from ..errors import refuse
@@ -22,7 +22,7 @@ def quantized_nbytes(x: Tensor, format: str, dim: int, group: int) -> int:
     """How many bytes `quantize` would make of x."""
     groups = -(-x.shape[dim] // group)
     scales = x.nbytes // max(1, x.shape[dim]) * groups
-    return x.numel() * BITS[format] // 8 + scales * (1 if format == "fp8" else 2)
+    return x.numel() * BITS[format] // 8 + scales * (1 if format in SYMMETRIC else 2)
 
 
 @torch.no_grad()
@@ -46,7 +46,8 @@ def quantize_kv(
         residual: the latest tokens of a row, that stay in full precision; up to `group - 1` more do until their block
             is complete.
         keys, values: "channel", a scale for each channel of a block, or "token".
-        scale_dtype: of scales and zeros: float16, bfloat16 or float32; None: the cache's own dtype.
+        scale_dtype: of scales and zeros: float16, bfloat16 or float32; None: float16 for a cache of 16 bits, else
+            float32. With float16, numbers beyond about 65000 are cut there. A GPU's kernel reads float16.
 
     Does not synchronise. What a cache holds behind a row's length may be anything.
 
@@ -66,6 +67,8 @@ def quantize_kv(
             refuse(side, '"channel" or "token"', repr(per))
     if scale_dtype not in (None, torch.float16, torch.bfloat16, torch.float32):
         refuse("scale_dtype", "float16, bfloat16, float32 or None", scale_dtype)
+    if scale_dtype is None:
+        scale_dtype = torch.float16 if cache.dtype.itemsize == 2 else torch.float32
     if isinstance(cache, PagedKV):
         check_blocks(group, cache.page, "channel" in (keys, values))
         stores, table, lengths = (cache.key_pages, cache.value_pages), cache.page_table, cache.lengths.clone()

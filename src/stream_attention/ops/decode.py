@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from inspect import signature
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from .. import plan as planning
 from .. import validate
 from ..cache_views import KVCache
+from ..cache_views.base import Cache
+from ..device import arch as device_arch
+from ..device import processors
+from ..plan import Plan, plan_decode
 from ..problem import UNBOUNDED
+from ..tuning.decode import DecodeProblem
 
 
-@torch.no_grad()
 def decode_attention(
     query: Tensor,
     cache: KVCache,
@@ -22,13 +31,18 @@ def decode_attention(
     sink: Tensor | None = None,
     softcap: float = 0.0,
     scale: float | None = None,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     out: Tensor | None = None,
+    workspace: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens of each row over everything its cache holds.
 
     The tokens are appended first, so a row's length counts them: query t of row b stands at position
-    `lengths[b] - Tq + t`. A row whose length is 0 returns 0. No gradient flows through it.
+    `lengths[b] - Tq + t`. A row whose length is 0 returns 0. No gradient flows through it. Nothing synchronises:
+    lengths and pages are read on the device, so a CUDA graph of a call serves a cache that grows.
 
     Args:
         query: `[B, Tq, Hq, D]`, fp16, bf16, fp32 or fp64; Tq is 1, or a few that were guessed ahead.
@@ -37,11 +51,18 @@ def decode_attention(
             `attention`.
         tree_mask: bool `[B, Tq, Tq]`: which of the new tokens each of them sees, in place of `causal` among them; they
             see all older ones.
+        num_splits: parts of a row's keys that run side by side and are merged; None: planned to fill the GPU.
+        batch_invariant: keys are split in the same places whatever the batch, so that a row's result has the same bits
+            whatever shares its batch. Costs speed where few rows are long.
         return_lse: also return the log-sum-exp, `[B, Hq, Tq]`, fp32 (fp64 for fp64).
         out: `[B, Tq, Hq, Dv]` to write into.
+        workspace: room for parts, made by `decode_workspace`, for calls that run one after another. With it and `out`
+            nothing is allocated (but the LSE, if that is wanted).
+        backend: "auto", "triton" (a GPU) or "eager" (plain torch, any device).
 
     Raises:
         ValueError, TypeError: a bad argument, before any work; the message names it with expected and actual.
+        UnsupportedProblem: the backend that was named cannot; the message says why.
 
     >>> import torch
     >>> from stream_attention import ContiguousKV, decode_attention
@@ -50,22 +71,234 @@ def decode_attention(
     >>> decode_attention(torch.randn(2, 1, 8, 16), cache).shape
     torch.Size([2, 1, 8, 16])
     """
+    facts = None
+    if tree_mask is None and alibi_slopes is None and sink is None:
+        splitting = num_splits, batch_invariant, backend
+        facts = _facts(query, cache, causal, window, softcap, scale, splitting, return_lse, out, workspace)
+        known = None if facts is None else cache.__dict__.get("_calls", {}).get(facts)
+        if known is not None:
+            return known(query, out, workspace)
+    return _decode(
+        query, cache, causal, window, tree_mask, alibi_slopes, sink, softcap, scale,
+        num_splits, batch_invariant, return_lse, out, workspace, backend, facts,
+    )  # fmt: skip
+
+
+def _facts(
+    query: Any,
+    cache: Any,
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    scale: Any,
+    splitting: tuple[Any, ...],
+    return_lse: Any,
+    out: Any,
+    workspace: Any,
+) -> Hashable | None:
+    """All that decides how a plain call on this cache is computed; None where it must take the ordinary way.
+
+    Checking a call, planning it and telling it to a kernel take the host longer than a short one takes a GPU. A cache
+    keeps the launches of its calls, and one with the facts of an earlier call goes straight to that. Types are looked
+    at because 1 equals True in a dict, but is refused.
+    """
+    num_splits, batch_invariant, backend = splitting
+    if (
+        torch.compiler.is_compiling()
+        or type(query) is not Tensor
+        or not query.is_cuda
+        or not isinstance(cache, Cache)
+        or type(causal) is not bool
+        or (window is not None and not (type(window) is tuple and [*map(type, window)] == [int, int]))
+        or type(softcap) is not float
+        or (scale is not None and type(scale) is not float)
+        or (num_splits is not None and type(num_splits) is not int)
+        or type(batch_invariant) is not bool
+        or type(return_lse) is not bool
+        or type(backend) is not str
+        or (out is not None and type(out) is not Tensor)
+        or (workspace is not None and type(workspace) is not Tensor)
+        or query.get_device() != torch._C._cuda_getDevice()
+    ):
+        return None
+    return (
+        cache.addresses,
+        *_layout(query),
+        causal,
+        window,
+        softcap,
+        scale,
+        splitting,
+        planning._forced,
+        return_lse,
+        None if out is None else _layout(out),
+        None if workspace is None else _layout(workspace),
+    )
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() % 16
+
+
+MOST_CALLS = 256
+"""Kinds of call that a cache remembers before it forgets them all."""
+
+
+def _remember(cache: Cache, facts: Hashable, repeat: Any, out: Tensor, lse: Tensor | None, numbers: int) -> None:
+    """Keep a call that was computed, with room for `numbers` of its parts, with the cache that it read."""
+    out_shape, lse_shape, float32 = out.shape, None if lse is None else lse.shape, torch.float32
+
+    def compute(query: Tensor, out: Tensor | None, workspace: Tensor | None) -> Any:
+        if out is None:
+            out = query.new_empty(out_shape)
+        lse = None if lse_shape is None else query.new_empty(lse_shape, dtype=float32)
+        if numbers and workspace is None:
+            workspace = query.new_empty(numbers, dtype=float32)
+        repeat(query, out, lse, workspace)
+        return out if lse is None else (out, lse)
+
+    calls: dict[Hashable, Any] = cache.__dict__.setdefault("_calls", {})
+    if len(calls) >= MOST_CALLS:
+        calls.clear()
+    calls[facts] = compute
+
+
+@torch.no_grad()
+def _decode(
+    query: Tensor,
+    cache: KVCache,
+    causal: bool,
+    window: tuple[int, int] | None,
+    tree_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    softcap: float,
+    scale: float | None,
+    num_splits: int | None,
+    batch_invariant: bool,
+    return_lse: bool,
+    out: Tensor | None,
+    workspace: Tensor | None,
+    backend: str,
+    facts: Hashable | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The ordinary way: check, plan, compute, and remember the call if it has facts."""
     validate.decoding(query, cache, tree_mask, alibi_slopes, sink, out)
     validate.options(causal, window, softcap, scale, 0.0, None, None, return_lse, query)
+    left, right = _sides(causal, window, tree_mask)
+    problem = _problem(query, cache, left, right)
+    plan = _plan(problem, num_splits, batch_invariant, backend)
+    slopes = alibi_slopes[None] if alibi_slopes is not None and alibi_slopes.dim() == 1 else alibi_slopes
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    lse: Tensor | None
+    if plan.backend == "triton":
+        from ..kernels.triton.decode import decode as decode_by_triton
+        from ..kernels.triton.decode_call import workspace_numbers
+
+        numbers = workspace_numbers(problem, plan.config)
+        validate.workspace(workspace, query, numbers)
+        asked = tree_mask, slopes, sink, left, right, scale, float(softcap)
+        result, lse, repeat = decode_by_triton(problem, plan.config, query, cache, *asked, out, return_lse, workspace)
+        if facts is not None and repeat is not None:
+            _remember(cache, facts, repeat, result, lse, numbers)
+    else:
+        from ..kernels.eager_decode import Scores, Seen, decode
+
+        validate.workspace(workspace, query, 0)
+        lengths = cache.lengths
+        if lengths is None:
+            lengths = torch.full((cache.batch,), cache.capacity, dtype=torch.int32, device=query.device)
+        seen = Seen(lengths, None if left == UNBOUNDED else left, None if right == UNBOUNDED else right, tree_mask)
+        with torch.autocast(query.device.type, enabled=False):
+            result, lse = decode(query, cache, seen, Scores(scale, float(softcap), slopes, sink), batch_invariant)
+        lse = lse if return_lse else None
+        if out is not None:
+            result = out.copy_(result)
+    return result if lse is None else (result, lse)
+
+
+def decode_workspace(
+    query: Tensor,
+    cache: KVCache,
+    *,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Room for the parts of calls like this one: `decode_attention(query, cache, ..., workspace=...)`.
+
+    Serves calls with queries and caches of these shapes and the same `num_splits`, `batch_invariant` and `backend`,
+    whatever else they ask for, one after another: what two streams do at once needs two. A call leaves it as it was.
+
+    >>> import torch
+    >>> from stream_attention import ContiguousKV, decode_workspace
+    >>> cache = ContiguousKV(*torch.randn(2, 2, 100, 4, 16))
+    >>> decode_workspace(torch.randn(2, 1, 8, 16), cache)  # plain torch on a CPU needs none
+    tensor([])
+    """
+    validate.decoding(query, cache, None, None, None, None)
+    problem = _problem(query, cache, UNBOUNDED, UNBOUNDED)
+    plan = _plan(problem, num_splits, batch_invariant, backend)
+    numbers = 0
+    if plan.backend == "triton":
+        from ..kernels.triton.decode_call import workspace_numbers
+
+        numbers = workspace_numbers(problem, plan.config)
+    return query.new_zeros(numbers, dtype=torch.float32)
+
+
+def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
+    """Print which kernel would run for `decode_attention(query, cache, **arguments)`, and how; compute nothing.
+
+    >>> import torch
+    >>> from stream_attention import ContiguousKV, explain_decode
+    >>> plan = explain_decode(torch.randn(2, 1, 8, 16), ContiguousKV(*torch.randn(2, 2, 100, 4, 16)))
+    ... # doctest: +ELLIPSIS
+    decode    B=2 Tq=1 Hq=8 Hkv=4 D=16 Dv=16 float32 on cpu, contiguous, up to 100 keys
+    backend   eager: plain torch, tiles of 1024 keys
+    not       triton: ...
+    """
+    try:
+        bound = signature(decode_attention).bind(query, cache, **arguments)
+    except TypeError as error:
+        raise TypeError(f"decode_attention() {error}") from None
+    bound.apply_defaults()
+    given = bound.arguments
+    validate.decoding(query, cache, given["tree_mask"], given["alibi_slopes"], given["sink"], given["out"])
+    left, right = _sides(given["causal"], given["window"], given["tree_mask"])
+    plan = _plan(_problem(query, cache, left, right), given["num_splits"], given["batch_invariant"], given["backend"])
+    print(plan)
+    return plan
+
+
+def _sides(causal: bool, window: tuple[int, int] | None, tree_mask: Tensor | None) -> tuple[int, int]:
     left, right = window or (UNBOUNDED, UNBOUNDED)
     if causal and tree_mask is None:
         right = 0 if right == UNBOUNDED else min(right, 0)
-    lengths = cache.lengths
-    if lengths is None:
-        lengths = torch.full((cache.batch,), cache.capacity, dtype=torch.int32, device=query.device)
-    slopes = alibi_slopes[None] if alibi_slopes is not None and alibi_slopes.dim() == 1 else alibi_slopes
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    return left, right
 
-    from ..kernels.eager_decode import Scores, Seen, decode
 
-    seen = Seen(lengths, None if left == UNBOUNDED else left, None if right == UNBOUNDED else right, tree_mask)
-    with torch.autocast(query.device.type, enabled=False):
-        result, lse = decode(query, cache, seen, Scores(scale, float(softcap), slopes, sink))
-    if out is not None:
-        result = out.copy_(result)
-    return (result, lse) if return_lse else result
+def _problem(query: Tensor, cache: KVCache, left: int, right: int) -> DecodeProblem:
+    batch, q_len, q_heads, head_dim = query.shape
+    device, capacity = query.device, cache.capacity
+    return DecodeProblem(
+        batch,
+        q_len,
+        q_heads,
+        cache.kv_heads,
+        head_dim,
+        cache.value_dim,
+        capacity,
+        capacity if left == UNBOUNDED else min(capacity, left + q_len),
+        query.dtype,
+        cache.coding,
+        cache.page_size,
+        device,
+        device_arch(device),
+        processors(device),
+    )
+
+
+def _plan(problem: DecodeProblem, num_splits: int | None, batch_invariant: bool, backend: str) -> Plan:
+    validate.splits(num_splits, batch_invariant)
+    return plan_decode(problem, num_splits, batch_invariant, planning.requested(backend))

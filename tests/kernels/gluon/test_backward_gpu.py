@@ -91,13 +91,12 @@ def drawn() -> Drawn:
 
 
 def gradients(case: Case, **changed: Any) -> dict[str, Tensor]:
-    """Every gradient of a case, by name of the input; `changed` replaces inputs."""
+    """The gradients of query, key and value of a case; `changed` replaces inputs."""
     query, key, value, options = make(case)
     tensors = {"query": query, "key": key, "value": value} | options | changed
     grad_out = tensors.pop("grad_out", None)
-    for name in ("query", "key", "value", "sink"):
-        if tensors.get(name) is not None:
-            tensors[name] = tensors[name].detach().requires_grad_()
+    for name in ("query", "key", "value"):
+        tensors[name] = tensors[name].detach().requires_grad_()
     op: Any = varlen_attention if case.packed else attention
     out = op(**tensors, backend="gluon")
     wanted = {name: t for name, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad}
@@ -135,9 +134,9 @@ def test_gradients_that_are_not_wanted_change_nothing() -> None:
     case = replace(ORDERED, sink=True)
     query, key, value, options = make(case)
     everything = gradients(case)
-    tensors = {"query": query, "key": key, "value": value, "sink": options.pop("sink")}
+    tensors = {"query": query, "key": key, "value": value}
     grad_out = normal(*query.shape, seed=7)
-    for wanted in (("query",), ("key",), ("value",), ("sink",), ("query", "value"), ("key", "sink")):
+    for wanted in (("query",), ("key",), ("value",), ("query", "value"), ("key", "value")):
         leaves = {name: t.detach().requires_grad_(name in wanted) for name, t in tensors.items()}
         out = attention(**leaves, **options, backend="gluon")
         found = torch.autograd.grad(out, [leaves[name] for name in wanted], grad_out)
@@ -184,7 +183,7 @@ def test_tritons_backward_takes_the_lse_of_the_gluon_forward() -> None:
 
 def test_what_it_lacks_is_refused_by_name_before_the_forward() -> None:
     leaves, _ = trained(D=128)
-    with pytest.raises(ValueError, match="gradient of ALiBi slopes"):
+    with pytest.raises(ValueError, match="gradients of ALiBi slopes"):
         attention(*leaves, alibi_slopes=torch.ones(4, device="cuda", requires_grad=True), backend="gluon")
     with pytest.raises(ValueError, match="in one order up to D 128"):
         attention(*trained(D=256)[0], deterministic=True, backend="gluon")
@@ -382,8 +381,6 @@ def test_heads_that_are_computed_one_after_the_other_are_as_all_at_once(
     monkeypatch.setattr("stream_attention.kernels.gluon.backward_sm90.SCRATCH_BYTES", 1)
     one_by_one = gradients(case)
     assert is_same(one_by_one, at_once, case.D)
-    if case.sink:
-        torch.testing.assert_close(one_by_one["sink"], at_once["sink"])
 
 
 def test_gradients_of_more_elements_than_32_bits(give_memory_back: None) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch.nn.attention import SDPBackend
 
 from .base import Provider
+from .decode import Append, Decode, Paged, Quantized
 from .flash_attention import FlashAttention2, FlashAttention3, FlashAttention4
 from .flex import Flex
 from .ours import Blocked, Deterministic, Ours, Plain
@@ -28,6 +29,12 @@ def by_name(fa3: Path | None = None) -> dict[str, Provider]:
         Plain(),
         *(Plain(name) for name in ("gluon", "triton")),
         Blocked(),
+        Decode("decode", "rows"),
+        *(Paged(page) for page in (16, 64, 256)),
+        *(Quantized(format) for format in ("fp8", "int8", "int4")),
+        Decode("batch invariant", "rows", batch_invariant=True),
+        Append("append"),
+        Append("append rotary", rotary=True),
         Dense(),
         Sdpa(),
         Sdpa("sdpa flash", SDPBackend.FLASH_ATTENTION, "SDPA-flash"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...testing.inputs import Case
-from ..cells import Cell, Tensors
+from ..cells import Cell, Tensors, kv_bytes
 
 
 class Provider:
@@ -34,8 +35,23 @@ class Provider:
         raise NotImplementedError
 
     def bare(self, x: Tensors) -> Callable[[], object]:
-        """The call on `x` with nothing of the benchmark around it, to measure what a call costs the host."""
+        """The call on `x` with nothing of the benchmark around it, to measure what a call costs the host.
+
+        It is made within `held()`, and may write where an earlier call of it has written.
+        """
         return lambda: self.attend(x)
+
+    def held(self) -> AbstractContextManager[object]:
+        """What any number of bare calls are made within."""
+        return nullcontext()
+
+    def seen(self, x: Tensors) -> Tensors:
+        """The inputs that its answer to `x` is compared on: others where it keeps keys and values in fewer bits."""
+        return x
+
+    def kv_bytes(self, case: Case, x: Tensors) -> float:
+        """Bytes of keys and values that a call on `x` reads."""
+        return kv_bytes(case)
 
     def case(self, case: Case) -> Case:
         """The problem that is really computed."""
@@ -93,5 +109,10 @@ def tried(attempt: Callable[[], Any]) -> str | None:
     try:
         attempt()
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return told(error)
     return None
+
+
+def told(error: Exception) -> str:
+    """An exception's name and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

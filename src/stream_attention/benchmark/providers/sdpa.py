@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,35 +39,27 @@ class Sdpa(Provider):
         return tried(lambda: self.attend(draw(shortened(case, rows=128, batch=1))))
 
     def attend(self, x: Tensors) -> Tensor:
-        if self.kernel is None:
-            return self._call(x)
-        with sdpa_kernel(self.kernel):
-            return self._call(x)
+        with self.held():
+            return self.bare(x)().transpose(1, 2)
 
-    def bare(self, x: Tensors) -> Callable[[], object]:
-        square = x.query.shape == x.key.shape
-        if self.kernel is not None or not square or len(x.options) > 1:
-            return super().bare(x)
-        query, key, value = (t.transpose(1, 2) for t in (x.query, x.key, x.value))
-        causal = x.options["causal"]
-        return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+    def held(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.kernel is None else sdpa_kernel(self.kernel)
 
-    def _call(self, x: Tensors) -> Tensor:
+    def bare(self, x: Tensors) -> Callable[[], Tensor]:
+        """Its result is `[B, H, T, D]`, as SDPA's is."""
         query, key, value = (t.transpose(1, 2) for t in (x.query, x.key, x.value))
         q_len, k_len = query.shape[2], key.shape[2]
         causal, mask = x.options["causal"] and q_len > 1, x.options.get("mask")
         if causal and q_len != k_len:  # is_causal would align top-left
             causal, mask = False, causal_lower_right(q_len, k_len)
-        out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=causal,
-            scale=x.options.get("scale"),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return out.transpose(1, 2)
+        options: dict[str, Any] = {"is_causal": causal}
+        if mask is not None:
+            options["attn_mask"] = mask
+        if "scale" in x.options:
+            options["scale"] = x.options["scale"]
+        if query.shape[1] != key.shape[1]:
+            options["enable_gqa"] = True
+        return lambda: F.scaled_dot_product_attention(query, key, value, **options)
 
 
 class Dense(Provider):

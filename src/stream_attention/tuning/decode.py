@@ -1,0 +1,164 @@
+"""How few queries against a cache are computed: the tile, and in how many parts a row's keys are split.
+
+Rows are the queries of all heads that share a KV head. Nothing is known here of a row's length: parts share it on the
+device, so a short row in a large cache is split as finely as a long one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..cache_views.codes import Coding
+
+INVARIANT_KEYS = 2048
+"""Keys of a part of a batch-invariant call: whatever the batch, a row's sums are cut in the same places."""
+
+MOST_ROWS = 64
+"""Rows of a tile at most."""
+
+
+class DecodeProblem(NamedTuple):
+    """What a call on a cache has to compute, without its tensors."""
+
+    batch: int
+    q_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    capacity: int  # keys that a row can hold
+    span: int  # keys that its queries see at most, of those
+    dtype: torch.dtype
+    coding: Coding | None
+    page: int  # tokens of a page; 0: none
+    device: torch.device
+    arch: int
+    processors: int
+
+    @property
+    def kind(self) -> str:
+        return "decode"
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Rows of a KV head."""
+        return self.group * self.q_len
+
+    @property
+    def lines(self) -> int:
+        return self.batch * self.kv_heads
+
+    @property
+    def block_r(self) -> int:
+        """Rows of a tile: a power of two, at least what a matrix instruction takes of its first or second factor."""
+        least, most = (16, MOST_ROWS) if self.coding is None else (8, 16)
+        return max(least, min(most, 1 << (self.rows - 1).bit_length()))
+
+    @property
+    def tiles_r(self) -> int:
+        return -(-self.rows // self.block_r)
+
+    @property
+    def width(self) -> int:
+        return max(self.head_dim, self.value_dim)
+
+    def __str__(self) -> str:
+        kind = f"pages of {self.page}" if self.page else "contiguous"
+        return (
+            f"B={self.batch} Tq={self.q_len} Hq={self.q_heads} Hkv={self.kv_heads} D={self.head_dim} "
+            f"Dv={self.value_dim} {str(self.dtype).removeprefix('torch.')} on {self.device}, {kind}, "
+            f"{self.coding.format + ' codes, ' if self.coding else ''}up to {self.capacity} keys"
+        )
+
+
+class DecodeConfig(NamedTuple):
+    block_n: int
+    num_warps: int
+    num_stages: int
+    num_splits: int = 1
+    split_keys: int = 0  # keys of a split; 0: each has its share of the row
+
+    def __str__(self) -> str:
+        splits = f", keys in {self.num_splits} splits" if self.num_splits > 1 else ""
+        each = f" of {self.split_keys}" if self.split_keys else ""
+        return f"blocks of {self.block_n} keys, {self.num_warps} warps, {self.num_stages} stages{splits}{each}"
+
+
+class Tile(NamedTuple):
+    block_n: int
+    num_warps: int
+    num_stages: int
+    resident: int  # programs that a processor holds at a time
+
+
+def configure(problem: DecodeProblem, num_splits: int | None, batch_invariant: bool) -> DecodeConfig:
+    """The configuration of a call. For a batch-invariant one all that shapes a row's sums follows from the row.
+
+    Codes have one split more, for the latest tokens, which are none.
+    """
+    tile = _tile(problem, batch_invariant)
+    config = DecodeConfig(*tile[:3])
+    blocks = max(1, -(-problem.span // tile.block_n))
+    of_window = 0 if problem.coding is None else 1
+    if batch_invariant:
+        keys = INVARIANT_KEYS if num_splits is None else -(-blocks // num_splits) * tile.block_n
+        return config._replace(num_splits=max(1, -(-problem.span // keys)) + of_window, split_keys=keys)
+    if num_splits is not None:
+        return config._replace(num_splits=num_splits)
+    return config._replace(num_splits=_splits(problem, tile, blocks) + of_window)
+
+
+STARTING = 256
+"""Keys that a program could stream in the time that it takes to start and to hand over its part."""
+MOST_SPLITS = 128
+
+
+def _splits(problem: DecodeProblem, tile: Tile, blocks: int) -> int:
+    """As many splits as take the least time: so many rounds of programs, each of a share of the keys and a start."""
+    at_a_time = tile.resident * max(1, problem.processors)
+    programs = max(1, problem.lines * problem.tiles_r)
+
+    def time(splits: int) -> float:
+        rounds = -(-programs * splits // at_a_time)
+        return rounds * (-(-blocks // splits) * tile.block_n + STARTING)
+
+    return min(range(1, max(1, min(MOST_SPLITS, blocks // 2)) + 1), key=time)
+
+
+def _tile(problem: DecodeProblem, batch_invariant: bool) -> Tile:
+    """The best of those tried on an H200 (benchmarks/results/h200/sweeps); of others it is a guess."""
+    if problem.coding is not None:
+        group = problem.coding.group
+        if problem.block_r > 8:
+            return Tile(min(group, 32), 4, 3, 3)
+        if problem.coding.format == "int4":
+            return Tile(min(group, 64), 2, 3, 6)
+        return Tile(min(group, 32), 1, 4, 8)
+    if problem.device.type == "cpu":  # the interpreter
+        return Tile(32, 4, 1, 1)
+    if problem.dtype is torch.float32:
+        return Tile(32, 8, 2, 1) if problem.width <= 128 else Tile(16, 8, 1, 1)
+    if problem.block_r > 16:  # rows that fill registers
+        return Tile(64, 4, 2, 2) if problem.width <= 128 else Tile(32, 8, 2, 1)
+    if problem.arch < 90 and problem.width > 64:  # two thirds of a Hopper's shared memory, or less
+        return Tile(32, 4, 3, 1) if problem.width > 128 else Tile(64, 4, 2, 2)
+    if problem.width <= 64:
+        return Tile(256, 4, 3, 1) if problem.arch >= 90 else Tile(128, 4, 2, 2)
+    if problem.width > 128:
+        return Tile(64, 4, 3, 1)
+    programs = problem.lines * problem.tiles_r
+    keys = programs * problem.span // max(1, problem.processors)  # of a processor
+    if not batch_invariant:
+        if programs >= 2 * problem.processors and problem.span <= 2048:
+            return Tile(32, 2, 4, 4)  # many short rows: more of them at a time, as a start is a good part of each
+        if keys <= 1024:
+            return Tile(64, 4, 3, 1)
+        if problem.page and problem.page % 128 and programs > problem.processors // 4:
+            return Tile(64, 4, 4, 2)
+    return Tile(128, 4, 3, 1)

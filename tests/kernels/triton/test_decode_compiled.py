@@ -1,0 +1,153 @@
+"""The decode kernels for GPUs that are not here: what is planned for them, and what the compiler makes of it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing; run without TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+from stream_attention import ContiguousKV, PagedKV, quantize_kv
+from stream_attention.cache_views import KVCache
+from stream_attention.kernels.triton.decode import decode
+from stream_attention.kernels.triton.decode_call import workspace_numbers
+from stream_attention.ops.decode import _problem
+from stream_attention.testing.offline import compiling_for, report
+from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeConfig, DecodeProblem, configure
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+PROCESSORS = {80: 108, 90: 132}
+
+
+def gpu(problem: DecodeProblem, arch: int = 90) -> DecodeProblem:
+    return problem._replace(device=torch.device("cuda"), arch=arch, processors=PROCESSORS[arch])
+
+
+def problem(batch: int, keys: int, heads: tuple[int, int] = (32, 8), dim: int = 128, **facts: Any) -> DecodeProblem:
+    """One query per row, bf16, on a Hopper."""
+    stated = DecodeProblem(
+        batch, 1, *heads, dim, dim, keys, keys, BF16, None, 0, torch.device("cuda"), 90, PROCESSORS[90]
+    )
+    return stated._replace(**facts)
+
+
+# Plans
+
+
+@pytest.mark.parametrize(
+    ("stated", "splits"),
+    [
+        (problem(1, 8192), 16),
+        (problem(1, 131072), 16),
+        (problem(8, 32768), 2),
+        (problem(64, 8192), 1),
+        (problem(16, 16384, (8, 1), 256), 8),
+        (problem(1, 64), 1),
+        (problem(1, 0), 1),
+    ],
+    ids=str,
+)
+def test_splits_fill_the_gpu_and_no_more(stated: DecodeProblem, splits: int) -> None:
+    config = configure(stated, None, False)
+    assert config.num_splits == splits and not config.split_keys
+
+
+def test_a_batch_invariant_plan_does_not_know_the_batch() -> None:
+    plans = {configure(problem(batch, 32768), None, True) for batch in (1, 2, 7, 64, 300)}
+    assert len(plans) == 1
+    (plan,) = plans
+    assert (plan.num_splits, plan.split_keys) == (32768 // INVARIANT_KEYS, INVARIANT_KEYS)
+
+
+def test_a_window_needs_no_more_splits_than_it_has_keys() -> None:
+    assert configure(problem(1, 131072, span=100), None, False).num_splits == 1
+    assert configure(problem(1, 131072, span=5000), None, True).num_splits == 3
+
+
+# What the compiler makes of them
+
+
+class Compiled(NamedTuple):
+    """A call of the gate, of two rows on 1024 tokens."""
+
+    arch: int = 90
+    dim: int = 128
+    heads: tuple[int, int] = (32, 8)
+    q_len: int = 1
+    page: int = 0
+    codes: str | None = None
+    keys: str = "channel"
+    group: int = 64
+    dtype: torch.dtype = BF16
+    modified: bool = False
+
+    def cache(self) -> KVCache:
+        kv_heads = self.heads[1]
+        lengths = torch.full((2,), 1000, dtype=torch.int32)
+        cache: ContiguousKV | PagedKV = ContiguousKV(
+            *torch.zeros(2, 2, 1024, kv_heads, self.dim, dtype=self.dtype), lengths
+        )
+        if self.page:
+            pages = torch.zeros(2, 2048 // self.page, self.page, kv_heads, self.dim, dtype=self.dtype)
+            cache = PagedKV(*pages, torch.zeros(2, 1024 // self.page, dtype=torch.int32), lengths)
+        return cache if self.codes is None else quantize_kv(cache, self.codes, keys=self.keys, group=self.group)
+
+    def kernels(self) -> tuple[DecodeConfig, list[Any]]:
+        """The kernel that computes and the one that merges."""
+        query, cache = torch.zeros(2, self.q_len, self.heads[0], self.dim, dtype=self.dtype), self.cache()
+        stated = gpu(_problem(query, cache, 100 if self.modified else -1, 0), self.arch)
+        config = configure(stated, None, False)._replace(num_splits=3)
+        tree = torch.ones(2, self.q_len, self.q_len, dtype=torch.bool) if self.modified else None
+        per_head = torch.zeros(1, self.heads[0]) if self.modified else None
+        asked = tree, per_head, None if per_head is None else per_head[0], 100 if self.modified else -1, 0, 0.1
+        room = torch.zeros(workspace_numbers(stated, config))
+        with compiling_for(self.arch) as compiled:
+            decode(stated, config, query, cache, *asked, 5.0 if self.modified else 0.0, None, True, room)
+        return config, compiled
+
+
+CALLS = {
+    "rows": Compiled(),
+    "rows d64": Compiled(dim=64, heads=(16, 2)),
+    "rows d256": Compiled(dim=256, heads=(8, 1)),
+    "pages of 16": Compiled(page=16),
+    "pages of 256": Compiled(page=256),
+    "sixteen queries": Compiled(q_len=16),
+    "everything": Compiled(page=64, q_len=4, modified=True),
+    "sixteen queries d256": Compiled(q_len=16, dim=256),
+    "fp32": Compiled(dtype=F32, dim=128),
+    "fp32 d256": Compiled(dtype=F32, dim=256),
+    "int4": Compiled(codes="int4"),
+    "int8": Compiled(codes="int8"),
+    "fp8": Compiled(codes="fp8", dtype=F16),
+    "int4 in pages": Compiled(codes="int4", page=64),
+    "int4 per token": Compiled(codes="int4", keys="token"),
+    "int4 d64": Compiled(codes="int4", dim=64, heads=(16, 2)),
+    "int4, everything": Compiled(codes="int4", q_len=4, modified=True),
+    "int8, sixteen queries": Compiled(codes="int8", q_len=16),
+    "rows on an A100": Compiled(arch=80),
+    "rows d256 on an A100": Compiled(arch=80, dim=256, heads=(8, 1)),
+    "int4 on an A100": Compiled(arch=80, codes="int4"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_machine_code_is_as_it_should_be(name: str) -> None:
+    call = CALLS[name]
+    config, (computing, merging) = call.kernels()
+    found = report(computing)
+    assert found.spill_bytes == 0 and report(merging).spill_bytes == 0
+    assert found.warps == config.num_warps
+    assert found.shared_bytes <= SHARED_BYTES[call.arch]
+    ops = found.instructions
+    assert ops["LDGSTS"] >= 2 * (config.num_stages - 1), "keys and values are copied asynchronously"
+    if call.dtype is not F32:
+        assert (ops["HMMA"] and ops["LDSM"]) or ops["HGMMA"], "matrix instructions, with operands in their own order"
+    ahead = {"ACQBULK"} & set(ops)
+    assert bool(ahead) == (call.arch >= 90), "waits for the kernels ahead of it"

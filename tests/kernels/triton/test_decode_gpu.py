@@ -1,0 +1,353 @@
+"""The decode kernels on a GPU: random problems within what is earned, and what only a device can show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from decode_problems import (
+    BF16,
+    F16,
+    F32,
+    Codes,
+    DecodeCase,
+    Drawn,
+    Made,
+    check,
+    compare,
+    compare_plain,
+    draw,
+    make,
+    more_of,
+    rows_of,
+    run_all,
+    same_bits,
+)
+from gpu_tools import captured, give_memory_back, keep, normal, without_synchronising
+
+from stream_attention import ContiguousKV, PagedKV, QuantizedKV, decode_attention, decode_workspace, quantize_kv
+from stream_attention.cache_views import KVCache
+
+__all__ = ["give_memory_back"]
+
+pytestmark = pytest.mark.gpu
+
+
+def decode(query: Tensor, cache: KVCache, **options: Any) -> Any:
+    return decode_attention(query, cache, **options, backend="triton")
+
+
+def workspace_of(query: Tensor, cache: KVCache, **options: Any) -> Tensor:
+    return decode_workspace(query, cache, **options, backend="triton")
+
+
+# What is compiled, once, in parallel and before anything runs
+
+BATCH = DecodeCase(
+    lengths=(9000, 3, 0, 20_000, 33, 64, 15_100), capacity=20_000, Hq=8, Hkv=2, D=128, Dv=128, dtype=BF16, device="cuda"
+)
+KINDS: dict[str, DecodeCase] = {
+    "contiguous": BATCH,
+    "without lengths": replace(BATCH, lengths=(20_000,) * 3, counted=False),
+    "paged": replace(BATCH, page=16),
+    "pages of 1": replace(BATCH, page=1, lengths=(900, 3, 0, 2000, 33, 64, 1510), capacity=2000),
+    "fp8": replace(BATCH, codes=Codes("fp8")),
+    "int8": replace(BATCH, codes=Codes("int8")),
+    "int4": replace(BATCH, codes=Codes("int4")),
+    "int4 paged": replace(BATCH, codes=Codes("int4"), page=64),
+    "fp32": replace(BATCH, dtype=F32),
+}
+EVERYTHING = replace(
+    BATCH, Tq=5, Dv=64, page=32, tree=True, window=(15_000, 2), alibi="BH", sink=True, softcap=20.0, scale=0.1
+)
+LONG = DecodeCase(lengths=(2**17,), capacity=2**17, Hq=32, Hkv=8, D=128, Dv=128, dtype=BF16, device="cuda")
+LONG_CASES: dict[str, DecodeCase] = {
+    "one row": LONG,
+    "a row among short ones": replace(LONG, lengths=(5, 2**17, 0), Hq=16, Hkv=4),
+    "pages of 16": replace(LONG, page=16),
+    "fp8": replace(LONG, codes=Codes("fp8")),
+    "int8 in pages": replace(LONG, codes=Codes("int8"), page=64),
+    "int4": replace(LONG, codes=Codes("int4")),
+    "sixteen queries": replace(LONG, Tq=16, Hq=16, Hkv=4),
+    "batch invariant": replace(LONG, batch_invariant=True, workspace=True),
+    "fp16": replace(LONG, dtype=F16, workspace=True),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drawn() -> Drawn:
+    hows: list[dict[str, Any]] = [{}, {"workspace": True}, {"batch_invariant": True}]
+    fixed = [replace(case, **how) for case in (*KINDS.values(), EVERYTHING) for how in hows]
+    return draw(problems=1000, templates=40, variants=160, also=[*fixed, *LONG_CASES.values()])
+
+
+# Random problems
+
+
+def test_random_problems_agree_within_what_is_earned(drawn: Drawn) -> None:
+    summary = run_all(drawn)
+    keep(summary, "random problems", of="decode")
+    assert not summary["failed"], "\n\n".join(summary["failures"])
+
+
+@pytest.mark.parametrize("name", LONG_CASES)
+def test_long_contexts(name: str, give_memory_back: None) -> None:
+    check(LONG_CASES[name])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "everything"])
+def test_auto_takes_the_kernels(kind: str) -> None:
+    query, cache, options = make(EVERYTHING if kind == "everything" else KINDS[kind])
+    assert same_bits(decode_attention(query, cache, **options), decode(query, cache, **options))
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("with_workspace", [False, True], ids=["alone", "workspace"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fifty_calls_are_bit_equal(kind: str, with_workspace: bool) -> None:
+    query, cache, _ = make(KINDS[kind])
+    into = {"workspace": workspace_of(query, cache)} if with_workspace else {}
+    first, first_lse = decode(query, cache, return_lse=True, **into)
+    for _ in range(49):
+        out, lse = decode(query, cache, return_lse=True, **into)
+        assert same_bits(out, first) and same_bits(lse, first_lse)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "without lengths"])
+def test_a_batch_invariant_row_has_the_same_bits_in_every_batch(kind: str) -> None:
+    query, cache, _ = make(KINDS[kind])
+    together, lses = decode(query, cache, batch_invariant=True, return_lse=True)
+    for rows in ([0], [3], [6, 2, 5], [5, 3, 1, 0, 6, 4, 2], [3] * 40):
+        some, its_query = rows_of(cache, rows), query[rows]
+        workspace = workspace_of(its_query, some, batch_invariant=True)
+        for into in ({}, {"workspace": workspace}):
+            out, lse = decode(its_query, some, batch_invariant=True, return_lse=True, **into)
+            assert same_bits(out, together[rows]) and same_bits(lse, lses[rows])
+
+
+def test_a_batch_invariant_row_does_not_depend_on_the_room_that_others_need() -> None:
+    query, paged, _ = make(KINDS["paged"])
+    assert isinstance(paged, PagedKV)
+    together = decode(query, paged, batch_invariant=True)
+    narrow = replace(paged, page_table=paged.page_table[:1, : -(-9000 // 16)], lengths=paged.lengths[:1])
+    assert same_bits(decode(query[:1], narrow, batch_invariant=True), together[:1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_workspace_serves_a_hundred_calls(kind: str) -> None:
+    """Between them other queries use it, and the output is another one every time."""
+    query, cache, _ = make(KINDS[kind])
+    workspace = workspace_of(query, cache)
+    first = decode(query, cache, workspace=workspace)
+    for _ in range(50):
+        other = decode(-query, cache, workspace=workspace)
+        assert same_bits(decode(query, cache, workspace=workspace), first) and not torch.equal(other, first)
+
+
+# CUDA graphs, over caches that grow
+
+GROWING = ("contiguous", "paged", "fp8", "int8 paged")
+ROWS, HEADS, KV_HEADS, DIM = 3, 8, 2, 64
+
+
+def growing(kind: str, start: int, room: int = 2048) -> KVCache:
+    """A cache of three rows with room for more; row b holds `start + 100 b` tokens."""
+    cache: KVCache
+    if "paged" in kind:
+        pages = ROWS * room // 64
+        store = torch.full((2, pages, 64, KV_HEADS, DIM), torch.nan, dtype=BF16, device="cuda")
+        table = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).int().view(ROWS, -1).cuda()
+        cache = PagedKV(store[0], store[1], table, torch.zeros(ROWS, dtype=torch.int32, device="cuda"))
+    else:
+        store = torch.full((2, ROWS, room, KV_HEADS, DIM), torch.nan, dtype=BF16, device="cuda")
+        cache = ContiguousKV(store[0], store[1], torch.zeros(ROWS, dtype=torch.int32, device="cuda"))
+    if kind.split()[0] in ("fp8", "int8"):
+        cache = quantize_kv(cache, kind.split()[0], group=32, residual=8)
+    cache.append(*new_tokens(start + 100 * (ROWS - 1), 0))
+    assert cache.lengths is not None
+    if isinstance(cache, QuantizedKV):
+        return cache  # the window is that of the length: rows stay as long as each other
+    cache.lengths.copy_(torch.tensor([start + 100 * b for b in range(ROWS)]))
+    return cache
+
+
+def new_tokens(n: int, seed: int) -> tuple[Tensor, Tensor]:
+    key, value = normal(2, ROWS, n, KV_HEADS, DIM, seed=seed)
+    return key, value
+
+
+@pytest.mark.parametrize("with_workspace", [False, True], ids=["alone", "workspace"])
+@pytest.mark.parametrize("kind", GROWING)
+def test_a_graph_replays_after_tokens_were_appended(kind: str, with_workspace: bool) -> None:
+    cache, query = growing(kind, 500), normal(ROWS, 2, HEADS, DIM, seed=1)
+    into = {"workspace": workspace_of(query, cache), "out": torch.empty_like(query)} if with_workspace else {}
+    graph, (out, lse) = captured(lambda: decode(query, cache, return_lse=True, **into))
+    for n in range(20):
+        cache.append(*new_tokens(7, 10 + n))
+        query.copy_(normal(*query.shape, seed=50 + n))
+        graph.replay()
+        result, its_lse = out.clone(), lse.clone()
+        fresh, fresh_lse = decode(query, cache, return_lse=True, **into)
+        assert same_bits(result, fresh) and same_bits(its_lse, fresh_lse)
+        if n % 5 == 0:
+            assert compare_plain(query, cache, result, its_lse) <= 1
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_a_graph_that_appends_decodes_what_it_appended(kind: str) -> None:
+    cache, twin, query = growing(kind, 500), growing(kind, 500), normal(ROWS, 1, HEADS, DIM, seed=1)
+    key, value = new_tokens(1, 2)
+    workspace, room = workspace_of(query, cache), torch.empty_like(query)
+
+    def step(its_cache: KVCache) -> Tensor:
+        its_cache.append(key, value)
+        return decode(query, its_cache, out=room, workspace=workspace)
+
+    graph, out = captured(lambda: step(cache))
+    for _ in range(2):  # as often as a capture runs it
+        step(twin)
+    for n in range(40):
+        for tensor, fresh in zip((key, value), new_tokens(1, 10 + n), strict=True):
+            tensor.copy_(fresh)
+        graph.replay()
+        result = out.clone()
+        assert same_bits(result, step(twin))
+    assert cache.lengths is not None and twin.lengths is not None and torch.equal(cache.lengths, twin.lengths)
+
+
+# Streams, the host, memory
+
+
+@pytest.mark.parametrize("with_workspace", [False, True], ids=["alone", "workspace"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_streams_at_once(kind: str, with_workspace: bool) -> None:
+    inputs = [make(replace(KINDS[kind], seed=seed)) for seed in (0, 1)]
+    into = [{"workspace": workspace_of(x.query, x.cache)} if with_workspace else {} for x in inputs]
+    expected = [decode(x.query, x.cache, **its) for x, its in zip(inputs, into, strict=True)]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    found: list[list[Tensor]] = [[], []]
+    for _ in range(30):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[n].append(decode(inputs[n].query, inputs[n].cache, **into[n]))
+    torch.cuda.synchronize()
+    for n in range(2):
+        assert all(same_bits(out, expected[n]) for out in found[n])
+
+
+def calls(kind: str) -> tuple[Callable[..., Any], Made]:
+    made = make(EVERYTHING if kind == "everything" else KINDS[kind])
+    return lambda **more: decode(made.query, made.cache, **made.options, **more), made
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"batch_invariant": True}, {"num_splits": 5}], ids=["planned", "invariant", "told"]
+)
+@pytest.mark.parametrize("kind", [*KINDS, "everything"])
+def test_no_host_synchronisation(kind: str, how: dict[str, Any]) -> None:
+    call, made = calls(kind)
+    call(**how)  # compiles
+    call(**how, workspace=workspace_of(made.query, made.cache, **how))
+    with without_synchronising():
+        out = call(**how)
+        workspace = workspace_of(made.query, made.cache, **how)
+        into = call(**how, workspace=workspace)
+    torch.testing.assert_close(into, out)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"batch_invariant": True}, {"num_splits": 5}], ids=["planned", "invariant", "told"]
+)
+@pytest.mark.parametrize("kind", [*KINDS, "everything"])
+def test_nothing_is_allocated_with_an_out_and_a_workspace(kind: str, how: dict[str, Any]) -> None:
+    call, made = calls(kind)
+    out = made.query.new_empty(*made.query.shape[:3], made.cache.value_dim)
+    workspace = workspace_of(made.query, made.cache, **how)
+    call(**how, out=out, workspace=workspace)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    call(**how, out=out, workspace=workspace)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+# Sizes beyond 32 bits
+
+BEYOND = 2**31
+FEW = DecodeCase(lengths=(700, 0, 130), capacity=700, Hq=16, Hkv=8, D=128, Dv=128, dtype=BF16, device="cuda", page=256)
+
+
+@pytest.mark.parametrize(
+    "codes", [None, Codes("fp8"), Codes("int8"), Codes("int4")], ids=["bf16", "fp8", "int8", "int4"]
+)
+def test_pages_of_more_elements_than_32_bits(codes: Codes | None, give_memory_back: None) -> None:
+    """The pages that rows hold lie at the end of a store of more than 2**31 elements: 8.6 GB in bf16."""
+    case = replace(FEW, codes=codes)
+    query, cache, options = make(case)
+    few = cache.key.codes if isinstance(cache, QuantizedKV) else cache.key_pages  # type: ignore[union-attr]
+    first = BEYOND // few[0].numel() + 1
+
+    def far(store: Tensor) -> Tensor:
+        whole = more_of(store, first + store.shape[0])
+        whole[first:].copy_(store)
+        return whole
+
+    assert cache.page_table is not None  # type: ignore[union-attr]
+    table = cache.page_table  # type: ignore[union-attr]
+    table = torch.where((table >= 0) & (table < few.shape[0]), table + first, -1)
+    moved: KVCache
+    if isinstance(cache, QuantizedKV):
+        key, value = (
+            replace(
+                side, codes=far(side.codes), scale=far(side.scale), zero=None if side.zero is None else far(side.zero)
+            )
+            for side in (cache.key, cache.value)
+        )
+        moved = replace(cache, key=key, value=value, page_table=table)
+    else:
+        assert isinstance(cache, PagedKV)
+        moved = PagedKV(far(cache.key_pages), far(cache.value_pages), table, cache.lengths)
+    out, lse = decode(query, moved, return_lse=True)
+    assert compare(case, Made(query, cache, options), out, lse) <= 1
+
+
+def test_rows_of_more_elements_than_32_bits(give_memory_back: None) -> None:
+    """The last of seventeen rows of 2**17 slots begins at element 2**31: 9.1 GB."""
+    case = replace(FEW, page=None)
+    query, cache, options = make(case)
+    assert isinstance(cache, ContiguousKV) and cache.lengths is not None
+    rows, batch = 17, len(case.lengths)
+    stores = [torch.empty(rows, 2**17, *x.shape[2:], dtype=BF16, device="cuda") for x in (cache.key, cache.value)]
+    assert stores[0].numel() > BEYOND
+    lengths = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    lengths[-batch:] = cache.lengths.flip(0)  # the longest row is the last
+    for store, x in zip(stores, (cache.key, cache.value), strict=True):
+        store[-batch:, : x.shape[1]] = x.flip(0)
+    queries = torch.zeros(rows, *query.shape[1:], dtype=BF16, device="cuda")
+    queries[-batch:] = query.flip(0)
+    out, lse = decode(queries, ContiguousKV(stores[0], stores[1], lengths), return_lse=True)
+    made = Made(query, cache, options)
+    assert compare(case, made, out[-batch:].flip(0), lse[-batch:].flip(0)) <= 1
+    assert not out[:-batch].any()
+
+
+def test_tokens_of_a_row_of_more_elements_than_32_bits(give_memory_back: None) -> None:
+    """A window at the end of one row of 2**21 tokens and some, 8.6 GB, that are NaN before it."""
+    case = replace(FEW, page=None, lengths=(700,), window=(600, 0))
+    query, cache, options = make(case)
+    assert isinstance(cache, ContiguousKV)
+    tokens = 2**21 + 700
+    stores = [torch.empty(1, tokens, *x.shape[2:], dtype=BF16, device="cuda") for x in (cache.key, cache.value)]
+    for store, x in zip(stores, (cache.key, cache.value), strict=True):
+        store[:, :-700].fill_(torch.nan)
+        store[:, -700:] = x
+    out, lse = decode(query, ContiguousKV(stores[0], stores[1]), **options, return_lse=True)
+    assert compare(case, Made(query, cache, options), out, lse) <= 1
