@@ -39,7 +39,7 @@ CLOCKS = {
 Call = Callable[[int], object]
 """Computes once, on the inputs set of this number."""
 
-HOST_LEAD_CYCLES = 2_000_000  # about 1 ms: enough to queue a round of a few calls
+HOST_LEAD_CYCLES = 8_000_000  # about 4 ms: a round of six backwards takes the host more than one
 
 
 class Latency(NamedTuple):

@@ -185,7 +185,7 @@ def _decode(
     """The ordinary way: check, plan, compute, and remember the call if it has facts."""
     validate.decoding(query, cache, tree_mask, alibi_slopes, sink, out)
     validate.options(causal, window, softcap, scale, 0.0, None, None, return_lse, query)
-    left, right = _sides(causal, window, tree_mask)
+    left, right = _sides(causal, window, tree_mask, query.shape[1])
     problem = _problem(query, cache, left, right)
     plan = _plan(problem, num_splits, batch_invariant, backend)
     slopes = alibi_slopes[None] if alibi_slopes is not None and alibi_slopes.dim() == 1 else alibi_slopes
@@ -265,17 +265,17 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
     bound.apply_defaults()
     given = bound.arguments
     validate.decoding(query, cache, given["tree_mask"], given["alibi_slopes"], given["sink"], given["out"])
-    left, right = _sides(given["causal"], given["window"], given["tree_mask"])
+    left, right = _sides(given["causal"], given["window"], given["tree_mask"], query.shape[1])
     plan = _plan(_problem(query, cache, left, right), given["num_splits"], given["batch_invariant"], given["backend"])
     print(plan)
     return plan
 
 
-def _sides(causal: bool, window: tuple[int, int] | None, tree_mask: Tensor | None) -> tuple[int, int]:
+def _sides(causal: bool, window: tuple[int, int] | None, tree_mask: Tensor | None, q_len: int) -> tuple[int, int]:
     left, right = window or (UNBOUNDED, UNBOUNDED)
     if causal and tree_mask is None:
         right = 0 if right == UNBOUNDED else min(right, 0)
-    return left, right
+    return left, UNBOUNDED if q_len == 1 else right  # behind the newest token is nothing to hide
 
 
 def _problem(query: Tensor, cache: KVCache, left: int, right: int) -> DecodeProblem:

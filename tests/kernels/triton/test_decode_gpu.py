@@ -85,7 +85,7 @@ LONG_CASES: dict[str, DecodeCase] = {
 def drawn() -> Drawn:
     hows: list[dict[str, Any]] = [{}, {"workspace": True}, {"batch_invariant": True}]
     fixed = [replace(case, **how) for case in (*KINDS.values(), EVERYTHING) for how in hows]
-    return draw(problems=1000, templates=40, variants=160, also=[*fixed, *LONG_CASES.values()])
+    return draw(problems=600, templates=30, variants=100, also=[*fixed, *LONG_CASES.values()])
 
 
 # Random problems

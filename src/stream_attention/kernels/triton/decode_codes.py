@@ -483,7 +483,7 @@ def _codes_kernel(
     if split == num_splits - 1:
         k_window_ptr += b * stride_kwb + kv_head * stride_kwh
         v_window_ptr += b * stride_vwb + kv_head * stride_vwh
-        for start in tl.range(tl.maximum(coded, first), length, WINDOW_N, num_stages=1):
+        for start in tl.range(tl.maximum(coded, first), length, WINDOW_N, num_stages=2):
             k_pos = start + tl.arange(0, WINDOW_N)
             inside = k_pos < length
             slot = tl.minimum(k_pos, length - 1) % slots
