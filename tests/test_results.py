@@ -44,7 +44,16 @@ def test_every_provider_was_right_before_it_was_timed() -> None:
         "cpu/cpu",
         *(
             f"h200/{suite}"
-            for suite in ("forward", "backward", "shapes", "modifiers", "modifiers-backward", "decode", "small")
+            for suite in (
+                "forward",
+                "backward",
+                "shapes",
+                "modifiers",
+                "modifiers-backward",
+                "decode",
+                "caches",
+                "small",
+            )
         ),
     )
     for name in names:
@@ -59,14 +68,29 @@ def test_triton_is_never_slower_than_sdpa_flash(direction: str) -> None:
     assert min(ratios.values()) >= 1.0, ratios
 
 
-SLOW_IN_ORDER = {"d128 causal 512"}
-"""Cells past the bar of one order, to be mended: half of its calls took twice the time of the others."""
+TIMED_AGAIN = {"d64 causal 512"}
+"""Cells in which the benchmark's host was late, so that calls of 0.43 ms looked like 0.84: timed again with a longer
+lead in sweeps/10."""
 
 
 def test_one_order_of_additions_costs_at_most_a_fifth() -> None:
     cells = narrow({cell["name"]: cell["providers"] for cell in results("h200/backward")["cells"]})
     ratios = {name: its["gluon deterministic"]["median_ms"] / its["gluon"]["median_ms"] for name, its in cells.items()}
-    assert len(ratios) == 24 and {name for name, ratio in ratios.items() if ratio > 1.2} == SLOW_IN_ORDER, ratios
+    assert len(ratios) == 24 and {name for name, ratio in ratios.items() if ratio > 1.2} <= TIMED_AGAIN, ratios
+
+
+def test_the_cells_in_which_the_host_was_late_were_timed_again() -> None:
+    rows = results("h200/sweeps/10-one-order-and-modifiers")["one order"]
+    alone = {
+        (row["head_dim"], row["length"], row["deterministic"]): row
+        for row in rows
+        if row["alone"] and (row["planned"] or not row["deterministic"])
+    }
+    for dim in (64, 128):
+        for length in (512, 1024, 2048):
+            assert alone[dim, length, True]["p90_us"] <= 1.2 * alone[dim, length, False]["median_us"]
+    in_turn = {row["call"]: row for row in rows if not row["alone"] and row["host_lead_cycles"] == 8_000_000}
+    assert in_turn["autograd, deterministic"]["max_us"] <= 1.2 * in_turn["kernel"]["median_us"]
 
 
 def test_two_kernels_and_one_were_both_measured_and_the_faster_is_kept() -> None:
@@ -118,7 +142,7 @@ def test_cpu_bars_are_met() -> None:
 
 @pytest.mark.parametrize(
     ("which", "tests", "problems"),
-    [("forward", 60, 2000), ("backward", 40, 400), ("gluon_forward", 50, 5000)],
+    [("forward", 60, 2000), ("backward", 40, 400), ("gluon_forward", 50, 5000), ("gluon_backward", 120, 1200)],
 )
 def test_the_gpu_tests_were_run_and_passed(which: str, tests: int, problems: int) -> None:
     summary = results(f"h200/gpu_tests_{which}")
@@ -127,22 +151,24 @@ def test_the_gpu_tests_were_run_and_passed(which: str, tests: int, problems: int
     assert summary["commit"] and summary["versions"]["torch"] and summary["gpu"]
 
 
-def test_the_sanitizer_found_nothing_in_what_was_tested() -> None:
-    said = (RESULTS / "h200" / "compute_sanitizer_gluon_forward.txt").read_text()
-    assert results("h200/gpu_tests_gluon_forward")["commit"] in said
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_sanitizer_found_nothing_in_what_was_tested(direction: str) -> None:
+    said = (RESULTS / "h200" / f"compute_sanitizer_gluon_{direction}.txt").read_text()
+    assert results(f"h200/gpu_tests_gluon_{direction}")["commit"] in said
     assert said.count("ERROR SUMMARY: 0 errors") == said.count("compute-sanitizer --tool") == 2
 
 
-def test_the_gradients_of_the_hopper_kernels_were_compared_with_fp64() -> None:
-    """In part: what was not reached is said in the file, and is to be run."""
-    found = results("h200/gpu_tests_gluon_backward")
-    problems = found["random problems"]
-    assert found["passed"] >= 89 and problems["problems"] >= 1200
-    assert all("wrong by more than was earned: d_sink" in failure for failure in problems["failures"])
+@pytest.mark.parametrize(("of", "most"), [("backward", 1.15), ("gluon_backward", 1.35)])
+def test_a_training_step_at_64k_tokens_is_within_its_memory_bar(of: str, most: float) -> None:
+    assert results(f"h200/gpu_tests_{of}")["memory of a training step at 64k"]["ratio"] <= most
 
 
-def test_a_training_step_at_64k_tokens_is_within_its_memory_bar() -> None:
-    assert results("h200/gpu_tests_backward")["memory of a training step at 64k"]["ratio"] <= 1.15
+def test_auto_takes_the_faster_backward_for_softcap_and_dropout() -> None:
+    """At D 64 Triton's, above it that for Hopper: `_gluon_why_named_only`."""
+    rows = results("h200/sweeps/10-one-order-and-modifiers")["modifiers"]
+    timed = {(row["head_dim"], row["modifier"]): row["triton_us"] / row["gluon_us"] for row in rows}
+    for modifier in ("softcap", "dropout"):
+        assert timed[64, modifier] < 1.0 < min(timed[128, modifier], timed[256, modifier])
 
 
 def test_training_with_ours_is_within_the_spread_of_two_sdpa_seeds() -> None:
@@ -156,3 +182,30 @@ def test_training_with_ours_is_within_the_spread_of_two_sdpa_seeds() -> None:
         assert judged["within"], (name, judged)
         assert all(runs[name]["plan"][way].startswith("gluon: ") for way in ("forward", "backward")), name
         assert sum(runs[name]["losses"][-10:]) / 10 < told["nats_without_attention"], "attention was not learnt"
+
+
+NEARLY = {"b16 64/8 d128 16384": 0.99, "b8 16/2 d64 32768": 0.98, "b64 32/8 d128 1024": 0.99}
+"""Cells of decoding at the best peer's speed less what a run differs from the next by, to be mended."""
+
+
+def test_decoding_meets_the_best_peer_of_every_cell_and_nearly_the_memory() -> None:
+    cells = {cell["name"]: cell for cell in results("h200/decode")["cells"]}
+    best = {name: 1 / cell["ratio"] for name, cell in cells.items()}
+    assert len(best) == 10 and all(ratio >= NEARLY.get(name, 1.0) for name, ratio in best.items()), best
+    assert all(1 / cell["eager"]["ratio"] >= 0.99 for cell in cells.values())
+    assert cells["b1 32/8 d128 131072"]["providers"]["decode"]["share_of_read_bandwidth"] >= 0.9
+
+
+PAST_THEIR_BAR = {
+    "paged 16 b8 32/8 d128 32768",
+    *(f"paged {page} b1 32/8 d128 8192" for page in (16, 64, 256)),
+    *(f"{codes} b8 32/8 d128 32768" for codes in ("fp8", "int8", "int4")),
+}
+"""Kinds of caches that take more time than they are allowed, to be mended (docs/performance.md)."""
+
+
+def test_kinds_of_caches_that_miss_their_bar_are_known() -> None:
+    held = [cell for cell in results("h200/caches")["cells"] if cell["bar"] is not None]
+    assert len(held) == 9 and {cell["name"] for cell in held if not cell["met"]} == PAST_THEIR_BAR
+    codes = [cell for cell in held if cell["name"].startswith(("fp8", "int8", "int4"))]
+    assert len(codes) == 3 and all(cell["ratio"] < 1.0 for cell in codes), "slower than what they compress"

@@ -192,15 +192,8 @@ def _decode(
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     lse: Tensor | None
     if plan.backend == "triton":
-        from ..kernels.triton.decode import decode as decode_by_triton
-        from ..kernels.triton.decode_call import workspace_numbers
-
-        numbers = workspace_numbers(problem, plan.config)
-        validate.workspace(workspace, query, numbers)
         asked = tree_mask, slopes, sink, left, right, scale, float(softcap)
-        result, lse, repeat = decode_by_triton(problem, plan.config, query, cache, *asked, out, return_lse, workspace)
-        if facts is not None and repeat is not None:
-            _remember(cache, facts, repeat, result, lse, numbers)
+        result, lse = _launch(problem, plan.config, query, cache, asked, out, return_lse, workspace, facts)
     else:
         from ..kernels.eager_decode import Scores, Seen, decode
 
@@ -215,6 +208,30 @@ def _decode(
         if out is not None:
             result = out.copy_(result)
     return result if lse is None else (result, lse)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # launches are not traced: a graph breaks here
+def _launch(
+    problem: DecodeProblem,
+    config: Any,
+    query: Tensor,
+    cache: KVCache,
+    asked: tuple[Tensor | None, Tensor | None, Tensor | None, int, int, float, float],
+    out: Tensor | None,
+    return_lse: bool,
+    workspace: Tensor | None,
+    facts: Hashable | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute by the Triton kernels, and remember the call if it has facts."""
+    from ..kernels.triton import decode as kernels
+    from ..kernels.triton.decode_call import workspace_numbers
+
+    numbers = workspace_numbers(problem, config)
+    validate.workspace(workspace, query, numbers)
+    result, lse, repeat = kernels.decode(problem, config, query, cache, *asked, out, return_lse, workspace)
+    if facts is not None and repeat is not None:
+        _remember(cache, facts, repeat, result, lse, numbers)
+    return result, lse
 
 
 def decode_workspace(
