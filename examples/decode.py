@@ -1,4 +1,4 @@
-"""Token after token: rows of different lengths in shuffled pages, a step that a GPU replays, and the cache in fewer bits.
+"""Token after token: rows of different lengths in shuffled pages, a step that a GPU replays, a cache in fewer bits.
 
 python examples/decode.py [--prompt 512] [--steps 16] [--heads 8] [--kv-heads 2] [--dim 64] [--device cuda]
 """
@@ -86,8 +86,8 @@ def main() -> None:
         replay()
         worst = max(worst, difference(out, plainly(turn(query, cache.lengths - 1, rotary), cache)))
     how = f"computed by {plan.backend}{'' if options.device == 'cpu' else ', replayed as a CUDA graph'}"
-    print(f"{options.steps} steps, {how}: rows of {listed(cache.lengths)} tokens,")
-    print(f"largest difference from attention() on each row alone: {worst:.1e}")
+    print(f"{options.steps} steps, {how}: rows of {listed(cache.lengths)} tokens.")
+    print(f"Largest difference from attention() on each row alone: {worst:.1e}")
 
     print("The same cache in fewer bits, and how far that leads a query astray:")
     question = tokens(1, options.heads)
@@ -96,7 +96,7 @@ def main() -> None:
         small = quantize_kv(cache, format, group=GROUP, residual=RESIDUAL)
         error = (decode_attention(question, small) - exact).norm() / exact.norm()
         print(f"{format:5} {cache.nbytes / small.nbytes:5.1f}x smaller, error of the output {error:.4f}")
-        explain_decode(question, small)
+    explain_decode(question, small)
 
 
 def angles(positions: int, dim: int, where: str) -> Rotary:

@@ -40,8 +40,8 @@ def main() -> None:
         parser.error(f"--ratio: expected at least 1; got {options.ratio:g}")
     if options.heads % options.kv_heads:
         parser.error(f"--kv-heads: expected a divisor of --heads {options.heads}; got {options.kv_heads}")
-    if options.dim % 2:
-        parser.error(f"--dim: expected an even number, as two codes share a byte; got {options.dim}")
+    if options.dim % 4:
+        parser.error(f"--dim: expected a multiple of 4, as four codes share a word; got {options.dim}")
 
     query, keys, values = prompt(options.length, options.heads, options.kv_heads, options.dim, options.device)
     later, query = query[:, -LATER:], query[:, :-LATER]

@@ -117,6 +117,20 @@ def test_kv_compression_keeps_what_later_queries_look_at() -> None:
     assert len(figures(r"costs (\d\.\d+) of the attention, by the last 32 queries \d\.\d+\.\n", printed)) == 1
 
 
+def test_decode_agrees_with_attention_at_every_step_and_loses_little_in_few_bits() -> None:
+    printed = run("decode.py", *"--prompt 256 --steps 70 --heads 4 --kv-heads 2 --dim 32 --device cpu".split())
+    assert "3 rows of 256, 128 and 1 tokens in 18 pages of 64" in printed
+    assert "70 steps, computed by eager: rows of 326, 198 and 71 tokens." in printed
+    (difference,) = figures(r"on each row alone: (\d\.\de[+-]\d\d)\n", printed)
+    assert difference < 1e-5
+    rows = re.findall(r"^(\w+) +(\d\.\d)x smaller, error of the output (\d\.\d+)$", printed, re.MULTILINE)
+    table = {name: (float(ratio), float(error)) for name, ratio, error in rows}
+    assert set(table) == {"fp8", "int8", "int4"}
+    assert 1.5 < table["int8"][0] < table["int4"][0]
+    assert 0 < table["int8"][1] < table["fp8"][1] < table["int4"][1] < 0.2
+    assert printed.count("\nbackend   eager") == 2 and "int4 codes" in printed.rpartition("decode    ")[2]
+
+
 # How they are started
 
 
@@ -164,7 +178,10 @@ def test_help_explains_every_flag_and_runs_nothing(
         ("kv_compression.py", "--length 8", "--length: expected at least 64; got 8"),
         ("kv_compression.py", "--ratio 0.5", "--ratio: expected at least 1; got 0.5"),
         ("kv_compression.py", "--kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),
-        ("kv_compression.py", "--dim 7", "--dim: expected an even number, as two codes share a byte; got 7"),
+        ("kv_compression.py", "--dim 6", "--dim: expected a multiple of 4, as four codes share a word; got 6"),
+        ("decode.py", "--prompt 100", "--prompt: expected at least 256; got 100"),
+        ("decode.py", "--kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),
+        ("decode.py", "--dim 6", "--dim: expected a multiple of 4, as four codes share a word; got 6"),
         ("long_context_example.py", "--window=-1", "--window: expected a number of at least 0; got '-1'"),
     ],
 )

@@ -107,16 +107,23 @@ def _triton_is_tested() -> bool:
     return _triton_version().split(".")[:2] == TESTED_TRITON.split(".")
 
 
-def _triton_why_not(problem: Problem) -> tuple[str, ...]:
-    if find_spec("triton") is None:
-        return ("Triton is not installed",)
+def _triton_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], ...]:
+    """What no Triton kernel can do, each with whether it is so."""
     on_gpu = problem.device.type == "cuda"
-    dims = (problem.head_dim, problem.value_dim)
     hint = " (for tests: TRITON_INTERPRET=1, set before Triton is imported)" if problem.device.type == "cpu" else ""
-    reasons = (
+    return (
         (not on_gpu and not interpreting(), f"it runs on CUDA devices, not on {problem.device.type}{hint}"),
         (on_gpu and 0 < problem.arch < 80, f"it needs compute capability 8.0 or newer, not {problem.arch / 10}"),
         (problem.dtype is torch.float64, "it computes in fp32 and takes no float64"),
+    )
+
+
+def _triton_why_not(problem: Problem) -> tuple[str, ...]:
+    if find_spec("triton") is None:
+        return ("Triton is not installed",)
+    dims = (problem.head_dim, problem.value_dim)
+    reasons = (
+        *_triton_reasons(problem),
         (problem.last_position >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
         (
             any(dim % 8 or dim > 256 for dim in dims),
@@ -197,13 +204,9 @@ def _codes_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
 def _triton_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tuple[str, ...]:
     if find_spec("triton") is None:
         return ("Triton is not installed",)
-    on_gpu = problem.device.type == "cuda"
     dims = (problem.head_dim, problem.value_dim)
-    hint = " (for tests: TRITON_INTERPRET=1, set before Triton is imported)" if problem.device.type == "cpu" else ""
     reasons = (
-        (not on_gpu and not interpreting(), f"it runs on CUDA devices, not on {problem.device.type}{hint}"),
-        (on_gpu and 0 < problem.arch < 80, f"it needs compute capability 8.0 or newer, not {problem.arch / 10}"),
-        (problem.dtype is torch.float64, "it computes in fp32 and takes no float64"),
+        *_triton_reasons(problem),
         (max(dims) > 256, f"it takes head dims up to 256, not {dims}"),
         (problem.capacity >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
         *_codes_why_not(problem),

@@ -138,7 +138,7 @@ def test_eight_and_four_bits_keep_the_answers(scene: evaluate.Scene) -> None:
 
 def test_fewer_bits_are_worse(scene: evaluate.Scene) -> None:
     eight, four, two = (score(scene, f"quantized int{bits}", "cache", None) for bits in (8, 4, 2))
-    assert eight.kl * 10 < four.kl and four.kl * 10 < two.kl  # measured 3.5e-8, 1.1e-5 and 4e-2
+    assert eight.kl * 10 < four.kl and four.kl * 10 < two.kl  # measured 4.8e-8, 1.1e-5 and 4e-2
     assert 0.95 < two.accuracy < eight.accuracy - 0.002  # measured 0.981-0.994, 0.991 here; of int8 1.0000
 
 

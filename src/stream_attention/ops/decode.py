@@ -210,7 +210,6 @@ def _decode(
     return result if lse is None else (result, lse)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # launches are not traced: a graph breaks here
 def _launch(
     problem: DecodeProblem,
     config: Any,
@@ -245,7 +244,7 @@ def decode_workspace(
     """Room for the parts of calls like this one: `decode_attention(query, cache, ..., workspace=...)`.
 
     Serves calls with queries and caches of these shapes and the same `num_splits`, `batch_invariant` and `backend`,
-    whatever else they ask for, one after another: what two streams do at once needs two. A call leaves it as it was.
+    whatever else they ask for, one after another: what two streams do at once needs two. It holds nothing between them.
 
     >>> import torch
     >>> from stream_attention import ContiguousKV, decode_workspace
@@ -261,7 +260,7 @@ def decode_workspace(
         from ..kernels.triton.decode_call import workspace_numbers
 
         numbers = workspace_numbers(problem, plan.config)
-    return query.new_zeros(numbers, dtype=torch.float32)
+    return query.new_empty(numbers, dtype=torch.float32)
 
 
 def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:

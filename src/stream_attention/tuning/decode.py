@@ -111,7 +111,10 @@ def configure(problem: DecodeProblem, num_splits: int | None, batch_invariant: b
         return config._replace(num_splits=max(1, -(-problem.span // keys)) + of_window, split_keys=keys)
     if num_splits is not None:
         return config._replace(num_splits=num_splits)
-    return config._replace(num_splits=_splits(problem, tile, blocks) + of_window)
+    splits = _splits(problem, tile, blocks)
+    if problem.span < problem.capacity:  # no more than without a window, so that a workspace serves with and without
+        splits = min(splits, configure(problem._replace(span=problem.capacity), None, False).num_splits - of_window)
+    return config._replace(num_splits=splits + of_window)
 
 
 STARTING = 256

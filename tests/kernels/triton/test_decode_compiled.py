@@ -70,6 +70,19 @@ def test_a_window_needs_no_more_splits_than_it_has_keys() -> None:
     assert configure(problem(1, 131072, span=5000), None, True).num_splits == 3
 
 
+def test_a_workspace_has_room_for_any_window() -> None:
+    for batch in (1, 2, 3, 9):
+        for keys in (700, 8192, 16384, 100_000):
+            for span in (1, 300, keys // 2, keys // 2 + 1, keys - 1):
+                for heads, dim in (((8, 2), 128), ((32, 8), 64), ((8, 1), 256)):
+                    whole = problem(batch, keys, heads, dim)
+                    needs = [
+                        workspace_numbers(one, configure(one, None, False))
+                        for one in (whole._replace(span=span), whole)
+                    ]
+                    assert needs[0] <= needs[1], (whole, span)
+
+
 # What the compiler makes of them
 
 
