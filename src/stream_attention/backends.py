@@ -188,6 +188,10 @@ def _codes_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
     cut = sorted({dim // planes for dim in dims if dim > coding.group and coding.group % (dim // planes)})
     return (
         (problem.dtype.itemsize != 2, "it multiplies codes as float16, which a cache of float32 deserves no more"),
+        (
+            coding.format == "fp8" and problem.device.type == "cuda" and 0 < problem.arch < 89,
+            f"it converts fp8 from compute capability 8.9 on, not {problem.arch / 10}",
+        ),
         (coding.scale_dtype is not torch.float16, f"it reads scales of float16, not {coding.scale_dtype}"),
         (coding.values_per_channel, 'it reads values with scales per token, not "channel"'),
         (coding.group not in (16, 32, 64, 128), f"it reads groups of 16, 32, 64 or 128, not {coding.group}"),

@@ -80,7 +80,8 @@ def plan_decode(problem: DecodeProblem, num_splits: int | None, batch_invariant:
             return Plan(problem, name, decoder.configure(problem, num_splits, batch_invariant), tuple(passed_over))
         passed_over.append((name, reasons))
     listing = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in passed_over)
-    raise UnsupportedProblem(f"{f'backend {backend!r}' if named else 'no backend'} cannot decode {problem}:\n{listing}")
+    who = f"backend {backend!r} cannot" if named else "no backend can"
+    raise UnsupportedProblem(f"{who} decode {problem}:\n{listing}")
 
 
 # A plain module global, not a context variable: torch.compile guards on it and recompiles when it changes.

@@ -191,6 +191,8 @@ def decoding(
         shape = (batch, q_len, q_heads, cache.value_dim)
         if out.shape != shape or out.dtype is not query.dtype:
             refuse("out", f"{query.dtype} of shape {list(shape)}", f"{out.dtype} of shape {list(out.shape)}")
+        if out.is_neg():
+            refuse("out", "a tensor of its own numbers", "a negated view", "Call out.resolve_neg().")
         if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
             refuse("out", "a place for every number", f"an expanded tensor, strides {out.stride()}")
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from stream_attention.cache_views import ContiguousKV, PagedKV, QuantizedKV
 from stream_attention.cache_views.codes import BITS, CHANNELS, TOKENS
 from stream_attention.kvcache import quantize_kv
+from stream_attention.ops.decode import decode_attention
 
 GENERATOR = torch.Generator().manual_seed(0)
 KEY, VALUE = torch.randn(2, 2, 128, 2, 32, generator=GENERATOR)
@@ -280,3 +281,13 @@ def test_what_cannot_be_quantized() -> None:
     ):
         quantize_kv(pages, "int4")
     assert quantize_kv(pages, "int4", keys="token").group == 64
+
+
+def test_a_page_that_is_missing_is_nobody_elses() -> None:
+    """Of old the window held what the first page held."""
+    pages = torch.ones(2, 16, 1, 8)
+    table, lengths = torch.full((1, 2), -1, dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+    cache = PagedKV(pages, pages.clone(), table, lengths)
+    small = quantize_kv(cache, "int8", group=16, residual=16)
+    assert small.tile(0, 20)[0].isnan().any()
+    assert decode_attention(torch.ones(1, 1, 1, 8), small).isnan().all()

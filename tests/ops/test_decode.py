@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stream_attention import ContiguousKV, PagedKV, decode_attention, quantize_kv
+from stream_attention import ContiguousKV, PagedKV, UnsupportedProblem, decode_attention, explain_decode, quantize_kv
 from stream_attention.kernels import reference
 from stream_attention.kernels.eager_decode import TILE
 from stream_attention.testing.memory import peak_bytes
@@ -270,3 +271,56 @@ def test_refusals(changed: dict[str, Any], message: str) -> None:
     arguments = {"query": x.query, "cache": contiguous(x)} | changed
     with pytest.raises((TypeError, ValueError), match=message):
         decode_attention(arguments.pop("query"), arguments.pop("cache"), **arguments)
+
+
+def test_explaining_checks_what_a_call_would(capsys: pytest.CaptureFixture[str]) -> None:
+    query, cache = torch.randn(1, 1, 2, 8), ContiguousKV(*torch.randn(2, 1, 20, 1, 8))
+    for wrong in ({"softcap": -1.0}, {"scale": "x"}, {"causal": "no"}, {"window": (-5, 3)}, {"return_lse": 3}):
+        with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+            explain_decode(query, cache, **wrong)
+    assert explain_decode(query, cache, window=(3, 0)).backend == "eager"
+    assert capsys.readouterr().out.startswith("decode    B=1 Tq=1 Hq=2 Hkv=1 D=8 Dv=8 float32 on cpu, contiguous")
+
+
+def test_a_backend_that_reads_no_caches_is_refused() -> None:
+    query, cache = torch.randn(1, 1, 2, 8), ContiguousKV(*torch.randn(2, 1, 20, 1, 8))
+    with pytest.raises(UnsupportedProblem, match="backend 'gluon' reads no caches"):
+        decode_attention(query, cache, backend="gluon")
+    with pytest.raises(UnsupportedProblem, match=r"backend 'eager' cannot decode .*\n.*leave num_splits at None"):
+        decode_attention(query, cache, backend="eager", num_splits=2)
+
+
+def test_a_row_that_sees_nothing_and_a_sink_that_weighs_nothing_is_0() -> None:
+    cache = ContiguousKV(*torch.randn(2, 1, 20, 1, 8), torch.zeros(1, dtype=torch.int32))
+    out, lse = decode_attention(torch.randn(1, 1, 2, 8), cache, sink=torch.full((2,), -torch.inf), return_lse=True)
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+def test_a_length_beyond_the_capacity_is_the_capacity() -> None:
+    key, value = torch.randn(2, 1, 8, 1, 8)
+    query = torch.randn(1, 2, 2, 8)
+    full, beyond = (ContiguousKV(key, value, torch.tensor([n], dtype=torch.int32)) for n in (8, 12))
+    for options in ({"window": (2, 0)}, {"alibi_slopes": torch.ones(2)}):
+        assert torch.equal(decode_attention(query, full, **options), decode_attention(query, beyond, **options))
+
+
+def test_an_invariant_row_has_its_bits_in_every_batch_on_a_cpu_too() -> None:
+    key, value, query = torch.randn(5, 300, 2, 16), torch.randn(5, 300, 2, 16), torch.randn(5, 2, 4, 16)
+    lengths = torch.tensor([300, 7, 0, 150, 33], dtype=torch.int32)
+    together = decode_attention(query, ContiguousKV(key, value, lengths), batch_invariant=True)
+    for row in range(5):
+        one = slice(row, row + 1)
+        alone = ContiguousKV(key[one], value[one], lengths[one])
+        assert torch.equal(decode_attention(query[one], alone, batch_invariant=True), together[one])
+
+
+def test_a_cache_can_be_pickled_whatever_it_remembers() -> None:
+    cache = ContiguousKV(*torch.randn(2, 1, 20, 1, 8))
+    cache.__dict__["_calls"] = {"facts": lambda: None}
+    again = pickle.loads(pickle.dumps(cache))
+    assert torch.equal(again.key, cache.key) and "_calls" not in again.__dict__
+
+
+def test_a_negated_view_is_no_cache() -> None:
+    with pytest.raises(ValueError, match="key: expected a tensor of its own numbers; got a negated view"):
+        ContiguousKV(torch._neg_view(torch.randn(1, 20, 1, 8)), torch.randn(1, 20, 1, 8))

@@ -62,6 +62,10 @@ class Cache(ABC):
     def addresses(self) -> tuple[int, ...]:
         """Of all its tensors; 0 for one that it does not have."""
 
+    def __getstate__(self) -> dict[str, object]:
+        """Without the launches that `decode_attention` keeps here: they are of this process."""
+        return {name: held for name, held in self.__dict__.items() if name != "_calls"}
+
     @property
     def page_size(self) -> int:
         """Tokens of a page; 0 where rows lie in one run."""

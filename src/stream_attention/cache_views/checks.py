@@ -17,6 +17,8 @@ def tensor(name: str, given: Any, device: torch.device | None = None) -> None:
         refuse(name, "a torch.Tensor", type(given).__name__, error=TypeError)
     if device is not None and given.device != device:
         refuse(name, f"the cache's device {device}", given.device)
+    if given.is_neg():
+        refuse(name, "a tensor of its own numbers", "a negated view", "Call .resolve_neg() on it first.")
 
 
 def floating(name: str, given: Any, shape: str, device: torch.device | None = None) -> None:

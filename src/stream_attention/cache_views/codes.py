@@ -88,6 +88,12 @@ class QuantizedTensor:
         alike = self.zero is None or self.zero.stride() == self.scale.stride()
         return alike and (self.scale.shape[side_by_side] == 1 or self.scale.stride(side_by_side) == 1)
 
+    @property
+    def in_pairs(self) -> bool:
+        """Rows of scales begin at even places, so that two can be read at a time."""
+        beside = 3 if self.dim == TOKENS else 1
+        return all(self.scale.stride(dim) % 2 == 0 for dim in range(4) if dim != beside and self.scale.shape[dim] > 1)
+
     def dequantize(self) -> Tensor:
         """The tensor again, in its dtype; what rounding took is gone."""
         size = self.shape[self.dim]

@@ -81,7 +81,7 @@ class QuantizedKV(Cache):
     @property
     def coding(self) -> Coding:
         per_channel = self.key.dim == TOKENS, self.value.dim == TOKENS
-        in_order = self.key.in_order and self.value.in_order
+        in_order = all(side.in_order and side.in_pairs for side in (self.key, self.value))
         return Coding(self.format, self.group, *per_channel, self.key.scale.dtype, in_order)
 
     @property
@@ -97,7 +97,7 @@ class QuantizedKV(Cache):
     @property
     def quantized_lengths(self) -> Tensor:
         """How many tokens of each row are codes; those behind them are in the window. int64 `[B]`."""
-        return quantized_lengths(self.lengths, self.residual, self.group)
+        return quantized_lengths(self.lengths.clamp(max=self.capacity), self.residual, self.group)
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -210,6 +210,9 @@ def _check_side(name: str, side: QuantizedTensor, window: Tensor, dim: int) -> N
     width, heads = dim * BITS[side.format] // 8, window.shape[2]
     if side.codes.dim() != 4 or side.codes.shape[2:] != (heads, width):
         refuse(f"{name}.codes", f"shape [., ., {heads}, {width}]", list(side.codes.shape))
+    lead = [stride for stride, size in zip(side.codes.stride()[:3], side.codes.shape[:3], strict=True) if size > 1]
+    if side.codes.numel() and (side.codes.stride(3) != 1 or any(stride % 2 for stride in lead)):
+        refuse(f"{name}.codes", "words of 16 bits in rows", f"strides {side.codes.stride()}")
     shape = [*side.codes.shape[:3], dim]
     shape[side.dim] = -(-shape[side.dim] // side.group)
     for part, given in (("scale", side.scale), ("zero", side.zero)):

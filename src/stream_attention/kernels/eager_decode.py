@@ -106,8 +106,9 @@ def _decode(
     if scores.sink is not None:
         sink = scores.sink.to(wide).view(kv_heads, -1, 1)
         new_max = torch.maximum(row_max, sink)
-        shrink = torch.exp(row_max - new_max)
-        row_sum = row_sum * shrink + torch.exp(sink - new_max)
+        finite = torch.where(new_max == -torch.inf, 0.0, new_max)
+        shrink = torch.exp(row_max - finite)
+        row_sum = row_sum * shrink + torch.exp(sink - finite)
         sums, row_max = sums * shrink[..., None], new_max
     empty = row_sum == 0  # NaN is not: what a query sees shows
     out = torch.where(empty[..., None], 0.0, sums / row_sum[..., None])

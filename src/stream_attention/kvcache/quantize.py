@@ -8,7 +8,7 @@ from torch import Tensor
 from ..cache_views import ContiguousKV, PagedKV, QuantizedKV
 from ..cache_views.codes import BITS, CHANNELS, SYMMETRIC, TOKENS, QuantizedTensor, quantize
 from ..cache_views.quantized import FORMATS, check_blocks, quantized_lengths, window_slots
-from ..cache_views.write import places
+from ..cache_views.write import places, take
 from ..errors import refuse
 from .request import count
 
@@ -92,5 +92,4 @@ def _at(store: Tensor, positions: Tensor, page_table: Tensor | None) -> Tensor:
     """What each row holds at its positions `[B, n]`; at one that it has not, anything."""
     if store.shape[1] == 0:
         return store.new_zeros(*positions.shape, *store.shape[2:])
-    i, j, _ = places(positions, store, page_table)
-    return store[i, j]
+    return take(store, places(positions, store, page_table))

@@ -51,11 +51,12 @@ def decode_attention(
             `attention`.
         tree_mask: bool `[B, Tq, Tq]`: which of the new tokens each of them sees, in place of `causal` among them; they
             see all older ones.
-        num_splits: parts of a row's keys that run side by side and are merged; None: planned to fill the GPU.
+        num_splits: parts of a row's keys that run side by side and are merged, at most one for each block of keys;
+            None: planned to fill the GPU.
         batch_invariant: keys are split in the same places whatever the batch, so that a row's result has the same bits
             whatever shares its batch. Costs speed where few rows are long.
         return_lse: also return the log-sum-exp, `[B, Hq, Tq]`, fp32 (fp64 for fp64).
-        out: `[B, Tq, Hq, Dv]` to write into.
+        out: `[B, Tq, Hq, Dv]` to write into. Like the workspace, it shares no memory with what is read.
         workspace: room for parts, made by `decode_workspace`, for calls that run one after another. With it and `out`
             nothing is allocated (but the LSE, if that is wanted).
         backend: "auto", "triton" (a GPU) or "eager" (plain torch, any device).
@@ -107,6 +108,7 @@ def _facts(
         torch.compiler.is_compiling()
         or type(query) is not Tensor
         or not query.is_cuda
+        or query.is_neg()
         or not isinstance(cache, Cache)
         or type(causal) is not bool
         or (window is not None and not (type(window) is tuple and [*map(type, window)] == [int, int]))
@@ -151,6 +153,8 @@ def _remember(cache: Cache, facts: Hashable, repeat: Any, out: Tensor, lse: Tens
     def compute(query: Tensor, out: Tensor | None, workspace: Tensor | None) -> Any:
         if out is None:
             out = query.new_empty(out_shape)
+        else:
+            torch.autograd.graph.increment_version(out)
         lse = None if lse_shape is None else query.new_empty(lse_shape, dtype=float32)
         if numbers and workspace is None:
             workspace = query.new_empty(numbers, dtype=float32)
@@ -201,6 +205,7 @@ def _decode(
         lengths = cache.lengths
         if lengths is None:
             lengths = torch.full((cache.batch,), cache.capacity, dtype=torch.int32, device=query.device)
+        lengths = lengths.clamp(max=cache.capacity)
         seen = Seen(lengths, None if left == UNBOUNDED else left, None if right == UNBOUNDED else right, tree_mask)
         with torch.autocast(query.device.type, enabled=False):
             result, lse = decode(query, cache, seen, Scores(scale, float(softcap), slopes, sink), batch_invariant)
@@ -227,6 +232,8 @@ def _launch(
 
     numbers = workspace_numbers(problem, config)
     validate.workspace(workspace, query, numbers)
+    if out is not None:
+        torch.autograd.graph.increment_version(out)
     result, lse, repeat = kernels.decode(problem, config, query, cache, *asked, out, return_lse, workspace)
     if facts is not None and repeat is not None:
         _remember(cache, facts, repeat, result, lse, numbers)
@@ -281,6 +288,8 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
     bound.apply_defaults()
     given = bound.arguments
     validate.decoding(query, cache, given["tree_mask"], given["alibi_slopes"], given["sink"], given["out"])
+    causal, window, softcap, scale = (given[name] for name in ("causal", "window", "softcap", "scale"))
+    validate.options(causal, window, softcap, scale, 0.0, None, None, given["return_lse"], query)
     left, right = _sides(given["causal"], given["window"], given["tree_mask"], query.shape[1])
     plan = _plan(_problem(query, cache, left, right), given["num_splits"], given["batch_invariant"], given["backend"])
     print(plan)

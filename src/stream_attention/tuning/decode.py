@@ -107,10 +107,12 @@ def configure(problem: DecodeProblem, num_splits: int | None, batch_invariant: b
     blocks = max(1, -(-problem.span // tile.block_n))
     of_window = 0 if problem.coding is None else 1
     if batch_invariant:
-        keys = INVARIANT_KEYS if num_splits is None else -(-blocks // num_splits) * tile.block_n
+        unit = tile.block_n if problem.coding is None else problem.coding.group  # codes are read in whole groups
+        units = max(1, -(-problem.capacity // unit))  # not of the span: a workspace serves with a window and without
+        keys = INVARIANT_KEYS if num_splits is None else -(-units // num_splits) * unit
         return config._replace(num_splits=max(1, -(-problem.span // keys)) + of_window, split_keys=keys)
     if num_splits is not None:
-        return config._replace(num_splits=num_splits)
+        return config._replace(num_splits=min(num_splits, blocks + of_window))  # others would be empty
     splits = _splits(problem, tile, blocks)
     if problem.span < problem.capacity:  # no more than without a window, so that a workspace serves with and without
         splits = min(splits, configure(problem._replace(span=problem.capacity), None, False).num_splits - of_window)
@@ -153,10 +155,11 @@ def _tile(problem: DecodeProblem, batch_invariant: bool) -> Tile:
         return Tile(32, 8, 2, 1) if problem.width <= 128 else Tile(16, 8, 1, 1)
     if problem.block_r > 16:  # rows that fill registers
         return Tile(64, 4, 2, 2) if problem.width <= 128 else Tile(32, 8, 2, 1)
-    if problem.arch < 90 and problem.width > 64:  # two thirds of a Hopper's shared memory, or less
+    hopper = 90 <= problem.arch < 120  # and its shared memory: others have two thirds of it or less
+    if not hopper and problem.width > 64:
         return Tile(32, 4, 3, 1) if problem.width > 128 else Tile(64, 4, 2, 2)
     if problem.width <= 64:
-        return Tile(256, 4, 3, 1) if problem.arch >= 90 else Tile(128, 4, 2, 2)
+        return Tile(256, 4, 3, 1) if hopper else Tile(128, 4, 2, 2)
     if problem.width > 128:
         return Tile(64, 4, 3, 1)
     programs = problem.lines * problem.tiles_r

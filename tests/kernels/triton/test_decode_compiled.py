@@ -13,7 +13,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton")
 
 from stream_attention import ContiguousKV, PagedKV, quantize_kv
+from stream_attention.backends import DECODERS
 from stream_attention.cache_views import KVCache
+from stream_attention.cache_views.codes import Coding
 from stream_attention.kernels.triton.decode import decode
 from stream_attention.kernels.triton.decode_call import workspace_numbers
 from stream_attention.ops.decode import _problem
@@ -21,8 +23,8 @@ from stream_attention.testing.offline import compiling_for, report
 from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeConfig, DecodeProblem, configure
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
-PROCESSORS = {80: 108, 90: 132}
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+PROCESSORS = {80: 108, 86: 84, 90: 132, 120: 170}
 
 
 def gpu(problem: DecodeProblem, arch: int = 90) -> DecodeProblem:
@@ -68,6 +70,29 @@ def test_a_batch_invariant_plan_does_not_know_the_batch() -> None:
 def test_a_window_needs_no_more_splits_than_it_has_keys() -> None:
     assert configure(problem(1, 131072, span=100), None, False).num_splits == 1
     assert configure(problem(1, 131072, span=5000), None, True).num_splits == 3
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("page", [0, 16])
+def test_what_is_in_flight_fits_into_shared_memory(arch: int, dim: int, page: int) -> None:
+    """Keys and values of all stages but the one that is being waited for."""
+    for batch, keys, invariant in ((1, 8192, False), (8, 32768, False), (64, 1024, False), (8, 32768, True)):
+        config = configure(problem(batch, keys, dim=dim, page=page, arch=arch), None, invariant)
+        in_flight = max(1, config.num_stages - 1) * config.block_n * 2 * dim * 2
+        assert in_flight + 14_000 <= (227 << 10 if arch in (90, 100) else 99 << 10), config
+
+
+def test_fp8_is_left_to_plain_torch_where_no_instruction_converts_it() -> None:
+    coding = Coding("fp8", 64, True, False, torch.float16, True)
+    (reason,) = DECODERS["triton"].why_not(problem(1, 8192, coding=coding, arch=86), None)
+    assert reason == "it converts fp8 from compute capability 8.9 on, not 8.6"
+    assert DECODERS["triton"].why_not(problem(1, 8192, coding=coding), None) == ()
+
+
+def test_more_splits_than_blocks_are_not_made() -> None:
+    config = configure(problem(1, 8192), 65536, False)
+    assert config.num_splits == 8192 // config.block_n
 
 
 def test_a_workspace_has_room_for_any_window() -> None:
@@ -147,6 +172,10 @@ CALLS = {
     "rows on an A100": Compiled(arch=80),
     "rows d256 on an A100": Compiled(arch=80, dim=256, heads=(8, 1)),
     "int4 on an A100": Compiled(arch=80, codes="int4"),
+    "rows d64 on an A10": Compiled(arch=86, dim=64, heads=(16, 2)),
+    "rows on an A10": Compiled(arch=86),
+    "rows d256 on an A10": Compiled(arch=86, dim=256, heads=(8, 1)),
+    "int8 on an A10": Compiled(arch=86, codes="int8"),
 }
 
 

@@ -449,3 +449,24 @@ def test_a_workspace_serves_one_call_after_another(kind: str) -> None:
     other = decode(-query, cache, num_splits=2, out=torch.empty_like(query), workspace=workspace)
     again = decode(query, cache, num_splits=2, out=torch.empty_like(query), workspace=workspace)
     assert same_bits(again, first) and not torch.equal(other, first)
+
+
+@pytest.mark.parametrize(("format", "group"), [("int8", 64), ("int8", 128), ("int4", 128)])
+def test_splits_of_codes_are_whole_groups_in_a_window_too(format: str, group: int) -> None:
+    """Of old the last keys of a batch-invariant call with forced splits belonged to none."""
+    lengths = torch.tensor([384], dtype=torch.int32)
+    cache = quantize_kv(ContiguousKV(*torch.randn(2, 1, 1024, 1, 64).half(), lengths), format, group=group, residual=0)
+    query = torch.randn(1, 1, 2, 64).half()
+    for splits in (1, 3):
+        how = {"window": (31, 0), "batch_invariant": True, "num_splits": splits}
+        room = decode_workspace(query, cache, num_splits=splits, batch_invariant=True, backend="triton")
+        found = decode_attention(query, cache, **how, workspace=room, backend="triton")
+        right = decode_attention(query, cache, window=(31, 0), backend="eager")
+        torch.testing.assert_close(found, right, rtol=0.01, atol=0.01)
+
+
+def test_a_negated_view_is_read_as_what_it_stands_for() -> None:
+    cache = ContiguousKV(*torch.randn(2, 1, 40, 1, 16))
+    query = torch.randn(1, 1, 1, 16)
+    found = decode_attention(torch._neg_view(query), cache, backend="triton")
+    torch.testing.assert_close(found, decode_attention(-query, cache, backend="eager"))

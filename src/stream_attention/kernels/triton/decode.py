@@ -207,6 +207,7 @@ def decode(
     can be made again at once."""
     batch, q_len, q_heads, _ = query.shape
     tree, slopes, sink = (side_by_side(t) for t in (tree, slopes, sink))
+    query = query.resolve_neg()
     given = query
     if query.stride(-1) != 1 and query.shape[-1] != 1:
         query = query.contiguous()

@@ -371,7 +371,7 @@ def _codes_kernel(
         q3 = _plane_of_query(q_rows, mask_r, 3, W, BLOCK_W)
         peak = tl.maximum(peak, tl.maximum(_peak(q2), _peak(q3)))
     # Queries in fp16, at most 1, so that no product overflows.
-    power = tl.where(peak > 0, tl.exp2(tl.ceil(tl.log2(peak))), 1.0)
+    power = tl.where(peak > 1e-30, tl.exp2(tl.ceil(tl.log2(peak))), 1.0)
     row_scale = (scale * power)[None, :]
     h0, h1 = _in_half(q0, 1.0 / power), _in_half(q1, 1.0 / power)
     if PLANES == 4:
