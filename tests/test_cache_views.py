@@ -328,3 +328,9 @@ def test_validate_reads_lengths_and_tables() -> None:
     for lengths, words in ((int32(17, 0), r"got 5 at \[0, 1\]"), (int32(0, 32), r"got -1 at \[1, 1\]")):
         with pytest.raises(ValueError, match=f"page_table: expected pages from 0 to 1; {words}"):
             PagedKV(**{**PAGED, "page_table": table, "lengths": lengths}).validate()
+
+
+def test_a_cache_says_in_a_line_what_it_is() -> None:
+    plain = ContiguousKV(KEY, VALUE, LENGTHS)
+    assert repr(plain).startswith("<ContiguousKV: 2 rows of up to ") and repr(plain).endswith("float32 on cpu>")
+    assert "rows in int4, " in repr(quantize_kv(plain, "int4", group=4, residual=4))

@@ -105,8 +105,14 @@ def test_two_kernels_and_one_were_both_measured_and_the_faster_is_kept() -> None
 
 def test_the_readme_says_what_was_measured() -> None:
     readme = (ROOT / "README.md").read_text().replace("\n", " ")
-    forward = narrow(speedups("sdpa flash", of="gluon")).values()
-    backward = narrow(speedups("sdpa flash", "backward", of="gluon")).values()
+    forward, backward = (
+        [
+            cell["providers"]["sdpa flash"]["vs_ours"]
+            for cell in results(f"h200/{direction}")["cells"]
+            if not cell["name"].startswith("d256")
+        ]
+        for direction in ("forward", "backward")
+    )
     best = [1 / cell["ratio"] for cell in results("h200/forward")["cells"]]
     best_backward = [1 / cell["ratio"] for cell in results("h200/backward")["cells"]]
     assert f"at {min(forward):.2f}-{max(forward):.2f} times the speed of SDPA's flash kernel in every cell" in readme
@@ -188,7 +194,7 @@ NEARLY = {"b16 64/8 d128 16384": 0.99, "b8 16/2 d64 32768": 0.98, "b64 32/8 d128
 """Cells of decoding at the best peer's speed less what a run differs from the next by, to be mended."""
 
 
-def test_decoding_meets_the_best_peer_of_every_cell_and_nearly_the_memory() -> None:
+def test_decoding_meets_the_best_peer_of_most_cells_and_nearly_the_memory() -> None:
     cells = {cell["name"]: cell for cell in results("h200/decode")["cells"]}
     best = {name: 1 / cell["ratio"] for name, cell in cells.items()}
     assert len(best) == 10 and all(ratio >= NEARLY.get(name, 1.0) for name, ratio in best.items()), best

@@ -178,6 +178,10 @@ class Decoder(NamedTuple):
     configure: Callable[[DecodeProblem, int | None, bool], Any]
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _codes_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
     """What its kernel for codes cannot do, each with whether it is so."""
     coding = problem.coding
@@ -187,12 +191,15 @@ def _codes_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
     dims = (problem.value_dim,) if coding.keys_per_channel else (problem.head_dim, problem.value_dim)
     cut = sorted({dim // planes for dim in dims if dim > coding.group and coding.group % (dim // planes)})
     return (
-        (problem.dtype.itemsize != 2, "it multiplies codes as float16, which a cache of float32 deserves no more"),
+        (problem.dtype.itemsize != 2, "it multiplies codes as float16, too coarse for a cache of float32"),
         (
             coding.format == "fp8" and problem.device.type == "cuda" and 0 < problem.arch < 89,
             f"it converts fp8 from compute capability 8.9 on, not {problem.arch / 10}",
         ),
-        (coding.scale_dtype is not torch.float16, f"it reads scales of float16, not {coding.scale_dtype}"),
+        (
+            coding.scale_dtype is not torch.float16,
+            f"it reads scales of float16, not {str(coding.scale_dtype).removeprefix('torch.')}",
+        ),
         (coding.values_per_channel, 'it reads values with scales per token, not "channel"'),
         (coding.group not in (16, 32, 64, 128), f"it reads groups of 16, 32, 64 or 128, not {coding.group}"),
         (problem.page % coding.group != 0, f"it reads pages of whole groups of {coding.group}, not {problem.page}"),

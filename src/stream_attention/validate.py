@@ -184,7 +184,8 @@ def decoding(
         if tree_mask.dtype is not torch.bool:
             refuse("tree_mask", "dtype torch.bool (True = attend)", tree_mask.dtype, error=TypeError)
         if tree_mask.shape != (batch, q_len, q_len):
-            refuse("tree_mask", f"shape [B={batch}, Tq={q_len}, Tq={q_len}]", list(tree_mask.shape))
+            hint = "One tree for all rows: tree.expand(B, -1, -1)." if tree_mask.dim() == 2 else ""
+            refuse("tree_mask", f"shape [B={batch}, Tq={q_len}, Tq={q_len}]", list(tree_mask.shape), hint)
     _per_head(alibi_slopes, sink, query, batch, q_heads)
     if out is not None:
         _tensor("out", out, query)
@@ -214,7 +215,7 @@ def workspace(given: Tensor | None, query: Tensor, numbers: int) -> None:
     if given is None:
         return
     _tensor("workspace", given, query)
-    hint = "decode_workspace(query, cache) makes one; pass it the call's num_splits and batch_invariant."
+    hint = "decode_workspace(query, cache) makes one; pass it the call's num_splits, batch_invariant and backend."
     if given.dtype is not torch.float32 or given.dim() != 1 or not given.is_contiguous():
         refuse("workspace", "a contiguous float32 tensor of one dim", f"{given.dtype}, {list(given.shape)}", hint)
     if given.numel() < numbers:

@@ -288,7 +288,7 @@ def test_a_full_batch_and_an_empty_call_write_nothing() -> None:
     cache.append(*tokens(2, 3, draw))
     cache.append(*tokens(2, 0, draw))
     assert torch.equal(cache.key, was) and cache.lengths is not None and cache.lengths.tolist() == [4, 4]
-    empty = contiguous([0, 0], 0).append(*tokens(2, 3, draw))
+    empty = contiguous([0, 0], 0).append(*tokens(2, 0, draw))
     assert empty.capacity == 0 and empty.lengths is not None and empty.lengths.tolist() == [0, 0]
 
 
@@ -322,8 +322,10 @@ def test_tokens_that_do_not_fit_the_cache() -> None:
     ):
         with pytest.raises(error, match=words):
             cache.append(key, value, rotary=rotary)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the rotary table's positions, 2; got 2 and 1 new tokens in row 1"):
+    with pytest.raises(ValueError, match="the rotary table's positions, 2; got 2 in row 1, no room for 1 more"):
         cache.append(key, value, rotary=Rotary(table[:2], table[:2]), validate=True)
-    with pytest.raises(ValueError, match="the capacity, 8; got 2 and 7 new tokens in row 1"):
+    with pytest.raises(ValueError, match="key: expected at most as many tokens as a row can hold, 8; got 9"):
+        cache.append(*tokens(2, 9, random.Random(0)))
+    with pytest.raises(ValueError, match="the capacity, 8; got 2 in row 1, no room for 7 more"):
         cache.append(*tokens(2, 7, random.Random(0)), validate=True)
     assert cache.lengths is not None and cache.lengths.tolist() == [1, 2] and cache.key.isnan().all()

@@ -62,6 +62,16 @@ class Cache(ABC):
     def addresses(self) -> tuple[int, ...]:
         """Of all its tensors; 0 for one that it does not have."""
 
+    def __repr__(self) -> str:
+        kind = f"pages of {self.page_size}" if self.page_size else "rows"
+        coded = "" if self.coding is None else f" in {self.coding.format}"
+        dims = self.head_dim if self.head_dim == self.value_dim else f"{self.head_dim} and {self.value_dim}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"<{type(self).__name__}: {self.batch} rows of up to {self.capacity} tokens, {kind}{coded}, "
+            f"{self.kv_heads} heads of {dims}, {dtype} on {self.device}>"
+        )
+
     def __getstate__(self) -> dict[str, object]:
         """Without the launches that `decode_attention` keeps here: they are of this process."""
         return {name: held for name, held in self.__dict__.items() if name != "_calls"}
@@ -108,7 +118,8 @@ class Cache(ABC):
         Row b's stand at `lengths[b]` to `lengths[b] + n - 1` and `lengths` is advanced by n, both in place and without
         a synchronisation, so that a CUDA graph may replay it. `rotary` turns the keys by these positions first. It is
         the caller's duty that a row has room (and pages): tokens without are dropped and the length stays at
-        `capacity`; no other row suffers. `validate=True` looks first and raises, at the cost of a synchronisation.
+        `capacity`, so that the queries of that step stand too early; no other row suffers. `validate=True` looks first
+        and raises, at the cost of a synchronisation.
 
         One kernel does it where there is Triton and a GPU for it (a row of many tokens takes a second, tiny one), with
         the bits of the torch operations that do it elsewhere: for a `QuantizedKV`, in fp64, under `torch.compile`, on
@@ -124,6 +135,8 @@ class Cache(ABC):
             )
         check_new(key, value, rotary, self._plain()[0], (self.batch, self.kv_heads, self.head_dim, self.value_dim))
         n = key.shape[1]
+        if n > self.capacity:
+            refuse("key", f"at most as many tokens as a row can hold, {self.capacity}", n)
         if validate:
             self.validate(n)
             if rotary is not None and n:

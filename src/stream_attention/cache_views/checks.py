@@ -79,8 +79,8 @@ def room(lengths: Tensor, new: int, capacity: int, what: str = "the capacity") -
     """Synchronises. Refuse lengths below 0, or that leave no room for `new` tokens more."""
     for row, length in enumerate(lengths.tolist()):
         if length < 0 or length + new > capacity:
-            more = f" and {new} new tokens" if new else ""
-            refuse("lengths", f"from 0 to {what}, {capacity}", f"{length}{more} in row {row}")
+            more = f", no room for {new} more" if new else ""
+            refuse("lengths", f"from 0 to {what}, {capacity}", f"{length} in row {row}{more}")
 
 
 def pages(page_table: Tensor, tokens: Tensor, page: int, count: int) -> None:

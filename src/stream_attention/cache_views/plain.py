@@ -16,7 +16,7 @@ from .base import Cache
 from .write import Rotary, places, put, take
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ContiguousKV(Cache):
     """Rows of T slots each, of which the first `lengths[b]` are taken; None: all."""
 
@@ -62,7 +62,7 @@ class ContiguousKV(Cache):
         return None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PagedKV(Cache):
     """Position t of row b is slot `t % page` of page `page_table[b, t // page]`.
 

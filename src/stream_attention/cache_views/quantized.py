@@ -16,7 +16,7 @@ from .write import Places, places, put
 FORMATS = ("fp8", "int8", "int4")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class QuantizedKV(Cache):
     """A contiguous or paged cache in fp8, int8 or int4; `quantize_kv` makes one.
 

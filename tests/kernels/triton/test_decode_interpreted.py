@@ -252,7 +252,7 @@ def test_agreement_of_quantised_caches_in_fp16(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[DecodeCase, str]] = {
-    "float32": (replace(INT8, dtype=F32), "a cache of float32 deserves no more"),
+    "float32": (replace(INT8, dtype=F32), "too coarse for a cache of float32"),
     "scales of float32": (replace(INT8, codes=Codes("int8", 16, 8, scale_dtype=F32)), "it reads scales of float16"),
     "values per channel": (
         replace(INT8, codes=Codes("int8", 16, 8, "channel", "channel")),
