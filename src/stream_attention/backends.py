@@ -133,7 +133,7 @@ def _triton_why_not(problem: Problem) -> tuple[str, ...]:
     return tuple(reason for applies, reason in reasons if applies)
 
 
-def _triton_why_named_only(problem: Problem) -> tuple[str, ...]:
+def _triton_why_named_only(problem: Problem | DecodeProblem) -> tuple[str, ...]:
     if problem.device.type == "cpu":
         return ("its interpreter is for tests; name it to use it",)
     return ()
@@ -176,10 +176,6 @@ class Decoder(NamedTuple):
     why_not: Callable[[DecodeProblem, int | None], tuple[str, ...]]
     why_named_only: Callable[[DecodeProblem], tuple[str, ...]]
     configure: Callable[[DecodeProblem, int | None, bool], Any]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _codes_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
@@ -234,9 +230,11 @@ def _eager_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tup
 DECODERS = {
     "triton": Decoder(
         _triton_decode_why_not,
-        lambda problem: ("its interpreter is for tests; name it to use it",) if problem.device.type == "cpu" else (),
+        _triton_why_named_only,
         decode_tuning.configure,
     ),
-    "eager": Decoder(_eager_decode_why_not, lambda problem: (), lambda *_: "plain torch, tiles of 1024 keys"),
+    "eager": Decoder(
+        _eager_decode_why_not, lambda problem: (), lambda *_: f"plain torch, tiles of {decode_tuning.EAGER_KEYS} keys"
+    ),
 }
 """In order of preference."""

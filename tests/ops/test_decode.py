@@ -13,8 +13,8 @@ from torch import Tensor
 
 from stream_attention import ContiguousKV, PagedKV, UnsupportedProblem, decode_attention, explain_decode, quantize_kv
 from stream_attention.kernels import reference
-from stream_attention.kernels.eager_decode import TILE
 from stream_attention.testing.memory import peak_bytes
+from stream_attention.tuning.decode import EAGER_KEYS
 
 LENGTHS = (37, 0, 5, 100)
 
@@ -145,8 +145,8 @@ def test_without_lengths_all_keys_are_there() -> None:
 
 
 def test_more_keys_than_a_tile() -> None:
-    x = rows((2 * TILE + 5, TILE, 3), q_len=2)
-    out = decode_attention(x.query, contiguous(x, 2 * TILE + 64))
+    x = rows((2 * EAGER_KEYS + 5, EAGER_KEYS, 3), q_len=2)
+    out = decode_attention(x.query, contiguous(x, 2 * EAGER_KEYS + 64))
     torch.testing.assert_close(out, expected(x, causal=True)[0], rtol=1e-9, atol=1e-9)
 
 
@@ -172,7 +172,7 @@ def test_memory_is_that_of_a_tile() -> None:
         cache = paged(x, 16)
         return peak_bytes(lambda: decode_attention(x.query, cache))
 
-    assert peak(32 * TILE) < 1.5 * peak(2 * TILE)
+    assert peak(32 * EAGER_KEYS) < 1.5 * peak(2 * EAGER_KEYS)
 
 
 @pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
@@ -275,7 +275,8 @@ def test_refusals(changed: dict[str, Any], message: str) -> None:
 
 def test_explaining_checks_what_a_call_would(capsys: pytest.CaptureFixture[str]) -> None:
     query, cache = torch.randn(1, 1, 2, 8), ContiguousKV(*torch.randn(2, 1, 20, 1, 8))
-    for wrong in ({"softcap": -1.0}, {"scale": "x"}, {"causal": "no"}, {"window": (-5, 3)}, {"return_lse": 3}):
+    wrongs: list[dict[str, Any]] = [{"softcap": -1.0}, {"scale": "x"}, {"causal": "no"}, {"window": (-5, 3)}]
+    for wrong in (*wrongs, {"return_lse": 3}, {"workspace": 5}):
         with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
             explain_decode(query, cache, **wrong)
     assert explain_decode(query, cache, window=(3, 0)).backend == "eager"

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cache_views import KVCache
-
-TILE = 1024
-"""Keys at a time."""
+from ..tuning.decode import EAGER_KEYS
 
 Tile = Callable[[int, int], tuple[Tensor, Tensor]]
 """Keys and values from a position to another."""
@@ -82,8 +80,8 @@ def _decode(
     end = capacity
     if device.type == "cpu" and batch and not torch.compiler.is_compiling():  # elsewhere looking would synchronise
         end = min(end, int(seen.lengths.max()))
-    for start in range(0, end, TILE):
-        stop = min(start + TILE, end)
+    for start in range(0, end, EAGER_KEYS):
+        stop = min(start + EAGER_KEYS, end)
         key, value = tile(start, stop)
         at = torch.arange(start, stop, device=device)
         visible = _visible(seen, position, at)[:, None, None]  # [B, 1, 1, Tq, n]

@@ -189,19 +189,19 @@ def _decode(
     """The ordinary way: check, plan, compute, and remember the call if it has facts."""
     validate.decoding(query, cache, tree_mask, alibi_slopes, sink, out)
     validate.options(causal, window, softcap, scale, 0.0, None, None, return_lse, query)
-    left, right = _sides(causal, window, tree_mask, query.shape[1])
-    problem = _problem(query, cache, left, right)
+    left, right = _sides(causal, window, tree_mask)
+    problem = decode_problem(query, cache, left)
     plan = _plan(problem, num_splits, batch_invariant, backend)
+    validate.workspace(workspace, query, _numbers(plan))
     slopes = alibi_slopes[None] if alibi_slopes is not None and alibi_slopes.dim() == 1 else alibi_slopes
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     lse: Tensor | None
     if plan.backend == "triton":
         asked = tree_mask, slopes, sink, left, right, scale, float(softcap)
-        result, lse = _launch(problem, plan.config, query, cache, asked, out, return_lse, workspace, facts)
+        result, lse = _launch(plan, query, cache, asked, out, return_lse, workspace, facts)
     else:
         from ..kernels.eager_decode import Scores, Seen, decode
 
-        validate.workspace(workspace, query, 0)
         lengths = cache.lengths
         if lengths is None:
             lengths = torch.full((cache.batch,), cache.capacity, dtype=torch.int32, device=query.device)
@@ -216,8 +216,7 @@ def _decode(
 
 
 def _launch(
-    problem: DecodeProblem,
-    config: Any,
+    plan: Plan,
     query: Tensor,
     cache: KVCache,
     asked: tuple[Tensor | None, Tensor | None, Tensor | None, int, int, float, float],
@@ -228,16 +227,22 @@ def _launch(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute by the Triton kernels, and remember the call if it has facts."""
     from ..kernels.triton import decode as kernels
-    from ..kernels.triton.decode_call import workspace_numbers
 
-    numbers = workspace_numbers(problem, config)
-    validate.workspace(workspace, query, numbers)
     if out is not None:
         torch.autograd.graph.increment_version(out)
-    result, lse, repeat = kernels.decode(problem, config, query, cache, *asked, out, return_lse, workspace)
+    result, lse, repeat = kernels.decode(plan.problem, plan.config, query, cache, *asked, out, return_lse, workspace)
     if facts is not None and repeat is not None:
-        _remember(cache, facts, repeat, result, lse, numbers)
+        _remember(cache, facts, repeat, result, lse, _numbers(plan))
     return result, lse
+
+
+def _numbers(plan: Plan) -> int:
+    """How many numbers the workspace of a planned call has."""
+    if plan.backend != "triton":
+        return 0
+    from ..kernels.triton.decode_call import workspace_numbers
+
+    return workspace_numbers(plan.problem, plan.config)
 
 
 def decode_workspace(
@@ -260,14 +265,9 @@ def decode_workspace(
     tensor([])
     """
     validate.decoding(query, cache, None, None, None, None)
-    problem = _problem(query, cache, UNBOUNDED, UNBOUNDED)
+    problem = decode_problem(query, cache, UNBOUNDED)
     plan = _plan(problem, num_splits, batch_invariant, backend)
-    numbers = 0
-    if plan.backend == "triton":
-        from ..kernels.triton.decode_call import workspace_numbers
-
-        numbers = workspace_numbers(problem, plan.config)
-    return query.new_empty(numbers, dtype=torch.float32)
+    return query.new_empty(_numbers(plan), dtype=torch.float32)
 
 
 def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
@@ -290,20 +290,22 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
     validate.decoding(query, cache, given["tree_mask"], given["alibi_slopes"], given["sink"], given["out"])
     causal, window, softcap, scale = (given[name] for name in ("causal", "window", "softcap", "scale"))
     validate.options(causal, window, softcap, scale, 0.0, None, None, given["return_lse"], query)
-    left, right = _sides(given["causal"], given["window"], given["tree_mask"], query.shape[1])
-    plan = _plan(_problem(query, cache, left, right), given["num_splits"], given["batch_invariant"], given["backend"])
+    left, _ = _sides(causal, window, given["tree_mask"])
+    plan = _plan(decode_problem(query, cache, left), given["num_splits"], given["batch_invariant"], given["backend"])
+    validate.workspace(given["workspace"], query, _numbers(plan))
     print(plan)
     return plan
 
 
-def _sides(causal: bool, window: tuple[int, int] | None, tree_mask: Tensor | None, q_len: int) -> tuple[int, int]:
+def _sides(causal: bool, window: tuple[int, int] | None, tree_mask: Tensor | None) -> tuple[int, int]:
     left, right = window or (UNBOUNDED, UNBOUNDED)
     if causal and tree_mask is None:
         right = 0 if right == UNBOUNDED else min(right, 0)
-    return left, UNBOUNDED if q_len == 1 else right  # behind the newest token is nothing to hide
+    return left, right
 
 
-def _problem(query: Tensor, cache: KVCache, left: int, right: int) -> DecodeProblem:
+def decode_problem(query: Tensor, cache: KVCache, left: int) -> DecodeProblem:
+    """What a call whose queries see `left` keys before them has to compute."""
     batch, q_len, q_heads, head_dim = query.shape
     device, capacity = query.device, cache.capacity
     return DecodeProblem(

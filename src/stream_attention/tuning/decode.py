@@ -15,6 +15,9 @@ from ..cache_views.codes import Coding
 INVARIANT_KEYS = 2048
 """Keys of a part of a batch-invariant call: whatever the batch, a row's sums are cut in the same places."""
 
+EAGER_KEYS = 1024
+"""Keys at a time in plain torch."""
+
 MOST_ROWS = 64
 """Rows of a tile at most."""
 

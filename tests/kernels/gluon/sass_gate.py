@@ -109,14 +109,14 @@ def fingerprint(sass: str) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def ran(stem: str) -> dict[str, Any]:
-    """The machine code that the GPU tests and the benchmark of `stem`, such as forward, were run with."""
+def ran(stem: str, by: str = "gluon") -> dict[str, Any]:
+    """The machine code that the GPU tests or the benchmark of `stem`, such as forward, were run with."""
     folder = Path(__file__).parents[3]
-    file = folder / f"benchmarks/results/h200/machine_code_gluon_{stem}.json"
+    file = folder / f"benchmarks/results/h200/machine_code_{by}_{stem}.json"
     assert file.exists(), (
         f"{file.relative_to(folder)} is not there. After a run on the GPU, of COMMIT, it is written by "
         "`PYTHONPATH=src:tests/kernels/triton:tests/kernels/gluon python "
-        f"tests/kernels/gluon/test_{stem}_compiled.py COMMIT > FILE`."
+        f"tests/kernels/{by}/test_{stem}_compiled.py COMMIT > FILE`."
     )
     found: dict[str, Any] = json.loads(file.read_text())
     return found

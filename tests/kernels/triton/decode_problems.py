@@ -26,7 +26,7 @@ from stream_attention.cache_views import KVCache
 from stream_attention.cache_views.quantized import FORMATS, quantized_lengths, window_slots
 from stream_attention.kernels import reference
 from stream_attention.kernels.offline import Form, launching_for
-from stream_attention.ops.decode import _problem
+from stream_attention.ops.decode import decode_problem
 from stream_attention.problem import UNBOUNDED
 from stream_attention.testing import Case, poisoned_memory
 from stream_attention.testing.inputs import Layout, _laid_out, _tile_laid_out
@@ -481,7 +481,7 @@ def template_for(backend: str, rng: Random, device: str = "cpu", **limits: Any) 
 def why_not(case: DecodeCase, backend: str) -> tuple[str, ...]:
     """Why a backend cannot do a case, in its own sentences; empty if it can."""
     query, cache, _ = make(case)
-    return DECODERS[backend].why_not(_problem(query, cache, UNBOUNDED, UNBOUNDED), case.num_splits)
+    return DECODERS[backend].why_not(decode_problem(query, cache, UNBOUNDED), case.num_splits)
 
 
 def random_template(rng: Random, device: str = "cpu", dims: tuple[int, ...] = DIMS, max_rows: int = 16) -> DecodeCase:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,13 +13,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing; run without TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
+from sass_gate import VERSION, as_file, disassemble, fingerprint, ran
+
 from stream_attention import ContiguousKV, PagedKV, quantize_kv
-from stream_attention.backends import DECODERS
+from stream_attention.backends import DECODERS, TESTED_TRITON
 from stream_attention.cache_views import KVCache
 from stream_attention.cache_views.codes import Coding
 from stream_attention.kernels.triton.decode import decode
 from stream_attention.kernels.triton.decode_call import workspace_numbers
-from stream_attention.ops.decode import _problem
+from stream_attention.ops.decode import decode_problem
 from stream_attention.testing.offline import compiling_for, report
 from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeConfig, DecodeProblem, configure
 
@@ -124,13 +127,14 @@ class Compiled(NamedTuple):
     group: int = 64
     dtype: torch.dtype = BF16
     modified: bool = False
+    ragged: bool = True
+    config: DecodeConfig | None = None  # None: as planned, in three splits
 
     def cache(self) -> KVCache:
         kv_heads = self.heads[1]
         lengths = torch.full((2,), 1000, dtype=torch.int32)
-        cache: ContiguousKV | PagedKV = ContiguousKV(
-            *torch.zeros(2, 2, 1024, kv_heads, self.dim, dtype=self.dtype), lengths
-        )
+        rows = torch.zeros(2, 2, 1024, kv_heads, self.dim, dtype=self.dtype)
+        cache: ContiguousKV | PagedKV = ContiguousKV(*rows, lengths if self.ragged else None)
         if self.page:
             pages = torch.zeros(2, 2048 // self.page, self.page, kv_heads, self.dim, dtype=self.dtype)
             cache = PagedKV(*pages, torch.zeros(2, 1024 // self.page, dtype=torch.int32), lengths)
@@ -139,14 +143,14 @@ class Compiled(NamedTuple):
     def kernels(self) -> tuple[DecodeConfig, list[Any]]:
         """The kernel that computes and the one that merges."""
         query, cache = torch.zeros(2, self.q_len, self.heads[0], self.dim, dtype=self.dtype), self.cache()
-        stated = gpu(_problem(query, cache, 100 if self.modified else -1, 0), self.arch)
-        config = configure(stated, None, False)._replace(num_splits=3)
+        stated = gpu(decode_problem(query, cache, 100 if self.modified else -1), self.arch)
+        config = self.config or configure(stated, None, False)._replace(num_splits=3)
         tree = torch.ones(2, self.q_len, self.q_len, dtype=torch.bool) if self.modified else None
         per_head = torch.zeros(1, self.heads[0]) if self.modified else None
         asked = tree, per_head, None if per_head is None else per_head[0], 100 if self.modified else -1, 0, 0.1
         room = torch.zeros(workspace_numbers(stated, config))
         with compiling_for(self.arch) as compiled:
-            decode(stated, config, query, cache, *asked, 5.0 if self.modified else 0.0, None, True, room)
+            decode(stated, config, query, cache, *asked, 5.0 if self.modified else 0.0, None, self.ragged, room)
         return config, compiled
 
 
@@ -193,3 +197,47 @@ def test_the_machine_code_is_as_it_should_be(name: str) -> None:
         assert (ops["HMMA"] and ops["LDSM"]) or ops["HGMMA"], "matrix instructions, with operands in their own order"
     ahead = {"ACQBULK"} & set(ops)
     assert bool(ahead) == (call.arch >= 90), "waits for the kernels ahead of it"
+
+
+# What was measured
+
+
+def of_suites(dim: int, heads: tuple[int, int], *config: int, **how: Any) -> Compiled:
+    """A call of the suites `decode` and `caches`."""
+    return Compiled(dim=dim, heads=heads, config=DecodeConfig(*config), ragged=False, **how)
+
+
+MEASURED = {
+    "b1 32/8 d128 8192": of_suites(128, (32, 8), 64, 4, 3, 16),
+    "32/8 d128, split": of_suites(128, (32, 8), 128, 4, 3, 2),
+    "b64 32/8 d128 8192": of_suites(128, (32, 8), 128, 4, 3, 1),
+    "b64 32/8 d128 1024": of_suites(128, (32, 8), 32, 2, 4, 1),
+    "b1 32/32 d128 16384": of_suites(128, (32, 32), 128, 4, 3, 4),
+    "b16 64/8 d128 16384": of_suites(128, (64, 8), 128, 4, 3, 1),
+    "b8 16/2 d64 32768": of_suites(64, (16, 2), 256, 4, 3, 8),
+    "b16 8/1 d256 16384": of_suites(256, (8, 1), 64, 4, 3, 8),
+    "paged 16": of_suites(128, (32, 8), 64, 4, 4, 4, page=16),
+    "paged 64": of_suites(128, (32, 8), 64, 4, 4, 4, page=64),
+    "paged 256": of_suites(128, (32, 8), 128, 4, 3, 2, page=256),
+    "int4": of_suites(128, (32, 8), 64, 2, 3, 13, codes="int4"),
+    "int8": of_suites(128, (32, 8), 32, 1, 4, 17, codes="int8"),
+    "fp8": of_suites(128, (32, 8), 32, 1, 4, 17, codes="fp8"),
+}
+
+
+def fingerprints(name: str) -> dict[str, str]:
+    _, kernels = MEASURED[name].kernels()
+    does = ("computes", "merges")[: len(kernels)]
+    return {f"{name}: {it}": fingerprint(disassemble(one)) for it, one in zip(does, kernels, strict=True)}
+
+
+@pytest.mark.skipif(VERSION != TESTED_TRITON, reason=f"what was measured was compiled by Triton {TESTED_TRITON}")
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_machine_code_is_what_was_measured(name: str) -> None:
+    its = ran("decode", by="triton")
+    for kernel, found in fingerprints(name).items():
+        assert found == its["kernels"][kernel], f"{kernel}: not what ran on the GPU at {its['commit']}; run it there"
+
+
+if __name__ == "__main__":
+    print(as_file(sys.argv[1], {kernel: found for name in MEASURED for kernel, found in fingerprints(name).items()}))

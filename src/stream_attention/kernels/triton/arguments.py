@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...problem import UNBOUNDED, Inputs, Problem
 from ...state import EMPTY
+from ...tuning.decode import DecodeProblem
 from ...tuning.triton import Tile
 
 UNIT = 8
@@ -42,8 +43,13 @@ def room_for_results(problem: Problem, query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_of(problem: Problem) -> float:
+    """The scale of a problem, as kernels take it."""
+    return in_fp32(problem.scale)
+
+
+def in_fp32(scale: float) -> float:
     """The scale, 0 where fp32 holds hardly more."""
-    return problem.scale if abs(problem.scale) > 1e-30 else 0.0
+    return scale if abs(scale) > 1e-30 else 0.0
 
 
 def meaning_of(problem: Problem) -> tuple[int | float, ...]:
@@ -90,7 +96,7 @@ def precision(problem: Problem) -> str:
     return "tf32x3" if max(problem.head_dim, problem.value_dim) <= 128 else "ieee"
 
 
-def tanh(problem: Problem) -> str:
+def tanh(problem: Problem | DecodeProblem) -> str:
     """Which tanh of tiles.py the dtype deserves."""
     if problem.dtype is torch.float32:
         return "exact"

@@ -33,8 +33,6 @@ from .decode_tiles import (
     merge_kernel,
     modify_scores,
     normalised,
-    place_of_program,
-    rows_of_tile,
     wait_for_kernels_ahead,
 )
 from .launch import Kernel, jit
@@ -110,11 +108,17 @@ def _decode_kernel(
 
     # Where am I.
     tiles_r = tl.cdiv(GROUP * q_len, BLOCK_R)
-    kv_head, split, tile_r, b = place_of_program(kv_heads, num_splits, tiles_r)
+    pid = tl.program_id(0)
+    kv_head = pid % kv_heads
+    split = pid // kv_heads % num_splits
+    tile_r = pid // kv_heads // num_splits % tiles_r
+    b = (pid // kv_heads // num_splits // tiles_r).to(tl.int64)
     length = capacity
     if lengths_ptr is not None:
         length = tl.minimum(tl.load(lengths_ptr + b), capacity)
-    offs_r, mask_r, head, t = rows_of_tile(tile_r, kv_head, q_len, GROUP, BLOCK_R)
+    offs_r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_r = offs_r < GROUP * q_len
+    head, t = kv_head * GROUP + offs_r // q_len, offs_r % q_len
     down = (length - q_len + t)[:, None]  # where the queries stand
     offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     q_rows = q_ptr + b * stride_qb + t * stride_qm + head * stride_qh

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...problem import UNBOUNDED
 from ...tuning.decode import DecodeConfig, DecodeProblem
-from .arguments import FAR, slope_stride, tile_width
+from .arguments import FAR, in_fp32, slope_stride, tanh, tile_width
 
 
 class DecodeCall(NamedTuple):
@@ -68,7 +67,7 @@ class DecodeCall(NamedTuple):
             config.split_keys,
             min(self.left, FAR),
             min(self.right, FAR),
-            self.scale if abs(self.scale) > 1e-30 else 0.0,
+            in_fp32(self.scale),
             self.softcap,
         )
 
@@ -88,7 +87,7 @@ class DecodeCall(NamedTuple):
             self.softcap != 0.0,  # HAS_SOFTCAP
             config.num_splits > 1,  # IS_SPLIT
             self.early,  # EARLY
-            _tanh(problem),  # TANH
+            tanh(problem),  # TANH
         )
 
     def merging(self) -> dict[str, Any]:
@@ -116,10 +115,3 @@ def workspace_numbers(problem: DecodeProblem, config: DecodeConfig) -> int:
         return 0
     states = problem.lines * config.num_splits * problem.rows
     return -(-states // 4) * 4 + states * problem.value_dim
-
-
-def _tanh(problem: DecodeProblem) -> str:
-    """Which tanh of tiles.py the dtype deserves."""
-    if problem.dtype is torch.float32:
-        return "exact"
-    return "unit" if problem.dtype is torch.bfloat16 and problem.device.type == "cuda" else "exp2"

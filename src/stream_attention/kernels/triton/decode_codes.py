@@ -38,8 +38,6 @@ from .decode_tiles import (
     leave_out,
     modify_scores,
     normalised,
-    place_of_program,
-    rows_of_tile,
     wait_for_kernels_ahead,
 )
 from .interpreter import active as interpreting
@@ -351,10 +349,16 @@ def _codes_kernel(
 
     # Where am I.
     tiles_r = tl.cdiv(GROUP * q_len, BLOCK_R)
-    kv_head, split, tile_r, b = place_of_program(kv_heads, num_splits, tiles_r)
+    pid = tl.program_id(0)
+    kv_head = pid % kv_heads
+    split = pid // kv_heads % num_splits
+    tile_r = pid // kv_heads // num_splits % tiles_r
+    b = (pid // kv_heads // num_splits // tiles_r).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + b), capacity)
     coded = tl.maximum(length - residual, 0) // TOKENS * TOKENS
-    offs_r, mask_r, head, t = rows_of_tile(tile_r, kv_head, q_len, GROUP, BLOCK_R)
+    offs_r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_r = offs_r < GROUP * q_len
+    head, t = kv_head * GROUP + offs_r // q_len, offs_r % q_len
     across = (length - q_len + t)[None, :]  # where the queries stand
     q_rows = q_ptr + b * stride_qb + t * stride_qm + head * stride_qh
     slopes = 0.0
@@ -479,7 +483,7 @@ def _codes_kernel(
     if split == num_splits - 1:
         k_window_ptr += b * stride_kwb + kv_head * stride_kwh
         v_window_ptr += b * stride_vwb + kv_head * stride_vwh
-        for start in tl.range(tl.maximum(coded, first), length, WINDOW_N, num_stages=2):
+        for start in tl.range(tl.maximum(coded, first), length, WINDOW_N, num_stages=1):
             k_pos = start + tl.arange(0, WINDOW_N)
             inside = k_pos < length
             slot = tl.minimum(k_pos, length - 1) % slots

@@ -33,22 +33,6 @@ def wait_for_kernels_ahead():
 
 
 @triton.jit
-def place_of_program(kv_heads, num_splits, tiles_r):
-    """KV head, split, tile of rows, batch entry: heads first."""
-    pid = tl.program_id(0)
-    rest = pid // kv_heads
-    line_of_tiles = rest // num_splits
-    return pid % kv_heads, rest % num_splits, line_of_tiles % tiles_r, (line_of_tiles // tiles_r).to(tl.int64)
-
-
-@triton.jit
-def rows_of_tile(tile_r, kv_head, q_len, GROUP: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Rows of a tile, which of them exist, their heads, and which query of its head each is."""
-    offs_r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    return offs_r, offs_r < GROUP * q_len, kv_head * GROUP + offs_r // q_len, offs_r % q_len
-
-
-@triton.jit
 def keys_of_split(first, end, split, num_splits, split_keys, BLOCK_N: tl.constexpr, IN_TURN: tl.constexpr):
     """Where a split of the keys from `first` to `end` begins and ends, and how far its blocks lie apart.
 
