@@ -149,7 +149,7 @@ def test_words_of_a_wide_token() -> None:
 
 @pytest.mark.parametrize("page", [None, 16])
 @pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
-def test_scales_per_token_lie_with_tokens_side_by_side(format: str, page: int | None) -> None:
+def test_what_one_head_has_lies_in_one_place(format: str, page: int | None) -> None:
     key, value = (torch.randn(2, 48, 3, 32, generator=torch.Generator().manual_seed(0)) for _ in range(2))
     lengths = int32(48, 40)
     plain = ContiguousKV(key, value, lengths) if page is None else paged(key, value, lengths, page)
@@ -160,8 +160,9 @@ def test_scales_per_token_lie_with_tokens_side_by_side(format: str, page: int | 
             if scale is not None:
                 assert scale.stride() == (12 * tokens_of_a_row, 1, 4 * tokens_of_a_row, tokens_of_a_row)
         for scale in (cache.key.scale, cache.key.zero):
-            assert scale is None or scale.is_contiguous()
-        assert cache.coding == Coding(format, 8, True, False, torch.float32, True)
+            assert scale is None or scale.transpose(1, 2).is_contiguous()
+        assert all(side.codes.transpose(1, 2).is_contiguous() for side in (cache.key, cache.value))
+        assert cache.coding == Coding(format, 8, True, False, torch.float32, 8, True, True)
         cache.append(key[:, :9], value[:, :9])  # a block is quantised, and lies as the others do
 
 
@@ -196,7 +197,7 @@ def test_scales_that_lie_otherwise_are_read_but_not_in_order(dim: int, side_by_s
 
 def test_a_cache_is_in_order_if_both_sides_are() -> None:
     cache = quantize_kv(ContiguousKV(*tokens(2, 16)), "int8", group=4, residual=0, keys="token")
-    assert cache.coding == Coding("int8", 4, False, False, torch.float32, True)
+    assert cache.coding == Coding("int8", 4, False, False, torch.float32, 4, True, cache.coding.aligned)
     for side in ("key", "value"):
         its = getattr(cache, side)
         other = dataclasses.replace(cache, **{side: dataclasses.replace(its, scale=its.scale.contiguous())})

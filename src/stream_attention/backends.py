@@ -47,18 +47,25 @@ TESTED_TRITON = "3.6"
 """The Triton with which the Gluon kernels were run. Gluon is experimental, and others may read a kernel otherwise."""
 
 
-def _gluon_why_not(problem: Problem) -> tuple[str, ...]:
-    if find_spec("triton") is None:
-        return ("Triton is not installed",)
-    dims = (problem.head_dim, problem.value_dim)
-    widths = gluon_tuning.tile_widths(problem)
-    reasons = (
+def _gluon_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], ...]:
+    """What no Gluon kernel can do, each with whether it is so."""
+    return (
         (problem.device.type != "cuda", f"it runs on CUDA devices, not on {problem.device.type}"),
         (
             problem.device.type == "cuda" and problem.arch != 90,
             f"it is for Hopper, compute capability 9.0, not {problem.arch / 10}",
         ),
         (not _triton_is_tested(), f"it was run with Triton {TESTED_TRITON} alone, not {_triton_version()}"),
+    )
+
+
+def _gluon_why_not(problem: Problem) -> tuple[str, ...]:
+    if find_spec("triton") is None:
+        return ("Triton is not installed",)
+    dims = (problem.head_dim, problem.value_dim)
+    widths = gluon_tuning.tile_widths(problem)
+    reasons = (
+        *_gluon_reasons(problem),
         (
             problem.backward and problem.row_grad,
             "gradients of ALiBi slopes and sinks are sums over rows, for which Triton's backward has an exact delta; "
@@ -178,6 +185,10 @@ class Decoder(NamedTuple):
     configure: Callable[[DecodeProblem, int | None, bool], Any]
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _codes_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
     """What its kernel for codes cannot do, each with whether it is so."""
     coding = problem.coding
@@ -194,7 +205,7 @@ def _codes_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
         ),
         (
             coding.scale_dtype is not torch.float16,
-            f"it reads scales of float16, not {str(coding.scale_dtype).removeprefix('torch.')}",
+            f"it reads scales of float16, not {_name(coding.scale_dtype)}",
         ),
         (coding.values_per_channel, 'it reads values with scales per token, not "channel"'),
         (coding.group not in (16, 32, 64, 128), f"it reads groups of 16, 32, 64 or 128, not {coding.group}"),
@@ -206,6 +217,42 @@ def _codes_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
         ),
         (not coding.in_order, "it reads scales per token that lie side by side in memory, as quantize_kv lays them"),
     )
+
+
+def _gluon_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tuple[str, ...]:
+    if find_spec("triton") is None:
+        return ("Triton is not installed",)
+    coding, dims = problem.coding, (problem.head_dim, problem.value_dim)
+    if coding is None:
+        return ("it reads quantised caches",)
+    planes = 4 if coding.format == "int4" else 2
+    reasons = (
+        *_gluon_reasons(problem),
+        (problem.dtype.itemsize != 2, "it multiplies codes as float16, too coarse for a cache of float32"),
+        (
+            any(dim not in (64, 128) for dim in dims),
+            f"it takes head dims of 64 and 128, not {dims}",
+        ),
+        (
+            num_splits is not None and num_splits <= decode_tuning.window_splits(problem),
+            f"it computes the latest tokens in splits of their own, {decode_tuning.window_splits(problem)} of "
+            f"{num_splits}",
+        ),
+        (problem.rows > 8, f"it takes up to 8 rows, queries of heads that share keys, not {problem.rows}"),
+        (not coding.keys_per_channel or coding.values_per_channel, "it reads keys per channel and values per token"),
+        (coding.scale_dtype is not torch.float16, f"it reads scales of float16, not {_name(coding.scale_dtype)}"),
+        (
+            coding.group not in (32, 64, 128) or problem.value_dim // planes > coding.group,
+            f"it reads groups of 32, 64 or 128, and at least {problem.value_dim // planes}, not {coding.group}",
+        ),
+        (problem.page % coding.group != 0, f"it reads pages of whole groups of {coding.group}, not {problem.page}"),
+        (
+            not coding.in_order or not coding.aligned,
+            "it reads codes and scales as quantize_kv lays them, in rows that start on 16 bytes",
+        ),
+        (problem.capacity >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
+    )
+    return tuple(reason for applies, reason in reasons if applies)
 
 
 def _triton_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tuple[str, ...]:
@@ -228,6 +275,7 @@ def _eager_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tup
 
 
 DECODERS = {
+    "gluon": Decoder(_gluon_decode_why_not, lambda problem: (), decode_tuning.configure_gluon),
     "triton": Decoder(
         _triton_decode_why_not,
         _triton_why_named_only,

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import refuse
 from . import checks
 from .base import Cache
-from .codes import BITS, SYMMETRIC, TOKENS, Coding, QuantizedTensor, quantize
+from .codes import BITS, SYMMETRIC, TOKENS, Coding, QuantizedTensor, on_16_bytes, quantize
 from .write import Places, places, put
 
 FORMATS = ("fp8", "int8", "int4")
@@ -82,7 +82,11 @@ class QuantizedKV(Cache):
     def coding(self) -> Coding:
         per_channel = self.key.dim == TOKENS, self.value.dim == TOKENS
         in_order = all(side.in_order and side.in_pairs for side in (self.key, self.value))
-        return Coding(self.format, self.group, *per_channel, self.key.scale.dtype, in_order)
+        windows = on_16_bytes(self.key_window, 3) and on_16_bytes(self.value_window, 3)
+        aligned = windows and self.key.aligned and self.value.aligned
+        return Coding(
+            self.format, self.group, *per_channel, self.key.scale.dtype, self.key_window.shape[1], in_order, aligned
+        )
 
     @property
     def batch(self) -> int:

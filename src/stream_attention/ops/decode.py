@@ -59,7 +59,7 @@ def decode_attention(
         out: `[B, Tq, Hq, Dv]` to write into. Like the workspace, it shares no memory with what is read.
         workspace: room for parts, made by `decode_workspace`, for calls that run one after another. With it and `out`
             nothing is allocated (but the LSE, if that is wanted).
-        backend: "auto", "triton" (a GPU) or "eager" (plain torch, any device).
+        backend: "auto", "gluon" (quantised caches on a Hopper), "triton" (a GPU) or "eager" (plain torch, any device).
 
     Raises:
         ValueError, TypeError: a bad argument, before any work; the message names it with expected and actual.
@@ -196,7 +196,7 @@ def _decode(
     slopes = alibi_slopes[None] if alibi_slopes is not None and alibi_slopes.dim() == 1 else alibi_slopes
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     lse: Tensor | None
-    if plan.backend == "triton":
+    if plan.backend != "eager":
         asked = tree_mask, slopes, sink, left, right, scale, float(softcap)
         result, lse = _launch(plan, query, cache, asked, out, return_lse, workspace, facts)
     else:
@@ -225,12 +225,15 @@ def _launch(
     workspace: Tensor | None,
     facts: Hashable | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute by the Triton kernels, and remember the call if it has facts."""
-    from ..kernels.triton import decode as kernels
+    """Compute by the Triton or Gluon kernels, and remember the call if it has facts."""
+    if plan.backend == "gluon":
+        from ..kernels.gluon.decode_codes import decode
+    else:
+        from ..kernels.triton.decode import decode
 
     if out is not None:
         torch.autograd.graph.increment_version(out)
-    result, lse, repeat = kernels.decode(plan.problem, plan.config, query, cache, *asked, out, return_lse, workspace)
+    result, lse, repeat = decode(plan.problem, plan.config, query, cache, *asked, out, return_lse, workspace)
     if facts is not None and repeat is not None:
         _remember(cache, facts, repeat, result, lse, _numbers(plan))
     return result, lse
@@ -238,7 +241,7 @@ def _launch(
 
 def _numbers(plan: Plan) -> int:
     """How many numbers the workspace of a planned call has."""
-    if plan.backend != "triton":
+    if plan.backend == "eager":
         return 0
     from ..kernels.triton.decode_call import workspace_numbers
 
@@ -279,6 +282,7 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
     ... # doctest: +ELLIPSIS
     decode    B=2 Tq=1 Hq=8 Hkv=4 D=16 Dv=16 float32 on cpu, contiguous, up to 100 keys
     backend   eager: plain torch, tiles of 1024 keys
+    not       gluon: it reads quantised caches
     not       triton: ...
     """
     try:

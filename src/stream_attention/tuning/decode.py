@@ -6,6 +6,7 @@ device, so a short row in a large cache is split as finely as a long one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -100,15 +101,47 @@ class Tile(NamedTuple):
     resident: int  # programs that a processor holds at a time
 
 
-def configure(problem: DecodeProblem, num_splits: int | None, batch_invariant: bool) -> DecodeConfig:
-    """The configuration of a call. For a batch-invariant one all that shapes a row's sums follows from the row.
+SplitsOf = Callable[[DecodeProblem, Tile, int], int]
+"""How many splits a problem is computed in, by its tile, of so many blocks."""
 
-    Codes have one split more, for the latest tokens, which are none.
-    """
-    tile = _tile(problem, batch_invariant)
+
+def configure(problem: DecodeProblem, num_splits: int | None, batch_invariant: bool) -> DecodeConfig:
+    """The configuration of a call for the Triton kernels. For a batch-invariant one all that shapes a row's sums
+    follows from the row."""
+    of_window = 0 if problem.coding is None else 1
+    return _configure(problem, num_splits, batch_invariant, _tile(problem, batch_invariant), _splits, of_window)
+
+
+def configure_gluon(problem: DecodeProblem, num_splits: int | None, batch_invariant: bool) -> DecodeConfig:
+    """The same for the Gluon kernel, which reads codes."""
+    assert problem.coding is not None
+    int4, group = problem.coding.format == "int4", problem.coding.group
+    tile = Tile(min(group, 64 if int4 else 32), 1, 2, 8)
+    if not batch_invariant and problem.lines * problem.span <= 1024 * max(1, problem.processors):
+        tile = Tile(min(group, 32 if int4 else 64), 1, 4 if int4 else 3, 8)  # so few that each waits for memory
+    return _configure(problem, num_splits, batch_invariant, tile, _gluon_splits, window_splits(problem))
+
+
+WINDOW_SHARE = 64
+"""Latest tokens of a split of the Gluon kernel."""
+
+
+def window_splits(problem: DecodeProblem) -> int:
+    """Splits that the Gluon kernel has for the latest tokens."""
+    return 0 if problem.coding is None else -(-problem.coding.window // WINDOW_SHARE)
+
+
+def _configure(
+    problem: DecodeProblem,
+    num_splits: int | None,
+    batch_invariant: bool,
+    tile: Tile,
+    splits_of: SplitsOf,
+    of_window: int,
+) -> DecodeConfig:
+    """Codes have `of_window` splits more, for the latest tokens, which are none."""
     config = DecodeConfig(*tile[:3])
     blocks = max(1, -(-problem.span // tile.block_n))
-    of_window = 0 if problem.coding is None else 1
     if batch_invariant:
         unit = tile.block_n if problem.coding is None else problem.coding.group  # codes are read in whole groups
         units = max(1, -(-problem.capacity // unit))  # not of the span: a workspace serves with a window and without
@@ -116,9 +149,9 @@ def configure(problem: DecodeProblem, num_splits: int | None, batch_invariant: b
         return config._replace(num_splits=max(1, -(-problem.span // keys)) + of_window, split_keys=keys)
     if num_splits is not None:
         return config._replace(num_splits=min(num_splits, blocks + of_window))  # others would be empty
-    splits = _splits(problem, tile, blocks)
+    splits = splits_of(problem, tile, blocks)
     if problem.span < problem.capacity:  # no more than without a window, so that a workspace serves with and without
-        splits = min(splits, configure(problem._replace(span=problem.capacity), None, False).num_splits - of_window)
+        splits = min(splits, splits_of(problem, tile, max(1, -(-problem.capacity // tile.block_n))))
     return config._replace(num_splits=splits + of_window)
 
 
@@ -141,6 +174,23 @@ def _splits(problem: DecodeProblem, tile: Tile, blocks: int) -> int:
         return rounds * (-(-blocks // splits) * tile.block_n + STARTING)
 
     return min(range(1, max(1, min(MOST_SPLITS, blocks // 2)) + 1), key=time)
+
+
+MERGING = 4
+"""Keys that a program could stream in the time in which one more split is merged."""
+
+
+def _gluon_splits(problem: DecodeProblem, tile: Tile, blocks: int) -> int:
+    """Likewise. Splits by a power of two meet in the same parts of the memory."""
+    at_a_time = tile.resident * max(1, problem.processors)
+    programs = max(1, problem.lines)
+
+    def time(splits: int) -> float:
+        rounds, share = -(-programs * splits // at_a_time), -(-blocks // splits)
+        camping = 1.25 if share >= 8 and splits & (splits - 1) == 0 else 1.0
+        return rounds * (share * tile.block_n * camping + STARTING) + splits * MERGING
+
+    return min(range(1, max(1, min(MOST_SPLITS, blocks)) + 1), key=time)
 
 
 def _tile(problem: DecodeProblem, batch_invariant: bool) -> Tile:

@@ -569,6 +569,7 @@ def in_some_size(
 class Drawn(NamedTuple):
     """Random problems, one of every set of kernels that they need, and how long those and others took to compile."""
 
+    backend: str
     cases: list[DecodeCase]
     variants: list[DecodeCase]
     seconds: float
@@ -578,62 +579,73 @@ def draw(
     problems: int,
     templates: int,
     variants: int,
-    also: list[DecodeCase],
     *,
+    backend: str = "triton",
     device: str = "cuda",
     arch: int | None = None,
+    **limits: Any,
 ) -> Drawn:
-    """Templates in random sizes. A problem that would need one more than `variants` sets of kernels is drawn again.
+    """Templates for a backend in random sizes. A problem that would need one more than `variants` sets of kernels is
+    drawn again.
 
-    Those and the kernels of `also` are compiled here, in parallel. `arch` is that of the GPU unless told.
+    Those are compiled here, in parallel. `arch` is that of the GPU unless told.
     """
-    if arch is None:
-        facts = torch.cuda.get_device_properties(0)
-        arch = 10 * facts.major + facts.minor
+    arch = arch or arch_of_gpu()
     rng = Random(0)
-    like = [template_for("triton", rng, device) for _ in range(templates)]
+    like = [template_for(backend, rng, device, **limits) for _ in range(templates)]
     cases: list[DecodeCase] = []
     found: dict[Hashable, DecodeCase] = {}
-    while len(cases) < problems:
-        longest = 5000 if rng.random() < 0.05 else 600
-        case = in_some_size(like[len(cases) % templates], rng, longest)
-        needs = kernels_of(case, arch)
-        if needs not in found:
-            if len(found) == max(variants, templates):
-                continue
-            found[needs] = case
-        cases.append(case)
     started = time.perf_counter()
-    jobs = [*found.values(), *also]
     # Fresh processes: a fork of one that has used CUDA may hang.
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        errors = [error for error in pool.map(compile_case, jobs, repeat(arch)) if error]
+        while len(cases) < problems:
+            more = [in_some_size(one, rng, 5000 if rng.random() < 0.05 else 600) for one in like * 8]
+            for case, needs in zip(more, pool.map(kernels_of, more, repeat(arch), repeat(backend)), strict=True):
+                if needs is None or (needs not in found and len(found) == max(variants, templates)):
+                    continue
+                found.setdefault(needs, case)
+                cases.append(case)
+        del cases[problems:]
+        compile_all(pool, list(found.values()), arch, backend)
+    return Drawn(backend, cases, list(found.values()), time.perf_counter() - started)
+
+
+def arch_of_gpu() -> int:
+    facts = torch.cuda.get_device_properties(0)
+    return 10 * facts.major + facts.minor
+
+
+def compile_all(pool: ProcessPoolExecutor, cases: list[DecodeCase], arch: int, backend: str) -> None:
+    """Compile the kernels of cases into Triton's cache."""
+    errors = [error for error in pool.map(compile_case, cases, repeat(arch), repeat(backend)) if error]
     assert not errors, "\n".join(errors)
-    return Drawn(cases, list(found.values()), time.perf_counter() - started)
 
 
-def kernels_of(case: DecodeCase, arch: int) -> Hashable:
-    """The compiled forms that a case's call would launch; nothing is compiled or launched."""
+def kernels_of(case: DecodeCase, arch: int, backend: str) -> Hashable:
+    """The compiled forms that a case's call would launch, None if the backend cannot; nothing is compiled or
+    launched."""
+    if why_not(case, backend):
+        return None
     keys: set[Hashable] = set()
-    launch(case, arch, lambda form: keys.add(form.key))
+    launch(case, arch, backend, lambda form: keys.add(form.key))
     return frozenset(keys)
 
 
-def compile_case(case: DecodeCase, arch: int) -> str:
+def compile_case(case: DecodeCase, arch: int, backend: str) -> str:
     """Compile a case's kernels into Triton's cache; what went wrong, or nothing."""
     try:
-        launch(case, arch, lambda form: form.compile())
+        launch(case, arch, backend, lambda form: form.compile())
     except Exception as error:
         return f"{case!r} for sm_{arch}: {type(error).__name__}: {error}"
     return ""
 
 
-def launch(case: DecodeCase, arch: int, take: Callable[[Form], Any]) -> None:
+def launch(case: DecodeCase, arch: int, backend: str, take: Callable[[Form], Any]) -> None:
     """Hand every form that a case's call would launch to `take` instead."""
     made = make(case)
-    into = places(case, made, "triton")
+    into = places(case, made, backend)
     with launching_for(arch, take):
-        call(case, made, "triton", **into)
+        call(case, made, backend, **into)
 
 
 def run_all(drawn: Drawn) -> dict[str, Any]:
@@ -644,7 +656,7 @@ def run_all(drawn: Drawn) -> dict[str, Any]:
     failures: list[str] = []
     worst, worst_case, done = 0.0, None, 0
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for part, (failed, share, case) in zip(parts, pool.map(check_part, parts), strict=True):
+        for part, (failed, share, case) in zip(parts, pool.map(check_part, parts, repeat(drawn.backend)), strict=True):
             failures += failed
             done += len(part)
             if share > worst:
@@ -668,13 +680,13 @@ def run_all(drawn: Drawn) -> dict[str, Any]:
     }
 
 
-def check_part(cases: list[DecodeCase]) -> tuple[list[str], float, DecodeCase | None]:
+def check_part(cases: list[DecodeCase], backend: str) -> tuple[list[str], float, DecodeCase | None]:
     """What is said of those that fail, and of the others the largest share of what is allowed, and whose it is."""
     failures: list[str] = []
     worst, worst_case = 0.0, None
     for case in cases:
         try:
-            share = check(case)
+            share = check(case, backend)
         except AssertionError as error:
             failures.append(str(error))
         else:

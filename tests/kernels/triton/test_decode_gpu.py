@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import cache as remembered
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -18,11 +22,12 @@ from decode_problems import (
     F32,
     Codes,
     DecodeCase,
-    Drawn,
     Made,
+    arch_of_gpu,
     check,
     compare,
     compare_plain,
+    compile_all,
     draw,
     make,
     more_of,
@@ -40,12 +45,7 @@ __all__ = ["give_memory_back"]
 pytestmark = pytest.mark.gpu
 
 
-def decode(query: Tensor, cache: KVCache, **options: Any) -> Any:
-    return decode_attention(query, cache, **options, backend="triton")
-
-
-def workspace_of(query: Tensor, cache: KVCache, **options: Any) -> Tensor:
-    return decode_workspace(query, cache, **options, backend="triton")
+decode, workspace_of = decode_attention, decode_workspace
 
 
 # What is compiled, once, in parallel and before anything runs
@@ -62,8 +62,10 @@ KINDS: dict[str, DecodeCase] = {
     "int8": replace(BATCH, codes=Codes("int8")),
     "int4": replace(BATCH, codes=Codes("int4")),
     "int4 paged": replace(BATCH, codes=Codes("int4"), page=64),
+    "int8, many rows": replace(BATCH, codes=Codes("int8"), Hq=32),
     "fp32": replace(BATCH, dtype=F32),
 }
+IN_GLUON = ("fp8", "int8", "int4", "int4 paged")
 EVERYTHING = replace(
     BATCH, Tq=5, Dv=64, page=32, tree=True, window=(15_000, 2), alibi="BH", sink=True, softcap=20.0, scale=0.1
 )
@@ -82,30 +84,44 @@ LONG_CASES: dict[str, DecodeCase] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def drawn() -> Drawn:
+def compiled() -> None:
     hows: list[dict[str, Any]] = [{}, {"workspace": True}, {"batch_invariant": True}]
     fixed = [replace(case, **how) for case in (*KINDS.values(), EVERYTHING) for how in hows]
-    return draw(problems=600, templates=30, variants=100, also=[*fixed, *LONG_CASES.values()])
+    # Fresh processes: a fork of one that has used CUDA may hang.
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        compile_all(pool, [*fixed, *LONG_CASES.values()], arch_of_gpu(), "auto")
 
 
 # Random problems
 
 
-def test_random_problems_agree_within_what_is_earned(drawn: Drawn) -> None:
-    summary = run_all(drawn)
+def test_random_problems_agree_within_what_is_earned() -> None:
+    summary = run_all(draw(problems=600, templates=30, variants=100))
     keep(summary, "random problems", of="decode")
+    assert not summary["failed"], "\n\n".join(summary["failures"])
+
+
+def test_random_codes_in_gluon_agree_within_what_is_earned() -> None:
+    summary = run_all(draw(problems=300, templates=24, variants=48, backend="gluon", dims=(64, 128)))
+    keep(summary, "random codes in Gluon", of="decode")
     assert not summary["failed"], "\n\n".join(summary["failures"])
 
 
 @pytest.mark.parametrize("name", LONG_CASES)
 def test_long_contexts(name: str, give_memory_back: None) -> None:
-    check(LONG_CASES[name])
+    check(LONG_CASES[name], "auto")
+
+
+@remembered
+def made(kind: str, seed: int = 0) -> Made:
+    return make(replace(EVERYTHING if kind == "everything" else KINDS[kind], seed=seed))
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "everything"])
 def test_auto_takes_the_kernels(kind: str) -> None:
-    query, cache, options = make(EVERYTHING if kind == "everything" else KINDS[kind])
-    assert same_bits(decode_attention(query, cache, **options), decode(query, cache, **options))
+    query, cache, options = made(kind)
+    named = decode(query, cache, **options, backend="gluon" if kind in IN_GLUON else "triton")
+    assert same_bits(decode(query, cache, **options), named)
 
 
 # The same bits
@@ -114,7 +130,7 @@ def test_auto_takes_the_kernels(kind: str) -> None:
 @pytest.mark.parametrize("with_workspace", [False, True], ids=["alone", "workspace"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fifty_calls_are_bit_equal(kind: str, with_workspace: bool) -> None:
-    query, cache, _ = make(KINDS[kind])
+    query, cache, _ = made(kind)
     into = {"workspace": workspace_of(query, cache)} if with_workspace else {}
     first, first_lse = decode(query, cache, return_lse=True, **into)
     for _ in range(49):
@@ -124,7 +140,7 @@ def test_fifty_calls_are_bit_equal(kind: str, with_workspace: bool) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "without lengths"])
 def test_a_batch_invariant_row_has_the_same_bits_in_every_batch(kind: str) -> None:
-    query, cache, _ = make(KINDS[kind])
+    query, cache, _ = made(kind)
     together, lses = decode(query, cache, batch_invariant=True, return_lse=True)
     for rows in ([0], [3], [6, 2, 5], [5, 3, 1, 0, 6, 4, 2], [3] * 40):
         some, its_query = rows_of(cache, rows), query[rows]
@@ -135,7 +151,7 @@ def test_a_batch_invariant_row_has_the_same_bits_in_every_batch(kind: str) -> No
 
 
 def test_a_batch_invariant_row_does_not_depend_on_the_room_that_others_need() -> None:
-    query, paged, _ = make(KINDS["paged"])
+    query, paged, _ = made("paged")
     assert isinstance(paged, PagedKV)
     together = decode(query, paged, batch_invariant=True)
     narrow = replace(paged, page_table=paged.page_table[:1, : -(-9000 // 16)], lengths=paged.lengths[:1])
@@ -145,7 +161,7 @@ def test_a_batch_invariant_row_does_not_depend_on_the_room_that_others_need() ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_workspace_serves_a_hundred_calls(kind: str) -> None:
     """Between them other queries use it, and the output is another one every time."""
-    query, cache, _ = make(KINDS[kind])
+    query, cache, _ = made(kind)
     workspace = workspace_of(query, cache)
     first = decode(query, cache, workspace=workspace)
     for _ in range(50):
@@ -230,7 +246,7 @@ def test_a_graph_that_appends_decodes_what_it_appended(kind: str) -> None:
 @pytest.mark.parametrize("with_workspace", [False, True], ids=["alone", "workspace"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_streams_at_once(kind: str, with_workspace: bool) -> None:
-    inputs = [make(replace(KINDS[kind], seed=seed)) for seed in (0, 1)]
+    inputs = [made(kind, seed) for seed in (0, 1)]
     into = [{"workspace": workspace_of(x.query, x.cache)} if with_workspace else {} for x in inputs]
     expected = [decode(x.query, x.cache, **its) for x, its in zip(inputs, into, strict=True)]
     torch.cuda.synchronize()
@@ -246,8 +262,8 @@ def test_two_streams_at_once(kind: str, with_workspace: bool) -> None:
 
 
 def calls(kind: str) -> tuple[Callable[..., Any], Made]:
-    made = make(EVERYTHING if kind == "everything" else KINDS[kind])
-    return lambda **more: decode(made.query, made.cache, **made.options, **more), made
+    its = made(kind)
+    return lambda **more: decode(its.query, its.cache, **its.options, **more), its
 
 
 @pytest.mark.parametrize(
@@ -255,12 +271,12 @@ def calls(kind: str) -> tuple[Callable[..., Any], Made]:
 )
 @pytest.mark.parametrize("kind", [*KINDS, "everything"])
 def test_no_host_synchronisation(kind: str, how: dict[str, Any]) -> None:
-    call, made = calls(kind)
+    call, its = calls(kind)
     call(**how)  # compiles
-    call(**how, workspace=workspace_of(made.query, made.cache, **how))
+    call(**how, workspace=workspace_of(its.query, its.cache, **how))
     with without_synchronising():
         out = call(**how)
-        workspace = workspace_of(made.query, made.cache, **how)
+        workspace = workspace_of(its.query, its.cache, **how)
         into = call(**how, workspace=workspace)
     torch.testing.assert_close(into, out)
 
@@ -270,9 +286,9 @@ def test_no_host_synchronisation(kind: str, how: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("kind", [*KINDS, "everything"])
 def test_nothing_is_allocated_with_an_out_and_a_workspace(kind: str, how: dict[str, Any]) -> None:
-    call, made = calls(kind)
-    out = made.query.new_empty(*made.query.shape[:3], made.cache.value_dim)
-    workspace = workspace_of(made.query, made.cache, **how)
+    call, its = calls(kind)
+    out = its.query.new_empty(*its.query.shape[:3], its.cache.value_dim)
+    workspace = workspace_of(its.query, its.cache, **how)
     call(**how, out=out, workspace=workspace)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     call(**how, out=out, workspace=workspace)

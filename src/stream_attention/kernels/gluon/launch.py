@@ -16,6 +16,7 @@ from ..triton.arguments import scale_of
 def jit(function: Any) -> Any:
     """`gluon.jit` without specialising on integers: those that are annotated with their type."""
     integers = (gl.int32, gl.int64, gl.uint32)
+    assert not any(isinstance(kind, str) for kind in function.__annotations__.values()), "no annotations of the future"
     names = [name for name, kind in function.__annotations__.items() if any(kind is one for one in integers)]
     return gluon.jit(function, do_not_specialize=names)
 

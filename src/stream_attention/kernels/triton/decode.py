@@ -206,6 +206,7 @@ def decode(
     out: Tensor | None,
     return_lse: bool,
     workspace: Tensor | None,
+    kernel_of: KernelOf | None = None,
 ) -> tuple[Tensor, Tensor | None, Repeat | None]:
     """out `[B, Tq, Hq, Dv]` in the query's dtype; lse `[B, Hq, Tq]`, fp32, if wanted; and the call as a function, if it
     can be made again at once."""
@@ -226,7 +227,7 @@ def decode(
         workspace = query.new_empty(workspace_numbers(problem, config), dtype=torch.float32)
     asked = side_by_side(cache.lengths), tree, slopes, sink, left, right, scale, softcap
     call = DecodeCall(problem, config, query, *asked, out, lse, workspace)
-    kernel, arguments = _kernel_of(call, cache)
+    kernel, arguments = (kernel_of or _kernel_of)(call, cache)
     kernel.launch(**arguments)
     if workspace is not None:
         merge_kernel.launch(**call.merging())
@@ -234,6 +235,9 @@ def decode(
         return out, lse, None
     return out, lse, _repeat(call, cache, kernel, arguments)
 
+
+KernelOf = Callable[[DecodeCall, KVCache], tuple[Kernel, dict[str, Any]]]
+"""The kernel that computes a call, or its parts, and what `Kernel.launch` takes."""
 
 Repeat = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]
 """Computes a call anew: query, out, lse, workspace."""
@@ -272,7 +276,6 @@ def _repeat(call: DecodeCall, cache: KVCache, kernel: Kernel, arguments: dict[st
 
 
 def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
-    """The kernel that computes a call, or its parts, and what `Kernel.launch` takes."""
     if isinstance(cache, QuantizedKV):
         return codes_kernel, codes_arguments(call, cache)
     table = None

@@ -537,7 +537,7 @@ def codes_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
     planes = 4 if coding.format == "int4" else 2
     key, value = (side.codes.view(torch.int16) for side in (cache.key, cache.value))
     windows = cache.key_window, cache.value_window
-    rows = _scale_rows(cache.key), _scale_rows(cache.value)
+    rows = scale_rows(cache.key), scale_rows(cache.value)
     aligned = is_aligned(call.query, key, value, *windows, *(t for pair in rows for t in pair))
     unit = UNIT if aligned else 1
     return {
@@ -576,7 +576,7 @@ def codes_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
     }
 
 
-def _scale_rows(side: QuantizedTensor) -> list[Tensor]:
+def scale_rows(side: QuantizedTensor) -> list[Tensor]:
     """Scales and zeros, if there are any, as `[rows or pages, blocks of tokens or groups of channels, heads, those that
     lie side by side]`."""
     both = [side.scale] if side.zero is None else [side.scale, side.zero]

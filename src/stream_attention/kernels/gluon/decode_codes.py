@@ -1,0 +1,729 @@
+"""One to eight rows of queries against a quantised cache in Gluon: codes are multiplied as they are.
+
+kernels/triton/decode_codes.py, which does everything else, turns every code into a number: 13 instructions for eight
+codes of int4. Here it is five, because scales are applied to what there is less of:
+
+    q . k_n = sum_c (q_c s_c) u_nc - middle sum_c q_c s_c + sum_c q_c z_c        a scale and zero per channel c
+    o_c     = sum_n (p_n s_n) u_nc - middle sum_n p_n s_n + sum_n p_n z_n        a scale and zero per token n
+
+A code u that is cut out of its word is an fp16 number already, a subnormal one: bits 0 to 3 of a half stand for
+u 2^-24, bits 4 to 7 for u 2^-20, and matrix instructions take subnormals at full speed. Sums over a code's middle, and
+over zeros, are matrix products too, with a factor whose columns, or rows, are all alike.
+
+A program is one warp. Scores are [rows, keys], of which instructions compute 16 rows and the upper eight are kept, and
+outputs are [channels, rows]: what a lane holds of the weights is then what it needs of them as the second factor.
+
+p s must fit fp16: weights are taken relative to the largest score plus the largest log2 s of its tile, so that none is
+above 1, and none above 2^14 before it is scaled. q s is within fp16 because q is divided by its row's peak, and scales
+are at most what codes of fp16 numbers have.
+
+The last splits have the latest tokens, which lie in the window as they came, WINDOW_SHARE each: a program waits for
+every block of them, so that one for all would be the last to end.
+"""
+
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from ...cache_views import KVCache, QuantizedKV
+from ...problem import UNBOUNDED
+from ...tuning.decode import WINDOW_SHARE as _WINDOW_SHARE
+from ..triton.arguments import UNIT, row_strides
+from ..triton.decode import decode as decode_by
+from ..triton.decode_call import DecodeCall, side_by_side
+from ..triton.decode_codes import scale_rows
+from ..triton.launch import Kernel
+from .launch import jit
+from .tiles import LOG2E, log2, tanh
+
+_INT4 = gl.constexpr("""{
+.reg .b32 w;
+shr.u32 w, $4, 8;
+and.b32 $0, $4, 0x000F000F;
+and.b32 $1, $4, 0x00F000F0;
+and.b32 $2, w, 0x000F000F;
+and.b32 $3, w, 0x00F000F0; }""")
+_INT8 = gl.constexpr("""{
+.reg .b32 z;
+mov.b32 z, 0;
+prmt.b32 $0, $2, z, 0x4240;
+prmt.b32 $1, $2, z, 0x4341; }""")
+_FP8 = gl.constexpr("""{
+.reg .b32 c;
+.reg .b16 a, b;
+prmt.b32 c, $2, $2, 0x3120;
+mov.b32 {a, b}, c;
+cvt.rn.f16x2.e4m3x2 $0, a;
+cvt.rn.f16x2.e4m3x2 $1, b; }""")
+
+WINDOW_SHARE = gl.constexpr(_WINDOW_SHARE)
+_MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]))
+_FIRST = gl.constexpr(gl.DotOperandLayout(0, _MMA.value, 2))
+_SECOND = gl.constexpr(gl.DotOperandLayout(1, _MMA.value, 2))
+_LINE = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
+
+_TINY = gl.constexpr(2.0**-14)
+"""A scale below this counts as this much where weights are held below 1."""
+
+
+@gluon.jit
+def _planes(words, FORMAT: gl.constexpr):
+    """The codes of words, by planes: int4 in units of 2^-24 and 2^-20 in turn, int8 in units of 2^-24, fp8 as it is."""
+    if FORMAT == "int4":
+        return gl.inline_asm_elementwise(
+            _INT4,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            _INT8 if FORMAT == "int8" else _FP8,
+            "=&r,=&r,r",
+            [words],
+            dtype=(gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@gluon.jit
+def _no_tensors():
+    return ()
+
+
+@gluon.jit
+def _times(x, y):
+    asm: gl.constexpr = "mul.rn.f16x2 $0, $1, $2;"
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [x, y], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _larger(x, y):
+    asm: gl.constexpr = "max.f16x2 $0, $1, $2;"
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [x, y], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _wait_for_kernels_ahead():
+    """As in kernels/triton/decode_tiles.py."""
+    asm: gl.constexpr = "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _upper(x):
+    """The upper eight rows of sixteen."""
+    upper, _ = gl.split(x.reshape([2, 8, x.shape[1]]).permute((1, 2, 0)))
+    return upper
+
+
+@gluon.jit
+def _by_row(x):
+    """[rows], as scores have them, against outputs."""
+    return gl.convert_layout(x, gl.SliceLayout(0, _MMA))[None, :]
+
+
+@gluon.constexpr_function
+def _times_sixteen(format, plane):
+    """How much more the codes of a plane count than those of the first: 16 for the odd ones of int4."""
+    return 16.0 if format == "int4" and plane % 2 else 1.0
+
+
+@gluon.constexpr_function
+def _swizzled(width):
+    """Rows of `width` numbers of 16 bits, 16 bytes of which eight rows are read at a time from different banks."""
+    per_phase = max(1, 64 // width)
+    return gl.SwizzledSharedLayout(8, per_phase, 8 // per_phase, [1, 0])
+
+
+@gluon.constexpr_function
+def _copied(width):
+    """How lanes copy such rows, 16 bytes each."""
+    across = min(32, width // 8)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [1, 1], [1, 0])
+
+
+@gluon.jit
+def _copy_rows(ptr, to):
+    """Begin to copy rows that lie one after another."""
+    layout: gl.constexpr = _copied(to.shape[1])
+    n = gl.arange(0, to.shape[0], layout=gl.SliceLayout(1, layout))
+    c = gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, layout))
+    async_copy.async_copy_global_to_shared(to, ptr + (n * to.shape[1])[:, None] + c[None, :])
+
+
+@gluon.jit
+def _copy_line(ptr, to):
+    async_copy.async_copy_global_to_shared(to, ptr + gl.arange(0, to.shape[0], layout=_LINE))
+
+
+@gluon.jit
+def _modify(
+    products, scale, softcap, slopes, q_pos, k_pos,
+    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, TANH: gl.constexpr,
+):  # fmt: skip
+    """Scores in log2 units from q . k, a scale per row."""
+    if SOFTCAP:
+        scores = tanh(products * (scale / softcap), TANH) * (softcap * LOG2E)
+    else:
+        scores = products * (scale * LOG2E)
+    if ALIBI:
+        scores -= slopes * LOG2E * gl.abs(q_pos - k_pos).to(gl.float32)
+    return scores
+
+
+@gluon.jit
+def _hide(
+    scores, inside, q_pos, k_pos, left, right, tree_rows, first_new, mask_r,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_TREE: gl.constexpr,
+):  # fmt: skip
+    """As kernels/triton/decode_tiles.py, hide_scores."""
+    visible = inside & (q_pos >= 0)
+    if HAS_RIGHT:
+        visible = visible & (k_pos <= q_pos + right)
+    if HAS_LEFT:
+        visible = visible & (k_pos >= q_pos - left)
+    if HAS_TREE:
+        new = k_pos - first_new
+        there = mask_r & inside & (new >= 0)
+        visible = visible & mask_r & (gl.load(tree_rows + new, mask=there, other=1) != 0)
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def _query(q_ptr, stride_qm, stride_qh, kv_head, q_len, first, GROUP: gl.constexpr, WIDTH: gl.constexpr):
+    """Columns of the rows' queries from `first` on, as a first factor: sixteen rows, those that are none 0."""
+    r = gl.arange(0, 16, layout=gl.SliceLayout(1, _FIRST))
+    c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, _FIRST))
+    at = q_ptr + ((kv_head * GROUP + r // q_len) * stride_qh + r % q_len * stride_qm)[:, None] + (first + c)[None, :]
+    return gl.load(at, mask=((r < 8) & (r < GROUP * q_len))[:, None], other=0.0)
+
+
+@gluon.jit
+def _first_eight(x, LAYOUT: gl.constexpr):
+    """Of sixteen numbers."""
+    upper, _ = gl.split(x.reshape([2, 8]).permute((1, 0)))
+    return gl.convert_layout(upper, LAYOUT)
+
+
+@gluon.jit
+def _weigh(scores, lift, row_max, row_sum, GUARD: gl.constexpr):
+    """A step of the online softmax. A weight is relative to the largest score so far plus its tile's `lift`. GUARD: a
+    row may have seen nothing."""
+    new_max = gl.maximum(row_max, gl.max(scores, 1) + lift)
+    finite = new_max
+    if GUARD:
+        finite = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = gl.exp2(scores - finite[:, None])
+    shrink = gl.exp2(row_max - finite)
+    return weights, shrink, new_max, row_sum * shrink + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _leave(acc, row_max, row_sum, workspace_ptr, outs_ptr, at, rows, first, DV: gl.constexpr, LSE: gl.constexpr):
+    """Leave outputs [channels, rows] of the channels from `first` on, and LSEs, as a part."""
+    seen = row_sum != 0  # NaN is: what a row sees shows
+    r = gl.arange(0, 8, layout=gl.SliceLayout(0, _MMA))
+    c = first + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, _MMA))
+    out = acc / _by_row(gl.where(seen, row_sum, 1.0))
+    gl.store(outs_ptr + (at + r)[None, :] * DV + c[:, None], out, mask=(r < rows)[None, :])
+    if LSE:
+        lse = gl.where(seen, row_max + gl.log2(row_sum), float("-inf"))
+        r = gl.arange(0, 8, layout=row_sum.type.layout)
+        gl.store(workspace_ptr + at + r, lse, mask=r < rows)
+
+
+@jit
+def _codes_kernel(
+    q_ptr,
+    k_ptr,
+    k_scale_ptr,
+    k_zero_ptr,
+    v_ptr,
+    v_scale_ptr,
+    v_zero_ptr,
+    k_window_ptr,
+    v_window_ptr,
+    table_ptr,
+    lengths_ptr,
+    tree_ptr,
+    slopes_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    workspace_ptr,
+    residual: gl.int32,
+    slots: gl.int32,
+    stride_qb: gl.int64,
+    stride_qm: gl.int64,
+    stride_qh: gl.int64,
+    stride_kb: gl.int64,
+    stride_kh: gl.int64,
+    stride_vb: gl.int64,
+    stride_vh: gl.int64,
+    stride_ksb: gl.int64,
+    stride_kss: gl.int64,
+    stride_ksh: gl.int64,
+    stride_vsb: gl.int64,
+    stride_vss: gl.int64,
+    stride_vsh: gl.int64,
+    stride_kwb: gl.int64,
+    stride_kwn: gl.int64,
+    stride_kwh: gl.int64,
+    stride_vwb: gl.int64,
+    stride_vwn: gl.int64,
+    stride_vwh: gl.int64,
+    stride_tb: gl.int64,
+    stride_rb: gl.int64,
+    stride_rm: gl.int64,
+    stride_ab: gl.int64,
+    stride_ob: gl.int64,
+    stride_om: gl.int64,
+    stride_oh: gl.int64,
+    stride_od: gl.int64,
+    batch: gl.int32,
+    kv_heads: gl.int32,
+    capacity: gl.int32,
+    pages: gl.int32,
+    q_len: gl.int32,
+    num_splits: gl.int32,
+    split_keys: gl.int32,
+    left: gl.int32,
+    right: gl.int32,
+    scale,
+    softcap,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    PAGE: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
+    EARLY: gl.constexpr,
+    TANH: gl.constexpr,
+    FORMAT: gl.constexpr,
+    TOKENS: gl.constexpr,
+    ALL_SEE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Grid: as that of kernels/triton/decode.py. Where there is no tensor, another stands in for it, unread."""
+    _wait_for_kernels_ahead()
+    HAS_TREE: gl.constexpr = tree_ptr is not None
+    HAS_ALIBI: gl.constexpr = slopes_ptr is not None
+    pid = gl.program_id(0)
+    kv_head = pid % kv_heads
+    split = pid // kv_heads % num_splits
+    b = (pid // kv_heads // num_splits).to(gl.int64)
+    length = gl.minimum(gl.load(lengths_ptr + b), capacity)
+    coded = gl.maximum(length - residual, 0) // TOKENS * TOKENS
+    first = 0
+    if HAS_LEFT:
+        first = gl.maximum(length - q_len - left, 0)
+    rows = GROUP * q_len
+    q_ptr += b * stride_qb
+    at = ((b * kv_heads + kv_head) * num_splits + split) * rows
+    outs_ptr = workspace_ptr + gl.cdiv((b * 0 + batch) * kv_heads * num_splits * rows, 4) * 4
+    slopes_row = slopes_ptr
+    if HAS_ALIBI:
+        slopes_row = slopes_ptr + b * stride_ab + kv_head * GROUP
+    tree_row = tree_ptr
+    if HAS_TREE:
+        tree_row = tree_ptr + b * stride_rb
+    of_codes = num_splits - gl.cdiv(slots, WINDOW_SHARE)
+    if split >= of_codes:
+        begin = gl.maximum(coded, first) + (split - of_codes) * WINDOW_SHARE
+        _of_window(
+            q_ptr, stride_qm, stride_qh,
+            k_window_ptr + b * (stride_kwb * 8) + kv_head * (stride_kwh * 8), stride_kwn * 8,
+            v_window_ptr + b * (stride_vwb * 8) + kv_head * (stride_vwh * 8), stride_vwn * 8,
+            slopes_row, tree_row, stride_rm, workspace_ptr, outs_ptr, at, kv_head, q_len, length,
+            begin, gl.minimum(begin + WINDOW_SHARE, length), slots, left, right, scale, softcap,
+            GROUP, D, DV, HAS_LEFT, HAS_RIGHT, HAS_TREE, HAS_ALIBI, HAS_SOFTCAP, TANH,
+        )  # fmt: skip
+    else:
+        # A share of the codes, in one run.
+        begin = first // TOKENS * TOKENS
+        share = split_keys
+        if share == 0:
+            share = gl.cdiv(gl.cdiv(coded - begin, BLOCK_N), of_codes) * BLOCK_N
+        begin += split * share
+        end = gl.minimum(begin + share, coded)
+        key_at = kv_head * (stride_kh * 8)
+        value_at = kv_head * (stride_vh * 8)
+        key_scale_at = kv_head * (stride_ksh * 8)
+        value_scale_at = kv_head * (stride_vsh * 8)
+        table_row = table_ptr
+        if PAGE == 0:
+            key_at += b * (stride_kb * 8)
+            value_at += b * (stride_vb * 8)
+            key_scale_at += b * (stride_ksb * 8)
+            value_scale_at += b * (stride_vsb * 8)
+        else:
+            table_row = table_ptr + b * stride_tb
+        k_zeros, v_zeros = k_zero_ptr, v_zero_ptr
+        if FORMAT == "int4":
+            k_zeros, v_zeros = k_zero_ptr + key_scale_at, v_zero_ptr + value_scale_at
+        _of_codes(
+            q_ptr, stride_qm, stride_qh,
+            k_ptr + key_at, k_scale_ptr + key_scale_at, k_zeros, stride_kss * 8,
+            v_ptr + value_at, v_scale_ptr + value_scale_at, v_zeros, stride_vss * 8,
+            table_row, stride_kb * 8, stride_vb * 8, stride_ksb * 8, stride_vsb * 8, pages,
+            slopes_row, tree_row, stride_rm, workspace_ptr, outs_ptr, at, kv_head, q_len, length, begin, end, first,
+            left, right, scale, softcap,
+            GROUP, D, DV, BLOCK_N, PAGE, HAS_LEFT, HAS_RIGHT, HAS_TREE, HAS_ALIBI, HAS_SOFTCAP, TANH,
+            FORMAT, TOKENS, ALL_SEE, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _copy_block(
+    start, page, slot,
+    k_ptr, k_scale_ptr, k_zero_ptr, stride_kss, v_ptr, v_scale_ptr, v_zero_ptr, stride_vss,
+    stride_kp, stride_vp, stride_ksp, stride_vsp,
+    keys, key_scales, key_zeros, values, value_scales, value_zeros,
+    PAGE: gl.constexpr, FORMAT: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy the block of tokens at `start`, codes, scales and zeros."""
+    token = start
+    k_scales, v_scales = k_scale_ptr, v_scale_ptr
+    k_zeros, v_zeros = k_zero_ptr, v_zero_ptr
+    if PAGE != 0:
+        token = start % PAGE
+        k_ptr += page * stride_kp
+        v_ptr += page * stride_vp
+        k_scales += page * stride_ksp
+        v_scales += page * stride_vsp
+        if FORMAT == "int4":
+            k_zeros += page * stride_ksp
+            v_zeros += page * stride_vsp
+    token = token // BLOCK_N * BLOCK_N  # as it is, which the compiler does not know: copies are of 16 bytes then
+    _copy_rows(k_ptr + token.to(gl.int64) * keys.shape[2], keys.index(slot))
+    _copy_line(k_scales + (token // TOKENS) * stride_kss, key_scales.index(slot))
+    if FORMAT == "int4":
+        _copy_line(k_zeros + (token // TOKENS) * stride_kss, key_zeros.index(slot))
+    for g in gl.static_range(GROUPS):
+        to = value_scales.index(slot).slice(g * BLOCK_N, BLOCK_N)
+        _copy_line(v_scales + g * stride_vss + token, to)
+        if FORMAT == "int4":
+            to = value_zeros.index(slot).slice(g * BLOCK_N, BLOCK_N)
+            _copy_line(v_zeros + g * stride_vss + token, to)
+    _copy_rows(v_ptr + token.to(gl.int64) * values.shape[2], values.index(slot))
+
+
+@gluon.jit
+def _of_codes(
+    q_ptr, stride_qm, stride_qh,
+    k_ptr, k_scale_ptr, k_zero_ptr, stride_kss, v_ptr, v_scale_ptr, v_zero_ptr, stride_vss,
+    table_ptr, stride_kp, stride_vp, stride_ksp, stride_vsp, pages,
+    slopes_ptr, tree_ptr, stride_rm, workspace_ptr, outs_ptr, at, kv_head, q_len, length, begin, end, first,
+    left, right, scale, softcap,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_TREE: gl.constexpr, HAS_ALIBI: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, TANH: gl.constexpr,
+    FORMAT: gl.constexpr, TOKENS: gl.constexpr, ALL_SEE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The part of a share of the codes, from `begin` to `end`."""
+    PLANES: gl.constexpr = 4 if FORMAT == "int4" else 2
+    W: gl.constexpr = D // PLANES
+    WV: gl.constexpr = DV // PLANES
+    GROUPS: gl.constexpr = DV // TOKENS if DV > TOKENS else 1  # of channels that share a value's scale
+    UNIT_OF_CODES: gl.constexpr = 1.0 if FORMAT == "fp8" else 2.0**24
+    MIDDLE: gl.constexpr = 8.0 if FORMAT == "int4" else 128.0
+    PEAK: gl.constexpr = 4.0 if FORMAT == "int4" else (64.0 if FORMAT == "int8" else 256.0)
+    ROWS: gl.constexpr = gl.SliceLayout(1, _upper(gl.zeros([16, BLOCK_N], gl.float32, _MMA)).type.layout)
+    KEYS: gl.constexpr = gl.SliceLayout(0, ROWS.parent)
+    OF_FIRST: gl.constexpr = gl.SliceLayout(0, _FIRST)  # what lies along the sum of a first factor, or a second
+    OF_SECOND: gl.constexpr = gl.SliceLayout(1, _SECOND)
+
+    keys = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, W], _swizzled(W))
+    values = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, WV], _swizzled(WV))
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    key_scales = gl.allocate_shared_memory(gl.float16, [STAGES, D], plain)
+    value_scales = gl.allocate_shared_memory(gl.float16, [STAGES, GROUPS * BLOCK_N], plain)
+    key_zeros, value_zeros = key_scales, value_scales
+    if FORMAT == "int4":
+        key_zeros = gl.allocate_shared_memory(gl.float16, [STAGES, D], plain)
+        value_zeros = gl.allocate_shared_memory(gl.float16, [STAGES, GROUPS * BLOCK_N], plain)
+
+    # Blocks are on their way STAGES - 1 ahead, and the pages in which they lie are known one ahead of that.
+    count = gl.maximum(gl.cdiv(end - begin, BLOCK_N), 0)
+    page = 0
+    missing = 0  # bit n: the block that was asked for n ago lies in no page
+    if PAGE != 0:
+        page = gl.load(table_ptr + begin // PAGE, mask=count > 0, other=0)
+    for i in gl.static_range(STAGES - 1):
+        missing = missing << 1
+        if i < count:
+            start = begin + i * BLOCK_N
+            place = page
+            if PAGE != 0:
+                exists = (page >= 0) & (page < pages)
+                missing += 1 - exists.to(gl.int32)
+                place = gl.where(exists, page, 0)
+                page = gl.load(table_ptr + (start + BLOCK_N) // PAGE, mask=i + 1 < count, other=0)
+            _copy_block(
+                start, place, i, k_ptr, k_scale_ptr, k_zero_ptr, stride_kss,
+                v_ptr, v_scale_ptr, v_zero_ptr, stride_vss, stride_kp, stride_vp, stride_ksp, stride_vsp,
+                keys, key_scales, key_zeros, values, value_scales, value_zeros, PAGE, FORMAT, TOKENS, BLOCK_N, GROUPS,
+            )  # fmt: skip
+        async_copy.commit_group()
+
+    # Queries in fp16, at most PEAK; of odd planes of int4 a sixteenth, as their codes count sixteen times as much.
+    peak = gl.zeros([16], gl.float32, gl.SliceLayout(1, _FIRST))
+    for plane in gl.static_range(PLANES):
+        q = _query(q_ptr, stride_qm, stride_qh, kv_head, q_len, plane * W, GROUP, W)
+        peak = gl.maximum(peak, gl.max(gl.abs(q.to(gl.float32)), 1))
+    power = gl.where(peak > 1e-30, gl.exp2(gl.ceil(gl.log2(peak))), 1.0)
+    queries = _no_tensors()
+    for plane in gl.static_range(PLANES):
+        q = _query(q_ptr, stride_qm, stride_qh, kv_head, q_len, plane * W, GROUP, W).to(gl.float32)
+        queries = queries + ((q * (PEAK / _times_sixteen(FORMAT, plane) / power)[:, None]).to(gl.float16),)
+    row_scale = _first_eight(power, ROWS) * (scale / PEAK)
+    r = gl.arange(0, 8, layout=ROWS)
+    mask_r = (r < GROUP * q_len)[:, None]
+    q_pos = (length - q_len + r % q_len)[:, None]
+    slopes = 0.0
+    if HAS_ALIBI:
+        slopes = gl.load(slopes_ptr + r // q_len, mask=r < GROUP * q_len, other=0.0).to(gl.float32)[:, None]
+    tree_rows = q_pos
+    if HAS_TREE:
+        tree_rows = tree_ptr + (r % q_len * stride_rm)[:, None]
+
+    none = gl.zeros([16, 8], gl.float32, _MMA)
+    row_max = gl.full([8], float("-inf"), gl.float32, ROWS)
+    row_sum = gl.zeros([8], gl.float32, ROWS)
+    acc = _no_tensors()
+    for _ in gl.static_range(PLANES):
+        acc = acc + (gl.zeros([WV, 8], gl.float32, _MMA),)
+    middles = _no_tensors()  # of values, by groups: rows that are all alike
+    zeros = _no_tensors()
+    for _ in gl.static_range(GROUPS):
+        middles = middles + (none,)
+        zeros = zeros + (none,)
+    slot = 0
+    for i in range(count):
+        async_copy.wait_group(STAGES - 2)
+        gl.thread_barrier()
+        start = begin + i * BLOCK_N
+        ahead = i + STAGES - 1
+        missing = missing << 1
+        if ahead < count:
+            place = page
+            if PAGE != 0:
+                exists = (page >= 0) & (page < pages)
+                missing += 1 - exists.to(gl.int32)
+                place = gl.where(exists, page, 0)
+                after = begin + (ahead + 1) * BLOCK_N
+                page = gl.load(table_ptr + after // PAGE, mask=ahead + 1 < count, other=0)
+            _copy_block(
+                begin + ahead * BLOCK_N, place, gl.where(slot == 0, STAGES - 1, slot - 1),
+                k_ptr, k_scale_ptr, k_zero_ptr, stride_kss,
+                v_ptr, v_scale_ptr, v_zero_ptr, stride_vss, stride_kp, stride_vp, stride_ksp, stride_vsp,
+                keys, key_scales, key_zeros, values, value_scales, value_zeros, PAGE, FORMAT, TOKENS, BLOCK_N, GROUPS,
+            )  # fmt: skip
+        async_copy.commit_group()
+
+        # Scores.
+        codes = _planes(keys.index(slot).permute((1, 0)).load(_SECOND), FORMAT)
+        products = gl.zeros([16, BLOCK_N], gl.float32, _MMA)
+        middle = none
+        even = none
+        odd = none
+        for plane in gl.static_range(PLANES):
+            scales = key_scales.index(slot).slice(plane * W, W).load(OF_FIRST)
+            scaled = _times(queries[plane], scales[None, :].broadcast_to([16, W]))
+            products = mma_v2(scaled, codes[plane], products)
+            if FORMAT != "fp8":
+                alike = gl.full([W, 8], MIDDLE * _times_sixteen(FORMAT, plane), gl.float16, _SECOND)
+                middle = mma_v2(scaled, alike, middle)
+            if FORMAT == "int4":
+                zero = key_zeros.index(slot).slice(plane * W, W).load(OF_SECOND)[:, None].broadcast_to([W, 8])
+                if plane % 2 == 1:
+                    odd = mma_v2(queries[plane], zero, odd)
+                else:
+                    even = mma_v2(queries[plane], zero, even)
+        products = _upper(products) * UNIT_OF_CODES
+        if FORMAT != "fp8":
+            above = gl.max(_upper(middle - even - 16.0 * odd), 1)  # all alike
+            products -= gl.convert_layout(above, ROWS)[:, None]
+        k_pos = (start + gl.arange(0, BLOCK_N, layout=KEYS))[None, :]
+        scores = _modify(
+            products, row_scale[:, None], softcap, slopes, q_pos, k_pos, HAS_SOFTCAP, HAS_ALIBI, TANH
+        )  # fmt: skip
+        if PAGE != 0:
+            scores = gl.where((missing >> (STAGES - 1)) & 1 == 0, scores, float("nan"))
+        if not ALL_SEE:
+            scores = _hide(
+                scores, k_pos >= first, q_pos, k_pos, left, right, tree_rows, length - q_len, mask_r,
+                HAS_LEFT, HAS_RIGHT, HAS_TREE,
+            )  # fmt: skip
+
+        # Weights, and how much the values' scales add to them.
+        of_values = _no_tensors()
+        for g in gl.static_range(GROUPS):
+            of_group = value_scales.index(slot).slice(g * BLOCK_N, BLOCK_N).load(OF_SECOND)
+            if not ALL_SEE:  # what nobody sees may hold anything
+                seen = gl.convert_layout(gl.max(scores, 0), OF_SECOND) != float("-inf")
+                of_group = gl.where(seen, of_group, 0.0)
+            of_values = of_values + (of_group,)
+        largest = of_values[0]
+        for g in gl.static_range(1, GROUPS):
+            largest = _larger(largest, of_values[g])
+        lift = log2(gl.maximum(gl.max(largest, 0).to(gl.float32), _TINY))
+        weights, shrink, row_max, row_sum = _weigh(scores, lift, row_max, row_sum, not ALL_SEE)
+        p = gl.convert_layout(weights.to(gl.float16).permute((1, 0)), _SECOND, assert_trivial=True)
+        less = _by_row(shrink)
+
+        # Outputs.
+        codes = _planes(values.index(slot).permute((1, 0)).load(_FIRST), FORMAT)
+        sums = _no_tensors()
+        middles_now = _no_tensors()
+        zeros_now = _no_tensors()
+        for g in gl.static_range(GROUPS):
+            scaled = _times(p, of_values[g][:, None].broadcast_to([BLOCK_N, 8]))
+            for plane in gl.static_range(g * PLANES // GROUPS, (g + 1) * PLANES // GROUPS):
+                numbers = codes[plane]
+                if FORMAT == "fp8" and not ALL_SEE:
+                    seen = gl.convert_layout(gl.max(scores, 0), OF_FIRST) != float("-inf")
+                    numbers = gl.where(seen[None, :], numbers, 0.0)
+                sums = sums + (mma_v2(numbers, scaled, acc[plane] * less),)
+            if FORMAT != "fp8":
+                alike = gl.full([16, BLOCK_N], MIDDLE, gl.float16, _FIRST)
+                middles_now = middles_now + (mma_v2(alike, scaled, middles[g] * less),)
+            else:
+                middles_now = middles_now + (middles[g],)
+            if FORMAT == "int4":
+                zero = value_zeros.index(slot).slice(g * BLOCK_N, BLOCK_N).load(OF_FIRST)
+                if not ALL_SEE:
+                    seen = gl.convert_layout(gl.max(scores, 0), OF_FIRST) != float("-inf")
+                    zero = gl.where(seen, zero, 0.0)
+                zero = zero[None, :].broadcast_to([16, BLOCK_N])
+                zeros_now = zeros_now + (mma_v2(zero, p, zeros[g] * less),)
+            else:
+                zeros_now = zeros_now + (zeros[g],)
+        acc = sums
+        middles = middles_now
+        zeros = zeros_now
+        slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
+
+    for plane in gl.static_range(PLANES):
+        total = acc[plane] * (UNIT_OF_CODES / _times_sixteen(FORMAT, plane))
+        if FORMAT != "fp8":
+            below = zeros[plane * GROUPS // PLANES] - middles[plane * GROUPS // PLANES]
+            total += gl.max(below, 0)[None, :]  # all alike
+        _leave(total, row_max, row_sum, workspace_ptr, outs_ptr, at, GROUP * q_len, plane * WV, DV, plane == 0)
+
+
+@gluon.jit
+def _of_window(
+    q_ptr, stride_qm, stride_qh, k_ptr, stride_kn, v_ptr, stride_vn, slopes_ptr, tree_ptr, stride_rm,
+    workspace_ptr, outs_ptr, at, kv_head, q_len, length, begin, end, slots, left, right, scale, softcap,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_TREE: gl.constexpr, HAS_ALIBI: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, TANH: gl.constexpr,
+):  # fmt: skip
+    """The part of a share of the latest tokens, as they came: position n in slot n % slots."""
+    BLOCK_N: gl.constexpr = 32
+    ROWS: gl.constexpr = gl.SliceLayout(1, _upper(gl.zeros([16, BLOCK_N], gl.float32, _MMA)).type.layout)
+    KEYS: gl.constexpr = gl.SliceLayout(0, ROWS.parent)
+    q = _query(q_ptr, stride_qm, stride_qh, kv_head, q_len, 0, GROUP, D)
+    r = gl.arange(0, 8, layout=ROWS)
+    mask_r = (r < GROUP * q_len)[:, None]
+    q_pos = (length - q_len + r % q_len)[:, None]
+    slopes = 0.0
+    if HAS_ALIBI:
+        slopes = gl.load(slopes_ptr + r // q_len, mask=r < GROUP * q_len, other=0.0).to(gl.float32)[:, None]
+    tree_rows = q_pos
+    if HAS_TREE:
+        tree_rows = tree_ptr + (r % q_len * stride_rm)[:, None]
+    keys = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [BLOCK_N, D], _swizzled(D))
+    values = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [BLOCK_N, DV], _swizzled(DV))
+    row_max = gl.full([8], float("-inf"), gl.float32, ROWS)
+    row_sum = gl.zeros([8], gl.float32, ROWS)
+    acc = gl.zeros([DV, 8], gl.float32, _MMA)
+    for start in range(begin, end, BLOCK_N):
+        gl.thread_barrier()
+        _copy_slots(k_ptr, stride_kn, start, length, slots, keys)
+        _copy_slots(v_ptr, stride_vn, start, length, slots, values)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        products = mma_v2(q, keys.permute((1, 0)).load(_SECOND), gl.zeros([16, BLOCK_N], gl.float32, _MMA))
+        k_pos = (start + gl.arange(0, BLOCK_N, layout=KEYS))[None, :]
+        scores = _modify(_upper(products), scale, softcap, slopes, q_pos, k_pos, HAS_SOFTCAP, HAS_ALIBI, TANH)
+        scores = _hide(
+            scores, k_pos < end, q_pos, k_pos, left, right, tree_rows, length - q_len, mask_r,
+            HAS_LEFT, HAS_RIGHT, HAS_TREE,
+        )  # fmt: skip
+        weights, shrink, row_max, row_sum = _weigh(scores, 0.0, row_max, row_sum, True)
+        p = gl.convert_layout(weights.to(q.dtype).permute((1, 0)), _SECOND, assert_trivial=True)
+        seen = gl.convert_layout(gl.max(scores, 0), gl.SliceLayout(0, _FIRST)) != float("-inf")
+        numbers = gl.where(seen[None, :], values.permute((1, 0)).load(_FIRST), 0.0)
+        acc = mma_v2(numbers, p, acc * _by_row(shrink))
+    _leave(acc, row_max, row_sum, workspace_ptr, outs_ptr, at, GROUP * q_len, 0, DV, True)
+
+
+@gluon.jit
+def _copy_slots(ptr, stride, start, length, slots, to):
+    """Begin to copy the tokens from `start` on; those past the end are the last one."""
+    layout: gl.constexpr = _copied(to.shape[1])
+    n = start + gl.arange(0, to.shape[0], layout=gl.SliceLayout(1, layout))
+    c = gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, layout))
+    slot = gl.minimum(n, length - 1) % slots
+    async_copy.async_copy_global_to_shared(to, ptr + (slot * stride)[:, None] + c[None, :])
+
+
+def decode(*arguments: Any) -> Any:
+    """As kernels/triton/decode.py, of a quantised cache."""
+    return decode_by(*arguments, kernel_of=_kernel_of)
+
+
+def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
+    assert isinstance(cache, QuantizedKV)
+    coding, table = cache.coding, side_by_side(cache.page_table)
+    key, value = (side.codes.view(torch.int16) for side in (cache.key, cache.value))
+    windows = cache.key_window, cache.value_window
+    scales = scale_rows(cache.key)[0], scale_rows(cache.value)[0]
+    return codes_kernel, {
+        "grid": call.grid,
+        "pointers": (
+            call.query,
+            key,
+            cache.key.scale,
+            cache.key.zero,
+            value,
+            cache.value.scale,
+            cache.value.zero,
+            *windows,
+            *call.pointers(table),
+        ),
+        "scalars": (
+            cache.residual,
+            cache.key_window.shape[1],
+            *row_strides(call.query, False, 1),
+            *(stride for t in (key, value) for stride in row_strides(t, False, UNIT)[::2]),
+            *(stride for t in (*scales, *windows) for stride in row_strides(t, False, UNIT)),
+            *call.scalars(table, key.shape[0]),
+        ),
+        "constants": (
+            *call.constants(),
+            coding.format,  # FORMAT
+            coding.group,  # TOKENS
+            cache.residual >= call.problem.q_len and call.left == UNBOUNDED,  # ALL_SEE: every row all codes
+            call.config.num_stages,  # STAGES
+        ),
+        **call.options,
+    }
+
+
+codes_kernel = Kernel(_codes_kernel)
