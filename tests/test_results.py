@@ -169,6 +169,19 @@ def test_a_training_step_at_64k_tokens_is_within_its_memory_bar(of: str, most: f
     assert results(f"h200/gpu_tests_{of}")["memory of a training step at 64k"]["ratio"] <= most
 
 
+@pytest.mark.parametrize(("which", "tests"), [("append", 40), ("graphs", 4)])
+def test_the_gpu_tests_of_appending_and_of_graphs_were_run_and_passed(which: str, tests: int) -> None:
+    summary = results(f"h200/gpu_tests_{which}")
+    assert summary["failed"] == summary["error"] == summary["skipped"] == 0 and summary["passed"] >= tests
+
+
+def test_codes_in_gluon_were_as_fast_as_said() -> None:
+    """docs/performance.md; of the suite, whose plan was the worse one."""
+    cells = results("h200/sweeps/12-codes-in-gluon")["suite"]["cells"]
+    times = {name.split()[0]: cell["decode"] / cell[name.split()[0]] for name, cell in cells.items() if " b8 " in name}
+    assert times["int4"] >= 2.6 and times["int8"] >= 1.7 and times["fp8"] >= 1.6, times
+
+
 def test_auto_takes_the_faster_backward_for_softcap_and_dropout() -> None:
     """At D 64 Triton's, above it that for Hopper: `_gluon_why_named_only`."""
     rows = results("h200/sweeps/10-one-order-and-modifiers")["modifiers"]

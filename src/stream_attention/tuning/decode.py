@@ -87,10 +87,13 @@ class DecodeConfig(NamedTuple):
     num_stages: int
     num_splits: int = 1
     split_keys: int = 0  # keys of a split; 0: each has its share of the row
+    window_splits: int = 0  # of the splits, those that have the latest tokens of a quantised cache, which are no codes
 
     def __str__(self) -> str:
         splits = f", keys in {self.num_splits} splits" if self.num_splits > 1 else ""
         each = f" of {self.split_keys}" if self.split_keys else ""
+        if self.window_splits > 1:
+            each += f", {self.window_splits} of them of the latest tokens"
         return f"blocks of {self.block_n} keys, {self.num_warps} warps, {self.num_stages} stages{splits}{each}"
 
 
@@ -108,27 +111,26 @@ SplitsOf = Callable[[DecodeProblem, Tile, int], int]
 def configure(problem: DecodeProblem, num_splits: int | None, batch_invariant: bool) -> DecodeConfig:
     """The configuration of a call for the Triton kernels. For a batch-invariant one all that shapes a row's sums
     follows from the row."""
-    of_window = 0 if problem.coding is None else 1
-    return _configure(problem, num_splits, batch_invariant, _tile(problem, batch_invariant), _splits, of_window)
+    window_splits = 0 if problem.coding is None else 1
+    return _configure(problem, num_splits, batch_invariant, _tile(problem, batch_invariant), _splits, window_splits)
 
 
 def configure_gluon(problem: DecodeProblem, num_splits: int | None, batch_invariant: bool) -> DecodeConfig:
     """The same for the Gluon kernel, which reads codes."""
     assert problem.coding is not None
     int4, group = problem.coding.format == "int4", problem.coding.group
+    few = problem.lines * problem.capacity <= 1024 * max(1, problem.processors)  # programs: they wait for memory
     tile = Tile(min(group, 64 if int4 else 32), 1, 2, 8)
-    if not batch_invariant and problem.lines * problem.span <= 1024 * max(1, problem.processors):
-        tile = Tile(min(group, 32 if int4 else 64), 1, 4 if int4 else 3, 8)  # so few that each waits for memory
-    return _configure(problem, num_splits, batch_invariant, tile, _gluon_splits, window_splits(problem))
+    if few and not batch_invariant:
+        tile = Tile(min(group, 32 if int4 else 64), 1, 4 if int4 else 3, 8)
+    window_splits = 1
+    if num_splits is None and (few or batch_invariant):
+        window_splits = -(-problem.coding.window // WINDOW_KEYS)
+    return _configure(problem, num_splits, batch_invariant, tile, _gluon_splits, window_splits)
 
 
-WINDOW_SHARE = 64
-"""Latest tokens of a split of the Gluon kernel."""
-
-
-def window_splits(problem: DecodeProblem) -> int:
-    """Splits that the Gluon kernel has for the latest tokens."""
-    return 0 if problem.coding is None else -(-problem.coding.window // WINDOW_SHARE)
+WINDOW_KEYS = 64
+"""Latest tokens of a split of the Gluon kernel, where those that have them would be the last to end."""
 
 
 def _configure(
@@ -137,22 +139,21 @@ def _configure(
     batch_invariant: bool,
     tile: Tile,
     splits_of: SplitsOf,
-    of_window: int,
+    window_splits: int,
 ) -> DecodeConfig:
-    """Codes have `of_window` splits more, for the latest tokens, which are none."""
-    config = DecodeConfig(*tile[:3])
+    config = DecodeConfig(*tile[:3], window_splits=window_splits)
     blocks = max(1, -(-problem.span // tile.block_n))
     if batch_invariant:
         unit = tile.block_n if problem.coding is None else problem.coding.group  # codes are read in whole groups
         units = max(1, -(-problem.capacity // unit))  # not of the span: a workspace serves with a window and without
         keys = INVARIANT_KEYS if num_splits is None else -(-units // num_splits) * unit
-        return config._replace(num_splits=max(1, -(-problem.span // keys)) + of_window, split_keys=keys)
+        return config._replace(num_splits=max(1, -(-problem.span // keys)) + window_splits, split_keys=keys)
     if num_splits is not None:
-        return config._replace(num_splits=min(num_splits, blocks + of_window))  # others would be empty
+        return config._replace(num_splits=min(num_splits, blocks + window_splits))  # others would be empty
     splits = splits_of(problem, tile, blocks)
     if problem.span < problem.capacity:  # no more than without a window, so that a workspace serves with and without
         splits = min(splits, splits_of(problem, tile, max(1, -(-problem.capacity // tile.block_n))))
-    return config._replace(num_splits=splits + of_window)
+    return config._replace(num_splits=splits + window_splits)
 
 
 STARTING = 256
@@ -186,7 +187,7 @@ def _gluon_splits(problem: DecodeProblem, tile: Tile, blocks: int) -> int:
     programs = max(1, problem.lines)
 
     def time(splits: int) -> float:
-        rounds, share = -(-programs * splits // at_a_time), -(-blocks // splits)
+        rounds, share = -(-programs * (splits + 1) // at_a_time), -(-blocks // splits)
         camping = 1.25 if share >= 8 and splits & (splits - 1) == 0 else 1.0
         return rounds * (share * tile.block_n * camping + STARTING) + splits * MERGING
 

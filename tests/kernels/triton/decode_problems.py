@@ -111,13 +111,18 @@ def make(case: DecodeCase) -> Made:
     """Fresh inputs of a case."""
     generator = torch.Generator().manual_seed(case.seed)
     batch, aux_dtype = len(case.lengths), case.aux_dtype or case.dtype
+    # A large cache is drawn, and quantised, where it is used; others have the same values on every device.
+    where = case.device if case.slots > 10_000 else "cpu"
+    of_cache = generator if where == "cpu" else torch.Generator(where).manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
-        # Drawn on the CPU, so that a case has the same values on every device, rounded once to each dtype.
         return torch.randn(shape, generator=generator)
 
     query = normal(batch, case.Tq, case.Hq, case.D).to(case.dtype)
-    key, value = (normal(batch, case.slots, case.Hkv, dim).to(case.dtype) for dim in (case.D, case.Dv))
+    key, value = (
+        torch.randn(batch, case.slots, case.Hkv, dim, generator=of_cache, device=where).to(case.dtype)
+        for dim in (case.D, case.Dv)
+    )
     tree = torch.rand(batch, case.Tq, case.Tq, generator=generator) < 0.6 if case.tree else None
     options: dict[str, Any] = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
     options["scale"] = case.scale
@@ -133,7 +138,7 @@ def make(case: DecodeCase) -> Made:
     query[~seen.any(-1)] = torch.nan
     held = must_hold(case, seen.any(1))
     key[~held], value[~held] = torch.nan, torch.nan
-    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=where)
     cache: KVCache
     if case.page is None:
         cache = ContiguousKV(key, value, lengths if case.counted else None)
@@ -205,7 +210,7 @@ def in_pages(case: DecodeCase, key: Tensor, value: Tensor, held: Tensor, lengths
             if needed[b, n]:
                 for store, x in zip(stores, (key, value), strict=True):
                     store[table[b, n]] = x[b, n * case.page : (n + 1) * case.page]
-    return PagedKV(*stores, table, lengths)
+    return PagedKV(*stores, table.to(lengths.device), lengths)
 
 
 def in_codes(case: DecodeCase, cache: ContiguousKV | PagedKV, held: Tensor) -> QuantizedKV:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache as remembered
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -37,7 +38,15 @@ from decode_problems import (
 )
 from gpu_tools import captured, give_memory_back, keep, normal, without_synchronising
 
-from stream_attention import ContiguousKV, PagedKV, QuantizedKV, decode_attention, decode_workspace, quantize_kv
+from stream_attention import (
+    ContiguousKV,
+    PagedKV,
+    QuantizedKV,
+    decode_attention,
+    decode_workspace,
+    explain_decode,
+    quantize_kv,
+)
 from stream_attention.cache_views import KVCache
 
 __all__ = ["give_memory_back"]
@@ -45,7 +54,13 @@ __all__ = ["give_memory_back"]
 pytestmark = pytest.mark.gpu
 
 
-decode, workspace_of = decode_attention, decode_workspace
+def by(kind: str) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
+    """How calls and workspaces of a kind are made."""
+    backend = "gluon" if kind.endswith("in Gluon") else "triton"
+    return partial(decode_attention, backend=backend), partial(decode_workspace, backend=backend)
+
+
+decode, _ = by("")
 
 
 # What is compiled, once, in parallel and before anything runs
@@ -62,10 +77,9 @@ KINDS: dict[str, DecodeCase] = {
     "int8": replace(BATCH, codes=Codes("int8")),
     "int4": replace(BATCH, codes=Codes("int4")),
     "int4 paged": replace(BATCH, codes=Codes("int4"), page=64),
-    "int8, many rows": replace(BATCH, codes=Codes("int8"), Hq=32),
     "fp32": replace(BATCH, dtype=F32),
 }
-IN_GLUON = ("fp8", "int8", "int4", "int4 paged")
+KINDS |= {f"{kind} in Gluon": KINDS[kind] for kind in ("fp8", "int8", "int4", "int4 paged")}
 EVERYTHING = replace(
     BATCH, Tq=5, Dv=64, page=32, tree=True, window=(15_000, 2), alibi="BH", sink=True, softcap=20.0, scale=0.1
 )
@@ -86,10 +100,13 @@ LONG_CASES: dict[str, DecodeCase] = {
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     hows: list[dict[str, Any]] = [{}, {"workspace": True}, {"batch_invariant": True}]
-    fixed = [replace(case, **how) for case in (*KINDS.values(), EVERYTHING) for how in hows]
+    plain = [case for kind, case in KINDS.items() if not kind.endswith("in Gluon")]
+    fixed = [replace(case, **how) for case in (*plain, EVERYTHING) for how in hows]
     # Fresh processes: a fork of one that has used CUDA may hang.
+    in_gluon = [replace(KINDS[kind], **how) for kind in KINDS if kind.endswith("in Gluon") for how in hows]
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        compile_all(pool, [*fixed, *LONG_CASES.values()], arch_of_gpu(), "auto")
+        compile_all(pool, [*fixed, *LONG_CASES.values()], arch_of_gpu(), "triton")
+        compile_all(pool, in_gluon, arch_of_gpu(), "gluon")
 
 
 # Random problems
@@ -109,7 +126,10 @@ def test_random_codes_in_gluon_agree_within_what_is_earned() -> None:
 
 @pytest.mark.parametrize("name", LONG_CASES)
 def test_long_contexts(name: str, give_memory_back: None) -> None:
-    check(LONG_CASES[name], "auto")
+    case = LONG_CASES[name]
+    check(case)
+    if case.codes is not None:
+        check(case, "gluon")
 
 
 @remembered
@@ -120,8 +140,10 @@ def made(kind: str, seed: int = 0) -> Made:
 @pytest.mark.parametrize("kind", [*KINDS, "everything"])
 def test_auto_takes_the_kernels(kind: str) -> None:
     query, cache, options = made(kind)
-    named = decode(query, cache, **options, backend="gluon" if kind in IN_GLUON else "triton")
-    assert same_bits(decode(query, cache, **options), named)
+    planned = explain_decode(query, cache, **options).backend
+    assert planned != "eager"
+    named = decode_attention(query, cache, **options, backend=planned)
+    assert same_bits(decode_attention(query, cache, **options), named)
 
 
 # The same bits
@@ -130,6 +152,7 @@ def test_auto_takes_the_kernels(kind: str) -> None:
 @pytest.mark.parametrize("with_workspace", [False, True], ids=["alone", "workspace"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fifty_calls_are_bit_equal(kind: str, with_workspace: bool) -> None:
+    decode, workspace_of = by(kind)
     query, cache, _ = made(kind)
     into = {"workspace": workspace_of(query, cache)} if with_workspace else {}
     first, first_lse = decode(query, cache, return_lse=True, **into)
@@ -140,6 +163,7 @@ def test_fifty_calls_are_bit_equal(kind: str, with_workspace: bool) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "without lengths"])
 def test_a_batch_invariant_row_has_the_same_bits_in_every_batch(kind: str) -> None:
+    decode, workspace_of = by(kind)
     query, cache, _ = made(kind)
     together, lses = decode(query, cache, batch_invariant=True, return_lse=True)
     for rows in ([0], [3], [6, 2, 5], [5, 3, 1, 0, 6, 4, 2], [3] * 40):
@@ -161,6 +185,7 @@ def test_a_batch_invariant_row_does_not_depend_on_the_room_that_others_need() ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_workspace_serves_a_hundred_calls(kind: str) -> None:
     """Between them other queries use it, and the output is another one every time."""
+    decode, workspace_of = by(kind)
     query, cache, _ = made(kind)
     workspace = workspace_of(query, cache)
     first = decode(query, cache, workspace=workspace)
@@ -171,7 +196,7 @@ def test_a_workspace_serves_a_hundred_calls(kind: str) -> None:
 
 # CUDA graphs, over caches that grow
 
-GROWING = ("contiguous", "paged", "fp8", "int8 paged")
+GROWING = ("contiguous", "paged", "fp8", "int8 paged", "fp8 in Gluon", "int8 paged in Gluon")
 ROWS, HEADS, KV_HEADS, DIM = 3, 8, 2, 64
 
 
@@ -204,6 +229,7 @@ def new_tokens(n: int, seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("with_workspace", [False, True], ids=["alone", "workspace"])
 @pytest.mark.parametrize("kind", GROWING)
 def test_a_graph_replays_after_tokens_were_appended(kind: str, with_workspace: bool) -> None:
+    decode, workspace_of = by(kind)
     cache, query = growing(kind, 500), normal(ROWS, 2, HEADS, DIM, seed=1)
     into = {"workspace": workspace_of(query, cache), "out": torch.empty_like(query)} if with_workspace else {}
     graph, (out, lse) = captured(lambda: decode(query, cache, return_lse=True, **into))
@@ -220,6 +246,7 @@ def test_a_graph_replays_after_tokens_were_appended(kind: str, with_workspace: b
 
 @pytest.mark.parametrize("kind", GROWING)
 def test_a_graph_that_appends_decodes_what_it_appended(kind: str) -> None:
+    decode, workspace_of = by(kind)
     cache, twin, query = growing(kind, 500), growing(kind, 500), normal(ROWS, 1, HEADS, DIM, seed=1)
     key, value = new_tokens(1, 2)
     workspace, room = workspace_of(query, cache), torch.empty_like(query)
@@ -246,6 +273,7 @@ def test_a_graph_that_appends_decodes_what_it_appended(kind: str) -> None:
 @pytest.mark.parametrize("with_workspace", [False, True], ids=["alone", "workspace"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_streams_at_once(kind: str, with_workspace: bool) -> None:
+    decode, workspace_of = by(kind)
     inputs = [made(kind, seed) for seed in (0, 1)]
     into = [{"workspace": workspace_of(x.query, x.cache)} if with_workspace else {} for x in inputs]
     expected = [decode(x.query, x.cache, **its) for x, its in zip(inputs, into, strict=True)]
@@ -262,7 +290,7 @@ def test_two_streams_at_once(kind: str, with_workspace: bool) -> None:
 
 
 def calls(kind: str) -> tuple[Callable[..., Any], Made]:
-    its = made(kind)
+    its, (decode, _) = made(kind), by(kind)
     return lambda **more: decode(its.query, its.cache, **its.options, **more), its
 
 
@@ -271,6 +299,7 @@ def calls(kind: str) -> tuple[Callable[..., Any], Made]:
 )
 @pytest.mark.parametrize("kind", [*KINDS, "everything"])
 def test_no_host_synchronisation(kind: str, how: dict[str, Any]) -> None:
+    _, workspace_of = by(kind)
     call, its = calls(kind)
     call(**how)  # compiles
     call(**how, workspace=workspace_of(its.query, its.cache, **how))
@@ -286,6 +315,7 @@ def test_no_host_synchronisation(kind: str, how: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("kind", [*KINDS, "everything"])
 def test_nothing_is_allocated_with_an_out_and_a_workspace(kind: str, how: dict[str, Any]) -> None:
+    _, workspace_of = by(kind)
     call, its = calls(kind)
     out = its.query.new_empty(*its.query.shape[:3], its.cache.value_dim)
     workspace = workspace_of(its.query, its.cache, **how)
@@ -331,8 +361,9 @@ def test_pages_of_more_elements_than_32_bits(codes: Codes | None, give_memory_ba
     else:
         assert isinstance(cache, PagedKV)
         moved = PagedKV(far(cache.key_pages), far(cache.value_pages), table, cache.lengths)
-    out, lse = decode(query, moved, return_lse=True)
-    assert compare(case, Made(query, cache, options), out, lse) <= 1
+    for backend in ("triton",) if codes is None else ("triton", "gluon"):
+        out, lse = decode_attention(query, moved, return_lse=True, backend=backend)
+        assert compare(case, Made(query, cache, options), out, lse) <= 1
 
 
 def test_rows_of_more_elements_than_32_bits(give_memory_back: None) -> None:

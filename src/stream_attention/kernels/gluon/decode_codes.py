@@ -17,8 +17,7 @@ p s must fit fp16: weights are taken relative to the largest score plus the larg
 above 1, and none above 2^14 before it is scaled. q s is within fp16 because q is divided by its row's peak, and scales
 are at most what codes of fp16 numbers have.
 
-The last splits have the latest tokens, which lie in the window as they came, WINDOW_SHARE each: a program waits for
-every block of them, so that one for all would be the last to end.
+The last splits have the latest tokens, which lie in the window as they came. A program waits for every block of them.
 """
 
 from typing import Any
@@ -30,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from ...cache_views import KVCache, QuantizedKV
 from ...problem import UNBOUNDED
-from ...tuning.decode import WINDOW_SHARE as _WINDOW_SHARE
 from ..triton.arguments import UNIT, row_strides
 from ..triton.decode import decode as decode_by
 from ..triton.decode_call import DecodeCall, side_by_side
@@ -38,6 +36,7 @@ from ..triton.decode_codes import scale_rows
 from ..triton.launch import Kernel
 from .launch import jit
 from .tiles import LOG2E, log2, tanh
+from .versions import barrier, copy_async
 
 _INT4 = gl.constexpr("""{
 .reg .b32 w;
@@ -59,7 +58,9 @@ mov.b32 {a, b}, c;
 cvt.rn.f16x2.e4m3x2 $0, a;
 cvt.rn.f16x2.e4m3x2 $1, b; }""")
 
-WINDOW_SHARE = gl.constexpr(_WINDOW_SHARE)
+WINDOW_N = gl.constexpr(32)
+"""Latest tokens at a time."""
+
 _MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]))
 _FIRST = gl.constexpr(gl.DotOperandLayout(0, _MMA.value, 2))
 _SECOND = gl.constexpr(gl.DotOperandLayout(1, _MMA.value, 2))
@@ -155,12 +156,12 @@ def _copy_rows(ptr, to):
     layout: gl.constexpr = _copied(to.shape[1])
     n = gl.arange(0, to.shape[0], layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, layout))
-    async_copy.async_copy_global_to_shared(to, ptr + (n * to.shape[1])[:, None] + c[None, :])
+    copy_async(to, ptr + (n * to.shape[1])[:, None] + c[None, :])
 
 
 @gluon.jit
 def _copy_line(ptr, to):
-    async_copy.async_copy_global_to_shared(to, ptr + gl.arange(0, to.shape[0], layout=_LINE))
+    copy_async(to, ptr + gl.arange(0, to.shape[0], layout=_LINE))
 
 
 @gluon.jit
@@ -260,6 +261,7 @@ def _codes_kernel(
     workspace_ptr,
     residual: gl.int32,
     slots: gl.int32,
+    window_splits: gl.int32,
     stride_qb: gl.int64,
     stride_qm: gl.int64,
     stride_qh: gl.int64,
@@ -339,15 +341,16 @@ def _codes_kernel(
     tree_row = tree_ptr
     if HAS_TREE:
         tree_row = tree_ptr + b * stride_rb
-    of_codes = num_splits - gl.cdiv(slots, WINDOW_SHARE)
+    of_codes = num_splits - window_splits
     if split >= of_codes:
-        begin = gl.maximum(coded, first) + (split - of_codes) * WINDOW_SHARE
+        share = gl.cdiv(gl.cdiv(slots, window_splits), WINDOW_N) * WINDOW_N
+        begin = gl.maximum(coded, first) + (split - of_codes) * share
         _of_window(
             q_ptr, stride_qm, stride_qh,
             k_window_ptr + b * (stride_kwb * 8) + kv_head * (stride_kwh * 8), stride_kwn * 8,
             v_window_ptr + b * (stride_vwb * 8) + kv_head * (stride_vwh * 8), stride_vwn * 8,
             slopes_row, tree_row, stride_rm, workspace_ptr, outs_ptr, at, kv_head, q_len, length,
-            begin, gl.minimum(begin + WINDOW_SHARE, length), slots, left, right, scale, softcap,
+            begin, gl.minimum(begin + share, length), slots, left, right, scale, softcap,
             GROUP, D, DV, HAS_LEFT, HAS_RIGHT, HAS_TREE, HAS_ALIBI, HAS_SOFTCAP, TANH,
         )  # fmt: skip
     else:
@@ -513,7 +516,7 @@ def _of_codes(
     slot = 0
     for i in range(count):
         async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()
+        barrier()
         start = begin + i * BLOCK_N
         ahead = i + STAGES - 1
         missing = missing << 1
@@ -633,7 +636,7 @@ def _of_window(
     HAS_SOFTCAP: gl.constexpr, TANH: gl.constexpr,
 ):  # fmt: skip
     """The part of a share of the latest tokens, as they came: position n in slot n % slots."""
-    BLOCK_N: gl.constexpr = 32
+    BLOCK_N: gl.constexpr = WINDOW_N
     ROWS: gl.constexpr = gl.SliceLayout(1, _upper(gl.zeros([16, BLOCK_N], gl.float32, _MMA)).type.layout)
     KEYS: gl.constexpr = gl.SliceLayout(0, ROWS.parent)
     q = _query(q_ptr, stride_qm, stride_qh, kv_head, q_len, 0, GROUP, D)
@@ -652,12 +655,12 @@ def _of_window(
     row_sum = gl.zeros([8], gl.float32, ROWS)
     acc = gl.zeros([DV, 8], gl.float32, _MMA)
     for start in range(begin, end, BLOCK_N):
-        gl.thread_barrier()
+        barrier()
         _copy_slots(k_ptr, stride_kn, start, length, slots, keys)
         _copy_slots(v_ptr, stride_vn, start, length, slots, values)
         async_copy.commit_group()
         async_copy.wait_group(0)
-        gl.thread_barrier()
+        barrier()
         products = mma_v2(q, keys.permute((1, 0)).load(_SECOND), gl.zeros([16, BLOCK_N], gl.float32, _MMA))
         k_pos = (start + gl.arange(0, BLOCK_N, layout=KEYS))[None, :]
         scores = _modify(_upper(products), scale, softcap, slopes, q_pos, k_pos, HAS_SOFTCAP, HAS_ALIBI, TANH)
@@ -680,7 +683,7 @@ def _copy_slots(ptr, stride, start, length, slots, to):
     n = start + gl.arange(0, to.shape[0], layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, layout))
     slot = gl.minimum(n, length - 1) % slots
-    async_copy.async_copy_global_to_shared(to, ptr + (slot * stride)[:, None] + c[None, :])
+    copy_async(to, ptr + (slot * stride)[:, None] + c[None, :])
 
 
 def decode(*arguments: Any) -> Any:
@@ -710,6 +713,7 @@ def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]
         "scalars": (
             cache.residual,
             cache.key_window.shape[1],
+            call.config.window_splits,
             *row_strides(call.query, False, 1),
             *(stride for t in (key, value) for stride in row_strides(t, False, UNIT)[::2]),
             *(stride for t in (*scales, *windows) for stride in row_strides(t, False, UNIT)),

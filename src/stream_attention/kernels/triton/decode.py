@@ -166,7 +166,14 @@ def _decode_kernel(
             v = tl.load(v_ptr + v_rows[:, None] + offs_dv[None, :])
         else:
             v = tl.load(v_ptr + v_rows[:, None] + offs_dv[None, :], mask=(offs_dv < DV)[None, :], other=0.0)
-        products = tl.dot(q, k.T, input_precision=PRECISION)
+        if PRECISION == "ieee" and BLOCK_D > 64:
+            # Sums of 64 products, added up: 256 one after the other are off by more than torch's, which adds in a tree.
+            parts: tl.constexpr = BLOCK_D // 64
+            folded_q = q.reshape(BLOCK_R, parts, 64).permute(1, 0, 2)
+            folded_k = k.reshape(BLOCK_N, parts, 64).permute(1, 2, 0)
+            products = tl.sum(tl.dot(folded_q, folded_k, input_precision=PRECISION), 0)
+        else:
+            products = tl.dot(q, k.T, input_precision=PRECISION)
         across = k_pos[None, :]
         scores = modify_scores(products, scale, softcap, slopes, down, across, HAS_SOFTCAP, HAS_ALIBI, TANH)
         if PAGE != 0:
