@@ -17,13 +17,14 @@ PYTEST_ARGS ?=
 
 # Parallel workers get one torch thread each: more oversubscribe the cores and make the suite slower, not faster.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu" -n $(WORKERS) --dist loadgroup \
-	--doctest-modules tests src/stream_attention/ops src/stream_attention/core src/stream_attention/plan.py src/flash_attention
+	--doctest-modules tests src/stream_attention/ops src/stream_attention/core src/stream_attention/distributed \
+	src/stream_attention/plan.py src/flash_attention
 SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" tests
 # triton.jit chooses between compiler and interpreter when it decorates, so interpreted kernels need their own process.
 INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
 	tests/kernels/triton/test_forward_interpreted.py tests/kernels/triton/test_backward_interpreted.py \
 	tests/kernels/triton/test_append_interpreted.py tests/kernels/triton/test_decode_interpreted.py \
-	tests/ops/test_recall_interpreted.py
+	tests/ops/test_recall_interpreted.py tests/ops/test_merge_interpreted.py
 # The Hopper kernels once more with a newer Triton, which is found before that of .venv. These tests have the version in
 # their names: should another Triton be found, none of them is run, and pytest calls that an error.
 COMPILED_NEWER := PYTHONPATH=$(CURDIR)/$(NEWER) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \

@@ -336,10 +336,10 @@ def test_masks_dropout_slopes_and_the_deterministic_mode_of_old() -> None:
     assert not torch.equal(results[0][0], fused(query, key, value))
 
 
-LATER = "RingAttention StarAttention MemoryProfiler gradient_checkpoint_sequential".split()
+LATER = "MemoryProfiler gradient_checkpoint_sequential".split()
 
 
-@pytest.mark.parametrize("name", [*LATER, "ring_attention"])
+@pytest.mark.parametrize("name", LATER)
 def test_names_of_old_that_are_not_here_yet_say_so(name: str) -> None:
     said = rf"stream_attention\.{name} is not in version {stream_attention.__version__} yet"
     with pytest.raises(ImportError, match=said):

@@ -19,17 +19,17 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
-def ended(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """An example that ran in a process of its own with one thread."""
+def ended(name: str, *flags: str, launch: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """An example that ran in a process of its own with one thread; `launch` is what Python runs it by."""
     paths = os.pathsep.join([str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     env = {**os.environ, "PYTHONPATH": paths.rstrip(os.pathsep), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "examples" / name), *flags]
+    command = [sys.executable, *launch, str(ROOT / "examples" / name), *flags]
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def run(name: str, *flags: str) -> str:
+def run(name: str, *flags: str, launch: tuple[str, ...] = ()) -> str:
     """What an example prints that ends well."""
-    done = ended(name, *flags)
+    done = ended(name, *flags, launch=launch)
     assert done.returncode == 0, f"{shlex.join(done.args)}:\n{done.stdout}\n{done.stderr}"
     assert done.stderr == ""
     return done.stdout
@@ -131,6 +131,23 @@ def test_decode_agrees_with_attention_at_every_step_and_loses_little_in_few_bits
     assert printed.count("\nbackend   eager") == 2 and "int4 codes" in printed.rpartition("decode    ")[2]
 
 
+def test_ring_attention_gives_what_one_device_gives_and_sends_what_the_formula_says() -> None:
+    flags = "--length 96 --heads 4 --kv-heads 2 --dim 16 --device cpu".split()
+    printed = run("ring_attention.py", "--ranks", "3", *flags)
+    assert printed.startswith("ranks      3 virtual; a sequence of 96 tokens, on cpu\n")
+    assert figures(r"zigzag +the busiest rank has (\S+) of", printed) == [1.0]
+    assert max(figures(r"off by (\d\.\de[+-]\d\d)", printed)) < 1e-4
+    sent, formula = figures(r"sent (\d+) bytes", printed), re.findall(r"by the formula (\d+) and (\d+)\n", printed)
+    assert sent[:2] == [float(figure) for figure in formula[0]] and len(sent) == 4
+
+
+def test_ring_attention_says_the_same_of_processes() -> None:
+    flags = "--length 96 --heads 4 --kv-heads 2 --dim 16 --device cpu".split()
+    virtual = run("ring_attention.py", "--ranks", "2", *flags)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    assert run("ring_attention.py", *flags, launch=launch) == virtual.replace("2 virtual", "2 processes")
+
+
 # How they are started
 
 
@@ -182,6 +199,8 @@ def test_help_explains_every_flag_and_runs_nothing(
         ("decode.py", "--prompt 100", "--prompt: expected at least 256; got 100"),
         ("decode.py", "--kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),
         ("decode.py", "--dim 6", "--dim: expected a multiple of 4, as four codes share a word; got 6"),
+        ("ring_attention.py", "--kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),
+        ("ring_attention.py", "--ranks 9", "--heads: expected at least the 9 ranks, which divide them; got 8"),
         ("long_context_example.py", "--window=-1", "--window: expected a number of at least 0; got '-1'"),
     ],
 )

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from stream_attention import attention
 
 
-def flash_attention(Q: Tensor, K: Tensor, V: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+def flash_attention(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    enable_distributed: bool = False,
+    process_group: Any = None,
+) -> Tensor:
     """Attention of local queries over global keys, exact, in one streaming pass, differentiable.
 
     Args:
@@ -16,6 +27,10 @@ def flash_attention(Q: Tensor, K: Tensor, V: Tensor, *, causal: bool = False, sc
         V: `[Tk, dv]`.
         causal: the last query sees every key, the one before all but the last, and so on.
         scale: of the scores; None is d ** -0.5.
+        enable_distributed: the ranks of a group, each of which has all of Q, K and V, divide the queries among them,
+            and each gets the whole result. A script that torchrun starts first calls
+            `stream_attention.distributed.initialize()`. False computes on this process alone.
+        process_group: of these ranks; None is the default group.
 
     Returns:
         `[Tq, dv]` in the dtype of Q.
@@ -36,4 +51,13 @@ def flash_attention(Q: Tensor, K: Tensor, V: Tensor, *, causal: bool = False, sc
                 f"{name}: expected two dims [tokens, features]; got {list(tensor.shape)}. "
                 "Batches and heads: stream_attention.attention, [B, T, H, D]"
             )
-    return attention(*(t[None, :, None] for t in (Q, K, V)), causal=causal, scale=scale)[0, :, 0]
+    heads = [t[None, :, None] for t in (Q, K, V)]
+    if enable_distributed:
+        from stream_attention.distributed.query_shard import query_sharded_attention
+
+        return query_sharded_attention(*heads, group=process_group, causal=causal, scale=scale)[0, :, 0]
+    if process_group is not None:
+        raise ValueError(
+            f"process_group: expected None without enable_distributed=True; got {type(process_group).__name__}"
+        )
+    return attention(*heads, causal=causal, scale=scale)[0, :, 0]

@@ -1,6 +1,7 @@
 """StreamAttention: exact attention for PyTorch in one streaming pass over K/V, O(N) memory, forward and backward."""
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .cache_views import ContiguousKV, PagedKV, QuantizedKV, Rotary
@@ -23,6 +24,11 @@ from .ops.merge import merge_states
 from .ops.varlen import varlen_attention
 from .plan import Plan, force_backend
 
+if TYPE_CHECKING:
+    from .core.ring_attention import RingAttention
+    from .core.star_attention import StarAttention
+    from .distributed import ring_attention
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -32,7 +38,9 @@ __all__ = [
     "PagedKV",
     "Plan",
     "QuantizedKV",
+    "RingAttention",
     "Rotary",
+    "StarAttention",
     "StreamAttention",
     "StreamAttentionConfig",
     "StreamMultiheadAttention",
@@ -49,21 +57,28 @@ __all__ = [
     "force_backend",
     "merge_states",
     "quantize_kv",
+    "ring_attention",
     "varlen_attention",
 ]
 
+_ELSEWHERE = {
+    "RingAttention": "core.ring_attention",
+    "StarAttention": "core.star_attention",
+    "ring_attention": "distributed",
+}
+"""Names that are imported when they are asked for: torch may have been built without torch.distributed."""
+
 _LATER = {
-    "RingAttention": "attention over several devices",
-    "StarAttention": "attention over several devices",
     "gradient_checkpoint_sequential": "torch.utils.checkpoint.checkpoint_sequential is torch's own",
     "MemoryProfiler": "torch.cuda.memory_stats() is torch's own",
-    "ring_attention": "attention over several devices",
 }
 """Names that the documentation of earlier systems has, and what to know until they are here."""
 
 if not TYPE_CHECKING:  # to a type checker they do not exist
 
-    def __getattr__(name: str) -> None:
+    def __getattr__(name: str) -> object:
+        if name in _ELSEWHERE:
+            return getattr(import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # An AttributeError, or hasattr would raise. But `from stream_attention import name` hides its message, so the

@@ -523,3 +523,28 @@ def test_bad_streams_are_refused(arguments: tuple[Any, ...], words: str) -> None
 def test_bad_benchmarks_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=f"{next(iter(options))}: expected"):
         module().benchmark(**{"seq_len": 8, **options})
+
+
+# Over several ranks (tests/distributed/test_query_shard.py has processes)
+
+
+def test_without_other_processes_a_distributed_module_computes_as_it_does_alone() -> None:
+    attend = FusedOnlineAttention(num_heads=2, head_dim=8)
+    query, key, value = torch.randn(3, 2, 5, 2, 8)
+    alone = attend(query, key, value)
+    attend.set_distributed(True)
+    assert attend.distributed and torch.equal(attend(query, key, value), alone) and attend.last_method_used is None
+    attend.set_distributed(False)
+    assert not attend.distributed and attend.process_group is None
+
+
+def test_bad_ways_to_distribute_are_refused() -> None:
+    attend = FusedOnlineAttention(num_heads=2, head_dim=8)
+    with pytest.raises(TypeError, match="enabled: expected a bool; got 1"):
+        attend.set_distributed(1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="process_group: expected None with enabled=False; got str"):
+        attend.set_distributed(False, "world")
+    attend.set_distributed(True)
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"set_distributed: expected calls outside torch\.compile"):
+        compiled(*torch.randn(3, 1, 5, 2, 8))

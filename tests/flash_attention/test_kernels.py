@@ -67,3 +67,10 @@ def test_columns_of_a_larger_matrix_are_read_where_they_lie() -> None:
 def test_bad_calls_are_refused(tensors: list[Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         flash_attention(*tensors)
+
+
+def test_a_group_without_leave_to_use_it_is_refused() -> None:
+    """tests/distributed/test_query_shard.py has processes."""
+    with pytest.raises(ValueError, match="process_group: expected None without enable_distributed=True; got str"):
+        flash_attention(*qkv(), process_group="world")
+    assert torch.equal(flash_attention(*qkv(), enable_distributed=True), flash_attention(*qkv()))

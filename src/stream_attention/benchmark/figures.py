@@ -101,8 +101,9 @@ def lines(
     form: Callable[[float], str],
     top: float,
     log: bool = False,
+    axis: str = "length, tokens",
 ) -> str:
-    """Values over length, one line per provider, named at its end; `order` gives them their signs, ours are bold.
+    """Values over `axis`, one line per provider, named at its end; `order` gives them their signs, ours are bold.
 
     The value axis goes from 0 to `top`, so that panels side by side can share it; or it is logarithmic.
     """
@@ -135,7 +136,7 @@ def lines(
     room = 5 + 6.2 * max(len(short(int(value))) for value in lengths)
     for value in _thinned(lengths, (right - left) / room):
         body.append(_text(x_of(value), lower + 17, short(int(value)), "quiet", "middle"))
-    body.append(_text((left + right) / 2, lower + 33, "length, tokens", "quiet", "middle"))
+    body.append(_text((left + right) / 2, lower + 33, axis, "quiet", "middle"))
     ends = [(x_of(one.points[-1].x), y_of(one.points[-1].y)) for one in series]
     for one, text, (end_x, end_y), label_y in zip(series, texts, ends, _spread(ends, upper, lower), strict=True):
         index = order.index(one.name)
@@ -149,7 +150,7 @@ def lines(
             told = f"{one.name}, {int(p.x)}: {form(p.y)} {unit}"
             body.append(_told(told, marker(index, x_of(p.x), y_of(p.y), scale)))
         body.append(_text(right + 8, label_y + 4, text, "bold" if one.name in ours else ""))
-    return _svg(f"{title}: {unit} over length", lower + 40, body)
+    return _svg(f"{title}: {unit} over {axis.partition(',')[0]}", lower + 40, body)
 
 
 def bars(

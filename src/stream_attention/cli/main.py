@@ -14,6 +14,7 @@ from .ending import quiet
 COMMANDS = {
     "info": ("info", "versions, GPUs, backends with their reasons, and a self-check of about a second"),
     "plan": ("plan", "which kernel would run for a call of given shapes, and why not another"),
+    "cluster": ("cluster", "what attention takes on many GPUs, by scheme, and which one to take: a prediction"),
     "warmup": ("warmup", "compile kernels into Triton's cache ahead of their first call, also without a GPU"),
     "benchmark": ("benchmark", "measure attention here, beside its peers"),
     "test": ("accuracy", "compare attention with the fp64 reference"),

@@ -82,6 +82,15 @@ class StreamAttention(nn.Module):
         which is planned when the compiled code runs."""
         return self.attention.last_method_used
 
+    def set_distributed(self, enabled: bool, process_group: Any = None) -> None:
+        """Divide the queries of every call among the ranks of a group: see `FusedOnlineAttention.set_distributed`.
+
+        Raises ValueError with `enable_distributed=False` in the config.
+        """
+        if enabled and not self.config.enable_distributed:
+            _refuse("enabled", "False with enable_distributed=False", enabled)
+        self.attention.set_distributed(enabled, process_group)
+
     def forward(
         self,
         *args: Tensor,

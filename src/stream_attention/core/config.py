@@ -50,9 +50,10 @@ def check_tiles(**tiles: int) -> None:
 
 @dataclass
 class StreamAttentionConfig:
-    """24 fields, each of which acts, is refused, or waits for its class, which is named below.
+    """24 fields, each of which acts or is refused by the class that reads it.
 
-    Read by `StreamAttention` (and, where it says so, by `FlashAttentionV3`):
+    Read by `StreamAttention` (and, where it says so, by `FlashAttentionV3`). `RingAttention` and `StarAttention` say
+    which of these they read too:
 
     - `num_heads`, `head_dim`: of the queries; hidden states have `num_heads * head_dim` features. `FlashAttentionV3`
       reads them too.
@@ -73,15 +74,21 @@ class StreamAttentionConfig:
     - `enable_flash_attention`: False computes densely, O(Tq * Tk) memory, in fp64 (backend "reference"), for debugging;
       `FlashAttentionV3` refuses to be built.
 
-    Waiting: checked and kept here for classes that are not in this version yet. `StreamAttention` runs on one device,
-    keeps every token, and reads none of them:
+    Over several ranks. None of these distributes anything by itself:
 
-    - `enable_distributed`: for `RingAttention` and `StarAttention`, over several devices.
-    - `enable_ring_attention`, `ring_attention_block_size`, `ring_attention_overlap_size`: for `RingAttention`.
-    - `enable_star_attention`, `star_attention_block_size`, `star_attention_anchor_size`, `star_attention_num_hosts`:
-      for `StarAttention`.
-    - `enable_kv_compression`, `kv_compression_ratio`: for `create_kv_compressor`; compression happens where it is asked
-      for and never by itself.
+    - `enable_distributed`: allows it. False: `RingAttention` computes on its process alone, and `StarAttention` refuses
+      more than one host.
+    - `enable_ring_attention`, `enable_star_attention`: False: `RingAttention`, `StarAttention` refuse to be built.
+    - `ring_attention_block_size`, `ring_attention_overlap_size`: `RingAttention` has nothing to decide by them (shards
+      travel whole, while others are computed) and refuses values other than the defaults.
+    - `star_attention_block_size`, `star_attention_anchor_size`: rows of a block of the context, and how many of the
+      first ones every block sees; at most a block.
+    - `star_attention_num_hosts`: how many ranks the context is spread over: those of the process group, or 1.
+
+    Caches:
+
+    - `enable_kv_compression`: allows `StarAttention.encode_context(..., compression=...)`, which happens where it is
+      asked for and never by itself; `kv_compression_ratio` is its ratio.
 
     A value that is out of range or of the wrong type raises when it is set, and so does a name that is no field; fields
     that contradict each other raise when a config or a module is made. A module keeps a copy, so changing a field

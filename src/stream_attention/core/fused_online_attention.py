@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -73,6 +74,8 @@ class FusedOnlineAttention(nn.Module):
             inputs.
         backend: of `stream_attention.attention`; not together with forced tiles.
 
+    `set_distributed` divides the queries of every call among the ranks of a process group.
+
     There are no parameters and nothing in the state dict. Nor is the dropout stream of `set_deterministic` a buffer:
     under DistributedDataParallel each process keeps its own, for which it gives its own seed.
 
@@ -132,6 +135,7 @@ class FusedOnlineAttention(nn.Module):
         self._last: _Facts | None = None
         self._seed = 0
         self._stream: Tensor | None = None  # (seed, offset) of the next mask, int64
+        self.distributed, self.process_group = False, None
         self.register_buffer("_place", torch.empty(0, device=device, dtype=dtype), persistent=False)
 
     @property
@@ -146,8 +150,8 @@ class FusedOnlineAttention(nn.Module):
 
     @property
     def last_method_used(self) -> str | None:
-        """The backend that computed the last call; None before the first one and after a call inside torch.compile,
-        which is planned when the compiled code runs."""
+        """The backend that computed the last call; None before the first one, after a call inside torch.compile, which
+        is planned when the compiled code runs, and after one that ranks computed together, each its own part."""
         return self._last.planned().backend if self._last else None
 
     def set_deterministic(self, enabled: bool, seed: int | None = None) -> None:
@@ -172,6 +176,25 @@ class FusedOnlineAttention(nn.Module):
             return
         self._seed = torch.initial_seed() & 0xFFFFFFFF if seed is None else seed
         self._start_stream()
+
+    def set_distributed(self, enabled: bool, process_group: Any = None) -> None:
+        """Divide the queries of every call among the ranks of a group, each of which gets the whole result.
+
+        Every rank makes the same calls with the same tensors, and every rank has the gradients that one device would
+        have, if all compute the same loss. Not for ranks that have batches of their own, as under
+        DistributedDataParallel: their rows would be mixed. Rank 0's dropout is everyone's. Memory is not divided:
+        `RingAttention` does that.
+
+        Args:
+            enabled: False goes back to this process alone.
+            process_group: as `group` of `stream_attention.distributed.ring_attention`; None is the default group, which
+                `stream_attention.distributed.initialize()` makes under torchrun. Looked at when a call is made.
+        """
+        if not isinstance(enabled, bool):
+            raise TypeError(f"enabled: expected a bool; got {enabled!r}")
+        if process_group is not None and not enabled:
+            raise ValueError(f"process_group: expected None with enabled=False; got {type(process_group).__name__}")
+        self.distributed, self.process_group = enabled, process_group
 
     def _start_stream(self) -> None:
         with torch.inference_mode(False):  # calls outside of inference mode must be able to move it on
@@ -282,12 +305,12 @@ class FusedOnlineAttention(nn.Module):
         deterministic: bool | None = None,
         return_lse: bool = False,
     ) -> tuple[Any, _Facts | None]:
-        """`out` or `(out, lse)`, with every choice made, and the facts for `computed`, None inside torch.compile: what
-        `forward` and `StreamAttention` share."""
+        """`out` or `(out, lse)`, with every choice made, and the facts for `computed`, None where there is no one plan:
+        what `forward` and `StreamAttention` share."""
         self._check_heads(query, key)
         mask, bias = split_mask(attention_mask, query, key)
         deterministic = self.deterministic if deterministic is None else deterministic
-        result = attention(
+        result = self._op()(
             query,
             key,
             value,
@@ -302,7 +325,7 @@ class FusedOnlineAttention(nn.Module):
             return_lse=return_lse,
             backend=self.backend,
         )
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.distributed:
             return result, None
         out = result[0] if return_lse else result
         return result, _Facts(
@@ -319,6 +342,16 @@ class FusedOnlineAttention(nn.Module):
             requested(self.backend),
             all(addressable(t) for t in (query, key, value)),
         )
+
+    def _op(self) -> Callable[..., Any]:
+        """What computes: `attention`, or all ranks together."""
+        if not self.distributed:
+            return attention
+        if torch.compiler.is_compiling():
+            raise ValueError("set_distributed: expected calls outside torch.compile; got one inside")
+        from ..distributed.query_shard import query_sharded_attention
+
+        return partial(query_sharded_attention, group=self.process_group)
 
     def _check_heads(self, query: Tensor, key: Tensor) -> None:
         for name, tensor in (("query", query), ("key", key)):

@@ -275,5 +275,6 @@ def backward_step(
     """One shard's gradients in fp32, to be summed over the shards. `out` and `lse` are those of the whole row."""
     assert inputs.sink is None and inputs.cu_seqlens_q is None
     problem = state_problem(inputs, positions=positions, batch_start=batch_start, partial=True, **options)
-    problem = problem._replace(backward=True, lse_grad=grad_lse is not None)
+    rows = wanted.alibi_slopes or wanted.sink
+    problem = problem._replace(backward=True, lse_grad=grad_lse is not None, row_grad=rows)
     return run_backward(plan(problem, requested(backend)), inputs, out, lse, grad_out, grad_lse, wanted)

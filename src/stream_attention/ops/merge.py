@@ -1,12 +1,16 @@
-"""merge_states(): the public face of state.py."""
+"""merge_states(): the public face of state.py; and, for distributed/, merging one state into another in place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from .. import validate
+from ..backends import interpreting
+from ..device import arch
 from ..state import merge
 
 
@@ -37,3 +41,22 @@ def merge_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tenso
     outs, lses = validate.sequence("outs", outs), validate.sequence("lses", lses)
     validate.states(outs, lses)
     return merge(outs, lses)
+
+
+def fold_state(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Merge a state into another where that lies: `[B, T, H, Dv]` and `[B, H, T]`, rows of larger tensors. Without
+    gradients. On a GPU one kernel, which reads and writes each number once."""
+    if _has_kernel(out) and out[0].is_contiguous() and lse.stride(-1) == 1:
+        from ..kernels.triton.merge import launch_fold
+
+        launch_fold(out, lse, more_out.contiguous(), more_lse.contiguous())
+        return
+    merged_out, merged_lse = merge((out, more_out), (lse, more_lse))
+    out.copy_(merged_out)
+    lse.copy_(merged_lse)
+
+
+def _has_kernel(out: Tensor) -> bool:
+    if out.numel() == 0 or out.dtype is not torch.float32 or find_spec("triton") is None:
+        return False
+    return not 0 < arch(out.device) < 80 if out.is_cuda else interpreting()

@@ -611,8 +611,15 @@ def draw(
                 found.setdefault(needs, case)
                 cases.append(case)
         del cases[problems:]
+        report(f"{problems} problems drawn for {backend}, {len(found)} sets of kernels", started)
         compile_all(pool, list(found.values()), arch, backend)
+    report("compiled", started)
     return Drawn(backend, cases, list(found.values()), time.perf_counter() - started)
+
+
+def report(what: str, started: float) -> None:
+    """Where a run that is cut off was."""
+    sys.__stderr__.write(f"{what}, {time.perf_counter() - started:.0f} s\n")
 
 
 def arch_of_gpu() -> int:
@@ -666,8 +673,7 @@ def run_all(drawn: Drawn) -> dict[str, Any]:
             done += len(part)
             if share > worst:
                 worst, worst_case = share, case
-            if done % 500 == 0:  # where a run that is cut off was
-                sys.__stderr__.write(f"problem {done} of {len(drawn.cases)}, {time.perf_counter() - started:.0f} s\n")
+            report(f"problem {done} of {len(drawn.cases)}", started)
     cases = drawn.cases
     return {
         "problems": len(cases),

@@ -18,7 +18,7 @@ from compile_gate import BF16, F16, F32, Compiled, faults, named, problem, rows_
 from stream_attention.backends import BY_NAME
 from stream_attention.kernels.triton.dropout import dropout_words
 from stream_attention.kernels.triton.forward import forward
-from stream_attention.kernels.triton.merge import launch_merge
+from stream_attention.kernels.triton.merge import launch_fold, launch_merge
 from stream_attention.kernels.triton.visibility import keys_seen, queries_seen
 from stream_attention.problem import UNBOUNDED
 from stream_attention.testing.offline import Report, compiling_for, report
@@ -313,3 +313,13 @@ def test_a_report_sees_what_spills() -> None:
     with compiling_for(80) as launched:
         forward(kernel.problem(inputs), inputs, TritonConfig(128, 64, 4, 2))
     assert report(launched[0]).spill_bytes > 0
+
+
+def test_folding_a_state_moves_16_bytes_at_a_time() -> None:
+    out, lse = torch.zeros(1, 4096, 32, 128), torch.zeros(1, 32, 4096)
+    rows = slice(0, 2048)
+    with compiling_for(90) as kernels:
+        launch_fold(out[:, rows], lse[..., rows], out[:, rows].clone(), lse[..., rows].clone())
+    found = report(kernels[0])
+    assert found.spill_bytes == 0 and found.registers <= 64
+    assert found.instructions["STG"] <= 8, "16 rows of 128 are 4 of 16 bytes to a thread, and an LSE"

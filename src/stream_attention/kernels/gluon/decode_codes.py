@@ -10,9 +10,6 @@ A code u that is cut out of its word is an fp16 number already, a subnormal one:
 u 2^-24, bits 4 to 7 for u 2^-20, and matrix instructions take subnormals at full speed. Sums over a code's middle, and
 over zeros, are matrix products too, with a factor whose columns, or rows, are all alike.
 
-A program is one warp. Scores are [rows, keys], of which instructions compute 16 rows and the upper eight are kept, and
-outputs are [channels, rows]: what a lane holds of the weights is then what it needs of them as the second factor.
-
 p s must fit fp16: weights are taken relative to the largest score plus the largest log2 s of its tile, so that none is
 above 1, and none above 2^14 before it is scaled. q s is within fp16 because q is divided by its row's peak, and scales
 are at most what codes of fp16 numbers have.
@@ -34,8 +31,23 @@ from ..triton.decode import decode as decode_by
 from ..triton.decode_call import DecodeCall, side_by_side
 from ..triton.decode_codes import scale_rows
 from ..triton.launch import Kernel
+from .decode_tiles import (
+    FIRST,
+    MMA,
+    SECOND,
+    by_row,
+    copied,
+    hide,
+    leave,
+    modify,
+    query,
+    swizzled,
+    upper,
+    wait_for_kernels_ahead,
+    weigh,
+)
 from .launch import jit
-from .tiles import LOG2E, log2, tanh
+from .tiles import log2
 from .versions import barrier, copy_async
 
 _INT4 = gl.constexpr("""{
@@ -61,9 +73,6 @@ cvt.rn.f16x2.e4m3x2 $1, b; }""")
 WINDOW_N = gl.constexpr(32)
 """Latest tokens at a time."""
 
-_MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]))
-_FIRST = gl.constexpr(gl.DotOperandLayout(0, _MMA.value, 2))
-_SECOND = gl.constexpr(gl.DotOperandLayout(1, _MMA.value, 2))
 _LINE = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
 
 _TINY = gl.constexpr(2.0**-14)
@@ -110,50 +119,16 @@ def _larger(x, y):
     return gl.inline_asm_elementwise(asm, "=r,r,r", [x, y], dtype=gl.float16, is_pure=True, pack=2)
 
 
-@gluon.jit
-def _wait_for_kernels_ahead():
-    """As in kernels/triton/decode_tiles.py."""
-    asm: gl.constexpr = "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _upper(x):
-    """The upper eight rows of sixteen."""
-    upper, _ = gl.split(x.reshape([2, 8, x.shape[1]]).permute((1, 2, 0)))
-    return upper
-
-
-@gluon.jit
-def _by_row(x):
-    """[rows], as scores have them, against outputs."""
-    return gl.convert_layout(x, gl.SliceLayout(0, _MMA))[None, :]
-
-
 @gluon.constexpr_function
 def _times_sixteen(format, plane):
     """How much more the codes of a plane count than those of the first: 16 for the odd ones of int4."""
     return 16.0 if format == "int4" and plane % 2 else 1.0
 
 
-@gluon.constexpr_function
-def _swizzled(width):
-    """Rows of `width` numbers of 16 bits, 16 bytes of which eight rows are read at a time from different banks."""
-    per_phase = max(1, 64 // width)
-    return gl.SwizzledSharedLayout(8, per_phase, 8 // per_phase, [1, 0])
-
-
-@gluon.constexpr_function
-def _copied(width):
-    """How lanes copy such rows, 16 bytes each."""
-    across = min(32, width // 8)
-    return gl.BlockedLayout([1, 8], [32 // across, across], [1, 1], [1, 0])
-
-
 @gluon.jit
 def _copy_rows(ptr, to):
     """Begin to copy rows that lie one after another."""
-    layout: gl.constexpr = _copied(to.shape[1])
+    layout: gl.constexpr = copied(to.shape[1])
     n = gl.arange(0, to.shape[0], layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, layout))
     copy_async(to, ptr + (n * to.shape[1])[:, None] + c[None, :])
@@ -165,79 +140,10 @@ def _copy_line(ptr, to):
 
 
 @gluon.jit
-def _modify(
-    products, scale, softcap, slopes, q_pos, k_pos,
-    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, TANH: gl.constexpr,
-):  # fmt: skip
-    """Scores in log2 units from q . k, a scale per row."""
-    if SOFTCAP:
-        scores = tanh(products * (scale / softcap), TANH) * (softcap * LOG2E)
-    else:
-        scores = products * (scale * LOG2E)
-    if ALIBI:
-        scores -= slopes * LOG2E * gl.abs(q_pos - k_pos).to(gl.float32)
-    return scores
-
-
-@gluon.jit
-def _hide(
-    scores, inside, q_pos, k_pos, left, right, tree_rows, first_new, mask_r,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_TREE: gl.constexpr,
-):  # fmt: skip
-    """As kernels/triton/decode_tiles.py, hide_scores."""
-    visible = inside & (q_pos >= 0)
-    if HAS_RIGHT:
-        visible = visible & (k_pos <= q_pos + right)
-    if HAS_LEFT:
-        visible = visible & (k_pos >= q_pos - left)
-    if HAS_TREE:
-        new = k_pos - first_new
-        there = mask_r & inside & (new >= 0)
-        visible = visible & mask_r & (gl.load(tree_rows + new, mask=there, other=1) != 0)
-    return gl.where(visible, scores, float("-inf"))
-
-
-@gluon.jit
-def _query(q_ptr, stride_qm, stride_qh, kv_head, q_len, first, GROUP: gl.constexpr, WIDTH: gl.constexpr):
-    """Columns of the rows' queries from `first` on, as a first factor: sixteen rows, those that are none 0."""
-    r = gl.arange(0, 16, layout=gl.SliceLayout(1, _FIRST))
-    c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, _FIRST))
-    at = q_ptr + ((kv_head * GROUP + r // q_len) * stride_qh + r % q_len * stride_qm)[:, None] + (first + c)[None, :]
-    return gl.load(at, mask=((r < 8) & (r < GROUP * q_len))[:, None], other=0.0)
-
-
-@gluon.jit
 def _first_eight(x, LAYOUT: gl.constexpr):
     """Of sixteen numbers."""
-    upper, _ = gl.split(x.reshape([2, 8]).permute((1, 0)))
-    return gl.convert_layout(upper, LAYOUT)
-
-
-@gluon.jit
-def _weigh(scores, lift, row_max, row_sum, GUARD: gl.constexpr):
-    """A step of the online softmax. A weight is relative to the largest score so far plus its tile's `lift`. GUARD: a
-    row may have seen nothing."""
-    new_max = gl.maximum(row_max, gl.max(scores, 1) + lift)
-    finite = new_max
-    if GUARD:
-        finite = gl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = gl.exp2(scores - finite[:, None])
-    shrink = gl.exp2(row_max - finite)
-    return weights, shrink, new_max, row_sum * shrink + gl.sum(weights, 1)
-
-
-@gluon.jit
-def _leave(acc, row_max, row_sum, workspace_ptr, outs_ptr, at, rows, first, DV: gl.constexpr, LSE: gl.constexpr):
-    """Leave outputs [channels, rows] of the channels from `first` on, and LSEs, as a part."""
-    seen = row_sum != 0  # NaN is: what a row sees shows
-    r = gl.arange(0, 8, layout=gl.SliceLayout(0, _MMA))
-    c = first + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, _MMA))
-    out = acc / _by_row(gl.where(seen, row_sum, 1.0))
-    gl.store(outs_ptr + (at + r)[None, :] * DV + c[:, None], out, mask=(r < rows)[None, :])
-    if LSE:
-        lse = gl.where(seen, row_max + gl.log2(row_sum), float("-inf"))
-        r = gl.arange(0, 8, layout=row_sum.type.layout)
-        gl.store(workspace_ptr + at + r, lse, mask=r < rows)
+    first, _ = gl.split(x.reshape([2, 8]).permute((1, 0)))
+    return gl.convert_layout(first, LAYOUT)
 
 
 @jit
@@ -319,7 +225,7 @@ def _codes_kernel(
     STAGES: gl.constexpr,
 ):
     """Grid: as that of kernels/triton/decode.py. Where there is no tensor, another stands in for it, unread."""
-    _wait_for_kernels_ahead()
+    wait_for_kernels_ahead()
     HAS_TREE: gl.constexpr = tree_ptr is not None
     HAS_ALIBI: gl.constexpr = slopes_ptr is not None
     pid = gl.program_id(0)
@@ -443,13 +349,13 @@ def _of_codes(
     UNIT_OF_CODES: gl.constexpr = 1.0 if FORMAT == "fp8" else 2.0**24
     MIDDLE: gl.constexpr = 8.0 if FORMAT == "int4" else 128.0
     PEAK: gl.constexpr = 4.0 if FORMAT == "int4" else (64.0 if FORMAT == "int8" else 256.0)
-    ROWS: gl.constexpr = gl.SliceLayout(1, _upper(gl.zeros([16, BLOCK_N], gl.float32, _MMA)).type.layout)
+    ROWS: gl.constexpr = gl.SliceLayout(1, upper(gl.zeros([16, BLOCK_N], gl.float32, MMA)).type.layout)
     KEYS: gl.constexpr = gl.SliceLayout(0, ROWS.parent)
-    OF_FIRST: gl.constexpr = gl.SliceLayout(0, _FIRST)  # what lies along the sum of a first factor, or a second
-    OF_SECOND: gl.constexpr = gl.SliceLayout(1, _SECOND)
+    OF_FIRST: gl.constexpr = gl.SliceLayout(0, FIRST)  # what lies along the sum of a first factor, or a second
+    OF_SECOND: gl.constexpr = gl.SliceLayout(1, SECOND)
 
-    keys = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, W], _swizzled(W))
-    values = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, WV], _swizzled(WV))
+    keys = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, W], swizzled(W))
+    values = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, WV], swizzled(WV))
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     key_scales = gl.allocate_shared_memory(gl.float16, [STAGES, D], plain)
     value_scales = gl.allocate_shared_memory(gl.float16, [STAGES, GROUPS * BLOCK_N], plain)
@@ -482,14 +388,14 @@ def _of_codes(
         async_copy.commit_group()
 
     # Queries in fp16, at most PEAK; of odd planes of int4 a sixteenth, as their codes count sixteen times as much.
-    peak = gl.zeros([16], gl.float32, gl.SliceLayout(1, _FIRST))
+    peak = gl.zeros([16], gl.float32, gl.SliceLayout(1, FIRST))
     for plane in gl.static_range(PLANES):
-        q = _query(q_ptr, stride_qm, stride_qh, kv_head, q_len, plane * W, GROUP, W)
+        q = query(q_ptr, stride_qm, stride_qh, kv_head, q_len, plane * W, GROUP, W)
         peak = gl.maximum(peak, gl.max(gl.abs(q.to(gl.float32)), 1))
     power = gl.where(peak > 1e-30, gl.exp2(gl.ceil(gl.log2(peak))), 1.0)
     queries = _no_tensors()
     for plane in gl.static_range(PLANES):
-        q = _query(q_ptr, stride_qm, stride_qh, kv_head, q_len, plane * W, GROUP, W).to(gl.float32)
+        q = query(q_ptr, stride_qm, stride_qh, kv_head, q_len, plane * W, GROUP, W).to(gl.float32)
         queries = queries + ((q * (PEAK / _times_sixteen(FORMAT, plane) / power)[:, None]).to(gl.float16),)
     row_scale = _first_eight(power, ROWS) * (scale / PEAK)
     r = gl.arange(0, 8, layout=ROWS)
@@ -502,12 +408,12 @@ def _of_codes(
     if HAS_TREE:
         tree_rows = tree_ptr + (r % q_len * stride_rm)[:, None]
 
-    none = gl.zeros([16, 8], gl.float32, _MMA)
+    none = gl.zeros([16, 8], gl.float32, MMA)
     row_max = gl.full([8], float("-inf"), gl.float32, ROWS)
     row_sum = gl.zeros([8], gl.float32, ROWS)
     acc = _no_tensors()
     for _ in gl.static_range(PLANES):
-        acc = acc + (gl.zeros([WV, 8], gl.float32, _MMA),)
+        acc = acc + (gl.zeros([WV, 8], gl.float32, MMA),)
     middles = _no_tensors()  # of values, by groups: rows that are all alike
     zeros = _no_tensors()
     for _ in gl.static_range(GROUPS):
@@ -537,8 +443,8 @@ def _of_codes(
         async_copy.commit_group()
 
         # Scores.
-        codes = _planes(keys.index(slot).permute((1, 0)).load(_SECOND), FORMAT)
-        products = gl.zeros([16, BLOCK_N], gl.float32, _MMA)
+        codes = _planes(keys.index(slot).permute((1, 0)).load(SECOND), FORMAT)
+        products = gl.zeros([16, BLOCK_N], gl.float32, MMA)
         middle = none
         even = none
         odd = none
@@ -547,7 +453,7 @@ def _of_codes(
             scaled = _times(queries[plane], scales[None, :].broadcast_to([16, W]))
             products = mma_v2(scaled, codes[plane], products)
             if FORMAT != "fp8":
-                alike = gl.full([W, 8], MIDDLE * _times_sixteen(FORMAT, plane), gl.float16, _SECOND)
+                alike = gl.full([W, 8], MIDDLE * _times_sixteen(FORMAT, plane), gl.float16, SECOND)
                 middle = mma_v2(scaled, alike, middle)
             if FORMAT == "int4":
                 zero = key_zeros.index(slot).slice(plane * W, W).load(OF_SECOND)[:, None].broadcast_to([W, 8])
@@ -555,18 +461,18 @@ def _of_codes(
                     odd = mma_v2(queries[plane], zero, odd)
                 else:
                     even = mma_v2(queries[plane], zero, even)
-        products = _upper(products) * UNIT_OF_CODES
+        products = upper(products) * UNIT_OF_CODES
         if FORMAT != "fp8":
-            above = gl.max(_upper(middle - even - 16.0 * odd), 1)  # all alike
+            above = gl.max(upper(middle - even - 16.0 * odd), 1)  # all alike
             products -= gl.convert_layout(above, ROWS)[:, None]
         k_pos = (start + gl.arange(0, BLOCK_N, layout=KEYS))[None, :]
-        scores = _modify(
+        scores = modify(
             products, row_scale[:, None], softcap, slopes, q_pos, k_pos, HAS_SOFTCAP, HAS_ALIBI, TANH
         )  # fmt: skip
         if PAGE != 0:
             scores = gl.where((missing >> (STAGES - 1)) & 1 == 0, scores, float("nan"))
         if not ALL_SEE:
-            scores = _hide(
+            scores = hide(
                 scores, k_pos >= first, q_pos, k_pos, left, right, tree_rows, length - q_len, mask_r,
                 HAS_LEFT, HAS_RIGHT, HAS_TREE,
             )  # fmt: skip
@@ -583,12 +489,12 @@ def _of_codes(
         for g in gl.static_range(1, GROUPS):
             largest = _larger(largest, of_values[g])
         lift = log2(gl.maximum(gl.max(largest, 0).to(gl.float32), _TINY))
-        weights, shrink, row_max, row_sum = _weigh(scores, lift, row_max, row_sum, not ALL_SEE)
-        p = gl.convert_layout(weights.to(gl.float16).permute((1, 0)), _SECOND, assert_trivial=True)
-        less = _by_row(shrink)
+        weights, shrink, row_max, row_sum = weigh(scores, lift, row_max, row_sum, not ALL_SEE)
+        p = gl.convert_layout(weights.to(gl.float16).permute((1, 0)), SECOND, assert_trivial=True)
+        less = by_row(shrink)
 
         # Outputs.
-        codes = _planes(values.index(slot).permute((1, 0)).load(_FIRST), FORMAT)
+        codes = _planes(values.index(slot).permute((1, 0)).load(FIRST), FORMAT)
         sums = _no_tensors()
         middles_now = _no_tensors()
         zeros_now = _no_tensors()
@@ -601,7 +507,7 @@ def _of_codes(
                     numbers = gl.where(seen[None, :], numbers, 0.0)
                 sums = sums + (mma_v2(numbers, scaled, acc[plane] * less),)
             if FORMAT != "fp8":
-                alike = gl.full([16, BLOCK_N], MIDDLE, gl.float16, _FIRST)
+                alike = gl.full([16, BLOCK_N], MIDDLE, gl.float16, FIRST)
                 middles_now = middles_now + (mma_v2(alike, scaled, middles[g] * less),)
             else:
                 middles_now = middles_now + (middles[g],)
@@ -624,7 +530,7 @@ def _of_codes(
         if FORMAT != "fp8":
             below = zeros[plane * GROUPS // PLANES] - middles[plane * GROUPS // PLANES]
             total += gl.max(below, 0)[None, :]  # all alike
-        _leave(total, row_max, row_sum, workspace_ptr, outs_ptr, at, GROUP * q_len, plane * WV, DV, plane == 0)
+        leave(total, row_max, row_sum, workspace_ptr, outs_ptr, at, GROUP * q_len, plane * WV, DV, plane == 0)
 
 
 @gluon.jit
@@ -637,9 +543,9 @@ def _of_window(
 ):  # fmt: skip
     """The part of a share of the latest tokens, as they came: position n in slot n % slots."""
     BLOCK_N: gl.constexpr = WINDOW_N
-    ROWS: gl.constexpr = gl.SliceLayout(1, _upper(gl.zeros([16, BLOCK_N], gl.float32, _MMA)).type.layout)
+    ROWS: gl.constexpr = gl.SliceLayout(1, upper(gl.zeros([16, BLOCK_N], gl.float32, MMA)).type.layout)
     KEYS: gl.constexpr = gl.SliceLayout(0, ROWS.parent)
-    q = _query(q_ptr, stride_qm, stride_qh, kv_head, q_len, 0, GROUP, D)
+    q = query(q_ptr, stride_qm, stride_qh, kv_head, q_len, 0, GROUP, D)
     r = gl.arange(0, 8, layout=ROWS)
     mask_r = (r < GROUP * q_len)[:, None]
     q_pos = (length - q_len + r % q_len)[:, None]
@@ -649,11 +555,11 @@ def _of_window(
     tree_rows = q_pos
     if HAS_TREE:
         tree_rows = tree_ptr + (r % q_len * stride_rm)[:, None]
-    keys = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [BLOCK_N, D], _swizzled(D))
-    values = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [BLOCK_N, DV], _swizzled(DV))
+    keys = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [BLOCK_N, D], swizzled(D))
+    values = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [BLOCK_N, DV], swizzled(DV))
     row_max = gl.full([8], float("-inf"), gl.float32, ROWS)
     row_sum = gl.zeros([8], gl.float32, ROWS)
-    acc = gl.zeros([DV, 8], gl.float32, _MMA)
+    acc = gl.zeros([DV, 8], gl.float32, MMA)
     for start in range(begin, end, BLOCK_N):
         barrier()
         _copy_slots(k_ptr, stride_kn, start, length, slots, keys)
@@ -661,25 +567,25 @@ def _of_window(
         async_copy.commit_group()
         async_copy.wait_group(0)
         barrier()
-        products = mma_v2(q, keys.permute((1, 0)).load(_SECOND), gl.zeros([16, BLOCK_N], gl.float32, _MMA))
+        products = mma_v2(q, keys.permute((1, 0)).load(SECOND), gl.zeros([16, BLOCK_N], gl.float32, MMA))
         k_pos = (start + gl.arange(0, BLOCK_N, layout=KEYS))[None, :]
-        scores = _modify(_upper(products), scale, softcap, slopes, q_pos, k_pos, HAS_SOFTCAP, HAS_ALIBI, TANH)
-        scores = _hide(
+        scores = modify(upper(products), scale, softcap, slopes, q_pos, k_pos, HAS_SOFTCAP, HAS_ALIBI, TANH)
+        scores = hide(
             scores, k_pos < end, q_pos, k_pos, left, right, tree_rows, length - q_len, mask_r,
             HAS_LEFT, HAS_RIGHT, HAS_TREE,
         )  # fmt: skip
-        weights, shrink, row_max, row_sum = _weigh(scores, 0.0, row_max, row_sum, True)
-        p = gl.convert_layout(weights.to(q.dtype).permute((1, 0)), _SECOND, assert_trivial=True)
-        seen = gl.convert_layout(gl.max(scores, 0), gl.SliceLayout(0, _FIRST)) != float("-inf")
-        numbers = gl.where(seen[None, :], values.permute((1, 0)).load(_FIRST), 0.0)
-        acc = mma_v2(numbers, p, acc * _by_row(shrink))
-    _leave(acc, row_max, row_sum, workspace_ptr, outs_ptr, at, GROUP * q_len, 0, DV, True)
+        weights, shrink, row_max, row_sum = weigh(scores, 0.0, row_max, row_sum, True)
+        p = gl.convert_layout(weights.to(q.dtype).permute((1, 0)), SECOND, assert_trivial=True)
+        seen = gl.convert_layout(gl.max(scores, 0), gl.SliceLayout(0, FIRST)) != float("-inf")
+        numbers = gl.where(seen[None, :], values.permute((1, 0)).load(FIRST), 0.0)
+        acc = mma_v2(numbers, p, acc * by_row(shrink))
+    leave(acc, row_max, row_sum, workspace_ptr, outs_ptr, at, GROUP * q_len, 0, DV, True)
 
 
 @gluon.jit
 def _copy_slots(ptr, stride, start, length, slots, to):
     """Begin to copy the tokens from `start` on; those past the end are the last one."""
-    layout: gl.constexpr = _copied(to.shape[1])
+    layout: gl.constexpr = copied(to.shape[1])
     n = start + gl.arange(0, to.shape[0], layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, layout))
     slot = gl.minimum(n, length - 1) % slots

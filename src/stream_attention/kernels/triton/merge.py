@@ -1,9 +1,10 @@
-"""Merging the states of split keys in Triton: the rule of state.py.
+"""Merging states in Triton: the rule of state.py.
 
     lse = log(sum_s exp(lse_s))        out = sum_s out_s * exp(lse_s - lse)
 
-Grid: one program per BLOCK_R rows. Reads contiguous fp32 states with the splits first, writes the answer in its own
-dtype. A sink joins here, once.
+Both kernels' grid: one program per BLOCK_R rows. The first reads the contiguous fp32 states of split keys, with the
+splits first, and writes the answer in its own dtype; a sink joins there, once. The second folds one fp32 state into
+another where that lies, reading and writing each number once: rings fold a shard of the keys at a time.
 """
 
 from __future__ import annotations
@@ -75,4 +76,68 @@ def launch_merge(outs: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, l
     )
 
 
+@jit
+def _fold_kernel(
+    out_ptr,
+    lse_ptr,
+    more_out_ptr,
+    more_lse_ptr,
+    stride_ob: tl.int64,
+    stride_lb: tl.int64,
+    stride_lh: tl.int64,
+    q_len: tl.int32,
+    heads: tl.int32,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    # Where am I: some rows of one batch entry, in the order of the outputs, [T, H].
+    rows = q_len * heads
+    blocks = tl.cdiv(rows, BLOCK_R)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    offs_r = tl.program_id(0) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    mask_r = offs_r < rows
+    mask_out = mask_r[:, None] & (offs_dv < DV)[None, :]
+    h, t = offs_r % heads, offs_r // heads
+    lse_ptrs = lse_ptr + b * stride_lb + h * stride_lh + t
+    more_lse_ptrs = more_lse_ptr + b * rows + (h * q_len + t)
+    offs_out = offs_r.to(tl.int64)[:, None] * DV + offs_dv[None, :]
+    out_ptrs = out_ptr + b * (stride_ob * UNIT) + offs_out
+    more_ptrs = more_out_ptr + b * rows * DV + offs_out
+
+    lse = tl.load(lse_ptrs, mask=mask_r, other=float("-inf")) * LOG2E
+    more_lse = tl.load(more_lse_ptrs, mask=mask_r, other=float("-inf")) * LOG2E
+    peak = tl.maximum(lse, more_lse)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    weight, more_weight = tl.exp2(lse - peak), tl.exp2(more_lse - peak)
+    total = weight + more_weight
+    divisor = tl.where(total != 0, total, 1.0)
+    share, more_share = weight / divisor, more_weight / divisor
+
+    # What an empty state holds is not looked at.
+    out = tl.load(out_ptrs, mask=mask_out & (lse != float("-inf"))[:, None], other=0.0)
+    more_out = tl.load(more_ptrs, mask=mask_out & (more_lse != float("-inf"))[:, None], other=0.0)
+    tl.store(out_ptrs, out * share[:, None] + more_out * more_share[:, None], mask=mask_out)
+    seen_any = total != 0
+    tl.store(lse_ptrs, tl.where(seen_any, (peak + tl.log2(total)) * LN2, float("-inf")), mask=mask_r)
+
+
+def launch_fold(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Merge `more_out [B, T, H, Dv]`, `more_lse [B, H, T]`, contiguous, into `out` and `lse`, rows of larger ones."""
+    batch, q_len, heads, value_dim = out.shape
+    block_dv = triton.next_power_of_2(value_dim)
+    block_r = max(1, min(16, 2048 // block_dv))
+    unit = 4 if out.stride(0) % 4 == 0 else 1  # of 16 bytes
+    _fold.launch(
+        grid=batch * triton.cdiv(q_len * heads, block_r),
+        pointers=(out, lse, more_out, more_lse),
+        scalars=(out.stride(0) // unit, lse.stride(0), lse.stride(1), q_len, heads),
+        constants=(value_dim, block_dv, block_r, unit),
+        num_warps=4,
+    )
+
+
 _kernel = Kernel(_merge_kernel)
+_fold = Kernel(_fold_kernel)

@@ -1,0 +1,242 @@
+"""RingAttention: `ring_attention` as a module without parameters, with a cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..distributed.call import differentiable
+from ..distributed.processes import Group, transport_of
+from ..distributed.request import Request, prepare
+from ..distributed.ring import Ring, Rotation
+from ..distributed.seed import common_seed
+from ..distributed.shard import Layout, Run, check_layout
+from ..distributed.transport import Transport, VirtualRanks
+from ..distributed.uncompiled import uncompiled
+from ..errors import refuse
+from ..ops.attention import seed_tensor
+from ._masks import split_mask
+from ._ranks import check_heads, check_length, checked_config
+from .config import StreamAttentionConfig
+
+PLANNED = {"ring_attention_block_size": 2048, "ring_attention_overlap_size": 256}
+"""Fields that have nothing to decide: shards travel whole, and are on their way while the ones before are computed."""
+
+
+class RingCache(tuple[Tensor, Tensor]):
+    """`(key, value)` of one rank, and which calls they came from: the position of a row depends on all ranks' calls."""
+
+    lengths: tuple[tuple[int, ...], ...]  # of every call, of every rank
+
+    def __new__(cls, key: Tensor, value: Tensor, lengths: tuple[tuple[int, ...], ...]) -> RingCache:
+        cache = super().__new__(cls, (key, value))
+        cache.lengths = lengths
+        return cache
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RingCache, (*self, self.lengths)
+
+
+class RingAttention(nn.Module):
+    """Exact attention over a sequence whose shards lie on the ranks of a process group, forward and backward.
+
+    Read of the config: `num_heads`, `head_dim`, the tiles, `dropout`, `gradient_checkpointing`, `max_sequence_length`
+    (of all ranks' keys together), `enable_ring_attention`, and `enable_distributed`: False computes on this process
+    alone. `ring_attention_block_size` and `ring_attention_overlap_size` are refused unless they are at their defaults.
+
+    Args:
+        config: copied.
+        process_group: as `group` of `ring_attention`: a process group, a 1-D device mesh, None for the default group;
+            with `VirtualRanks` calls take and return lists, one tensor per rank.
+        layout: how `shard_sequence` laid the sequence out; "zigzag" has causal work in balance.
+        rotate: "p2p", "alltoall" or "allgather", as in `ring_attention`.
+
+    >>> from stream_attention import StreamAttentionConfig
+    >>> from stream_attention.core.ring_attention import RingAttention
+    >>> attend = RingAttention(StreamAttentionConfig(num_heads=4, head_dim=16))
+    >>> attend(*torch.randn(3, 2, 10, 4, 16)).shape  # of one process: the shard is the sequence
+    torch.Size([2, 10, 4, 16])
+    """
+
+    def __init__(
+        self,
+        config: StreamAttentionConfig,
+        process_group: Group = None,
+        *,
+        layout: Layout = "contiguous",
+        rotate: Rotation = "p2p",
+    ) -> None:
+        super().__init__()
+        self.config = checked_config(config, "RingAttention", "enable_ring_attention")
+        for name, planned in PLANNED.items():
+            if getattr(config, name) != planned:
+                hint = "Shards travel whole, and while the one before is computed."
+                refuse(name, f"{planned}, its default: there is nothing to set", getattr(config, name), hint)
+        check_layout(layout)
+        if rotate not in get_args(Rotation):
+            refuse("rotate", " or ".join(map(repr, get_args(Rotation))), repr(rotate))
+        if process_group is not None and not config.enable_distributed:
+            refuse("process_group", "None with enable_distributed=False", type(process_group).__name__)
+        self.process_group, self.layout, self.rotate = process_group, layout, rotate
+
+    @property
+    def transport(self) -> Transport:
+        return transport_of(self.process_group) if self.config.enable_distributed else VirtualRanks(1)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return self.transport.size
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group; the first one of virtual ranks."""
+        return self.transport.ranks[0]
+
+    @uncompiled
+    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any = None, causal: bool = True) -> Any:
+        """Attend.
+
+        Args:
+            query, key, value: this rank's shards, `[B, Tq, num_heads, head_dim]` and `[B, Tk, Hkv, D]`.
+            attention_mask: as in `FusedOnlineAttention`, for this rank's queries and the keys of all ranks.
+            causal: by position in the whole sequence.
+
+        Returns:
+            This rank's `[B, Tq, num_heads, Dv]`.
+        """
+        compute = partial(self._compute, causal=causal, seed=self._seed(query))
+        if self.config.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(compute, query, key, value, attention_mask, use_reentrant=False)
+        return compute(query, key, value, attention_mask)
+
+    @uncompiled
+    def forward_with_cache(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        past_key_values: Any = None,
+        use_cache: bool = True,
+        causal: bool = True,
+    ) -> tuple[Any, Any]:
+        """Attend to a cache and to the tokens of this call, which stand behind all of the cache's.
+
+        The cache is divided as it grew: a rank keeps the rows it was given. A rank may be given none, so to generate,
+        one rank is given the new token and the others shards of no rows; where all ranks have the new queries,
+        `tree_decode_attention` sends less.
+
+        Args:
+            past_key_values: what an earlier call returned; or `(key, value)`, shards in the order of ranks.
+            use_cache: False returns None in place of the cache.
+
+        Returns:
+            This rank's output, and its cache: `(key, value)` with those of this call behind the earlier ones.
+        """
+        if self.layout != "contiguous":
+            refuse("layout", "'contiguous' with a cache", repr(self.layout), "A cache grows behind, in order.")
+        listed = isinstance(query, (list, tuple))
+        columns = [list(x) if listed else [x] for x in (query, key, value)]
+        pasts = [past_key_values] if past_key_values is None or not listed else list(past_key_values)
+        pasts = pasts if past_key_values is not None else [None] * len(columns[0])
+        for q, k in zip(*columns[:2], strict=True):
+            check_heads(self.config, q, k)
+            if q.shape[1] != k.shape[1]:
+                refuse("key", f"as many new rows as the query's {q.shape[1]}", k.shape[1])
+        keys, values = (
+            [new if past is None else torch.cat((past[i], new), dim=1) for past, new in zip(pasts, column, strict=True)]
+            for i, column in enumerate(columns[1:])
+        )
+        request = self._request(columns[0], keys, values, None, None, causal, self._seed(query))
+        new = tuple(sum(run.length for run in runs) for runs in request.q_runs)
+        held = tuple(total - n for total, n in zip(request.k_lengths, new, strict=True))
+        known = getattr(pasts[0], "lengths", ())
+        if tuple(map(sum, zip(*known, strict=True))) not in ((), held):
+            refuse("past_key_values", "as it was returned", f"{held} rows, and not those of the calls {known}")
+        calls = (*(known or (held,)), new)
+        out = self._attended(replace(request, k_runs=_runs_of_calls(calls)))
+        caches = [RingCache(k, v, calls) for k, v in zip(keys, values, strict=True)]
+        return (out if listed else out[0]), (caches if listed else caches[0]) if use_cache else None
+
+    def _compute(self, query: Any, key: Any, value: Any, attention_mask: Any, causal: bool, seed: Any) -> Any:
+        listed = isinstance(query, (list, tuple))
+        columns = [list(x) if listed else [x] for x in (query, key, value)]
+        masks = [None] * len(columns[0]) if attention_mask is None else attention_mask if listed else [attention_mask]
+        pairs = []
+        for q, k, mask in zip(*columns[:2], masks, strict=True):
+            check_heads(self.config, q, k)
+            # The keys of all ranks, as far as a check of shapes can tell.
+            width = mask.shape[-1] if isinstance(mask, Tensor) and mask.dim() else k.shape[1]
+            pairs.append(split_mask(mask, q, k.new_empty(1, 1, *k.shape[2:]).expand(k.shape[0], width, -1, -1)))
+        mask, bias = (None if all(t is None for t in side) else list(side) for side in zip(*pairs, strict=True))
+        queries, keys, values = columns
+        out = self._attended(self._request(queries, keys, values, mask, bias, causal, seed))
+        return out if listed else out[0]
+
+    def _request(self, query: Any, key: Any, value: Any, mask: Any, bias: Any, causal: bool, seed: Any) -> Request:
+        request = prepare(
+            query,
+            key,
+            value,
+            group=self.transport,
+            layout=self.layout,
+            length=None,
+            cu_seqlens=None,
+            causal=causal,
+            window=None,
+            mask=mask,
+            bias=bias,
+            alibi_slopes=None,
+            sink=None,
+            softcap=0.0,
+            scale=None,
+            dropout_p=self._dropout,
+            seed=seed,
+            deterministic=None,
+            return_lse=False,
+            backend=self.config.backend,
+            facts={"rotate": self.rotate},
+        )
+        check_length(self.config, sum(request.k_lengths))
+        return request
+
+    def _attended(self, request: Request) -> list[Tensor]:
+        ring = Ring(request, self.rotate)
+        return [out for out, _ in differentiable(request.transport, ring.forward, ring.backward, request.shards)]
+
+    @property
+    def _dropout(self) -> float:
+        return self.config.dropout if self.training else 0.0
+
+    def _seed(self, query: Any) -> Tensor | None:
+        """Drawn once for all ranks, and outside of what a checkpoint repeats."""
+        if not self._dropout:
+            return None
+        first = query[0] if isinstance(query, (list, tuple)) else query
+        return common_seed(self.transport, seed_tensor(None, first))
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.config.num_heads}, head_dim={self.config.head_dim}, layout={self.layout!r}"
+
+
+def _runs_of_calls(calls: tuple[tuple[int, ...], ...]) -> tuple[tuple[Run, ...], ...]:
+    """Where every rank's rows stand that calls with these lengths per rank have left, one call's behind the others'."""
+    runs: list[list[Run]] = [[] for _ in calls[0]]
+    firsts, base = [0] * len(calls[0]), 0
+    for lengths in calls:
+        for rank, (n, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
+            runs[rank].append(Run(firsts[rank], n, base + end - n))
+            firsts[rank] += n
+        base += sum(lengths)
+    return tuple(tuple(run for run in one if run.length) for one in runs)
+
+
+def create_ring_attention(config: StreamAttentionConfig, process_group: Group = None) -> RingAttention:
+    """A `RingAttention` from its config."""
+    return RingAttention(config, process_group)

@@ -1,0 +1,310 @@
+"""Ranks that are processes, on torch.distributed: NCCL between GPUs, gloo between CPUs, gloo for GPUs without NCCL.
+
+NCCL has streams of its own, so what is started there runs beside the kernels until it is waited for. Gloo has no P2P of
+CUDA tensors; those go through pinned memory. Nothing here waits forever: gloo for `timeout_s`, NCCL for the timeout of
+its group, after which its watchdog ends the process. A group of one never communicates.
+
+On gloo a collective is the P2P it consists of: one of gloo's own that has timed out goes on in a thread, for which the
+process waits when it wants to end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import refuse
+from .transport import (
+    AllGather,
+    CommunicationError,
+    Exchange,
+    Pending,
+    Recorder,
+    Start,
+    Strategy,
+    Transport,
+    VirtualRanks,
+    Wait,
+)
+
+T = TypeVar("T")
+Group: TypeAlias = Any  # dist.ProcessGroup | DeviceMesh | Transport | None, some of which a build of torch may lack
+
+TIMEOUT_S = 120.0
+"""How long a rank waits for the others, unless told otherwise."""
+
+_told: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+"""What `initialize` was told, by the default group that it made."""
+
+_LAUNCH = "Start the script with torchrun, which sets them: torchrun --nproc-per-node=2 script.py"
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def initialize(backend: str | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
+    """Join the processes that torchrun started: `init_process_group` with a bounded timeout and this rank's GPU.
+
+    Args:
+        backend: None is NCCL where every process of this node has a GPU of its own, else gloo.
+        timeout_s: how long ranks wait for each other, here and in the calls after it, unless a group was made with
+            another timeout (NCCL) or `Processes` are told another (gloo).
+    """
+    if not dist.is_available():
+        refuse("torch.distributed", "a build of torch with it", "one without", "Install a build for Linux.")
+    if dist.is_initialized():
+        refuse("initialize", "one call, before any other", "a process group that is there already")
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        refuse("environment", f"{', '.join(_VARIABLES)}", f"no {', '.join(missing)}", _LAUNCH)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not os.environ[name].isdecimal():
+            refuse(name, "a number in the environment", repr(os.environ[name]), _LAUNCH)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not rank < size:
+        refuse("RANK", f"below WORLD_SIZE={size}", rank, _LAUNCH)
+    _seconds(timeout_s)
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    gpus = torch.cuda.device_count()
+    if backend is None:
+        backend = "nccl" if gpus >= local_size and dist.is_nccl_available() else "gloo"
+    if gpus:
+        torch.cuda.set_device(local_rank % gpus)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise CommunicationError(
+            f"initialize: the {size} processes did not meet at {address} within {timeout_s:g} s: {error}. All of them "
+            "must be running, with this MASTER_ADDR and MASTER_PORT, and able to reach that host."
+        ) from error
+    _told[dist.group.WORLD] = timeout_s
+
+
+def transport_of(group: Group = None) -> Transport:
+    """The transport a `group` argument stands for: a process group, a 1-D device mesh, a transport itself.
+
+    None is the default group; a process that has none and was not launched as one of several is alone.
+    """
+    if isinstance(group, Transport):
+        return group
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        size = os.environ.get("WORLD_SIZE", "1")
+        if size != "1":
+            hint = "Call stream_attention.distributed.initialize() first."
+            refuse("group", f"a process group of the {size} processes (WORLD_SIZE={size})", "none initialised", hint)
+        return VirtualRanks(1)
+    return Processes(group)
+
+
+class _Work(NamedTuple):
+    """What a communication under way needs to be finished."""
+
+    handles: list[Any]
+    buffers: Mapping[int, Tensor]  # what arrives, before it is put where the strategy wants it
+    kept: Any  # alive until then
+
+
+class Processes(Transport):
+    """This process as a rank of a group.
+
+    Args:
+        group: a process group, or a device mesh of one dim; None is the default group.
+        timeout_s: None is that of `initialize` on gloo, or 120 s if the default group was made without it; and the
+            group's own timeout on NCCL, where a number is refused.
+        recorder: notes what is sent.
+    """
+
+    def __init__(
+        self, group: Group = None, *, timeout_s: float | None = None, recorder: Recorder | None = None
+    ) -> None:
+        _check_kind(group)
+        if not dist.is_available() or not dist.is_initialized():
+            refuse(
+                "group", "an initialised torch.distributed", "none", "Call stream_attention.distributed.initialize()"
+            )
+        self.group = _process_group(group)
+        self.size = dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
+        self.ranks = (self.rank,)
+        self.recorder = recorder
+        # "cpu:gloo,cuda:nccl": which backend serves which device
+        self.backends = dict(one.split(":") for one in dist.get_backend_config(self.group).split(","))
+        if timeout_s is not None:
+            _seconds(timeout_s)
+            if "nccl" in self.backends.values():
+                hint = "Pass timeout= to init_process_group or new_group: waiting here would block the host."
+                refuse("timeout_s", "None for a group with NCCL", timeout_s, hint)
+        self.timeout_s = _told.get(dist.group.WORLD, TIMEOUT_S) if timeout_s is None else timeout_s
+        self.collectives = False  # gloo's own, too; for tests of what NCCL does
+
+    def run(self, strategies: Sequence[Strategy[T]], device: torch.device) -> list[T]:
+        (strategy,) = strategies
+        backend = self.backends.get(device.type)
+        if self.size > 1 and backend is None:
+            refuse(
+                "group", f"a backend for {device.type} tensors", self.backends, "Use nccl, or gloo, when you make it."
+            )
+        runner = _Run(self, device, backend or "")
+        answer: Any = None
+        try:
+            while True:
+                try:
+                    request = strategy.send(answer)
+                except StopIteration as stop:
+                    return [stop.value]
+                if isinstance(request, Wait):
+                    answer = runner.finish(request.pending)
+                else:
+                    pending = runner.start(request.communication if isinstance(request, Start) else request)
+                    answer = pending if isinstance(request, Start) else runner.finish(pending)
+        finally:
+            strategy.close()
+
+
+class _Run:
+    """One strategy's communications, numbered, so that two under way between a pair of ranks cannot be mistaken."""
+
+    def __init__(self, transport: Processes, device: torch.device, backend: str) -> None:
+        self.transport, self.group = transport, transport.group
+        self.rank, self.size = transport.rank, transport.size
+        self.device, self.nccl = device, backend == "nccl"
+        self.staged = device.type == "cuda" and backend == "gloo"
+        self.count = 0
+
+    def start(self, communication: Exchange) -> Pending:
+        assert self.size > 1, "a group of one never communicates"
+        self.transport.note(self.rank, communication)
+        self.count += 1
+        try:
+            if self.nccl and self.count == 1:
+                _meet(self.group, self.device)
+            return Pending(communication, (self.count, self._begin(communication)))
+        except RuntimeError as error:
+            self._fail(self.count, communication, error)
+
+    def finish(self, pending: Pending) -> Mapping[int, Tensor]:
+        communication, (number, work) = pending
+        try:
+            for handle in work.handles:
+                # With a timeout NCCL would block the host. Without one the stream waits, under the group's watchdog.
+                handle.wait() if self.nccl else handle.wait(timedelta(seconds=self.transport.timeout_s))
+        except RuntimeError as error:
+            self._fail(number, communication, error)
+        for rank, buffer in communication.receives.items():
+            arrived = work.buffers[rank]
+            if arrived is not buffer:
+                buffer.copy_(arrived.view(buffer.dtype).view(buffer.shape), non_blocking=True)
+        return communication.receives
+
+    def _begin(self, communication: Exchange) -> _Work:
+        distinct = {id(tensor): tensor for tensor in communication.sends.values()}  # one copy for all who get it
+        ready = {name: self._outgoing(tensor) for name, tensor in distinct.items()}
+        sends = {rank: ready[id(tensor)] for rank, tensor in communication.sends.items()}
+        if self.staged:
+            torch.cuda.current_stream(self.device).synchronize()  # the copies to the host are there
+        if type(communication) is Exchange or not (self.nccl or self.transport.collectives):
+            return self._point_to_point(sends, communication.receives)
+        sizes = {tensor.nbytes for tensor in (*sends.values(), *communication.receives.values())}
+        if isinstance(communication, AllGather) and len(sizes) == 1:
+            return self._all_gather(next(iter(sends.values())))
+        return self._all_to_all(sends, communication.receives)
+
+    def _point_to_point(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> _Work:
+        buffers = {rank: self._incoming(tensor) for rank, tensor in receives.items()}
+        ops = [
+            dist.P2POp(op, tensor, group=self.group, group_peer=rank, tag=self.count)
+            for op, side in ((dist.isend, sends), (dist.irecv, buffers))
+            for rank, tensor in side.items()
+            if tensor.numel()
+        ]
+        return _Work(dist.batch_isend_irecv(ops) if ops else [], buffers, sends)
+
+    def _all_gather(self, tensor: Tensor) -> _Work:
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        handle = dist.all_gather(gathered, tensor, group=self.group, async_op=True)
+        return _Work([handle], dict(enumerate(gathered)), tensor)
+
+    def _all_to_all(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> _Work:
+        """As bytes, so that tensors of any number and shape are one message."""
+        host = torch.device("cpu") if self.staged else self.device
+        parts = [sends[rank].flatten().view(torch.uint8) for rank in range(self.size) if rank in sends]
+        outgoing = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=host)
+        splits_out, splits_in = (
+            [side[rank].nbytes if rank in side else 0 for rank in range(self.size)] for side in (sends, receives)
+        )
+        incoming = torch.empty(sum(splits_in), dtype=torch.uint8, device=host)
+        handle = dist.all_to_all_single(incoming, outgoing, splits_in, splits_out, group=self.group, async_op=True)
+        buffers = dict(enumerate(incoming.split(splits_in)))
+        return _Work([handle], buffers, outgoing)
+
+    def _outgoing(self, tensor: Tensor) -> Tensor:
+        if not self.staged:
+            return tensor.contiguous()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+    def _incoming(self, tensor: Tensor) -> Tensor:
+        if tensor.is_contiguous() and not self.staged:
+            return tensor
+        device = torch.device("cpu") if self.staged else self.device
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=self.staged)
+
+    def _fail(self, number: int, communication: Exchange, error: Exception) -> NoReturn:
+        partners = sorted({*communication.sends, *communication.receives})
+        names = ", ".join(f"{rank} (rank {dist.get_global_rank(self.group, rank)} of the world)" for rank in partners)
+        limit = "the timeout of the group" if self.nccl else f"{self.transport.timeout_s:g} s"
+        raise CommunicationError(
+            f"{type(communication).__name__} {number} of rank {self.rank} with rank {names} failed within "
+            f"{limit}: {error}. Either one of these ranks has died or raised: look at its "
+            "output first. Or it makes other calls: every rank of the group must make the same ones in the same order. "
+            "This group cannot be used any more; start the job again (torchrun --max-restarts does so by itself)."
+        ) from error
+
+
+def _check_kind(group: Group) -> None:
+    if group is None or hasattr(group, "get_group"):  # a DeviceMesh
+        return
+    if dist.is_available() and (
+        isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER  # an int
+    ):
+        return
+    kinds = "a ProcessGroup, a DeviceMesh, a transport or None"
+    refuse("group", kinds, f"{group!r} ({type(group).__name__})", error=TypeError)
+
+
+def _process_group(group: Group) -> Any:
+    if group is None:
+        return dist.group.WORLD
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        who = f"rank {dist.get_rank()} of the world, which is not"
+        refuse("group", "a group that this process is a member of", who, "Call on the members of the group only.")
+    if hasattr(group, "get_group"):  # a DeviceMesh
+        if group.ndim != 1:
+            hint = "Pick one: mesh['name']; ulysses_attention takes two, (ring, Ulysses)."
+            refuse("group", "a device mesh of one dim", f"{group.ndim} dims", hint)
+        return group.get_group()
+    if dist.get_rank(group) < 0:
+        who = f"rank {dist.get_rank()} of the world, which is not"
+        refuse("group", "a group that this process is a member of", who, "Call on the members of the group only.")
+    return group
+
+
+_met: WeakSet[Any] = WeakSet()
+
+
+def _meet(group: Any, device: torch.device) -> None:
+    """NCCL: if the first call of a group is P2P, all its ranks must take part in it, and ours need not."""
+    if group not in _met:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _met.add(group)
+
+
+def _seconds(timeout_s: Any) -> None:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
+        refuse("timeout_s", "a positive number of seconds", repr(timeout_s))

@@ -1,0 +1,244 @@
+"""ring_attention(): keys and values travel, queries stay.
+
+At step s, rank r computes with the shard of rank r - s, and the next one is under way meanwhile. A shard visits the
+ranks that see some of it and no other: it comes from the neighbour, or from its owner if the neighbour had no use for
+it. In the backward its fp32 gradient follows one step behind, gathers each rank's share, and goes home where the shard
+stops. Sent are, for each visit, the keys and values, and in the backward as many fp32 numbers: if every rank sees every
+shard, (P-1)/P of all keys and values per rank, and with bf16 three times that in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..errors import refuse
+from ..problem import Wanted
+from .call import Tensors, differentiable
+from .local import RowGradients, Rows, Saved, State, sink_gradient
+from .processes import Group
+from .request import Request, Runs, prepare
+from .shard import Layout
+from .tiles import Sides, sees
+from .transport import AllGather, AllToAll, Exchange, Pending, Start, Strategy, Wait
+from .uncompiled import uncompiled
+
+Rotation = Literal["p2p", "alltoall", "allgather"]
+Route = tuple[dict[int, int], dict[int, int]]
+"""Which owner's shard goes to which rank, and comes from which."""
+
+
+@uncompiled
+def ring_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    group: Group = None,
+    layout: Layout = "contiguous",
+    rotate: Rotation = "p2p",
+    length: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """`attention` over a sequence whose shards lie on the ranks of a group: local shards in, local shard out.
+
+    Exact, forward and backward, with everything `attention` composes. Every rank makes the same call.
+
+    Args:
+        query, key, value: this rank's shards, as in `attention`; any lengths in contiguous layout, those of
+            `shard_sequence` in the others. With `VirtualRanks` lists, one tensor per rank.
+        group: a process group, a 1-D device mesh, `VirtualRanks(P)`, or None for the default group.
+        layout: how `shard_sequence` laid the sequence out. Causal work is in balance with "zigzag" and "striped".
+        rotate: "p2p" passes shards round; "alltoall" does so by collectives; "allgather" fetches all keys at once:
+            one message instead of P - 1, everything sent to everyone, and memory for all keys on every rank.
+        length: of the whole sequence, if shards are those of `shard_sequence`. Then nothing is asked before the ranks
+            compute. None exchanges lengths and compares the ranks' calls, which waits for the device.
+        cu_seqlens: offsets of sequences packed in the whole, the same on every rank; shards are `[N, H, D]` then.
+        mask, bias: this rank's rows x the keys of all ranks in the order of the whole sequence. Dense calls only.
+        alibi_slopes, sink: the same on every rank; a rank's gradient of them is that of its own rows, to be summed.
+        seed: the same on every rank; must be given when there is dropout. The mask is that of one device.
+        The rest: as in `attention`.
+
+    Returns:
+        This rank's `[B, Tq, Hq, Dv]`, or `(out, lse)`; with lists, lists.
+
+    Raises:
+        ValueError, TypeError: a bad argument, or ranks whose calls differ.
+        CommunicationError: a rank has died or does something else.
+
+    >>> from stream_attention.distributed import VirtualRanks, shard_sequence
+    >>> group = VirtualRanks(4)
+    >>> shards = [shard_sequence(x, group=group, layout="zigzag") for x in torch.randn(3, 1, 100, 2, 16)]
+    >>> [out.shape[1] for out in ring_attention(*shards, group=group, layout="zigzag", causal=True)]
+    [25, 25, 25, 25]
+    """
+    if rotate not in get_args(Rotation):
+        refuse("rotate", " or ".join(map(repr, get_args(Rotation))), repr(rotate))
+    request = prepare(
+        query,
+        key,
+        value,
+        group=group,
+        layout=layout,
+        length=length,
+        cu_seqlens=cu_seqlens,
+        causal=causal,
+        window=window,
+        mask=mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        softcap=softcap,
+        scale=scale,
+        dropout_p=dropout_p,
+        seed=seed,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        backend=backend,
+        facts={"rotate": rotate},
+    )
+    ring = Ring(request, rotate)
+    return request.results(differentiable(request.transport, ring.forward, ring.backward, request.shards), return_lse)
+
+
+@lru_cache(maxsize=256)
+def visits(q_runs: Runs, k_runs: Runs, sides: Sides) -> tuple[frozenset[int], ...]:
+    """For each rank's shard, how many ranks on are those that see some of it; 0, its owner, is always among them."""
+    size = len(k_runs)
+    return tuple(
+        frozenset(s for s in range(size) if s == 0 or sees(q_runs[(owner + s) % size], k_runs[owner], sides))
+        for owner in range(size)
+    )
+
+
+class Ring:
+    """The two strategies of one call. Its ranks may be some of a group's: `heads.within`."""
+
+    def __init__(self, request: Request, rotate: Rotation) -> None:
+        self.attention, self.q_runs, self.k_runs = request.attention, request.q_runs, request.k_runs
+        self.k_lengths = request.k_lengths
+        self.size, self.rotate = len(request.k_runs), rotate
+        self.visits = visits(self.q_runs, self.k_runs, self.attention.sides)
+        steps: Sequence[int | None] = sorted(set().union(*self.visits))[: 2 if rotate == "allgather" else None]
+        self.steps = list(pairwise((*steps, None)))  # each with the one after it
+
+    def forward(self, rank: int, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Strategy[Tensors]:
+        rows, state = Rows(self.q_runs[rank], query, *rest), State(query, value.shape[-1])
+        own = torch.cat((key, value), dim=-1)  # one message; kernels read it where it lies
+        held = {rank: own}
+        for _, upcoming in self.steps:
+            if upcoming is not None:
+                route = self.route(rank, upcoming)
+                coming = yield Start(self.exchange(route, {rank: own, **held}, own))
+            for owner, shard in held.items():
+                self.attention.forward(state, rows, *_split(shard, key), self.k_runs[owner])
+            if upcoming is not None:
+                held = _by_owner(route, (yield Wait(coming)))
+        return state.finish(rows.sink, query.dtype, rows.runs)
+
+    def backward(self, rank: int, tensors: Tensors, outputs: Tensors, grads: Tensors) -> Strategy[Tensors]:
+        found = yield from self.gradients(rank, tensors, outputs, grads)
+        return tuple(None if grad is None else grad.to(t.dtype) for grad, t in zip(found, tensors, strict=True))
+
+    def gradients(self, rank: int, tensors: Tensors, outputs: Tensors, grads: Tensors) -> Strategy[Tensors]:
+        """One for each of `tensors`, in fp32."""
+        query, key, value, _, bias, slopes, sink, _ = tensors
+        rows, saved = Rows(self.q_runs[rank], query, *tensors[3:]), Saved(*outputs, *grads)
+        wanted = Wanted(*(t is not None and t.requires_grad for t in (query, key, value, bias, slopes)))
+        mine = RowGradients(rows, wanted._replace(key=True, value=True))  # other ranks may want theirs
+        own = torch.cat((key, value), dim=-1)
+        held, total = {rank: own}, torch.zeros_like(own, dtype=saved.lse.dtype)
+        back: Route = {}, {}
+        following: Pending | None = None
+        for step, upcoming in self.steps:
+            if upcoming is not None:
+                route = self.route(rank, upcoming)
+                coming = yield Start(self.exchange(route, {rank: own, **held}, own))
+            parts = {rank: total} | {
+                owner: torch.zeros_like(shard, dtype=total.dtype) for owner, shard in held.items() if owner != rank
+            }
+            for owner, shard in held.items():
+                into = _split(parts[owner], key)
+                self.attention.backward(mine, saved, rows, *_split(shard, key), *into, self.k_runs[owner])
+            if following is not None:
+                _add(parts, back, (yield Wait(following)))
+            if step:
+                back = self.way_back(rank, step)
+                following = yield Start(self.exchange(back, parts, total))
+            if upcoming is not None:
+                held = _by_owner(route, (yield Wait(coming)))
+        if following is not None:
+            _add({rank: total}, back, (yield Wait(following)))
+        d_sink = sink_gradient(sink, saved) if sink is not None and sink.requires_grad else None
+        return (mine.query, *_split(total, key), None, mine.bias, mine.alibi_slopes, d_sink, None)
+
+    def route(self, rank: int, step: int) -> Route:
+        """The keys' way to where they are used at `step`."""
+        if self.rotate == "allgather":
+            others = [r for r in range(self.size) if r != rank]
+            return dict.fromkeys(others, rank), {r: r for r in others}
+        held, coming = (rank - step + 1) % self.size, (rank - step) % self.size
+        sends, receives = {}, {}
+        if {step - 1, step} <= self.visits[held]:
+            sends[(rank + 1) % self.size] = held
+        if step in self.visits[rank] and step - 1 not in self.visits[rank]:
+            sends[(rank + step) % self.size] = rank
+        if step in self.visits[coming]:
+            receives[(rank - 1) % self.size if step - 1 in self.visits[coming] else coming] = coming
+        return sends, receives
+
+    def way_back(self, rank: int, step: int) -> Route:
+        """The way of the gradients made at `step`: on with their keys, or home where those stop."""
+        if self.rotate == "allgather":
+            others = [r for r in range(self.size) if r != rank]
+            return {r: r for r in others}, dict.fromkeys(others, rank)
+        held, coming = (rank - step) % self.size, (rank - step - 1) % self.size
+        sends, receives = {}, {}
+        if step in self.visits[held]:
+            sends[(rank + 1) % self.size if step + 1 in self.visits[held] else held] = held
+        if {step, step + 1} <= self.visits[coming]:
+            receives[(rank - 1) % self.size] = coming
+        if step in self.visits[rank] and step + 1 not in self.visits[rank]:
+            receives[(rank + step) % self.size] = rank
+        return sends, receives
+
+    def exchange(self, route: Route, shards: Mapping[int, Tensor], like: Tensor) -> Exchange:
+        batch, _, *heads = like.shape
+        sends = {to: shards[owner] for to, owner in route[0].items()}
+        receives = {origin: like.new_empty(batch, self.k_lengths[i], *heads) for origin, i in route[1].items()}
+        if self.rotate == "p2p":
+            return Exchange(sends, receives)
+        to_all = self.rotate == "allgather" and all(shard is like for shard in sends.values())
+        return AllGather(sends, receives) if to_all else AllToAll(sends, receives)
+
+
+def _split(shard: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    return shard[..., : key.shape[-1]], shard[..., key.shape[-1] :]
+
+
+def _by_owner(route: Route, arrived: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {owner: arrived[origin] for origin, owner in route[1].items()}
+
+
+def _add(parts: Mapping[int, Tensor], route: Route, arrived: Mapping[int, Tensor]) -> None:
+    """Add the gradients that arrived to this rank's parts of them."""
+    for origin, owner in route[1].items():
+        parts[owner].add_(arrived[origin])

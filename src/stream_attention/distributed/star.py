@@ -1,0 +1,182 @@
+"""Star attention: a long context is encoded in blocks that see an anchor and themselves, then queries see all of it.
+
+Phase 1, `star_context_attention`: the context is cut into blocks, and a rank has a run of whole blocks. A block attends
+causally to itself and to the anchor, the first rows of the context, at their original positions; ranks other than the
+first have a copy of the anchor's rows in front of their own, so nothing is sent. Keys and values of these copies are
+thrown away after (`star_cache`).
+
+Phase 2 is `tree_decode_attention`: queries on all ranks, each looks at its part of the cache, the last rank has the
+new tokens too, and only states travel.
+
+Phase 1 is an approximation of attention, exact where a block is the whole context; phase 2 is exact over any cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import validate
+from ..errors import refuse
+from ..ops.attention import leading_ones
+from ..plan import requested
+from .local import Attention, Rows, State
+from .processes import Group, transport_of
+from .shard import Run, check_dim, check_shards
+from .tiles import sides_of
+from .transport import VirtualRanks
+from .uncompiled import uncompiled
+
+
+def star_rows(length: int, block_size: int, anchor_size: int, size: int, rank: int) -> tuple[Run, ...]:
+    """What a rank of `size` encodes of a context: a copy of the anchor if it has not got block 0, then its blocks.
+
+    >>> [(run.start, run.length) for run in star_rows(10, 3, 2, size=3, rank=1)]
+    [(0, 2), (6, 3)]
+    """
+    count = -(-length // block_size)
+    share, more = divmod(count, size)
+    begin = rank * share + min(rank, more)
+    blocks = [(b * block_size, min((b + 1) * block_size, length)) for b in range(begin, begin + share + (rank < more))]
+    spans = [(0, min(anchor_size, length)), *blocks] if begin and blocks else blocks
+    runs, first = [], 0
+    for start, stop in spans:
+        runs.append(Run(first, stop - start, start))
+        first += stop - start
+    return tuple(run for run in runs if run.length)
+
+
+def shard_context(
+    sequence: Tensor, *, group: Group = None, block_size: int, anchor_size: int | None = None, dim: int = 1
+) -> Any:
+    """This rank's rows of a context that every rank has whole, for phase 1: tokens, position ids, hidden states.
+
+    The rows of `star_rows`, one after another; with `VirtualRanks` a list.
+    """
+    anchor_size = _check_sizes(block_size, anchor_size)
+    transport = transport_of(group)
+    dim = check_dim("sequence", sequence, dim)
+    length = sequence.shape[dim]
+    shards = []
+    for rank in transport.ranks:
+        runs = star_rows(length, block_size, anchor_size, transport.size, rank)
+        parts = [sequence.narrow(dim, run.start, run.length) for run in runs]
+        shards.append(torch.cat(parts, dim) if parts else sequence.narrow(dim, 0, 0))
+    return shards if isinstance(group, VirtualRanks) else shards[0]
+
+
+def star_cache(
+    key: Any, value: Any, *, group: Group = None, length: int, block_size: int, anchor_size: int | None = None
+) -> Any:
+    """What a rank keeps of its keys and values of phase 1: its own, without the copy of the anchor."""
+    anchor_size = _check_sizes(block_size, anchor_size, length)
+    transport = transport_of(group)
+    sides = [check_shards(name, x, transport.ranks) for name, x in (("key", key), ("value", value))]
+    kept = []
+    for rank, *pair in zip(transport.ranks, *sides, strict=True):
+        runs = star_rows(length, block_size, anchor_size, transport.size, rank)
+        _check_rows("key, value", pair, rank, runs)
+        kept.append(tuple(t[:, _copied(rank, runs) :] for t in pair))
+    return kept[0] if isinstance(key, Tensor) else kept
+
+
+@uncompiled
+def star_context_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    group: Group = None,
+    length: int,
+    block_size: int,
+    anchor_size: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Phase 1: the attention of a rank's rows of a context, without communication. No gradient flows through it.
+
+    Args:
+        query, key, value: `[B, T, H, D]` of the rows that `shard_context` gives, the anchor's copy included, whose
+            output is needed by the next layer. With `VirtualRanks` lists.
+        group: as in `ring_attention`; it says how many ranks there are, and which one this is.
+        length: of the whole context.
+        block_size: rows of a block; the last one may be shorter. With `block_size >= length` this is causal attention.
+        anchor_size: rows of the anchor, at most a block; None is a whole block; 0 is none.
+        alibi_slopes, sink, softcap, scale, return_lse, backend: as in `attention`; positions are those of the context.
+
+    Returns:
+        This rank's `[B, T, Hq, Dv]`, or `(out, lse)`; with lists, lists.
+    """
+    anchor_size = _check_sizes(block_size, anchor_size, length)
+    transport = transport_of(group)
+    listed = isinstance(query, (list, tuple))
+    sides = [check_shards(name, x, transport.ranks) for name, x in (("query", query), ("key", key), ("value", value))]
+    results = []
+    for rank, *one in zip(transport.ranks, *sides, strict=True):
+        validate.attention_tensors(one[0], one[1], one[2], None, None, alibi_slopes, sink)
+        validate.options(True, None, softcap, scale, 0.0, None, None, return_lse, one[0])
+        runs = star_rows(length, block_size, anchor_size, transport.size, rank)
+        _check_rows("query, key, value", one, rank, runs)
+        attention = Attention(
+            sides=sides_of(True, None),
+            softcap=float(softcap),
+            scale=one[0].shape[-1] ** -0.5 if scale is None else float(scale),
+            dropout_p=0.0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            backend=requested(backend),
+        )
+        with torch.no_grad():
+            out, lse = _encode(attention, runs, anchor_size, one, leading_ones(alibi_slopes, 2), sink)
+        results.append((out, lse) if return_lse else out)
+    if not listed:
+        return results[0]
+    return tuple(map(list, zip(*results, strict=True))) if return_lse else results
+
+
+def _encode(
+    attention: Attention,
+    runs: Sequence[Run],
+    anchor_size: int,
+    tensors: Sequence[Tensor],
+    slopes: Tensor | None,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    query, key, value = tensors
+    state = State(query, value.shape[-1])
+    # The anchor's rows stand first, whether they are a copy or the beginning of block 0.
+    anchor = runs[0]._replace(length=min(anchor_size, runs[0].length)) if runs else None
+    for run in runs:
+        seen = (run,) if anchor is None or run.start == 0 or not anchor.length else (anchor, run)
+        attention.forward(state, Rows((run,), query, alibi_slopes=slopes), key, value, seen)
+    return state.finish(sink, query.dtype)
+
+
+def _copied(rank: int, runs: Sequence[Run]) -> int:
+    """Rows that are a copy of the anchor: the first rank has the anchor itself."""
+    return runs[0].length if rank and runs and runs[0].start == 0 else 0
+
+
+def _check_rows(names: str, tensors: Sequence[Tensor], rank: int, runs: Sequence[Run]) -> None:
+    rows = sum(run.length for run in runs)
+    found = [t.shape[1] if t.dim() > 1 else 0 for t in tensors]
+    if found != [rows] * len(found):
+        refuse(names, f"the {rows} rows of rank {rank}", found, "shard_context gives them.")
+
+
+def _check_sizes(block_size: Any, anchor_size: Any, length: Any = 0) -> int:
+    """The anchor's size."""
+    for name, given, least in (("block_size", block_size, 1), ("anchor_size", anchor_size, 0), ("length", length, 0)):
+        if given is None and name == "anchor_size":
+            continue
+        if isinstance(given, bool) or not isinstance(given, int) or given < least:
+            refuse(name, f"an int of at least {least}", repr(given))
+    if anchor_size is not None and anchor_size > block_size:
+        refuse("anchor_size", f"at most a block, {block_size}", anchor_size)
+    return block_size if anchor_size is None else anchor_size

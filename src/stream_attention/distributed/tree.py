@@ -1,0 +1,127 @@
+"""tree_decode_attention(): every rank has a part of the KV cache and looks at it; only states travel.
+
+The newest tokens' queries are on every rank. Each rank computes their state over its part of the keys, one all-gather
+brings everyone's states `(out, lse)` to everyone, and the one merge folds them, in the order of ranks, so that all have
+the same bits. Bytes sent per rank: (P-1) * B * Tq * Hq * (Dv + 1) * 4, whatever the length of the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import validate
+from ..cache_views import ContiguousKV
+from ..errors import refuse
+from ..ops.decode import decode_attention
+from ..plan import requested
+from ..state import add_sink, merge, per_row
+from .agreement import agree
+from .local import Attention, Rows, State
+from .processes import Group, transport_of
+from .shard import Run, check_shards
+from .tiles import sides_of
+from .transport import Strategy, all_gather
+from .uncompiled import uncompiled
+
+
+@uncompiled
+def tree_decode_attention(
+    query: Any,
+    cache: Any,
+    *,
+    group: Group = None,
+    causal: bool = True,
+    sink: Tensor | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """`decode_attention` over a cache whose parts lie on the ranks of a group. No gradient flows through it.
+
+    The new tokens were appended to the last rank's part and to no other, so that `causal` concerns that part alone. No
+    lengths are exchanged. Ranks compare the shapes of their states on CPUs only: elsewhere that would wait for the
+    device. A window or ALiBi would need where a part stands in the whole: `ring_attention` knows.
+
+    Args:
+        query: `[B, Tq, Hq, D]`, the same on every rank.
+        cache: this rank's part, any `KVCache`; it may hold nothing. Parts of `ContiguousKV` without lengths give fp32
+            states; the others are rounded to the query's dtype once per rank. With `VirtualRanks` a list of one each.
+        group: as in `ring_attention`.
+        The rest: as in `decode_attention`.
+
+    Returns:
+        `[B, Tq, Hq, Dv]`, the same on every rank, or `(out, lse)`; with `VirtualRanks` lists.
+
+    >>> from stream_attention import ContiguousKV
+    >>> from stream_attention.distributed import VirtualRanks
+    >>> parts = [ContiguousKV(*torch.randn(2, 1, n, 2, 16)) for n in (100, 0, 57)]
+    >>> [out.shape for out in tree_decode_attention(torch.randn(1, 1, 4, 16), parts, group=VirtualRanks(3))][:1]
+    [torch.Size([1, 1, 4, 16])]
+    """
+    transport = transport_of(group)
+    listed = isinstance(cache, (list, tuple))
+    caches = list(cache) if listed else [cache]
+    if len(caches) != len(transport.ranks):
+        refuse("cache", f"one for each of the {len(transport.ranks)} ranks of this process", f"{len(caches)}")
+    queries = check_shards("query", [query] * len(caches) if isinstance(query, Tensor) else query, transport.ranks)
+    options: dict[str, Any] = {"softcap": softcap, "scale": scale, "backend": backend}
+    for its_query, its_cache in zip(queries, caches, strict=True):
+        validate.decoding(its_query, its_cache, None, None, sink, None)
+        validate.options(causal, None, softcap, scale, 0.0, None, None, return_lse, its_query)
+    last = transport.size - 1
+    if last in transport.ranks and causal and queries[-1].shape[1] > caches[-1].capacity:
+        hint = "Append the new tokens to it before the call."
+        refuse("cache", f"room for the {queries[-1].shape[1]} new tokens on the last rank", caches[-1].capacity, hint)
+    with torch.no_grad():
+        states = [
+            _state(its_query, its_cache, causal and rank == last, **options)
+            for rank, its_query, its_cache in zip(transport.ranks, queries, caches, strict=True)
+        ]
+        merged = transport.run(
+            [merge_ranks(rank, transport.size, *one) for rank, one in zip(transport.ranks, states, strict=True)],
+            queries[0].device,
+        )
+        if sink is not None:
+            merged = [add_sink(out, lse, sink) for out, lse in merged]
+    dtype = queries[0].dtype
+    results = [(out.to(dtype), lse) if return_lse else out.to(dtype) for out, lse in merged]
+    if not listed:
+        return results[0]
+    return tuple(map(list, zip(*results, strict=True))) if return_lse else results
+
+
+def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor) -> Strategy[tuple[Tensor, Tensor]]:
+    """The merge of all ranks' states out `[B, T, H, Dv]` and lse `[B, H, T]`, of one dtype, on every rank."""
+    message = torch.cat((out, per_row(lse)), dim=-1)
+    if message.device.type == "cpu":
+        facts = {"[B, Tq, Hq, Dv] of query and cache": list(out.shape), "dtype of states": out.dtype}
+        yield from agree(rank, size, message.device, (), facts)
+    everyones = yield from all_gather(rank, message, [message.shape] * size)
+    return merge([one[..., :-1] for one in everyones], [one[..., -1].transpose(1, 2) for one in everyones])
+
+
+def _state(
+    query: Tensor, cache: Any, causal: bool, *, softcap: float, scale: float | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    if not isinstance(cache, ContiguousKV) or cache.lengths is not None:
+        out, lse = decode_attention(
+            query, cache, causal=causal, softcap=softcap, scale=scale, return_lse=True, backend=backend
+        )
+        return out.to(lse.dtype), lse
+    attention = Attention(
+        sides=sides_of(causal, None),
+        softcap=float(softcap),
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        dropout_p=0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        backend=requested(backend),
+    )
+    state, keys, queries = State(query, cache.value_dim), cache.capacity, query.shape[1]
+    if keys and queries:
+        rows = Rows((Run(0, queries, keys - queries),), query)
+        attention.forward(state, rows, cache.key, cache.value, (Run(0, keys, 0),))
+    return state.out, state.lse
