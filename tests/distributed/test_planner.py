@@ -198,6 +198,7 @@ FACTOR = 2.0
 """Whole calls, from which it is predicted, do what tiles and merges do up to this: a CPU whose other core is busy."""
 
 
+@pytest.mark.serial  # it measures
 def test_predicted_computing_is_that_of_virtual_ranks() -> None:
     work = Workload(1536, 4, 4, 64, dtype=torch.float32)
     only = (RING, ZIGZAG, Scheme("ulysses"), Scheme("query"))

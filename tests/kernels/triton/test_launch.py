@@ -28,7 +28,7 @@ FLOATS = {"scale", "softcap", "dropout_scale"}
 
 
 def test_every_kernel_is_found() -> None:
-    names = "advance append bias codes decode forward key merge merge_parts query seen words".split()
+    names = "advance append bias codes decode fold forward key merge merge_parts query seen words".split()
     assert sorted(FUNCTIONS) == [f"_{name}_kernel" for name in names]
 
 
