@@ -33,7 +33,7 @@ UPWARD = {
     # part -> part it may import although that stands higher, and why
     ("kernels", "tuning"): "a kernel's configuration is a type of its table; tables import no kernel",
     ("cache_views", "kernels"): "a cache grows by a kernel where there is one, imported by the first append",
-    ("cache_views", "backends"): "which says whether Triton's interpreter is on; asked by the first append",
+    ("cache_views", "backends"): "which says whether Triton kernels run on a device; asked by the first append",
 }
 
 REFERENCE = "stream_attention.kernels.reference"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .device import arch
 from .problem import Problem
 from .tuning import decode as decode_tuning
 from .tuning import eager as eager_tuning
@@ -144,6 +145,15 @@ def _triton_why_named_only(problem: Problem | DecodeProblem) -> tuple[str, ...]:
     if problem.device.type == "cpu":
         return ("its interpreter is for tests; name it to use it",)
     return ()
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton kernels run on a device: a GPU that they are for, or a CPU under the interpreter."""
+    if find_spec("triton") is None:
+        return False
+    if device.type == "cuda":
+        return not 0 < arch(device) < 80
+    return device.type == "cpu" and interpreting()
 
 
 def interpreting() -> bool:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,8 +133,8 @@ def pool() -> Iterator[Pool]:
     ranks.close()
 
 
-def on_a_ring(size: int, layout: Any, rotate: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A call of `attention`, or `varlen_attention`, as a ring computes it: whole tensors in, whole tensors out."""
+def on_ranks(attend: Callable[..., Any], size: int, layout: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A call of `attention`, or `varlen_attention`, as ranks compute it: whole tensors in, whole tensors out."""
     group = VirtualRanks(size)
 
     def run(case: Case, tensors: dict[str, Tensor], options: dict[str, Any], backend: str, config: None) -> Any:
@@ -147,8 +148,7 @@ def on_a_ring(size: int, layout: Any, rotate: Any) -> Callable[..., tuple[Tensor
         if case.packed:
             everything["cu_seqlens"] = everything.pop("cu_seqlens_q")
             del everything["cu_seqlens_k"]
-        ring: dict[str, Any] = {"group": group, "layout": layout, "rotate": rotate, "backend": backend}
-        outs, lses = ring_attention(**everything, **ring, return_lse=True)
+        outs, lses = attend(**everything, group=group, layout=layout, backend=backend, return_lse=True)
         out = unshard_sequence(outs, group=group, layout=layout, dim=dim)[0]
         return out, unshard_sequence(lses, group=group, layout=layout, dim=-1)[0]
 
@@ -156,11 +156,19 @@ def on_a_ring(size: int, layout: Any, rotate: Any) -> Callable[..., tuple[Tensor
 
 
 @pytest.fixture
-def check_on_ring(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case, int, str, str, str], None]:
-    """`check_case`, of a ring instead of one device: within the tolerance that one device earns."""
+def check_on_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any], Case, int, str, str], None]:
+    """`check_case`, of ranks instead of one device: within the tolerance that one device earns."""
 
-    def check(case: Case, size: int, layout: str, rotate: str, backend: str) -> None:
-        monkeypatch.setattr(tolerance, "run", on_a_ring(size, layout, rotate))
+    def check(attend: Callable[..., Any], case: Case, size: int, layout: str, backend: str) -> None:
+        monkeypatch.setattr(tolerance, "run", on_ranks(attend, size, layout))
         check_case(case, backend)
+
+    return check
+
+
+@pytest.fixture
+def check_on_ring(check_on_ranks: Callable[..., None]) -> Callable[[Case, int, str, str, str], None]:
+    def check(case: Case, size: int, layout: str, rotate: str, backend: str) -> None:
+        check_on_ranks(partial(ring_attention, rotate=rotate), case, size, layout, backend)
 
     return check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,41 +21,15 @@ from stream_attention.distributed import (
 )
 from stream_attention.distributed.ulysses import ulysses_attention
 from stream_attention.kernels import reference
-from stream_attention.testing import Case, check_case, tolerance
+from stream_attention.testing import Case
 
 BF16, F64 = torch.bfloat16, torch.float64
 
 
-def on_ulysses(size: int, ring_size: int, layout: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A call of `attention`, or `varlen_attention`, as ranks compute it: whole tensors in, whole tensors out."""
-    group = VirtualRanks(size)
-
-    def run(case: Case, tensors: dict[str, Tensor], options: dict[str, Any], backend: str, config: None) -> Any:
-        everything, dim = options | tensors, 0 if case.packed else 1
-        for name in ("query", "key", "value"):
-            everything[name] = shard_sequence(everything[name], group=group, layout=layout, dim=dim)
-        for name in {"mask", "bias"} & set(everything):
-            tile = everything[name][(None,) * (4 - everything[name].dim())]
-            by_rows = tile.shape[2] == case.Tq > 1
-            everything[name] = shard_sequence(tile, group=group, layout=layout, dim=2) if by_rows else [tile] * size
-        if case.packed:
-            everything["cu_seqlens"] = everything.pop("cu_seqlens_q")
-            del everything["cu_seqlens_k"]
-        ranks: dict[str, Any] = {"group": group, "ring_size": ring_size, "layout": layout, "backend": backend}
-        outs, lses = ulysses_attention(**everything, **ranks, return_lse=True)
-        out = unshard_sequence(outs, group=group, layout=layout, dim=dim)[0]
-        return out, unshard_sequence(lses, group=group, layout=layout, dim=-1)[0]
-
-    return run
-
-
 @pytest.fixture
-def check_on_ulysses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case, int, int, str], None]:
-    """`check_case`, of ranks instead of one device: within the tolerance that one device earns."""
-
+def check_on_ulysses(check_on_ranks: Callable[..., None]) -> Callable[[Case, int, int, str], None]:
     def check(case: Case, size: int, ring_size: int, layout: str) -> None:
-        monkeypatch.setattr(tolerance, "run", on_ulysses(size, ring_size, layout))
-        check_case(case, "eager")
+        check_on_ranks(partial(ulysses_attention, ring_size=ring_size), case, size, layout, "eager")
 
     return check
 

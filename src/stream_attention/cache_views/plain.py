@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from ..device import arch
 from . import checks
 from .base import Cache
 from .write import Rotary, places, put, take
@@ -159,10 +157,9 @@ def _launched(
 def _launcher(device: torch.device) -> Callable[..., None] | None:
     """What launches the kernel on a device; None where torch operations append: there is no Triton, the GPU is one that
     no kernel is for, or the device is no GPU."""
-    from ..backends import interpreting
+    from ..backends import runs_triton
 
-    on_gpu = device.type == "cuda" and not 0 < arch(device) < 80
-    if find_spec("triton") is None or not (on_gpu or (device.type == "cpu" and interpreting())):
+    if not runs_triton(device):
         return None
     from ..kernels.triton.append import launch_append
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from .. import validate
-from ..backends import interpreting
-from ..device import arch
+from ..backends import runs_triton
 from ..state import merge
 
 
@@ -46,7 +44,8 @@ def merge_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tenso
 def fold_state(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
     """Merge a state into another where that lies: `[B, T, H, Dv]` and `[B, H, T]`, rows of larger tensors. Without
     gradients. On a GPU one kernel, which reads and writes each number once."""
-    if _has_kernel(out) and out[0].is_contiguous() and lse.stride(-1) == 1:
+    readable = out.dtype is torch.float32 and out.numel() > 0 and out[0].is_contiguous() and lse.stride(-1) == 1
+    if readable and runs_triton(out.device):
         from ..kernels.triton.merge import launch_fold
 
         launch_fold(out, lse, more_out.contiguous(), more_lse.contiguous())
@@ -54,9 +53,3 @@ def fold_state(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> 
     merged_out, merged_lse = merge((out, more_out), (lse, more_lse))
     out.copy_(merged_out)
     lse.copy_(merged_lse)
-
-
-def _has_kernel(out: Tensor) -> bool:
-    if out.numel() == 0 or out.dtype is not torch.float32 or find_spec("triton") is None:
-        return False
-    return not 0 < arch(out.device) < 80 if out.is_cuda else interpreting()

@@ -19,17 +19,15 @@ The last splits have the latest tokens, which lie in the window as they came. A 
 
 from typing import Any
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from ...cache_views import KVCache, QuantizedKV
-from ...problem import UNBOUNDED
 from ..triton.arguments import UNIT, row_strides
 from ..triton.decode import decode as decode_by
 from ..triton.decode_call import DecodeCall, side_by_side
-from ..triton.decode_codes import scale_rows
+from ..triton.decode_codes import all_see, code_pointers, scale_rows
 from ..triton.launch import Kernel
 from .decode_tiles import (
     FIRST,
@@ -37,6 +35,7 @@ from .decode_tiles import (
     SECOND,
     by_row,
     copied,
+    facts_of_rows,
     hide,
     leave,
     modify,
@@ -224,7 +223,8 @@ def _codes_kernel(
     ALL_SEE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Grid: as that of kernels/triton/decode.py. Where there is no tensor, another stands in for it, unread."""
+    """Grid and arguments: as those of kernels/triton/decode_codes.py. A program leaves a part, always: the kernel that
+    merges knows the sink and the answer's place."""
     wait_for_kernels_ahead()
     HAS_TREE: gl.constexpr = tree_ptr is not None
     HAS_ALIBI: gl.constexpr = slopes_ptr is not None
@@ -398,15 +398,9 @@ def _of_codes(
         q = query(q_ptr, stride_qm, stride_qh, kv_head, q_len, plane * W, GROUP, W).to(gl.float32)
         queries = queries + ((q * (PEAK / _times_sixteen(FORMAT, plane) / power)[:, None]).to(gl.float16),)
     row_scale = _first_eight(power, ROWS) * (scale / PEAK)
-    r = gl.arange(0, 8, layout=ROWS)
-    mask_r = (r < GROUP * q_len)[:, None]
-    q_pos = (length - q_len + r % q_len)[:, None]
-    slopes = 0.0
-    if HAS_ALIBI:
-        slopes = gl.load(slopes_ptr + r // q_len, mask=r < GROUP * q_len, other=0.0).to(gl.float32)[:, None]
-    tree_rows = q_pos
-    if HAS_TREE:
-        tree_rows = tree_ptr + (r % q_len * stride_rm)[:, None]
+    mask_r, q_pos, slopes, tree_rows = facts_of_rows(
+        length, q_len, slopes_ptr, tree_ptr, stride_rm, GROUP, HAS_ALIBI, HAS_TREE, ROWS
+    )  # fmt: skip
 
     none = gl.zeros([16, 8], gl.float32, MMA)
     row_max = gl.full([8], float("-inf"), gl.float32, ROWS)
@@ -546,15 +540,9 @@ def _of_window(
     ROWS: gl.constexpr = gl.SliceLayout(1, upper(gl.zeros([16, BLOCK_N], gl.float32, MMA)).type.layout)
     KEYS: gl.constexpr = gl.SliceLayout(0, ROWS.parent)
     q = query(q_ptr, stride_qm, stride_qh, kv_head, q_len, 0, GROUP, D)
-    r = gl.arange(0, 8, layout=ROWS)
-    mask_r = (r < GROUP * q_len)[:, None]
-    q_pos = (length - q_len + r % q_len)[:, None]
-    slopes = 0.0
-    if HAS_ALIBI:
-        slopes = gl.load(slopes_ptr + r // q_len, mask=r < GROUP * q_len, other=0.0).to(gl.float32)[:, None]
-    tree_rows = q_pos
-    if HAS_TREE:
-        tree_rows = tree_ptr + (r % q_len * stride_rm)[:, None]
+    mask_r, q_pos, slopes, tree_rows = facts_of_rows(
+        length, q_len, slopes_ptr, tree_ptr, stride_rm, GROUP, HAS_ALIBI, HAS_TREE, ROWS
+    )  # fmt: skip
     keys = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [BLOCK_N, D], swizzled(D))
     values = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [BLOCK_N, DV], swizzled(DV))
     row_max = gl.full([8], float("-inf"), gl.float32, ROWS)
@@ -600,22 +588,12 @@ def decode(*arguments: Any) -> Any:
 def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
     assert isinstance(cache, QuantizedKV)
     coding, table = cache.coding, side_by_side(cache.page_table)
-    key, value = (side.codes.view(torch.int16) for side in (cache.key, cache.value))
-    windows = cache.key_window, cache.value_window
+    pointers = code_pointers(call, cache)
+    key, value, windows = pointers[1], pointers[4], (cache.key_window, cache.value_window)
     scales = scale_rows(cache.key)[0], scale_rows(cache.value)[0]
     return codes_kernel, {
         "grid": call.grid,
-        "pointers": (
-            call.query,
-            key,
-            cache.key.scale,
-            cache.key.zero,
-            value,
-            cache.value.scale,
-            cache.value.zero,
-            *windows,
-            *call.pointers(table),
-        ),
+        "pointers": pointers,
         "scalars": (
             cache.residual,
             cache.key_window.shape[1],
@@ -629,7 +607,7 @@ def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]
             *call.constants(),
             coding.format,  # FORMAT
             coding.group,  # TOKENS
-            cache.residual >= call.problem.q_len and call.left == UNBOUNDED,  # ALL_SEE: every row all codes
+            all_see(call, cache),  # ALL_SEE
             call.config.num_stages,  # STAGES
         ),
         **call.options,

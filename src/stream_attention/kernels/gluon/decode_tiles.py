@@ -93,6 +93,24 @@ def query(q_ptr, stride_qm, stride_qh, kv_head, q_len, first, GROUP: gl.constexp
 
 
 @gluon.jit
+def facts_of_rows(
+    length, q_len, slopes_ptr, tree_ptr, stride_rm,
+    GROUP: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_TREE: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Against scores: which rows exist, where they stand, their slopes, and their lines of the tree."""
+    r = gl.arange(0, 8, layout=ROWS)
+    mask_r = (r < GROUP * q_len)[:, None]
+    q_pos = (length - q_len + r % q_len)[:, None]
+    slopes = 0.0
+    if HAS_ALIBI:
+        slopes = gl.load(slopes_ptr + r // q_len, mask=r < GROUP * q_len, other=0.0).to(gl.float32)[:, None]
+    tree_rows = q_pos
+    if HAS_TREE:
+        tree_rows = tree_ptr + (r % q_len * stride_rm)[:, None]
+    return mask_r, q_pos, slopes, tree_rows
+
+
+@gluon.jit
 def weigh(scores, lift, row_max, row_sum, GUARD: gl.constexpr):
     """A step of the online softmax. A weight is relative to the largest score so far plus its tile's `lift`. GUARD: a
     row may have seen nothing."""

@@ -535,24 +535,14 @@ def codes_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
     """What `Kernel.launch` takes."""
     coding, table = cache.coding, side_by_side(cache.page_table)
     planes = 4 if coding.format == "int4" else 2
-    key, value = (side.codes.view(torch.int16) for side in (cache.key, cache.value))
-    windows = cache.key_window, cache.value_window
+    pointers = code_pointers(call, cache)
+    key, value, windows = pointers[1], pointers[4], (cache.key_window, cache.value_window)
     rows = scale_rows(cache.key), scale_rows(cache.value)
     aligned = is_aligned(call.query, key, value, *windows, *(t for pair in rows for t in pair))
     unit = UNIT if aligned else 1
     return {
         "grid": call.grid,
-        "pointers": (
-            call.query,
-            key,
-            cache.key.scale,
-            cache.key.zero,
-            value,
-            cache.value.scale,
-            cache.value.zero,
-            *windows,
-            *call.pointers(table),
-        ),
+        "pointers": pointers,
         "scalars": (
             cache.residual,
             cache.key_window.shape[1],
@@ -568,12 +558,24 @@ def codes_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
             coding.keys_per_channel,  # PER_CHANNEL
             tile_width(call.problem.head_dim // planes),  # BLOCK_W
             tile_width(call.problem.value_dim // planes),  # BLOCK_WV
-            cache.residual >= call.problem.q_len and call.left == UNBOUNDED,  # ALL_SEE: every row all codes
+            all_see(call, cache),  # ALL_SEE
             aligned,  # ALIGNED
             interpreting(),  # INTERPRETED
         ),
         **call.options,
     }
+
+
+def code_pointers(call: DecodeCall, cache: QuantizedKV) -> tuple[Any, ...]:
+    """From q_ptr to workspace_ptr."""
+    sides = ((side.codes.view(torch.int16), side.scale, side.zero) for side in (cache.key, cache.value))
+    windows = cache.key_window, cache.value_window
+    return (call.query, *(t for side in sides for t in side), *windows, *call.pointers(side_by_side(cache.page_table)))
+
+
+def all_see(call: DecodeCall, cache: QuantizedKV) -> bool:
+    """Whether every row sees all codes."""
+    return cache.residual >= call.problem.q_len and call.left == UNBOUNDED
 
 
 def scale_rows(side: QuantizedTensor) -> list[Tensor]:
