@@ -116,8 +116,11 @@ def test_measure_puts_predictions_beside_virtual_ranks(capsys: pytest.CaptureFix
         "query sharding",
     ]
     assert cli.main([*small, "--json"]) == 0
-    for one in json.loads(capsys.readouterr().out):
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"] == 2 and found["device"] == "this CPU"
+    for one in found["schemes"]:
         assert one["ratio"] == one["measured_ms"] / one["predicted_ms"] > 0
+        assert one["of_one_pass"] == one["measured_ms"] / one["single_ms"] > 0
 
 
 # Refusals

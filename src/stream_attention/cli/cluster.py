@@ -183,21 +183,25 @@ def _measure(work: Workload, options: argparse.Namespace) -> int:
     device = torch.device(flags.device(options.device))
     speed, found = compare(work, options.ranks, device)
     if options.json:
-        print(json.dumps([_compared(one) for one in found], indent=1))
+        call = {"call": _in_words(work), "ranks": options.ranks, "device": speed.name, "torch": torch.__version__}
+        print(json.dumps({**call, "schemes": [_compared(one) for one in found]}, indent=1))
         return 0
     print(f"{_in_words(work)}: {options.ranks} virtual ranks on {speed.name}, one after another")
-    rows = [["scheme", "all ranks, predicted", "measured", "ratio", "a rank, predicted", "measured", "ratio"]]
+    rows = [
+        ["scheme", "all ranks, predicted", "measured", "ratio", "of one pass", "a rank, predicted", "measured", "ratio"]
+    ]
     for one in found:
         row = [one.predicted_ms, one.measured_ms, one.predicted_critical_ms, one.measured_critical_ms]
         times = [_time(ms / 1e3) for ms in row]
         critical = one.measured_critical_ms / one.predicted_critical_ms
-        rows.append([str(one.scheme), *times[:2], f"{one.ratio:.2f}", *times[2:], f"{critical:.2f}"])
+        ratios = f"{one.ratio:.2f}", f"{one.of_one_pass:.2f}"
+        rows.append([str(one.scheme), *times[:2], *ratios, *times[2:], f"{critical:.2f}"])
     print(aligned(rows))
     return 0
 
 
 def _compared(one: Comparison) -> dict[str, Any]:
-    return {**one._asdict(), "scheme": str(one.scheme), "ratio": one.ratio}
+    return {**one._asdict(), "scheme": str(one.scheme), "ratio": one.ratio, "of_one_pass": one.of_one_pass}
 
 
 def _in_words(work: Workload) -> str:

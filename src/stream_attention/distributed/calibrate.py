@@ -26,10 +26,16 @@ class Comparison(NamedTuple):
     measured_ms: float
     predicted_critical_ms: float
     measured_critical_ms: float
+    single_ms: float  # one device, one pass, in the same rounds
 
     @property
     def ratio(self) -> float:
         return self.measured_ms / self.predicted_ms
+
+    @property
+    def of_one_pass(self) -> float:
+        """What all ranks compute together, as a multiple of one pass: what dividing it costs."""
+        return self.measured_ms / self.single_ms
 
 
 def compare(
@@ -44,7 +50,7 @@ def compare(
             expected = predict(scheme, work, cluster, speed)
             taken = Trial(scheme, work, ClockedRanks(ranks), device).measure(rounds)
             pairs = expected.work_s * 1e3, taken.ranks_ms, expected.compute_s * 1e3, taken.critical_ms
-            found.append(Comparison(scheme, *pairs))
+            found.append(Comparison(scheme, *pairs, taken.single_ms))
     return speed, found
 
 
