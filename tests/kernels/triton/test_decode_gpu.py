@@ -99,6 +99,8 @@ LONG_CASES: dict[str, DecodeCase] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # a pool for each worker would fill the GPU's memory: they compile what they meet
     hows: list[dict[str, Any]] = [{}, {"workspace": True}, {"batch_invariant": True}]
     plain = [case for kind, case in KINDS.items() if not kind.endswith("in Gluon")]
     fixed = [replace(case, **how) for case in (*plain, EVERYTHING) for how in hows]
