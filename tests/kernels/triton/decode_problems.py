@@ -621,17 +621,16 @@ def draw(
     cases: list[DecodeCase] = []
     found: dict[Hashable, DecodeCase] = {}
     started = time.perf_counter()
+    # In this process: others would wait for each other's turn on the GPU, and that took longer.
+    while len(cases) < problems:
+        case = in_some_size(rng.choice(like), rng, 5000 if rng.random() < 0.05 else 600)
+        needs = kernels_of(case, arch, backend)
+        if needs is not None and (needs in found or len(found) < max(variants, templates)):
+            found.setdefault(needs, case)
+            cases.append(case)
+    report(f"{problems} problems drawn for {backend}, {len(found)} sets of kernels", started)
     # Fresh processes: a fork of one that has used CUDA may hang.
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        while len(cases) < problems:
-            more = [in_some_size(one, rng, 5000 if rng.random() < 0.05 else 600) for one in like * 8]
-            for case, needs in zip(more, pool.map(kernels_of, more, repeat(arch), repeat(backend)), strict=True):
-                if needs is None or (needs not in found and len(found) == max(variants, templates)):
-                    continue
-                found.setdefault(needs, case)
-                cases.append(case)
-        del cases[problems:]
-        report(f"{problems} problems drawn for {backend}, {len(found)} sets of kernels", started)
         compile_all(pool, list(found.values()), arch, backend)
     report("compiled", started)
     return Drawn(backend, cases, list(found.values()), time.perf_counter() - started)
