@@ -12,12 +12,16 @@ STAMP := $(VENV)/.stamp
 NEWER := $(VENV)/triton-newer
 NEWER_TRITON := $(shell grep '^triton==' constraints-newer.txt)
 TORCH := $(shell grep '^torch==' constraints.txt)
+HF := $(VENV)/transformers
+OLDEST_HF := transformers==4.56.0
+NUMPY := $(shell grep '^numpy==' constraints.txt)
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
 # Parallel workers get one torch thread each: more oversubscribe the cores and make the suite slower, not faster.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu" -n $(WORKERS) --dist loadgroup \
 	--doctest-modules tests src/stream_attention/ops src/stream_attention/core src/stream_attention/distributed \
+	src/stream_attention/utils \
 	src/stream_attention/plan.py src/flash_attention
 SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" tests
 # triton.jit chooses between compiler and interpreter when it decorates, so interpreted kernels need their own process.
@@ -62,6 +66,17 @@ format: $(STAMP) ## apply formatting and the safe lint fixes
 .PHONY: test-gpu
 test-gpu: ## run the GPU tests with PYTHON's own torch and triton; installs nothing
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests $(PYTEST_ARGS)
+
+# Each release in a folder of its own, with what it asks for, which is found before that of .venv; the newest is looked up.
+.PHONY: test-hf
+test-hf: $(STAMP) ## run the tests of transformers' models with its oldest supported release and with its newest
+	@failed=0; for release in $(OLDEST_HF) transformers; do \
+		rm -rf $(HF); \
+		$(BIN)/python -m pip install -q --disable-pip-version-check --target $(HF) $$release $(NUMPY); \
+		echo "$$(basename $(HF)/transformers-*.dist-info .dist-info):"; \
+		PYTHONPATH=$(CURDIR)/$(HF) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadgroup \
+			tests/integration $(PYTEST_ARGS) || failed=1; \
+	done; exit $$failed
 
 .PHONY: sanitize
 sanitize: ## watch the memory accesses of a sample of Hopper kernels, on a GPU with CUDA's compute-sanitizer

@@ -336,17 +336,17 @@ def test_masks_dropout_slopes_and_the_deterministic_mode_of_old() -> None:
     assert not torch.equal(results[0][0], fused(query, key, value))
 
 
-LATER = "MemoryProfiler gradient_checkpoint_sequential".split()
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_names_of_old_that_are_not_here_yet_say_so(name: str) -> None:
-    said = rf"stream_attention\.{name} is not in version {stream_attention.__version__} yet"
-    with pytest.raises(ImportError, match=said):
-        exec(f"from stream_attention import attention, {name}", {})
-    with pytest.raises(AttributeError, match=said):
-        getattr(stream_attention, name)
-    assert not hasattr(stream_attention, name) and name not in stream_attention.__all__
+def test_the_memory_tools_of_old() -> None:
+    profiler = stream_attention.MemoryProfiler("cpu")
+    profiler.start()
+    layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    stream_attention.gradient_checkpoint_sequential(layers, 2, torch.randn(2, 8)).sum().backward()
+    profiler.snapshot("trained")
+    report = profiler.report()
+    profiler.stop()
+    assert {"snapshots", "peak_allocated_mb", "peak_reserved_mb", "deltas"} <= report.keys()
+    assert {"label", "allocated_mb", "reserved_mb", "timestamp"} <= report["snapshots"][1].keys()
+    assert report["peak_allocated_mb"] > 0
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         exec("from stream_attention import nothing", {})
 

@@ -151,6 +151,30 @@ def test_ring_attention_says_the_same_of_processes() -> None:
 # How they are started
 
 
+def test_checkpointing_runs_attention_once_and_keeps_little() -> None:
+    printed = run("checkpointing.py", *"--layers 4 --length 256 --dim 64 --heads 2 --device cpu".split())
+    rows = re.findall(r"^([\w ]+?) +(\d+\.\d) +(\d+\.\d) +(\d+)x +the same$", printed, re.MULTILINE)
+    table = {name: (float(kept), float(peak), int(runs)) for name, kept, peak, runs in rows}
+    assert [runs for _, _, runs in table.values()] == [4, 8, 8, 4] and len(table) == 4
+    kept = [figures[0] for figures in table.values()]
+    assert kept[2] < kept[1] < kept[3] < kept[0] / 4
+    assert "Attention keeps 0.06 MiB a block, 0.3 in all." in printed
+
+
+def test_huggingface_gives_what_the_model_gave() -> None:
+    printed = run("huggingface.py", *"--length 48 --heads 4 --kv-heads 2 --dim 16 --device cpu".split())
+    assert "Replaced 2 attention modules" in printed and "100% of 32 x 2" in printed
+    assert max(figures(r"differ by (\d\.\de[+-]\d\d)", printed)) < 1e-4
+    assert "has its attention again: sdpa" in printed
+
+
+def test_long_generation_is_bounded_where_it_says_so() -> None:
+    printed = run("long_generation.py", *"--prompt 200 --new 20 --budget 32 --layers 2 --device cpu".split())
+    rows = re.findall(r"^(.+?) {2,}(\d+) +(\d+) +([\d.]+) +(\d+)%", printed, re.MULTILINE)
+    assert len(rows) == 5 and {seen for _, seen, *_ in rows} == {"219"}
+    assert [int(held) for _, _, held, *_ in rows] == [219, 219, 219, 51, 51] and rows[0][4] == "100"
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_says_how_it_is_started(name: str) -> None:
     source = (ROOT / "examples" / name).read_text()
@@ -187,6 +211,8 @@ def test_help_explains_every_flag_and_runs_nothing(
         ("integration_example.py", "--heads 3", "--heads: expected a divisor of --embed 256; got 3"),
         ("integration_example.py", "--length 5", "--length: expected more than the 5 tokens of padding; got 5"),
         ("integration_example.py", "--compile fast", "--compile: expected a backend of torch.compile; got 'fast'"),
+        ("huggingface.py", "--kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),
+        ("huggingface.py", "--dim 3", "--dim: expected an even number"),
         ("train_transformer_block.py", "--steps 0", "--steps: expected a number of at least 1; got '0'"),
         ("train_transformer_block.py", "--heads 3", "--heads: expected a divisor of --dim 64; got 3"),
         ("train_transformer_block.py", "--lr 0", "--lr: expected more than 0; got 0"),
@@ -196,6 +222,8 @@ def test_help_explains_every_flag_and_runs_nothing(
         ("kv_compression.py", "--ratio 0.5", "--ratio: expected at least 1; got 0.5"),
         ("kv_compression.py", "--kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),
         ("kv_compression.py", "--dim 6", "--dim: expected a multiple of 4, as four codes share a word; got 6"),
+        ("checkpointing.py", "--heads 3", "--heads: expected a divisor of --dim 256; got 3"),
+        ("checkpointing.py", "--plot no/x.png", "--plot: expected a file in a folder that is there; got 'no/x.png'"),
         ("decode.py", "--prompt 100", "--prompt: expected at least 256; got 100"),
         ("decode.py", "--kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),
         ("decode.py", "--dim 6", "--dim: expected a multiple of 4, as four codes share a word; got 6"),

@@ -1,6 +1,5 @@
 """StreamAttention: exact attention for PyTorch in one streaming pass over K/V, O(N) memory, forward and backward."""
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,8 @@ from .ops.mass import attention_mass
 from .ops.merge import merge_states
 from .ops.varlen import varlen_attention
 from .plan import Plan, force_backend
+from .utils.checkpoint import gradient_checkpoint_sequential
+from .utils.profiler import MemoryProfiler
 
 if TYPE_CHECKING:
     from .core.ring_attention import RingAttention
@@ -35,6 +36,7 @@ __all__ = [
     "ContiguousKV",
     "FlashAttentionV3",
     "FusedOnlineAttention",
+    "MemoryProfiler",
     "PagedKV",
     "Plan",
     "QuantizedKV",
@@ -55,6 +57,7 @@ __all__ = [
     "explain",
     "explain_decode",
     "force_backend",
+    "gradient_checkpoint_sequential",
     "merge_states",
     "quantize_kv",
     "ring_attention",
@@ -68,21 +71,9 @@ _ELSEWHERE = {
 }
 """Names that are imported when they are asked for: torch may have been built without torch.distributed."""
 
-_LATER = {
-    "gradient_checkpoint_sequential": "torch.utils.checkpoint.checkpoint_sequential is torch's own",
-    "MemoryProfiler": "torch.cuda.memory_stats() is torch's own",
-}
-"""Names that the documentation of earlier systems has, and what to know until they are here."""
-
 if not TYPE_CHECKING:  # to a type checker they do not exist
 
     def __getattr__(name: str) -> object:
         if name in _ELSEWHERE:
             return getattr(import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
-        if name not in _LATER:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # An AttributeError, or hasattr would raise. But `from stream_attention import name` hides its message, so the
-        # import machinery, whose frame asks, gets the ImportError that it would make of it.
-        importing = sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
-        error = ImportError if importing else AttributeError
-        raise error(f"stream_attention.{name} is not in version {__version__} yet ({_LATER[name]})")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

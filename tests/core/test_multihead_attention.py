@@ -332,7 +332,6 @@ def test_dropout_of_everything_leaves_the_bias_as_in_torch(need_weights: bool) -
         assert not any(grad.any() for grad in grads)
 
 
-@pytest.mark.serial
 def test_the_fused_call_expands_no_mask() -> None:
     """Beyond tiles of 2 MiB, a few at a time, it holds `~attn_mask`: 4 MiB, which for each batch entry would be 16."""
     module, T = StreamMultiheadAttention(16, 1, batch_first=True), 2048

@@ -303,7 +303,7 @@ def test_dropout_is_the_rule_bit_for_bit(seed: tuple[int, int], dropout_p: float
 
 # Memory
 
-LONG = 8192
+LONG = 4096
 
 
 def _long(length: int, path: str) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
@@ -322,7 +322,6 @@ def _long(length: int, path: str) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     return tensors, options[path]
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize("path", ["flash", "flash causal", "alibi", "dropout and padding"])
 def test_memory_grows_with_the_length_and_not_with_its_square(path: str) -> None:
     forward, backward = [], []

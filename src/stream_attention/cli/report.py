@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..benchmark import overview
+from ..benchmark import models, overview
 from ..benchmark.page import write_page
 from ..benchmark.results import load, markdown
 from .ending import quiet
@@ -45,7 +45,8 @@ def render(page: str, folder: Path, figures: str = "docs/figures") -> str:
 
     def table(found: re.Match[str]) -> str:
         results = _results(folder / f"{found['name']}.json")
-        return f"{found[1]}{markdown(results)}\n{found[3]}"
+        written = models.markdown if results.get("suite") == models.SUITE else markdown
+        return f"{found[1]}{written(results)}\n{found[3]}"
 
     def shown(found: re.Match[str]) -> str:
         results = _named(found["names"], folder)

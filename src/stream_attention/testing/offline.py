@@ -119,15 +119,14 @@ def _compile(form: Form) -> Any:
 def report(compiled: Any) -> Report:
     """Read the assembler's report, assembling again if it is not there, and count what is in the kernel."""
     arch = f"sm_{compiled.metadata.target.arch}" + ("a" if compiled.metadata.target.arch >= 90 else "")
-    with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        log = compiled.assembler_log
-        if not log:
+    log = compiled.assembler_log
+    if not log:
+        with tempfile.TemporaryDirectory() as folder:
+            ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
             ptx.write_text(compiled.asm["ptx"])
             ptxas = Path(get_ptxas(compiled.metadata.target.arch).path)
             log = _run(ptxas, "-v", f"--gpu-name={arch}", ptx, "-o", cubin)
-        cubin.write_bytes(compiled.asm["cubin"])
-        sass = _run(_TOOLS / "nvdisasm", "-c", "-ndf", cubin)  # without data flow: it takes a third less time
+    sass = disassemble(compiled)
     opcodes = re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+)", sass, re.MULTILINE)
     return Report(
         registers=int(_find(r"Used (\d+) registers", log)),
@@ -137,6 +136,17 @@ def report(compiled: Any) -> Report:
         instructions=Counter(opcodes),
         warnings=tuple(sorted(set(re.findall(r"\(C\d+\)[^\n]*|[Ww]arning[^\n]*", log)))),
     )
+
+
+def disassemble(compiled: Any) -> str:
+    """The machine code of a kernel that Triton has compiled, as text; it keeps it."""
+    if not hasattr(compiled, "sass"):
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder, "kernel.cubin")
+            cubin.write_bytes(compiled.asm["cubin"])
+            compiled.sass = _run(_TOOLS / "nvdisasm", "-c", "-ndf", cubin)  # without data flow: a third less time
+    text: str = compiled.sass
+    return text
 
 
 def _run(tool: Path, *arguments: str | Path) -> str:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,15 +90,6 @@ def compiling() -> Iterator[list[Any]]:
             # What is cached would be assembled again for its report, without the options that this Triton adds.
             triton.knobs.compilation.always_compile = True
         yield launched
-
-
-def disassemble(compiled: Any) -> str:
-    """The machine code of a kernel that Triton has compiled, as text."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        return subprocess.run([tool, "-c", "-ndf", cubin.name], capture_output=True, text=True, check=True).stdout
 
 
 def fingerprint(sass: str) -> str:

@@ -28,7 +28,6 @@ from sass_gate import (
     Spills,
     as_file,
     compiling,
-    disassemble,
     faults_of_any,
     fingerprint,
     parse,
@@ -37,7 +36,7 @@ from sass_gate import (
 
 from stream_attention.kernels.gluon import backward
 from stream_attention.problem import Inputs, Problem, Wanted
-from stream_attention.testing.offline import report
+from stream_attention.testing.offline import disassemble, report
 from stream_attention.tuning import gluon as tuning
 from stream_attention.tuning.gluon import GluonBackwardConfig, configure_backward
 

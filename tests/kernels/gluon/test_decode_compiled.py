@@ -14,14 +14,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton")
 
 import triton
-from sass_gate import SHARED_BYTES, VERSION, disassemble, fingerprint
+from sass_gate import SHARED_BYTES, VERSION, fingerprint
 
 from stream_attention import ContiguousKV, PagedKV, QuantizedKV, quantize_kv
 from stream_attention.backends import DECODERS, TESTED_TRITON
 from stream_attention.kernels.gluon.decode_codes import decode
 from stream_attention.kernels.triton.decode_call import workspace_numbers
 from stream_attention.ops.decode import decode_problem
-from stream_attention.testing.offline import compiling_for, report
+from stream_attention.testing.offline import compiling_for, disassemble, report
 from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeProblem, configure_gluon
 
 BF16, F16 = torch.bfloat16, torch.float16

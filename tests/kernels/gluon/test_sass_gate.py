@@ -16,7 +16,6 @@ import triton
 from sass_gate import (
     Iteration,
     Spills,
-    disassemble,
     faults,
     fingerprint,
     measure,
@@ -31,7 +30,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from stream_attention.testing.offline import Report, compiling_for, report
+from stream_attention.testing.offline import Report, compiling_for, disassemble, report
 
 # On a few lines
 

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing; run without TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
-from sass_gate import VERSION, as_file, disassemble, fingerprint, ran
+from sass_gate import VERSION, as_file, fingerprint, ran
 
 from stream_attention import ContiguousKV, PagedKV, quantize_kv
 from stream_attention.backends import DECODERS, TESTED_TRITON
@@ -22,7 +22,7 @@ from stream_attention.cache_views.codes import Coding
 from stream_attention.kernels.triton.decode import decode
 from stream_attention.kernels.triton.decode_call import workspace_numbers
 from stream_attention.ops.decode import decode_problem
-from stream_attention.testing.offline import compiling_for, report
+from stream_attention.testing.offline import compiling_for, disassemble, report
 from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeConfig, DecodeProblem, configure
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -1,0 +1,56 @@
+"""`decode_attention` over the slots of a static cache as one op, at which a compiled graph does not break."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cache_views import ContiguousKV
+from ..ops.decode import decode_attention
+
+_library = torch.library.Library("stream_attention", "FRAGMENT")
+_library.define(
+    "decode_static(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor? sink, int window, float softcap, "
+    "float scale) -> Tensor"
+)
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    sink: Tensor | None,
+    window: int,
+    softcap: float,
+    scale: float,
+) -> Tensor:
+    """Attention of the newest queries `[B, Tq, Hq, D]` over the first `lengths[b]` keys `[B, T, Hkv, D]` of each row.
+
+    `window` counts the own key too; 0: no window. There is no gradient.
+    """
+    compute = torch.ops.stream_attention.decode_static if torch.compiler.is_compiling() else _decode
+    return compute(query, key, value, lengths, sink, window, softcap, scale)
+
+
+def _decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    sink: Tensor | None,
+    window: int,
+    softcap: float,
+    scale: float,
+) -> Tensor:
+    sides = (window - 1, 0) if window else None
+    cache = ContiguousKV(key, value, lengths)
+    return decode_attention(query, cache, window=sides, sink=sink, softcap=softcap, scale=scale)  # type: ignore[return-value]
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[3])
+
+
+_library.impl("decode_static", _decode, "CompositeExplicitAutograd")
+torch.library.register_fake("stream_attention::decode_static", _fake, lib=_library)

@@ -1,0 +1,230 @@
+"""The attention function that transformers calls in every layer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import refuse
+from ..ops.attention import attention
+from ..ops.varlen import varlen_attention
+from .decode_op import decode
+from .held import read, tell
+from .masks import filled, matrix, packed, seen
+
+
+class Settings(NamedTuple):
+    """What a `StreamAttentionConfig` says about the attention of a model; each of its attention modules keeps it."""
+
+    backend: str = "auto"
+    max_sequence_length: int | None = None
+
+
+ATTRIBUTE = "stream_attention"
+"""Of an attention module, where it keeps them."""
+
+DEFAULT = Settings()
+
+
+def stream_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    head_mask: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a layer: query `[B, Hq, Tq, D]`, key and value `[B, Hkv, Tk, .]` -> `[B, Tq, Hq, Dv]`, no weights.
+
+    `attention_mask` is what `masks` describes, or bool `[B, Tk]`, which says what is padding. A mask of all there is to
+    know holds alone; beside the others, `is_causal` and `sliding_window` count. `s_aux` are sinks. `position_bias` is
+    added to the scores, `head_mask` weighs heads. Of the others `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and
+    `max_length_k` say how a batch is packed; what else a model passes along says nothing about its attention.
+    """
+    compiling = torch.compiler.is_compiling()
+    reason = None
+    if others:
+        if others.get("output_attentions"):
+            _warn("output_attentions: weights never exist here, so None is returned; choose eager attention for them")
+        if others.get("cache") is not None:
+            reason = "its paged cache is transformers' own"
+    if not compiling and type(query) is not Tensor and hasattr(query, "device_mesh"):
+        reason = "its tensors are DTensors"
+    if reason is not None:
+        others |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
+        return _by_sdpa(reason, module, query, key, value, attention_mask, softcap, s_aux, others)
+    backend, most = module.__dict__.get(ATTRIBUTE, DEFAULT)
+    if most is not None and key.shape[2] > most:
+        refuse("key", f"at most max_sequence_length={most} tokens", key.shape[2])
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    softcap = softcap or 0.0
+    held = None if compiling else key
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if held is not None and hasattr(held, "stream_kv"):
+        windowed = sliding_window is not None and 0 < sliding_window < key.shape[1]
+        if not causal or dropout or position_bias is not None or windowed or backend != "auto":
+            plain = "a plain cache for cross-attention, dropout, biases, sliding windows and forced backends"
+            refuse("past_key_values", plain, "one of ours")
+        out = read(query, held, _padding_alone(attention_mask), scale=scaling, softcap=softcap, sink=s_aux)
+        assert out is not None
+    elif attention_mask is None and "cu_seq_lens_q" not in others:
+        out = attention(
+            query,
+            key,
+            value,
+            causal=causal and query.shape[1] > 1,
+            window=_window(sliding_window, causal),
+            bias=position_bias,
+            sink=s_aux,
+            softcap=softcap,
+            scale=scaling,
+            dropout_p=dropout or 0.0,
+            backend=backend,
+        )
+    else:
+        how = {"sink": s_aux, "softcap": softcap, "scale": scaling, "dropout_p": dropout or 0.0, "backend": backend}
+        out = _masked(query, key, value, attention_mask, causal, sliding_window, position_bias, others, how)
+    if held is not None and hasattr(held, "stream_observer"):
+        tell(query, held, scaling, softcap, s_aux)
+    if head_mask is not None:
+        if head_mask.dim() == 4 and head_mask.shape[2:] != (1, 1):
+            refuse("head_mask", "a weight per head, [B or 1, Hq, 1, 1]", list(head_mask.shape))
+        out = out * head_mask.view(-1, 1, query.shape[2], 1)
+    return out, None
+
+
+def _masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    sliding_window: int | None,
+    bias: Tensor | None,
+    others: dict[str, Any],
+    how: dict[str, Any],
+) -> Tensor:
+    """Attention under a mask, or of a packed batch."""
+    window = _window(sliding_window, causal)
+    if others.get("cu_seq_lens_q") is not None and (mask is None or mask.dtype is torch.int64) and bias is None:
+        queries, keys = ((others[f"cu_seq_lens_{side}"], int(others[f"max_length_{side}"])) for side in "qk")
+        return _by_sequence(query, key, value, queries, keys, causal, window, how)
+    if mask is None:
+        return attention(query, key, value, causal=causal, window=window, bias=bias, **how)
+    if mask.dim() == 4 and mask.dtype is torch.int64 and bias is None:
+        *cuts, width = packed(mask)
+        key, value = key[:, : query.shape[1]], value[:, : query.shape[1]]
+        return _by_sequence(query, key, value, cuts, cuts, True, _window(width, True), how)
+    if mask.dim() == 4 and mask.dtype is torch.int32 and bias is None and _decodes(query, key, value, how):
+        lengths, width = filled(mask)
+        scale = query.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
+        return decode(query, key, value, lengths, how["sink"], width, how["softcap"], scale)
+    if mask.dim() == 4 and mask.dtype in (torch.int32, torch.int64):
+        mask = matrix(mask, query.shape[0], query.shape[1], key.shape[1])
+    count = key.shape[1]
+    read: Tensor | None = mask
+    if mask.dim() == 2:
+        read, count = mask.bool()[:, None, None], mask.shape[1]
+    elif mask.dtype is torch.uint8:
+        width, both_sides, count, read = seen(mask)
+        causal, window = not both_sides, (width, width) if both_sides else _window(width, True)
+    else:
+        causal, window = False, None
+        if mask.dim() == 3:
+            read = mask.unsqueeze(1)
+        if mask.dtype is not torch.bool:
+            if not mask.is_floating_point():
+                refuse("attention_mask", "a mask of bool or of floats", mask.dtype, error=TypeError)
+            read, bias = None, read if bias is None else bias + mask
+    key, value = key[:, :count], value[:, :count]
+    read, bias = (x if x is None else x[..., : key.shape[1]] for x in (read, bias))
+    return attention(query, key, value, causal=causal, window=window, mask=read, bias=bias, **how)
+
+
+def _decodes(query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> bool:
+    """Whether a call is one that `decode_attention` computes: it has no gradient, no dropout and tiles of its own."""
+    graph = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return not graph and not how["dropout_p"] and how["backend"] == "auto"
+
+
+def _by_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Sequence[Any],
+    keys: Sequence[Any],
+    causal: bool,
+    window: tuple[int, int] | None,
+    how: dict[str, Any],
+) -> Tensor:
+    """Rows of a batch one after another, cut into sequences: `(cu_seqlens, the longest)` of queries and keys."""
+    flat = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    out = varlen_attention(
+        *flat,
+        cu_seqlens_q=queries[0],
+        cu_seqlens_k=keys[0],
+        max_seqlen_q=queries[1],
+        max_seqlen_k=keys[1],
+        causal=causal,
+        window=window,
+        **how,
+    )
+    return out.view(*query.shape[:2], *out.shape[1:])
+
+
+def _window(width: int | None, causal: bool) -> tuple[int, int] | None:
+    """transformers counts the own key too; None and what is not positive: no window."""
+    return (width - 1, 0 if causal else width - 1) if width and width > 0 else None
+
+
+def _padding_alone(mask: Tensor | None) -> Tensor | None:
+    """What caches of ours take: bool `[B, Tk]`, or None. They refuse what is more."""
+    if mask is None or mask.dtype is not torch.uint8:
+        return mask
+    width, both_sides, _, padding = seen(mask)
+    if width or both_sides:
+        refuse("past_key_values", "a plain cache for a layer with a sliding window", "one of ours")
+    return None if padding is None else padding[:, 0, 0]
+
+
+def _by_sdpa(
+    reason: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    others: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """What transformers does for "sdpa", and a warning."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if softcap or sink is not None:
+        refuse("attn_implementation", f"eager for a layer with softcap or sinks where {reason}", '"stream_attention"')
+    _warn(f"{type(module).__name__} runs by transformers' SDPA: {reason}")
+    if mask is not None and mask.dim() == 4 and mask.dtype in (torch.uint8, torch.int32, torch.int64):
+        mask = matrix(mask, query.shape[0], query.shape[2], key.shape[2])
+    return sdpa_attention_forward(module, query, key, value, mask, **others)
+
+
+_said: set[str] = set()
+
+
+def _warn(message: str) -> None:
+    if not torch.compiler.is_compiling() and message not in _said:
+        _said.add(message)
+        warnings.warn(f"stream_attention: {message}", stacklevel=3)

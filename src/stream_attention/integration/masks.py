@@ -1,0 +1,292 @@
+"""What a query may see in a transformers model, said without a Tq x Tk matrix wherever fewer numbers say it.
+
+transformers asks a mask function once per forward and kind of layer, and hands its answer through the model's code to
+every layer. On that way it must be None or a 4-D tensor: only these are passed on as they are, moved to the device of a
+layer, and fed to a compiled forward. So what the host must know of a mask stands in its shape, and the three forms
+that are ours have dtypes which nobody else takes for a mask:
+
+    None                              what the module says: causal, aligned bottom-right, or everything
+    bool or float [B, H, Tq, Tk]      all of it: True = attend, or added to the scores; any dim may be 1
+    uint8 [B or 0, 1 + W, S, n]       the first n keys are filled (a static cache has more slots); 1 = a token, 0 =
+                                      padding, and no rows at all where there is no padding; W keys are seen, the own
+                                      included (0: all), S = 1: causal, bottom-right within n; S = 2: W to both sides
+    int64 [1, 1 + W, longest, m + 1]  m sequences, cut at these tokens of all rows one after another; causal in each
+    int32 [B, 1 + W, 1, 1]            keys that are filled in a static cache, which only the device knows: for a few
+                                      queries that are the last of them, causal
+
+What none of them says (overlays of a model's own, chunked attention, padding in a static cache) is the matrix that
+transformers makes for SDPA.
+
+Where the host may look at tensors it does so once here, not in every layer, and not at all where there is no padding
+mask and no static cache. Compiled graphs and CUDA graphs being captured are made without looking.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from inspect import signature
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import masking_utils
+
+from ..errors import refuse
+from .held import FEW
+
+PAD_PIECE = 128
+"""Padding of a packed batch attends to itself in pieces of so many tokens: nobody reads it, and it costs little."""
+
+MODELS_ASK = "allow_is_causal_skip" in signature(masking_utils.create_causal_mask).parameters
+"""Whether a model may ask for a matrix, to compute with it; else only a cache of fixed shape does, in any step."""
+
+
+class Seen(NamedTuple):
+    """What a uint8 mask says."""
+
+    window: int  # keys seen, the own included, or keys on each side; 0: all
+    both_sides: bool  # else causal
+    filled: int  # keys that are there
+    padding: Tensor | None  # bool [B, 1, 1, filled], True = a token
+
+
+class Packed(NamedTuple):
+    """What an int64 mask says."""
+
+    cu_seqlens: Tensor  # [sequences + 1]
+    longest: int
+    window: int  # keys seen, the own included; 0: all
+
+
+def seen(mask: Tensor) -> Seen:
+    rows, window, sides, filled = mask.shape
+    return Seen(window - 1, sides == 2, filled, mask[:, :1, :1].view(torch.bool) if rows else None)
+
+
+def packed(mask: Tensor) -> Packed:
+    _, window, longest, _ = mask.shape
+    return Packed(mask[0, 0, 0], longest, window - 1)
+
+
+def filled(mask: Tensor) -> tuple[Tensor, int]:
+    """What an int32 mask says: keys that are filled `[B]`, and how many a query sees, the own included (0: all)."""
+    return mask[:, 0, 0, 0].contiguous(), mask.shape[1] - 1
+
+
+def matrix(mask: Tensor, batch: int, q_len: int, k_len: int) -> Tensor:
+    """A mask of ours as bool `[B or 1, 1, Tq, Tk]`, for those who read no other."""
+    window, both_sides, first = mask.shape[1] - 1, False, torch.zeros((), dtype=torch.int64, device=mask.device)
+    there = torch.ones(1, 1, 1, k_len, dtype=torch.bool, device=mask.device)
+    if mask.dtype is torch.int64:
+        tokens = torch.arange(batch * q_len, device=mask.device)
+        of = torch.searchsorted(packed(mask).cu_seqlens, tokens, right=True).view(batch, 1, q_len)
+        there = F.pad(of.unsqueeze(-1) == of.unsqueeze(-2), (0, k_len - q_len))
+    elif mask.dtype is torch.int32:
+        first = filled(mask)[0].view(-1, 1, 1) - q_len
+    else:
+        _, both_sides, count, padding = seen(mask)
+        first = first + (count - q_len)
+        there = F.pad(there[..., :count] if padding is None else padding, (0, k_len - count))
+    queries = first + torch.arange(q_len, device=mask.device)  # [Tq] or [B, 1, Tq]
+    distance = queries.unsqueeze(-1) - torch.arange(k_len, device=mask.device)
+    if both_sides:
+        return there & (distance.abs() <= window)
+    near = distance >= 0
+    return there & (near & (distance < window) if window else near)
+
+
+def stream_mask(**asked: Any) -> Tensor | None:
+    """The mask function that is registered: what transformers asks of it differs by version, always by keyword."""
+    looking = not (torch.compiler.is_compiling() or _capturing(asked))
+    if looking and (own := _own_attention(type(asked["config"]))) is not None:  # type: ignore[arg-type]
+        hint = f"{own} computes its attention itself."
+        refuse("attn_implementation", 'another one, as "eager"', '"stream_attention"', hint)
+    pattern = _pattern(asked, looking)
+    if pattern is None:
+        return _sdpa_matrix(asked)
+    return (_causal if pattern.causal else _both_ways)(asked, pattern, looking)
+
+
+def _causal(asked: dict[str, Any], pattern: _Pattern, looking: bool) -> Tensor | None:
+    attention_mask, positions = asked["attention_mask"], asked.get("cache_position")
+    q_len, q_start = _queries(asked)
+    k_len, k_start = asked["kv_length"], asked["kv_offset"]
+    whole = pattern.sequences is None and not asked["allow_is_causal_skip"]
+    static = isinstance(q_start, Tensor) and not isinstance(k_start, Tensor) and (positions is None or whole)
+    if static and q_len <= FEW and (q_len == 1 or not looking):  # a mask of the same shape in every step
+        if k_start == 0 and _no_padding(attention_mask, q_start + q_len, looking):
+            return _filled_mask(q_start + q_len, pattern.window, asked["batch_size"])
+        return _sdpa_matrix(asked)
+    if whole and (q_len == 1 or MODELS_ASK):
+        return _sdpa_matrix(asked)
+    if not looking and (pattern.sequences is not None or isinstance(q_start, Tensor) or isinstance(k_start, Tensor)):
+        return _sdpa_matrix(asked)
+    q_start, k_start = int(q_start), int(k_start)
+    count = q_start + q_len - k_start
+    if count > k_len:
+        return _sdpa_matrix(asked)
+    window = pattern.window if pattern.window < count else 0
+    if pattern.sequences is not None:
+        cuts = _cuts_of_sequences(pattern.sequences)
+        if len(cuts) > pattern.sequences.shape[0] + 1:
+            return _packed_mask(cuts, window, pattern.sequences.device)
+    padding = _padding(attention_mask, k_start, count, looking)
+    if padding is None:
+        return None if count == k_len and not window else _seen_mask(None, window, 1, count, asked)
+    if looking and q_len == count > 1:
+        runs = _cuts_of_padding(padding)
+        if runs is not None:
+            return _packed_mask(runs, window, padding.device)
+    return _seen_mask(padding, window, 1, count, asked)
+
+
+def _both_ways(asked: dict[str, Any], pattern: _Pattern, looking: bool) -> Tensor | None:
+    """What hides keys is padding, or a window."""
+    if not asked.get("allow_is_bidirectional_skip", False):
+        return _sdpa_matrix(asked)
+    q_len, q_start = _queries(asked)
+    k_len, k_start = asked["kv_length"], asked["kv_offset"]
+    padding = _padding(asked["attention_mask"], k_start, k_len, looking)
+    if not 0 < pattern.window < k_len - 1:
+        return None if padding is None else padding[:, None, None]
+    if (not looking and isinstance(q_start, Tensor)) or int(q_start) + q_len != k_start + k_len:
+        return _sdpa_matrix(asked)
+    return _seen_mask(padding, pattern.window, 2, k_len, asked)
+
+
+def _queries(asked: dict[str, Any]) -> tuple[int, Any]:
+    """How many queries there are and where the first stands, which before transformers 5.4 is in a tensor."""
+    positions = asked.get("cache_position")
+    return (asked["q_length"], asked["q_offset"]) if positions is None else (positions.shape[0], positions[0])
+
+
+@cache
+def _own_attention(config: type) -> str | None:
+    """The attention of a model that does not ask for ours: transformers takes our name for it all the same, and the
+    model would compute with a mask that it does not understand."""
+    name = config.__module__.replace(".configuration_", ".modeling_")
+    found = vars(sys.modules.get(name, object))
+    if "ALL_ATTENTION_FUNCTIONS" in found:
+        return None
+    own = (one for one in found.values() if isinstance(one, type) and issubclass(one, nn.Module))
+    return next((one.__name__ for one in own if "Attention" in one.__name__ and one.__module__ == name), None)
+
+
+def _device(asked: dict[str, Any]) -> torch.device:
+    given = next(asked[name] for name in ("attention_mask", "cache_position", "device") if asked.get(name) is not None)
+    return given.device if isinstance(given, Tensor) else torch.device(given)
+
+
+def _capturing(asked: dict[str, Any]) -> bool:
+    return _device(asked).type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class _Pattern(NamedTuple):
+    causal: bool
+    window: int  # as the overlay counts; 0: none
+    sequences: Tensor | None  # [B, T], equal numbers side by side: tokens of one sequence
+
+
+def _pattern(asked: dict[str, Any], looking: bool) -> _Pattern | None:
+    """What the mask function's overlays say, in so far as all of them are known."""
+    function = asked["mask_function"]
+    if function is masking_utils.causal_mask_function:
+        return _Pattern(True, 0, None)
+    if function is getattr(masking_utils, "bidirectional_mask_function", None):
+        return _Pattern(False, 0, None)
+    if looking:
+        return _from_closures(function)
+    config, size = asked["config"], asked.get("local_size")
+    # Dynamo reads no closures: a window it is if nothing else can be.
+    plain = asked["allow_is_causal_skip"] and not asked.get("use_vmap", False)
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    return _Pattern(True, size, None) if plain and size is not None and not chunked else None
+
+
+def _from_closures(function: Any) -> _Pattern | None:
+    causal, window, sequences = None, 0, None
+    for one in _conjuncts(function):
+        maker = one.__qualname__.partition(".")[0] if one.__module__ == masking_utils.__name__ else ""
+        held = [cell.cell_contents for cell in one.__closure__ or ()]
+        if one is masking_utils.causal_mask_function:
+            causal = True
+        elif maker == "bidirectional_mask_function":
+            causal = False
+        elif maker in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
+            (window,) = held
+        elif maker == "packed_sequence_mask_function":
+            (sequences,) = held
+        else:
+            return None
+    return None if causal is None else _Pattern(causal, window, sequences)
+
+
+def _conjuncts(function: Any) -> list[Any]:
+    if function.__module__ != masking_utils.__name__ or not function.__qualname__.startswith("and_masks."):
+        return [function]
+    (functions,) = (cell.cell_contents for cell in function.__closure__)
+    return list(chain.from_iterable(map(_conjuncts, functions)))
+
+
+def _sdpa_matrix(asked: dict[str, Any]) -> Tensor:
+    whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**asked | whole)
+
+
+def _padding(attention_mask: Tensor | None, start: int, count: int, looking: bool) -> Tensor | None:
+    """bool `[B, count]` of the keys from `start` on; None where it is known that all are tokens."""
+    if attention_mask is None:
+        return None
+    padding = attention_mask[:, start : start + count]
+    if padding.shape[1] < count:  # what was not said is hidden
+        padding = F.pad(padding, (0, count - padding.shape[1]))
+    return None if looking and bool(padding.all()) else padding
+
+
+def _no_padding(attention_mask: Tensor | None, count: Tensor, looking: bool) -> bool:
+    """Whether it is known that the first so many keys are tokens."""
+    if attention_mask is None:
+        return True
+    return looking and bool(attention_mask.all() & (count <= attention_mask.shape[1]))
+
+
+def _filled_mask(count: Tensor, window: int, batch: int) -> Tensor:
+    return count.to(torch.int32).expand(batch).contiguous()[:, None, None, None].expand(-1, 1 + window, -1, -1)
+
+
+def _seen_mask(padding: Tensor | None, window: int, sides: int, count: int, asked: dict[str, Any]) -> Tensor:
+    if padding is not None:
+        return padding.contiguous().view(torch.uint8)[:, None, None].expand(-1, 1 + window, sides, -1)
+    return torch.empty(0, 1 + window, sides, count, dtype=torch.uint8, device=_device(asked))
+
+
+def _packed_mask(cuts: list[int], window: int, device: torch.device) -> Tensor:
+    longest = max(after - before for before, after in pairwise(cuts))
+    return torch.tensor(cuts, device=device).expand(1, 1 + window, longest, -1)
+
+
+def _cuts_of_sequences(sequences: Tensor) -> list[int]:
+    """Where sequences begin in all rows one after another, and the end."""
+    begins = torch.ones_like(sequences, dtype=torch.bool)
+    begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
+    return [*begins.flatten().nonzero().flatten().tolist(), sequences.numel()]
+
+
+def _cuts_of_padding(padding: Tensor) -> list[int] | None:
+    """Cuts such that the tokens of a row are one sequence and its padding others; None if padding is among tokens."""
+    rows, length = padding.shape
+    first = padding.int().argmax(1)
+    last = length - padding.flip(1).int().argmax(1)
+    cuts = {rows * length}
+    for row, (begin, end, count) in enumerate(torch.stack([first, last, padding.sum(1)], 1).tolist()):
+        if count not in (0, end - begin):
+            return None
+        at = row * length
+        end = end if count else begin
+        for start, stop in ((0, begin), (end, length)):
+            cuts.update(range(at + start, at + stop, PAD_PIECE))
+        cuts.update((at, at + begin, at + end))
+    return sorted(cuts)

@@ -1,0 +1,114 @@
+"""Attention of models that exist: made ours, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import unwrap
+from typing import Any
+
+from torch import nn
+
+from ..core.config import StreamAttentionConfig
+from ..errors import refuse
+from .forward import ATTRIBUTE, Settings
+from .hf import NAME
+
+REFUSED = ("gradient_checkpointing", "use_qkv_projections", "qkv_bias", "use_layer_norm", "dropout")
+"""Fields that say what the model decides itself: other values than the defaults would be ignored."""
+
+
+class Replaced(int):
+    """How many attention modules were replaced; `undo()` gives them back."""
+
+    _restore: Callable[[], None]
+
+    def undo(self) -> None:
+        """Put back what was there before, config and implementation; a second call does nothing."""
+        self._restore()
+        self._restore = _nothing
+
+
+def _nothing() -> None:
+    pass
+
+
+def replace(model: nn.Module, config: StreamAttentionConfig, named: Callable[[str], bool], said: str) -> Replaced:
+    """Make ours the attention modules of a model whose path is `named`; `said` is the argument that names them."""
+    if not hasattr(model, "set_attn_implementation"):
+        refuse("model", "a model of transformers", type(model).__name__, error=TypeError)
+    if not isinstance(config, StreamAttentionConfig):
+        refuse("config", "a StreamAttentionConfig", type(config).__name__, error=TypeError)
+    found = {path: module for path, module in model.named_modules() if _asks_the_interface(module)}
+    chosen = {path: module for path, module in found.items() if named(path)}
+    if not chosen:
+        there = ", ".join(sorted({path.rpartition(".")[2] for path in found})) or "none in this model"
+        refuse("model", f"attention modules {said} that ask transformers for an attention function", there)
+    shared = {id(module.config) for module in chosen.values()}
+    left_out = [path for path, module in found.items() if id(module.config) in shared and path not in chosen]
+    if left_out:
+        hint = "Modules that share a config share their attention: choose all of them."
+        refuse(said.partition(" ")[0], "all attention of the model", f"a choice without {left_out[0]}", hint)
+    _check(config, model)
+    configs = _configs(model, chosen)
+    before = [(one, one._attn_implementation) for one in configs]
+    kept = [(module, module.__dict__.get(ATTRIBUTE)) for module in chosen.values()]
+
+    def restore() -> None:
+        for one, implementation in before:
+            one._attn_implementation = implementation
+        for module, settings in kept:
+            _keep(module, settings)
+
+    not_chosen = {id(module.config) for path, module in found.items() if path not in chosen}
+    try:
+        model.set_attn_implementation(NAME)  # type: ignore[operator]
+        for one, implementation in before:
+            if id(one) in not_chosen:
+                one._attn_implementation = implementation
+            elif id(one) in shared:  # of a stack with a config of the model's class, which older versions pass by
+                one._attn_implementation = NAME
+    except BaseException:
+        restore()
+        raise
+    for module in chosen.values():
+        _keep(module, Settings(config.backend, config.max_sequence_length))
+    replaced = Replaced(len(chosen))
+    replaced._restore = restore
+    return replaced
+
+
+def _asks_the_interface(module: nn.Module) -> bool:
+    """Whether a module takes its attention from the table, by the name in its config: then that name decides."""
+    forward = unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return hasattr(module, "config") and code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _configs(model: Any, chosen: dict[str, nn.Module]) -> list[Any]:
+    """Each config once that may change, those of whole models first."""
+    holders = [module for module in model.modules() if hasattr(module, "set_attn_implementation")]
+    return list({id(one.config): one.config for one in [*holders, *chosen.values()]}.values())
+
+
+def _keep(module: nn.Module, settings: Settings | None) -> None:
+    if settings is None:
+        module.__dict__.pop(ATTRIBUTE, None)
+    else:
+        module.__dict__[ATTRIBUTE] = settings
+
+
+def _check(config: StreamAttentionConfig, model: Any) -> None:
+    """Refuse fields that contradict the model, or that would have no effect."""
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    dim = getattr(text, "head_dim", None) or getattr(text, "d_kv", None)
+    if dim is None and heads is not None and hasattr(text, "hidden_size"):
+        dim = text.hidden_size // heads
+    for name, expected in (("num_heads", heads), ("head_dim", dim)):
+        if expected is not None and getattr(config, name) != expected:
+            refuse(name, f"the model's {expected}", getattr(config, name))
+    default = StreamAttentionConfig()
+    for name in REFUSED:
+        if getattr(config, name) != getattr(default, name):
+            hint = "The model has its own."
+            refuse(name, f"{getattr(default, name)} for a model of transformers", getattr(config, name), hint)

@@ -1,0 +1,296 @@
+"""How much memory a call or a cache will take, found out without any: both are made on tensors that have none.
+
+A call is planned for its device and run on "meta" tensors, and a dispatch mode adds up what it allocates and when. So
+there is no formula here that could differ from what the kernels do: scratch, splits and copies are counted because they
+are made. Only how often is cut short: the eager backend, which takes the same memory for every tile, walks a few.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..cache_views import ContiguousKV, PagedKV
+from ..device import arch, processors
+from ..errors import refuse
+from ..kvcache import quantize_kv
+from ..kvcache.request import count
+from ..ops.attention import attention, prepare_attention
+from ..ops.library import problem_of, run_backward, run_forward
+from ..ops.warmup import COMPILED, Call, Gpu, kernels_of
+from ..plan import Plan, plan
+from ..problem import UNBOUNDED, Inputs, Problem, Wanted
+from ..validate import DTYPES
+
+CUDA_BLOCK = 512
+"""Bytes to which CUDA's caching allocator rounds up. Large blocks that it kept for reuse may be up to 1 MiB larger."""
+
+
+@dataclass(frozen=True)
+class AttentionMemory:
+    """Bytes of one call of `attention`, on the backend that would compute it."""
+
+    backend: str
+    inputs: int  # query, key and value, and mask, bias, slopes and sink where there are any
+    saved: int  # output and LSE, which is all that a backward needs beside the inputs
+    forward: int  # the most that is held beyond the inputs while the forward runs, the output included
+    backward: int | None  # likewise while the backward runs, with output, LSE and the gradients in and out; None: none
+    matrix: int  # of the Tq x Tk scores of all heads in the call's dtype, which are never held
+
+    @property
+    def peak(self) -> int:
+        """The most at any time, inputs included."""
+        return self.inputs + max(self.forward, self.backward or 0)
+
+    def __str__(self) -> str:
+        backward = "" if self.backward is None else f", backward {_size(self.backward)}"
+        return (
+            f"{self.backend}: inputs {_size(self.inputs)}; beyond them forward {_size(self.forward)}{backward}; "
+            f"saved {_size(self.saved)}; the matrix would be {_size(self.matrix)}"
+        )
+
+
+def estimate_attention_memory(
+    batch: int,
+    q_len: int,
+    heads: int,
+    head_dim: int,
+    *,
+    k_len: int | None = None,
+    kv_heads: int | None = None,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    mask: bool = False,
+    bias: bool = False,
+    alibi: bool = False,
+    sink: bool = False,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    backward: bool = True,
+    device: torch.device | str | None = None,
+    gpu: tuple[int, int] | None = None,
+    backend: str = "auto",
+) -> AttentionMemory:
+    """What a call of `attention` on these shapes will take, and what it will take in training. Allocates nothing.
+
+    Args:
+        batch, q_len, heads, head_dim: of the query `[B, Tq, Hq, D]`.
+        k_len, kv_heads, value_dim: of key and value; None: those of the query.
+        mask, bias: whether there are any, `[Tq, Tk]` and `[Hq, Tq, Tk]` in the dtype of the query; no gradient of it.
+        alibi, sink: whether there are any, one fp32 number per head each.
+        backward: also estimate the backward, for the gradients of query, key and value.
+        device: cpu or cuda; None: cuda where there is a GPU or `gpu` is given, else cpu.
+        gpu: (compute capability, multiprocessors) of a GPU that need not be here; (90, 132) is an H100 or H200.
+        backend: as in `attention`, but not "reference", which does hold the matrix.
+
+    Figures for a GPU are exact, in whole blocks of its allocator. On a CPU they are so but for a few MiB: tiles of up
+    to 2 MiB that what is visible makes smaller or unnecessary, and buffers of threads inside torch's own flash op. Not
+    for use while other threads launch Triton kernels.
+
+    >>> estimate_attention_memory(1, 4096, 8, 64, dtype=torch.float32, device="cpu", backward=False).saved == (
+    ...     4096 * 8 * (64 + 1) * 4
+    ... )
+    True
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    sizes = {"batch": batch, "q_len": q_len, "heads": heads, "head_dim": head_dim, "kv_heads": kv_heads}
+    sizes |= {"k_len": q_len if k_len is None else k_len, "value_dim": head_dim if value_dim is None else value_dim}
+    for name, size in sizes.items():
+        count(name, size, 0 if name in ("batch", "q_len", "k_len") else 1)
+    if dtype not in DTYPES:
+        refuse("dtype", "float16, bfloat16, float32 or float64", dtype)
+    if backend == "reference":
+        refuse("backend", "one that streams", repr(backend), "The reference holds the matrix, several times over.")
+    where, facts = _device_and_gpu(device, gpu)
+    call = Call(
+        batch,
+        q_len,
+        sizes["k_len"],
+        heads,
+        kv_heads,
+        head_dim,
+        sizes["value_dim"],
+        dtype,
+        causal=causal,
+        window=window,
+        mask=mask,
+        bias=bias,
+        alibi=alibi,
+        sink=sink,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        backward=backward,
+        backend=backend,
+    )
+    problem, inputs, asked = _stated(call)
+    problem = problem._replace(device=where, arch=facts.arch, processors=facts.processors)
+    forward = plan(problem, asked)
+    unit = CUDA_BLOCK if where.type == "cuda" else 1
+    held = sum(_rounded(t.nbytes, unit) for t in inputs[:7] if t is not None)
+    compiled = forward.backend in COMPILED
+    if compiled and where.type == "cpu":
+        refuse("backend", '"auto" or "eager" on a CPU', repr(backend), "Triton's interpreter is not what one measures.")
+    wide = 8 if dtype is torch.float64 else 4
+    out, lse = batch * q_len * heads * sizes["value_dim"] * dtype.itemsize, batch * q_len * heads * wide
+    peaks = [
+        _peak(call, direction, facts, unit) - held if compiled else _eager_peak(problem, inputs, asked, direction, unit)
+        for direction in ((False, True) if backward else (False,))
+    ]
+    return AttentionMemory(
+        backend=forward.backend,
+        inputs=held,
+        saved=_rounded(out, unit) + _rounded(lse, unit),
+        forward=peaks[0],
+        backward=peaks[1] if backward else None,
+        matrix=batch * heads * q_len * sizes["k_len"] * dtype.itemsize,
+    )
+
+
+def estimate_kv_cache_bytes(
+    batch: int,
+    tokens: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    value_dim: int | None = None,
+    layers: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    page: int | None = None,
+    format: str | None = None,
+    **coding: Any,
+) -> int:
+    """What caches of `layers` layers hold when they are made: `nbytes` of the cache, before it is.
+
+    Args:
+        tokens: that a row can hold. With `page` a row has whole pages.
+        value_dim: None: that of the keys.
+        page: tokens of a page, for a `PagedKV`; None: a `ContiguousKV` with lengths.
+        format: "fp8", "int8" or "int4" for what `quantize_kv` makes of it; None: in full precision.
+        coding: keywords of `quantize_kv`: group, residual, keys, values, scale_dtype.
+
+    >>> estimate_kv_cache_bytes(16, 32768, 8, 128, layers=32) / 2**30  # Llama-3-8B in bf16
+    64.0000019...
+    >>> estimate_kv_cache_bytes(16, 32768, 8, 128, layers=32, format="int4") / 2**30
+    18.30...
+    """
+    for name, size in (("batch", batch), ("tokens", tokens), ("kv_heads", kv_heads), ("layers", layers)):
+        count(name, size, 0 if name in ("batch", "tokens") else 1)
+    dims = count("head_dim", head_dim, 1), count("value_dim", head_dim if value_dim is None else value_dim, 1)
+    if dtype not in DTYPES:
+        refuse("dtype", "float16, bfloat16, float32 or float64", dtype)
+    if coding and format is None:
+        refuse(", ".join(coding), "with a format", "none")
+    with torch.device("meta"):
+        lengths = torch.empty(batch, dtype=torch.int32)
+        cache: ContiguousKV | PagedKV
+        if page is None:
+            key, value = (torch.empty(batch, tokens, kv_heads, dim, dtype=dtype) for dim in dims)
+            cache = ContiguousKV(key, value, lengths)
+        else:
+            pages = -(-tokens // count("page", page, 1))
+            key, value = (torch.empty(batch * pages, page, kv_heads, dim, dtype=dtype) for dim in dims)
+            cache = PagedKV(key, value, torch.empty(batch, pages, dtype=torch.int32), lengths)
+        made = cache if format is None else quantize_kv(cache, format, **coding)
+    return layers * made.nbytes
+
+
+class _Tally(TorchDispatchMode):
+    """Bytes of the storages that ops make within it: held now, and at most."""
+
+    def __init__(self, unit: int, there: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.unit, self.held, self.peak = unit, 0, 0
+        self._alive = {tensor.untyped_storage()._cdata for tensor in there}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._alive:
+            return
+        size = _rounded(storage.nbytes(), self.unit)
+        self._alive.add(key)
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self.held -= size
+
+
+def _stated(call: Call) -> tuple[Problem, Inputs, str]:
+    bound = signature(attention).bind(**call.arguments("meta"))
+    bound.apply_defaults()
+    return problem_of(prepare_attention(**bound.arguments))
+
+
+def _peak(call: Call, backward: bool, gpu: Gpu, unit: int) -> int:
+    """Of a call on compiled kernels, its inputs included."""
+    with _Tally(unit) as tally:
+        kernels_of([replace(call, backward=backward)], gpu)
+    return tally.peak
+
+
+def _eager_peak(problem: Problem, inputs: Inputs, backend: str, backward: bool, unit: int) -> int:
+    """Of a call in plain torch, beyond its inputs."""
+    planned = plan(problem, backend)
+    with _Tally(unit, (t for t in inputs if t is not None)) as tally, torch.no_grad():
+        out, lse = run_forward(_few_tiles(planned), inputs)
+        if backward:
+            grad_out = torch.empty_like(out)
+            planned = plan(problem._replace(backward=True), backend)
+            run_backward(_few_tiles(planned), inputs, out, lse, grad_out, None, Wanted())
+    return tally.peak
+
+
+def _few_tiles(planned: Plan) -> Plan:
+    """The same plan for queries that stand so early that the last of them alone see keys, few, but whole tiles."""
+    problem, config = planned.problem, planned.config
+    left, right = (
+        config.block_k if side == UNBOUNDED else min(side, config.block_k) for side in (problem.left, problem.right)
+    )
+    start = left + config.block_q - problem.q_len
+    early = problem._replace(device=torch.device("meta"), q_start=start, q_base=start, right=right)
+    return planned._replace(problem=early if problem.left == UNBOUNDED else early._replace(left=left))
+
+
+def _device_and_gpu(device: torch.device | str | None, gpu: tuple[int, int] | None) -> tuple[torch.device, Gpu]:
+    if device is None:
+        device = "cuda" if gpu is not None or torch.cuda.is_available() else "cpu"
+    where = torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        refuse("device", "cpu or cuda", where)
+    if where.type == "cpu":
+        if gpu is not None:
+            refuse("gpu", "None for device cpu", gpu)
+        return where, Gpu(0, 0)
+    if gpu is not None:
+        capability, number = gpu
+        return where, Gpu(count("gpu", capability, 1), count("gpu", number, 1))
+    if not torch.cuda.is_available():
+        refuse("gpu", "(compute capability, multiprocessors), as torch finds no GPU", None, "(90, 132) is an H200.")
+    return where, Gpu(arch(where), processors(where))
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _size(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.2f} MiB"

@@ -1,0 +1,296 @@
+"""MemoryProfiler: what was held at the moments one names and at most between them, by regions, as JSON or a picture."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import refuse
+from .allocator import Reading, allocator_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MIB = 1 << 20
+
+
+@dataclass
+class _Region:
+    name: str  # with the names of those around it: "step/forward"
+    depth: int
+    began: float
+    before: int
+    peak: int
+    after: int | None = None
+    ended: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "depth": self.depth,
+            "before_mb": self.before / MIB,
+            "after_mb": None if self.after is None else self.after / MIB,
+            "peak_mb": self.peak / MIB,
+            "retained_mb": None if self.after is None else (self.after - self.before) / MIB,
+            "peak_beyond_mb": (self.peak - self.before) / MIB,
+            "timestamp": self.began,
+            "time_s": None if self.ended is None else self.ended - self.began,
+        }
+
+
+@dataclass
+class _Snapshot:
+    label: str
+    reading: Reading
+    peak: int  # since the snapshot before
+    timestamp: float
+
+    def as_dict(self) -> dict[str, Any]:
+        at = self.reading
+        return {
+            "label": self.label,
+            "allocated_mb": at.allocated / MIB,
+            "reserved_mb": _mib(at.reserved),
+            "device_mb": _mib(at.device),
+            "process_mb": _mib(at.process),
+            "peak_allocated_mb": self.peak / MIB,
+            "timestamp": self.timestamp,
+        }
+
+
+@dataclass
+class _Peaks:
+    """The most that was seen since a profiler started, and since its latest snapshot."""
+
+    allocated: int
+    reserved: int | None
+    since_snapshot: int
+
+    def take(self, reading: Reading) -> None:
+        highest = max(reading.peak, reading.allocated)
+        self.allocated, self.since_snapshot = max(self.allocated, highest), max(self.since_snapshot, highest)
+        if self.reserved is not None and reading.reserved_peak is not None:
+            self.reserved = max(self.reserved, reading.reserved_peak)
+
+
+@dataclass
+class _Run:
+    """What was seen from a start to a stop."""
+
+    peaks: _Peaks
+    snapshots: list[_Snapshot] = field(default_factory=list)
+    regions: list[_Region] = field(default_factory=list)
+    open: list[_Region] = field(default_factory=list)
+    points: list[tuple[float, Reading]] = field(default_factory=list)  # every reading
+
+
+class MemoryProfiler:
+    """Snapshots of memory, with the true peaks between them, which a snapshot alone would miss.
+
+    `start()`, `snapshot(label)` where one likes, `region(name)` around what one likes, nested or not, then `report()`.
+    Nothing waits for the device. On CUDA, `allocated` is what tensors hold, `reserved` what torch's allocator holds for
+    them, `device` all that is in use on the GPU (contexts, NCCL and other processes included), `process` the process's
+    memory on the host. On the CPU, `allocated` counts what torch allocated since `start()`, `reserved` is the
+    process's resident memory, and `device` what is in use of the machine's; there, torch's own profiler cannot run at
+    the same time. Figures are in MiB, under the names with `_mb` that reports of this kind have.
+
+    While it runs it resets the peaks of `torch.cuda.max_memory_allocated()`; who resets them too makes it miss some.
+
+    Args:
+        device: cpu or cuda; None: the current CUDA device if there is one, else the CPU.
+
+    >>> import torch
+    >>> profiler = MemoryProfiler("cpu")
+    >>> profiler.start()
+    >>> with profiler.region("make"):
+    ...     x = (torch.ones(1 << 18) + 1).clone()  # three of 1 MiB, of which at most two at a time
+    >>> report = profiler.report()
+    >>> profiler.stop()
+    >>> round(report["regions"][0]["peak_beyond_mb"], 3), report["regions"][0]["retained_mb"]
+    (2.0, 1.0)
+    """
+
+    def __init__(self, device: torch.device | str | int | None = None) -> None:
+        self._allocator = allocator_of(device)
+        weakref.finalize(self, self._allocator.close)  # who forgets to stop leaves no profiler of torch behind
+        self._run: _Run | None = None
+        self._running = False
+
+    @property
+    def device(self) -> torch.device:
+        return self._allocator.device
+
+    def start(self) -> None:
+        """Forget what was seen and begin, with a snapshot "start"."""
+        self.stop()
+        self._allocator.open()
+        self._running = True
+        first = self._allocator.read()
+        self._run = _Run(_Peaks(first.allocated, first.reserved, first.allocated))
+        self.snapshot("start")
+
+    def stop(self) -> None:
+        """End, if it runs. What was seen stays to be reported."""
+        if self._running:
+            self._mark()
+            self._running = False
+            self._allocator.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def snapshot(self, label: str) -> dict[str, Any]:
+        """Take down what is held now, and the most that was since the snapshot before."""
+        run = self._started("snapshot")
+        reading, at = self._mark()
+        taken = _Snapshot(label, reading, run.peaks.since_snapshot, at)
+        run.peaks.since_snapshot = reading.allocated
+        run.snapshots.append(taken)
+        return taken.as_dict()
+
+    @contextmanager
+    def region(self, name: str) -> Iterator[None]:
+        """Within this block, or function that it decorates: the peak, and what is held more after than before it."""
+        run = self._started("region")
+        reading, at = self._mark()
+        path = f"{run.open[-1].name}/{name}" if run.open else name
+        mine = _Region(path, len(run.open), at, reading.allocated, reading.allocated)
+        run.regions.append(mine)
+        run.open.append(mine)
+        try:
+            yield
+        finally:
+            if self._running and self._run is run:  # else it was stopped within, and the region stays open
+                reading, mine.ended = self._mark()
+                mine.after = reading.allocated
+                run.open.remove(mine)
+
+    def report(self) -> dict[str, Any]:
+        """All that was seen, ready for JSON: `snapshots`, the `deltas` between neighbours, `regions`, and the peaks.
+
+        A region that is still open has None for what is known at its end.
+        """
+        run = self._seen("report")
+        if self._running:
+            self._mark()
+        return {
+            "device": str(self.device),
+            "snapshots": [one.as_dict() for one in run.snapshots],
+            "deltas": [self.diff(at, at + 1) for at in range(len(run.snapshots) - 1)],
+            "regions": [one.as_dict() for one in run.regions],
+            "peak_allocated_mb": run.peaks.allocated / MIB,
+            "peak_reserved_mb": _mib(run.peaks.reserved),
+        }
+
+    def diff(self, first: str | int, second: str | int) -> dict[str, Any]:
+        """What changed from one snapshot to a later one, and the peak between them. Each by its label or its number."""
+        begin, end = self._place(first), self._place(second)
+        run = self._seen("diff")
+        if begin >= end:
+            refuse("second", f"a snapshot after {first!r}", repr(second))
+        before, after = run.snapshots[begin], run.snapshots[end]
+        changes = {
+            f"{name}_delta_mb": None if old is None or new is None else (new - old) / MIB
+            for name, old, new in zip(Reading._fields, before.reading, after.reading, strict=True)
+            if "peak" not in name
+        }
+        return {
+            "from": before.label,
+            "to": after.label,
+            **changes,
+            "peak_allocated_mb": max(one.peak for one in run.snapshots[begin + 1 : end + 1]) / MIB,
+            "time_delta_s": after.timestamp - before.timestamp,
+        }
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The report as JSON, also written to `path` where one is given."""
+        text = json.dumps(self.report(), indent=1)
+        if path is not None:
+            Path(path).write_text(text + "\n")
+        return text
+
+    def plot(self, path: str | Path) -> None:
+        """Draw what was held over time into a file (.png, .svg, .pdf). Needs matplotlib."""
+        run = self._seen("plot")
+        if self._running:
+            self._mark()
+        from .timeline import draw
+
+        draw(
+            path,
+            str(self.device),
+            run.points,
+            [(one.label, one.timestamp) for one in run.snapshots],
+            [(one.name, one.depth, one.began, one.ended or run.points[-1][0]) for one in run.regions],
+        )
+
+    def __str__(self) -> str:
+        """Regions and snapshots as a table, in MiB."""
+        report = self.report()
+        lines = [f"{self.device}: at most {report['peak_allocated_mb']:.1f} MiB allocated"]
+        if report["peak_reserved_mb"] is not None:
+            lines[0] += f", {report['peak_reserved_mb']:.1f} reserved"
+        lines.append(f"{'snapshot':24} {'allocated':>10} {'peak':>10} {'reserved':>10} {'device':>10}")
+        for one in report["snapshots"]:
+            figures = [one[f"{name}_mb"] for name in ("allocated", "peak_allocated", "reserved", "device")]
+            lines.append(f"{one['label']:24} {' '.join(_figure(x) for x in figures)}")
+        if report["regions"]:
+            lines.append(f"{'region':24} {'before':>10} {'peak':>10} {'retained':>10} {'seconds':>10}")
+        for one in report["regions"]:
+            name = "  " * one["depth"] + one["name"].rpartition("/")[2]
+            figures = [one["before_mb"], one["peak_mb"], one["retained_mb"]]
+            seconds = f"{'':>10}" if one["time_s"] is None else f"{one['time_s']:10.4f}"
+            lines.append(f"{name:24} {' '.join(_figure(x) for x in figures)} {seconds}")
+        return "\n".join(lines)
+
+    def _mark(self) -> tuple[Reading, float]:
+        """Read the allocator; every peak that is being kept takes its share, as the allocator's own begins anew."""
+        run = self._seen("mark")
+        reading, at = self._allocator.read(), time.time()
+        run.peaks.take(reading)
+        for region in run.open:
+            region.peak = max(region.peak, reading.peak, reading.allocated)
+        run.points.append((at, reading))
+        return reading, at
+
+    def _started(self, what: str) -> _Run:
+        if not self._running:
+            raise RuntimeError(f"{what}: expected a profiler that runs; got one that does not. Call start() first")
+        return self._seen(what)
+
+    def _seen(self, what: str) -> _Run:
+        if self._run is None:
+            raise RuntimeError(f"{what}: expected a profiler that was started; got one that was not. Call start()")
+        return self._run
+
+    def _place(self, which: str | int) -> int:
+        snapshots = self._seen("diff").snapshots
+        if isinstance(which, int) and not isinstance(which, bool):
+            if not -len(snapshots) <= which < len(snapshots):
+                refuse("snapshot", f"a number below {len(snapshots)}", which)
+            return which % len(snapshots)
+        places = [at for at, one in enumerate(snapshots) if one.label == which]
+        if len(places) != 1:
+            hint = "Name it by its number." if places else ""
+            refuse("snapshot", "the label of one snapshot", f"{which!r}, that of {len(places)}", hint)
+        return places[0]
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else size / MIB
+
+
+def _figure(x: float | None) -> str:
+    return f"{'':>10}" if x is None else f"{x:10.1f}"
