@@ -121,7 +121,7 @@ def test_random_problems_agree_within_what_is_earned() -> None:
 
 
 def test_random_codes_in_gluon_agree_within_what_is_earned() -> None:
-    summary = run_all(draw(problems=300, templates=24, variants=48, backend="gluon", dims=(64, 128)))
+    summary = run_all(draw(problems=200, templates=20, variants=32, backend="gluon", dims=(64, 128)))
     keep(summary, "random codes in Gluon", of="decode")
     assert not summary["failed"], "\n\n".join(summary["failures"])
 
