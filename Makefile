@@ -63,6 +63,11 @@ format: $(STAMP) ## apply formatting and the safe lint fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: cuda
+cuda: ## build the CUDA companion into cuda/build (CMake 3.18+, nvcc)
+	cmake -S cuda -B cuda/build
+	cmake --build cuda/build --parallel
+
 .PHONY: test-gpu
 test-gpu: ## run the GPU tests with PYTHON's own torch and triton; installs nothing
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests $(PYTEST_ARGS)
@@ -118,5 +123,5 @@ $(NEWER)/.stamp: constraints-newer.txt | $(STAMP)
 
 .PHONY: clean
 clean: ## remove what the commands wrote, .venv included
-	rm -rf $(VENV) build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist out cuda/build .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

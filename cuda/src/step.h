@@ -1,0 +1,40 @@
+// One launch of a kernel: local queries meet one run of keys, and their running state is carried on.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+namespace flash {
+
+// The running state of online softmax, per query: the maximum m in powers of 2, the sum l of exponentials relative to
+// it, and the weighted sum of values. Any run of keys can be folded into it, in any order:
+//     m' = max(m, m_run)    l' = 2^(m - m') l + l_run    acc' = 2^(m - m') acc + acc_run       out = acc / l
+struct State {
+    float* m;    // [B, H, Tq]
+    float* l;    // [B, H, Tq]
+    float* acc;  // [B, Tq, H, D]
+};
+
+constexpr float LN_2 = 0.693147180559945309f;
+
+// A row that has seen no key has maximum -inf, and -inf - -inf is NaN: such a row is shifted by 0.
+__device__ __forceinline__ float shift_of(float row_max) { return row_max == -INFINITY ? 0.0f : row_max; }
+
+struct Step {
+    const void* q;  // [B, Tq, H, D]
+    const void* k;  // [B, Tk, H, D]
+    const void* v;  // [B, Tk, H, D]
+    void* out;      // [B, Tq, H, D], written by the last step
+    float* lse;     // [B, H, Tq] or null, written by the last step
+    State state;    // read unless first, written unless last
+    int batch, heads, q_len, k_len, dim;
+    float scale_log2;  // scale * log2(e): scores become exponents of 2, for which the hardware has an instruction
+    int offset;        // position of query 0 less that of key 0
+    bool causal, first, last;
+};
+
+void launch_fp32(const Step& step, cudaStream_t stream);  // flash_fp32.cu
+void launch_bf16(const Step& step, cudaStream_t stream);  // flash_bf16.cu
+
+}  // namespace flash

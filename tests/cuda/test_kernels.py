@@ -1,0 +1,117 @@
+"""cuda/src/flash_fp32.cu and flash_bf16.cu, run on the CPU by the emulator: their arithmetic, indices and barriers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.cuda.cuda_tools import BF16, F32, case, expect_within_bounds, inputs
+
+from stream_attention.kernels import reference
+from stream_attention.testing import Case
+from stream_attention.testing.cuda_library import CudaLibrary
+
+Emulated = Callable[..., CudaLibrary]
+
+CASES = {
+    "one key": case(1, 1, 32),
+    "ragged tiles, two blocks of queries, heads, batch": case(130, 70, 64, B=2, H=2),
+    "many tiles of 32 keys": case(20, 130, 128),
+    "head dims between the tiles'": case(30, 65, 72),
+    "the smallest head dim": case(33, 70, 8),
+    "causal, as many queries as keys": case(135, 135, 32, causal=True),
+    "causal, more keys: the last query meets the last key": case(70, 200, 64, causal=True),
+    "causal, more queries: the first rows see nothing": case(140, 66, 128, causal=True),
+    "a scale": case(40, 70, 64, scale=0.5),
+}
+
+
+# Semantics
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_equal_keys_average_the_values(emulated: Emulated, dtype: torch.dtype) -> None:
+    key = torch.ones(1, 4, 1, 32, dtype=dtype)
+    value = torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=dtype).view(1, 4, 1, 1).expand(1, 4, 1, 32).contiguous()
+    out, lse = emulated().forward(key, key, value, causal=True)
+    assert out[0, :, 0, 0].tolist() == [1.0, 1.5, 2.0, 3.0]
+    assert lse[0, 0, 0].item() == pytest.approx(32**0.5)  # one key, whose score it is
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_rows_that_see_nothing_are_zero(emulated: Emulated, dtype: torch.dtype) -> None:
+    x = torch.ones(1, 3, 1, 32, dtype=dtype)
+    out, lse = emulated().forward(x, x[:, :1].contiguous(), x[:, :1].contiguous(), causal=True)
+    assert out[0, :, 0, 0].tolist() == [0.0, 0.0, 1.0]
+    assert lse[0, 0, :2].tolist() == [-torch.inf] * 2
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_scores_that_keep_growing_move_the_maximum(emulated: Emulated, dtype: torch.dtype) -> None:
+    # From tile to tile by 4 in base 2 (the bf16 maximum lags) and then by 80 (it must not).
+    key = torch.zeros(1, 256, 1, 32, dtype=dtype)
+    key[..., 0] = torch.tensor([0.0, 4.0, 8.0, 88.0]).repeat_interleave(64)[None, :, None] / 1.4427
+    query, value = torch.zeros(1, 2, 1, 32, dtype=dtype), torch.randn(1, 256, 1, 32).to(dtype)
+    query[..., 0] = 1.0
+    out, lse = emulated().forward(query, key, value, scale=1.0)
+    exact, exact_lse = reference.attention(query, key, value, scale=1.0)
+    torch.testing.assert_close(out.double(), exact, rtol=0.0, atol=5e-7 if dtype is F32 else 4e-3)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=0.0)
+
+
+# Agreement with the reference
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("late", [False, True], ids=["copies at once", "copies late"])
+@pytest.mark.parametrize("one", CASES.values(), ids=CASES)
+def test_agrees(emulated: Emulated, one: Case, late: bool, dtype: torch.dtype) -> None:
+    one = case(one.Tq, one.Tk, one.D, dtype, B=one.B, H=one.Hq, causal=one.causal, scale=one.scale)
+    tensors, options = inputs(one)
+    expect_within_bounds(one, *emulated(one.Tq, late).forward(*tensors, **options))
+
+
+@pytest.mark.parametrize("one", CASES.values(), ids=CASES)
+def test_the_program_s_own_reference_is_ours(emulated: Emulated, one: Case) -> None:
+    for dtype in (F32, BF16):
+        tensors, options = inputs(case(one.Tq, one.Tk, one.D, dtype, B=one.B, H=one.Hq, causal=one.causal))
+        exact, _ = reference.attention(*tensors, causal=one.causal)
+        torch.testing.assert_close(emulated().reference(*tensors, **options), exact, rtol=0.0, atol=1e-14)
+
+
+def test_the_reference_of_some_rows_leaves_the_others(emulated: Emulated) -> None:
+    tensors, options = inputs(case(5, 7, 32))
+    some = emulated().reference(*tensors, **options, every=2)
+    assert some.isnan().all(-1)[0, :, 0].tolist() == [False, True, False, True, False]
+    assert torch.equal(some[:, ::2], emulated().reference(*tensors, **options)[:, ::2])
+
+
+# Refusals
+
+X = torch.ones(1, 2, 1, 32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "error", "words"),
+    [
+        ((torch.ones(1, 2, 1, 20),) * 3, {}, ValueError, "dim: expected a multiple of 8 from 8 to 128; got 20"),
+        ((torch.ones(1, 2, 1, 136),) * 3, {}, ValueError, "got 136"),
+        ((X, torch.ones(1, 0, 1, 32), torch.ones(1, 0, 1, 32)), {}, ValueError, "seq_k: expected 1 to 2"),
+        ((X, X, X), {"scale": -1.0}, ValueError, "scale: expected a positive number"),
+        ((X, X, X), {"scale": float("nan")}, ValueError, "scale: expected a positive number"),
+        (
+            (torch.ones(65)[1:].view(1, 2, 1, 32), X, X),
+            {},
+            ValueError,
+            "q: expected an address that is a multiple of 16",
+        ),
+        ((X.half(),) * 3, {}, TypeError, "query: expected float32 or bfloat16"),
+        ((X, X.bfloat16(), X), {}, TypeError, "key: expected float32 or bfloat16, the same for all"),
+        ((X, X.expand(1, 2, 2, 32), X), {}, ValueError, "key: expected a contiguous"),
+        ((X, torch.ones(1, 2, 2, 32), torch.ones(1, 2, 2, 32)), {}, ValueError, "key, value: expected"),
+    ],
+)
+def test_refused(emulated: Emulated, tensors: tuple, options: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        emulated().forward(*tensors, **options)
