@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stream_attention.distributed.ring import visits
-from stream_attention.distributed.shard import LAYOUTS, Run, positions_of, runs_of, runs_of_all, within_sequences
+from stream_attention.distributed.shard import (
+    LAYOUTS,
+    Run,
+    by_position,
+    positions_of,
+    runs_of,
+    runs_of_all,
+    within_sequences,
+)
 from stream_attention.distributed.tiles import EVERYTHING, Sides, Tile, sees, sides_of, tiles
 from stream_attention.problem import UNBOUNDED
 
@@ -139,3 +147,19 @@ def test_one_run_of_one_row_is_seen_or_not_by_the_stride_between() -> None:
     """A window narrower than the stride can fall between two keys."""
     assert not sees([Run(0, 3, 1, 4)], [Run(0, 3, 3, 4)], (1, 1))
     assert sees([Run(0, 3, 1, 4)], [Run(0, 3, 3, 4)], (2, 1))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("rank", range(8))
+def test_what_a_rank_sees_of_gathered_shards_is_a_call_for_each_of_its_runs(layout: Any, rank: int) -> None:
+    shards = {one: runs_of(layout, 160, 8, one) for one in range(8)}
+    mine = shards.pop(rank)
+    laid_out = [laid for *_, laid in by_position(shards)]
+    found = tiles(mine, laid_out, CAUSAL, 0, False)
+    assert len(found) <= len(mine)
+    counted = computed(found, 20, 140).sum(1)
+    assert counted.tolist() == [sum(k.length for k in laid_out if k.last < p) for run in mine for p in positions(run)]
+
+
+def positions(run: Run) -> range:
+    return range(run.start, run.last + 1, run.stride)

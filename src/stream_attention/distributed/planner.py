@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..errors import refuse
-from .shard import Layout, Run, runs_of
+from .shard import Layout, Run, by_position, runs_of
 from .speed import ADDED, FOLDED, MERGED, Curve, Direction, Speed, Tile
 from .star import star_rows
 from .tiles import EVERYTHING, Sides, sides_of, tiles
@@ -291,18 +291,28 @@ class _Model:
         return [*steps, Phase("bring the last gradients home", 0.0, back)], work_s
 
     def allgather(self, direction: Direction) -> tuple[list[Phase], float]:
-        own, other, work_s = self.pairs(direction, self.ranks, self.rows, self.all_heads)
+        own, _, work_s = self.pairs(direction, self.ranks, self.rows, self.all_heads)
         if self.ranks == 1:
             return [Phase(f"compute, {direction}", own)], work_s
+        first, last = (self.with_others(direction, rank) for rank in (0, self.ranks - 1))
+        work_s = self.ranks * (own + (first + last) / 2)  # in between they are too
         gather = self.cluster.all_gather_s(self.key_numbers * self.work.itemsize)
         phases = [
             Phase(f"gather all keys and values, {direction}", own, gather),
-            Phase(f"compute, {direction}", other, 0.0, self.ranks - 1),
+            Phase(f"compute, {direction}", max(first, last)),
         ]
         if direction == "backward":
             home = self.cluster.all_to_all_s(self.ranks, self.key_numbers * self.work.wide)
             phases.append(Phase("bring gradients home", 0.0, home))
         return phases, work_s
+
+    def with_others(self, direction: Direction, rank: int) -> float:
+        """Seconds of a rank with the shards of all others, laid out by position."""
+        length, layout = self.rows * self.ranks, self.scheme.layout
+        shards = {one: runs_of(layout, length, self.ranks, one) for one in range(self.ranks)}
+        mine = shards.pop(rank)
+        others = [laid for *_, laid in by_position(shards)]
+        return self.compute_s(direction, visible_tiles(mine, others, self.sides), self.all_heads, 0)
 
     def ulysses(self, direction: Direction) -> tuple[list[Phase], float]:
         ring = self.scheme.ring_size
@@ -391,8 +401,8 @@ class _Model:
         state = self.row_numbers
         if name == "star":
             rows, keys, state = 2 * rows, 2 * keys, 2 * state
-        held = {"ring": 3 * keys, "allgather": self.ranks * keys}.get(name, 0)  # copied, computed with, coming
-        summed = {"ring": 4 * keys, "allgather": (2 * self.ranks + 1) * keys}.get(name, 3 * keys)  # going and coming
+        held = {"ring": 3 * keys, "allgather": 2 * self.ranks * keys}.get(name, 0)  # copied, computed with, coming
+        summed = {"ring": 4 * keys, "allgather": (3 * self.ranks + 1) * keys}.get(name, 3 * keys)  # going and coming
         if name == "ulysses":  # moved, and in messages
             held = 3 * (rows + keys) + (3 * keys if self.scheme.ring_size > 1 else 0)
         forward = (2 * rows + keys + held) * work.itemsize + 5 * state * work.wide  # of a state, four in its merge

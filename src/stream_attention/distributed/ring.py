@@ -23,7 +23,7 @@ from .call import Tensors, differentiable
 from .local import RowGradients, Rows, Saved, State, sink_gradient
 from .processes import Group
 from .request import Request, Runs, prepare
-from .shard import Layout
+from .shard import Layout, Run, by_position
 from .tiles import Sides, sees
 from .transport import AllGather, AllToAll, Exchange, Pending, Start, Strategy, Wait
 from .uncompiled import uncompiled
@@ -148,8 +148,8 @@ class Ring:
             if upcoming is not None:
                 route = self.route(rank, upcoming)
                 coming = yield Start(self.exchange(route, {rank: own, **held}, own))
-            for owner, shard in held.items():
-                self.attention.forward(state, rows, *_split(shard, key), self.k_runs[owner])
+            for shard, runs in self.in_order(held):
+                self.attention.forward(state, rows, *_split(shard, key), runs)
             if upcoming is not None:
                 held = _by_owner(route, (yield Wait(coming)))
         return state.finish(rows.sink, query.dtype, rows.runs)
@@ -175,9 +175,12 @@ class Ring:
             parts = {rank: total} | {
                 owner: torch.zeros_like(shard, dtype=total.dtype) for owner, shard in held.items() if owner != rank
             }
-            for owner, shard in held.items():
-                into = _split(parts[owner], key)
-                self.attention.backward(mine, saved, rows, *_split(shard, key), *into, self.k_runs[owner])
+            for shard, runs in self.in_order(held):
+                sums = torch.zeros_like(shard, dtype=total.dtype) if len(held) > 1 else parts[next(iter(held))]
+                self.attention.backward(mine, saved, rows, *_split(shard, key), *_split(sums, key), runs)
+                if len(held) > 1:
+                    for owner, run, laid in by_position({owner: self.k_runs[owner] for owner in held}):
+                        parts[owner][:, run.rows] = sums[:, laid.rows]
             if following is not None:
                 _add(parts, back, (yield Wait(following)))
             if step:
@@ -189,6 +192,15 @@ class Ring:
             _add({rank: total}, back, (yield Wait(following)))
         d_sink = sink_gradient(sink, saved) if sink is not None and sink.requires_grad else None
         return (mine.query, *_split(total, key), None, mine.bias, mine.alibi_slopes, d_sink, None)
+
+    def in_order(self, held: Mapping[int, Tensor]) -> list[tuple[Tensor, Sequence[Run]]]:
+        """The shards that are here, if any, as one, with where its rows stand. Several are laid out by position: what a
+        query sees of others is in one piece then, and one call of a kernel."""
+        if len(held) < 2:
+            return [(shard, self.k_runs[owner]) for owner, shard in held.items()]
+        places = by_position({owner: self.k_runs[owner] for owner in held})
+        pieces = [held[owner][:, run.rows] for owner, run, _ in places]
+        return [(torch.cat(pieces, dim=1), [laid for *_, laid in places])] if pieces else []
 
     def route(self, rank: int, step: int) -> Route:
         """The keys' way to where they are used at `step`."""

@@ -10,7 +10,7 @@ all that attention needs to know of a shard are its runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -45,6 +45,15 @@ class Run(NamedTuple):
     def last(self) -> int:
         """The position of its last row."""
         return self.start + (self.length - 1) * self.stride
+
+
+def by_position(shards: Mapping[int, Iterable[Run]]) -> list[tuple[int, Run, Run]]:
+    """The runs of several owners' shards, laid one behind the other in the order of positions: whose it is, the run in
+    its shard, and where it is laid."""
+    found = [(owner, run) for owner, runs in shards.items() for run in runs]
+    found.sort(key=lambda place: (place[1].sequence, place[1].start))
+    firsts = accumulate((run.length for _, run in found), initial=0)
+    return [(owner, run, run._replace(first=first)) for (owner, run), first in zip(found, firsts, strict=False)]
 
 
 def check_layout(layout: Any) -> None:
