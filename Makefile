@@ -28,7 +28,9 @@ SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" tests
 INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
 	tests/kernels/triton/test_forward_interpreted.py tests/kernels/triton/test_backward_interpreted.py \
 	tests/kernels/triton/test_append_interpreted.py tests/kernels/triton/test_decode_interpreted.py \
-	tests/ops/test_recall_interpreted.py tests/ops/test_merge_interpreted.py
+	tests/ops/test_recall_interpreted.py tests/ops/test_merge_interpreted.py \
+	tests/learn/test_02_triton_basics.py tests/learn/test_06_flash_forward.py tests/learn/test_07_causal.py \
+	tests/learn/test_08_backward.py tests/learn/test_10_decode.py
 # The Hopper kernels once more with a newer Triton, which is found before that of .venv. These tests have the version in
 # their names: should another Triton be found, none of them is run, and pytest calls that an error.
 COMPILED_NEWER := PYTHONPATH=$(CURDIR)/$(NEWER) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
@@ -95,6 +97,14 @@ bench-cpu: $(STAMP) ## measure this machine's CPU, some minutes, and keep the fi
 	@mkdir -p out
 	$(BIN)/python -m stream_attention.cli.benchmark --device cpu --suite cpu --out out/cpu.json
 
+.PHONY: docs
+docs: $(STAMP) ## build the documentation site into out/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+.PHONY: pictures
+pictures: $(STAMP) ## draw the pictures of docs/pictures anew from the results files
+	$(BIN)/python -m tools.pictures
+
 .PHONY: venv
 venv: $(STAMP) ## build .venv from constraints.txt, if it is missing or out of date
 
@@ -124,4 +134,4 @@ $(NEWER)/.stamp: constraints-newer.txt | $(STAMP)
 .PHONY: clean
 clean: ## remove what the commands wrote, .venv included
 	rm -rf $(VENV) build dist out cuda/build .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests tools learn -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -32,7 +32,8 @@ from stream_attention.cli.main import COMMANDS
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
 PAGES = ["README.md", *DOCS]
-ALL_PAGES = [*PAGES, "CONTRIBUTING.md", "DESIGN.md", "CHANGELOG.md", "SECURITY.md"]
+LEARN = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "learn").rglob("*.md"))
+ALL_PAGES = [*PAGES, *LEARN, "cuda/README.md", "CONTRIBUTING.md", "DESIGN.md", "CHANGELOG.md", "SECURITY.md"]
 
 BLOCKS_ALONE = {"docs/api.md"}
 """Pages whose blocks each stand alone. Elsewhere blocks follow from each other, as pasted one after the other into one

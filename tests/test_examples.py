@@ -100,7 +100,8 @@ def test_long_context_ends_when_its_budget_is_spent() -> None:
     done = ended("long_context_example.py", "--budget-seconds", "0.001", "--device", "cpu")
     assert done.returncode == 1 and done.stdout == "broken off: the budget is spent\n"
     assert done.stderr == "nothing fits; give --budget-seconds more, or --lengths less\n"
-    printed = run("long_context_example.py", *"--budget-seconds 20 --lengths 2048 1048576 --device cpu --dim 16".split())
+    flags = "--budget-seconds 20 --lengths 2048 1048576 --device cpu --dim 16".split()
+    printed = run("long_context_example.py", *flags)
     assert "s are left of the budget" in printed and time.perf_counter() - began < 60
 
 

@@ -1,0 +1,115 @@
+"""Counts the lines of the same forward in three languages, for learn/languages.md.
+
+    python learn/count_lines.py                 prints the table
+    python learn/count_lines.py --write         writes it into learn/languages.md
+
+A line counts if there is code on it: no blank lines, no comments, no docstrings. Those of the device are in functions
+that the GPU runs. `--cuda DIR` says where the CUDA project is, if not in cuda/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import tokenize
+from os.path import relpath
+from pathlib import Path
+
+import measured
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "learn" / "languages.md"
+GLUON = "src/stream_attention/kernels/gluon/"
+TRITON = "src/stream_attention/kernels/triton/"
+FILES = {
+    "CUDA": ("cuda/src/flash_bf16.cu", "cuda/src/hardware.cuh"),
+    "Triton": (TRITON + "forward.py", TRITON + "tiles.py"),
+    "Gluon": (
+        GLUON + "forward_sm90.py",
+        *(GLUON + name for name in ("pipeline.py", "scheduler.py", "facts.py", "tiles.py", "versions.py")),
+    ),
+    "Triton, step 06": ("learn/06_flash_forward/flash.py",),
+    "Gluon, step 12": ("learn/12_hopper/flash_gluon.py",),
+}
+CELL = "d128 full 8192"
+PROVIDERS = {"Triton": "triton", "Gluon": "gluon"}
+
+
+def python_lines(text: str) -> tuple[set[int], set[int]]:
+    """Numbers of the lines with code, and of those in functions for the device."""
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    device: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            code -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))  # a docstring
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
+            device |= set(range(node.decorator_list[0].lineno, (node.end_lineno or node.lineno) + 1))
+    return code, device & code
+
+
+def cuda_lines(text: str) -> tuple[set[int], set[int]]:
+    """The same of CUDA C++."""
+    bare = re.sub(r"/\*.*?\*/", lambda found: "\n" * found[0].count("\n"), text, flags=re.DOTALL)
+    lines = [re.sub(r"//.*", "", line) for line in bare.splitlines()]
+    code = {number for number, line in enumerate(lines, 1) if line.strip()}
+    device: set[int] = set()
+    inside = False
+    for number, line in enumerate(lines, 1):
+        inside = inside or "__device__" in line or "__global__" in line
+        if inside:
+            device.add(number)
+            inside = not line.startswith("}")  # functions stand at the left margin, and so does their last brace
+    return code, device & code
+
+
+def count(path: Path) -> tuple[int, int]:
+    """Lines of code in a file, and of those the ones for the device."""
+    of = python_lines if path.suffix == ".py" else cuda_lines
+    code, device = of(path.read_text())
+    return len(code), len(device)
+
+
+def speed(language: str) -> str:
+    if language == "CUDA":
+        return "not measured yet"
+    if language not in PROVIDERS:
+        return ""
+    cells = {cell["name"]: cell["providers"] for cell in measured.results("forward")["cells"]}
+    return f"{cells[CELL][PROVIDERS[language]]['tflops']:.0f}"
+
+
+def table(cuda: Path = ROOT) -> list[str]:
+    """Rows of the page; without those of CUDA where its files are not there."""
+    lines = ["| | file | lines of code | of the device | with what it shares | TFLOP/s on an H200 |", "|---" * 6 + "|"]
+    for language, files in FILES.items():
+        paths = [(cuda if name.startswith("cuda/") else ROOT) / name for name in files]
+        if not all(path.exists() for path in paths):
+            continue
+        counts = [count(path) for path in paths]
+        link = f"[`{files[0]}`]({relpath(files[0], 'learn')})"
+        shared = sum(total for total, _ in counts) if len(counts) > 1 else ""
+        lines.append(f"| {language} | {link} | {counts[0][0]} | {counts[0][1]} | {shared} | {speed(language)} |")
+    return lines
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cuda", type=Path, default=ROOT, help="the folder that has cuda/ in it")
+    parser.add_argument("--write", action="store_true", help="write the table into languages.md")
+    flags = parser.parse_args(argv)
+    rows = table(flags.cuda)
+    if not flags.write:
+        print("\n".join(rows))
+        return
+    before, begin, rest = PAGE.read_text().partition("<!-- lines -->\n")
+    PAGE.write_text(before + begin + "\n".join(rows) + "\n<!-- /lines -->" + rest.partition("<!-- /lines -->")[2])
+
+
+if __name__ == "__main__":
+    main()
