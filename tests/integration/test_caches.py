@@ -259,6 +259,16 @@ def test_a_reset_cache_serves_another_batch(model: Any, whole: Any) -> None:
     assert torch.equal(generated(model, again, cache), generated(model, again, None))
 
 
+def test_a_reset_forgets_windows_too(whole: Any) -> None:
+    config = Gemma2Config(**SHAPE | {"num_hidden_layers": 2}, sliding_window=16, query_pre_attn_scalar=16)
+    model = made(Gemma2ForCausalLM, config)
+    cache = whole(model)
+    generated(model, prompt(1, 20), cache)
+    cache.reset()
+    again = prompt(3, 12)
+    assert torch.equal(generated(model, again, cache), generated(model, again, None))
+
+
 # Refusals
 
 

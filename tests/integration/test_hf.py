@@ -254,6 +254,21 @@ def test_greedy_generation_is_the_same_over_64_tokens(model: Any, kind: str | No
     assert len(ours[1, LENGTH:].unique()) > 3  # it did not end in one token for ever
 
 
+def test_a_layer_that_has_other_keys_than_it_said_is_refused(models: dict[str, Any]) -> None:
+    """As assisted decoding leaves a cache of sliding windows. transformers' own attention fails there too."""
+    model, ids = models["Mistral"], tokens(1, 30)
+
+    def second_turn() -> None:
+        past = transformers.DynamicCache(config=model.config)
+        model(ids[:, :20], past_key_values=past)
+        for layer in past.layers:  # it keeps more than its window, and counts as if it did not
+            layer.keys, layer.values = (torch.cat([x, x[:, :, -3:]], 2) for x in (layer.keys, layer.values))
+        model(ids[:, 20:24], past_key_values=past)
+
+    with torch.no_grad(), pytest.raises(ValueError, match=r"past_key_values: expected a layer with the \d+ keys"):
+        by(model, NAME, second_turn)
+
+
 def test_beam_search_is_the_same(llama: Any) -> None:
     said = {"max_new_tokens": 12, "num_beams": 3, "num_return_sequences": 3, "do_sample": False}
     said |= {"attention_mask": padding("left"), "output_scores": True, "return_dict_in_generate": True}

@@ -160,7 +160,7 @@ def test_what_the_host_must_know_is_in_the_shape() -> None:
     windowed = mask(NAME, 8, kind="window")
     assert windowed is not None and seen(windowed)[:3] == (WINDOW, False, 8) and seen(windowed).padding is None
     static = mask(NAME, 8, past=Past(0, 12))
-    assert static is not None and seen(static)[:3] == (0, False, 8)
+    assert static is not None and seen(static)[:3] == (0, False, 8) and seen(static).slots == 12
     step = mask(NAME, 1, past=Past(7, 12), kind="window")
     assert step is not None and step.shape == (2, 1 + WINDOW, 1, 1) and filled(step)[0].tolist() == [8, 8]
     cut = mask(NAME, 8, position_ids=PACKED)

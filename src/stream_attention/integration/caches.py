@@ -39,9 +39,9 @@ class StreamCache(Cache):
     layers: list[CacheLayerMixin]
 
     def __init__(self, model: Any, attention_mask: Tensor | None) -> None:
-        config = _config_of(model)
+        self._config = _config_of(model)
         padding = _padding(attention_mask)
-        super().__init__(layers=[self._replaced(one, padding) for one in DynamicCache(config=config).layers])
+        super().__init__(layers=[self._replaced(one, padding) for one in DynamicCache(config=self._config).layers])
         if not any(isinstance(one, StreamLayer) for one in self.layers):
             hint = "Its own cache is as small as the window already."
             refuse("model", "one with layers that attend to everything", "one with sliding windows alone", hint)
@@ -52,6 +52,15 @@ class StreamCache(Cache):
         if type(layer) is DynamicSlidingWindowLayer:
             return layer
         refuse("model", "one whose layers attend to all tokens or to a sliding window", type(layer).__name__)
+
+    def reset(self) -> None:
+        """Forget all. Windows get new layers: transformers' would keep zeros in place of their keys."""
+        for n, new in enumerate(DynamicCache(config=self._config).layers):
+            layer = self.layers[n]
+            if isinstance(layer, StreamLayer):
+                layer.reset()
+            else:
+                self.layers[n] = new
 
     def _layer(self, padding: Tensor | None) -> StreamLayer:
         """A new layer, which knows the prompt's padding."""

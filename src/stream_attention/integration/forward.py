@@ -138,7 +138,10 @@ def _masked(
     if mask.dim() == 2:
         read, count = mask.bool()[:, None, None], mask.shape[1]
     elif mask.dtype is torch.uint8:
-        width, both_sides, count, read = seen(mask)
+        width, both_sides, count, read, slots = seen(mask)
+        if key.shape[1] != slots:
+            hint = "A cache of a sliding window that assisted decoding left is one: begin with a new cache."
+            refuse("past_key_values", f"a layer with the {slots} keys that it said it has", key.shape[1], hint)
         causal, window = not both_sides, (width, width) if both_sides else _window(width, True)
     else:
         causal, window = False, None
@@ -193,7 +196,7 @@ def _padding_alone(mask: Tensor | None) -> Tensor | None:
     """What caches of ours take: bool `[B, Tk]`, or None. They refuse what is more."""
     if mask is None or mask.dtype is not torch.uint8:
         return mask
-    width, both_sides, _, padding = seen(mask)
+    width, both_sides, _, padding, _ = seen(mask)
     if width or both_sides:
         refuse("past_key_values", "a plain cache for a layer with a sliding window", "one of ours")
     return None if padding is None else padding[:, 0, 0]

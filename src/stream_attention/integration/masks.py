@@ -7,9 +7,10 @@ that are ours have dtypes which nobody else takes for a mask:
 
     None                              what the module says: causal, aligned bottom-right, or everything
     bool or float [B, H, Tq, Tk]      all of it: True = attend, or added to the scores; any dim may be 1
-    uint8 [B or 0, 1 + W, S, n]       the first n keys are filled (a static cache has more slots); 1 = a token, 0 =
-                                      padding, and no rows at all where there is no padding; W keys are seen, the own
-                                      included (0: all), S = 1: causal, bottom-right within n; S = 2: W to both sides
+    uint8 [B or 0, 1 + W, S, n]       the first n keys are filled; 1 = a token, 0 = padding, and no rows at all where
+                                      there is no padding; W keys are seen, the own included (0: all). S odd: causal,
+                                      bottom-right within n; even: W to both sides. (S - 1) // 2 slots of a static cache
+                                      are behind the n
     int64 [1, 1 + W, longest, m + 1]  m sequences, cut at these tokens of all rows one after another; causal in each
     int32 [B, 1 + W, 1, 1]            keys that are filled in a static cache, which only the device knows: for a few
                                       queries that are the last of them, causal
@@ -51,6 +52,7 @@ class Seen(NamedTuple):
     both_sides: bool  # else causal
     filled: int  # keys that are there
     padding: Tensor | None  # bool [B, 1, 1, filled], True = a token
+    slots: int  # keys that the layer has, filled or not
 
 
 class Packed(NamedTuple):
@@ -63,7 +65,8 @@ class Packed(NamedTuple):
 
 def seen(mask: Tensor) -> Seen:
     rows, window, sides, filled = mask.shape
-    return Seen(window - 1, sides == 2, filled, mask[:, :1, :1].view(torch.bool) if rows else None)
+    padding = mask[:, :1, :1].view(torch.bool) if rows else None
+    return Seen(window - 1, sides % 2 == 0, filled, padding, filled + (sides - 1) // 2)
 
 
 def packed(mask: Tensor) -> Packed:
@@ -87,7 +90,7 @@ def matrix(mask: Tensor, batch: int, q_len: int, k_len: int) -> Tensor:
     elif mask.dtype is torch.int32:
         first = filled(mask)[0].view(-1, 1, 1) - q_len
     else:
-        _, both_sides, count, padding = seen(mask)
+        _, both_sides, count, padding, _ = seen(mask)
         first = first + (count - q_len)
         there = F.pad(there[..., :count] if padding is None else padding, (0, k_len - count))
     queries = first + torch.arange(q_len, device=mask.device)  # [Tq] or [B, 1, Tq]
@@ -258,6 +261,7 @@ def _filled_mask(count: Tensor, window: int, batch: int) -> Tensor:
 
 
 def _seen_mask(padding: Tensor | None, window: int, sides: int, count: int, asked: dict[str, Any]) -> Tensor:
+    sides += 2 * (asked["kv_length"] - count)
     if padding is not None:
         return padding.contiguous().view(torch.uint8)[:, None, None].expand(-1, 1 + window, sides, -1)
     return torch.empty(0, 1 + window, sides, count, dtype=torch.uint8, device=_device(asked))
