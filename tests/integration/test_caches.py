@@ -259,6 +259,23 @@ def test_a_reset_cache_serves_another_batch(model: Any, whole: Any) -> None:
     assert torch.equal(generated(model, again, cache), generated(model, again, None))
 
 
+def test_autocast(model: Any, whole: Any) -> None:
+    ids = prompt(1, 20)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        cache = whole(model)
+        model(ids, past_key_values=cache)
+        assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all()
+
+
+def test_a_mask_that_the_model_is_not_told_is_asked_for(model: Any, whole: Any) -> None:
+    ids, mask = padded()
+    cache = whole(model, attention_mask=mask)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="attention_mask: expected the padding that the cache was told"):
+            model(ids[:, :1], past_key_values=cache)
+
+
 def test_a_reset_forgets_windows_too(whole: Any) -> None:
     config = Gemma2Config(**SHAPE | {"num_hidden_layers": 2}, sliding_window=16, query_pre_attn_scalar=16)
     model = made(Gemma2ForCausalLM, config)

@@ -269,6 +269,54 @@ def test_a_layer_that_has_other_keys_than_it_said_is_refused(models: dict[str, A
         by(model, NAME, second_turn)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
+def test_sequences_that_are_said_do_not_see_each_other_in_windows_either(models: dict[str, Any], name: str) -> None:
+    model, ids, cuts = models[name], tokens(1, 24), torch.tensor([0, 9, 24], dtype=torch.int32)
+    said = {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts, "max_length_q": 15, "max_length_k": 15}
+    positions = torch.cat([torch.arange(9), torch.arange(15)])[None]
+
+    def together() -> Tensor:
+        return model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), **said).logits
+
+    def apart() -> Tensor:
+        return torch.cat([model(one).logits for one in (ids[:, :9], ids[:, 9:])], 1)
+
+    with torch.no_grad():
+        torch.testing.assert_close(by(model, NAME, together), by(model, NAME, apart), rtol=1e-4, atol=1e-4)
+
+
+def test_keys_and_values_may_lie_as_they_like(llama: Any) -> None:
+    from stream_attention.integration.forward import stream_attention_forward
+
+    module = llama.model.layers[0].self_attn
+    query, key, value = torch.randn(3, 2, 4, 10, 16)
+    strided = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (query, key, value))
+    out = stream_attention_forward(module, *strided, None)[0]
+    assert torch.equal(out, stream_attention_forward(module, query, key, value, None)[0])
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (torch.ones(1, 8), "attention_mask: expected a row for each of the 2 of the batch"),
+        (torch.ones(2, 8, 8), "attention_mask: expected a row for each of the 2 of the batch"),
+        (torch.ones(2, 1, 8, 8, dtype=torch.int32), "attention_mask: expected a mask of bool or of floats"),
+        (torch.ones(2, 1, 8, 8, dtype=torch.uint8), "attention_mask: expected a mask of the 8 keys"),
+    ],
+    ids=["one row", "three dims", "int32", "uint8"],
+)
+def test_masks_that_mean_nothing_are_refused(llama: Any, mask: Tensor, words: str) -> None:
+    with torch.no_grad(), pytest.raises((ValueError, TypeError), match=words):
+        by(llama, NAME, lambda: llama(tokens(2, 8), attention_mask=mask))
+
+
+def test_models_that_sdpa_is_not_for_are_told_that_they_are_causal() -> None:
+    from stream_attention.integration.masks import _knows_causal
+
+    transformers.BigBirdPegasusForCausalLM  # noqa: B018  loads its code
+    assert _knows_causal(transformers.LlamaConfig) and not _knows_causal(transformers.BigBirdPegasusConfig)
+
+
 def test_beam_search_is_the_same(llama: Any) -> None:
     said = {"max_new_tokens": 12, "num_beams": 3, "num_return_sequences": 3, "do_sample": False}
     said |= {"attention_mask": padding("left"), "output_scores": True, "return_dict_in_generate": True}

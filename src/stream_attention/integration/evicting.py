@@ -54,7 +54,7 @@ class EvictingLayer(StreamLayer):
         super()._forget()
         self.fresh: int | None = None  # tokens since some were dropped; None: none ever was
         self.voters: Tensor | None = None  # [B, n, Hq, D]: the latest queries
-        self.asked: tuple[float | None, float, Tensor | None] = None, 0.0, None  # their scale, softcap and sink
+        self.asked: tuple[float | None, float, Tensor | None] | None = None  # their scale, softcap and sink
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +76,8 @@ class EvictingLayer(StreamLayer):
 
     def _extend(self, key: Tensor, value: Tensor) -> list[Tensor]:
         new = key.shape[1]
-        if max(self.rows) > self.budget.tokens and max(self.rows) + new > self.budget.capacity:
+        cropped = self.voters is None and self.asked is not None  # who would choose; others come with this call
+        if not cropped and max(self.rows) > self.budget.tokens and max(self.rows) + new > self.budget.capacity:
             self._evict()
         assert self.kv is not None
         if (
@@ -129,7 +130,7 @@ class EvictingLayer(StreamLayer):
             return norms(value)
         if self.budget.heavy is None:
             return norms(key).zero_()
-        if self.voters is None:
+        if self.voters is None or self.asked is None:
             refuse("attn_implementation", '"stream_attention", which shows the cache its queries', "another")
         scale, softcap, sink = self.asked
         of_tokens = bool(self.pads) and max(self.pads) > 0  # whether some queries may be those of padding

@@ -71,13 +71,20 @@ def stream_attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     softcap = softcap or 0.0
     held = None if compiling else key
-    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    query, key, value = (
+        x.transpose(1, 2) if x.stride(-1) == 1 else x.transpose(1, 2).contiguous() for x in (query, key, value)
+    )
+    if held is not None and hasattr(held, "stream_new") and attention_mask is not None:
+        _check_new(attention_mask, held.stream_new)
     if held is not None and hasattr(held, "stream_kv"):
         windowed = sliding_window is not None and 0 < sliding_window < key.shape[1]
         if not causal or dropout or position_bias is not None or windowed or backend != "auto":
             plain = "a plain cache for cross-attention, dropout, biases, sliding windows and forced backends"
             refuse("past_key_values", plain, "one of ours")
-        out = read(query, held, _padding_alone(attention_mask), scale=scaling, softcap=softcap, sink=s_aux)
+        said = _padding_alone(attention_mask)
+        if said is None and getattr(held, "stream_padded", False):
+            refuse("attention_mask", "the padding that the cache was told of", "None", "Pass the model the same mask.")
+        out = read(query, held, said, scale=scaling, softcap=softcap, sink=s_aux)
         assert out is not None
     elif attention_mask is None and "cu_seq_lens_q" not in others:
         out = attention(
@@ -118,7 +125,11 @@ def _masked(
 ) -> Tensor:
     """Attention under a mask, or of a packed batch."""
     window = _window(sliding_window, causal)
-    if others.get("cu_seq_lens_q") is not None and (mask is None or mask.dtype is torch.int64) and bias is None:
+    if others.get("cu_seq_lens_q") is not None:
+        if mask is not None and mask.dtype is torch.uint8 and mask.shape[0] == 0:
+            window = _window(seen(mask).window, causal)
+        elif (mask is not None and mask.dtype is not torch.int64) or bias is not None:
+            refuse("cu_seq_lens_q", "sequences without a padding mask or a bias beside them", "both")
         queries, keys = ((others[f"cu_seq_lens_{side}"], int(others[f"max_length_{side}"])) for side in "qk")
         return _by_sequence(query, key, value, queries, keys, causal, window, how)
     if mask is None:
@@ -127,6 +138,8 @@ def _masked(
         *cuts, width = packed(mask)
         key, value = key[:, : query.shape[1]], value[:, : query.shape[1]]
         return _by_sequence(query, key, value, cuts, cuts, True, _window(width, True), how)
+    if mask.dtype is torch.int32 and (mask.dim() != 4 or mask.shape[2:] != (1, 1)):
+        refuse("attention_mask", "a mask of bool or of floats", mask.dtype, error=TypeError)
     if mask.dim() == 4 and mask.dtype is torch.int32 and bias is None and _decodes(query, key, value, how):
         lengths, width = filled(mask)
         scale = query.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
@@ -139,7 +152,9 @@ def _masked(
         read, count = mask.bool()[:, None, None], mask.shape[1]
     elif mask.dtype is torch.uint8:
         width, both_sides, count, read, slots = seen(mask)
-        if key.shape[1] != slots:
+        if key.shape[1] < slots:
+            refuse("attention_mask", f"a mask of the {key.shape[1]} keys that there are", slots)
+        if key.shape[1] > slots:
             hint = "A cache of a sliding window that assisted decoding left is one: begin with a new cache."
             refuse("past_key_values", f"a layer with the {slots} keys that it said it has", key.shape[1], hint)
         causal, window = not both_sides, (width, width) if both_sides else _window(width, True)
@@ -190,6 +205,13 @@ def _by_sequence(
 def _window(width: int | None, causal: bool) -> tuple[int, int] | None:
     """transformers counts the own key too; None and what is not positive: no window."""
     return (width - 1, 0 if causal else width - 1) if width and width > 0 else None
+
+
+def _check_new(mask: Tensor, new: int) -> None:
+    """Refuse padding among tokens that a cache of ours was given behind its prompt. One at a time is not looked at, as
+    that would wait for the device in every layer."""
+    if new > 1 and mask.dtype is torch.uint8 and mask.shape[0] and not bool(mask[:, 0, 0, -new:].all()):
+        refuse("attention_mask", "padding in the first tokens that the cache is given alone", "padding behind them")
 
 
 def _padding_alone(mask: Tensor | None) -> Tensor | None:

@@ -23,11 +23,14 @@ Observer = Callable[[Tensor, float | None, float, Tensor | None], None]
 """Is told the queries `[B, Tq, Hq, D]` of a call once its attention is computed, its scale, softcap and sink."""
 
 
-def hollow(nan: Tensor, kv: KVCache, length: int, padding_known: bool, observer: Observer | None) -> list[Tensor]:
+def hollow(
+    nan: Tensor, kv: KVCache, length: int, padding_known: bool, padded: bool, observer: Observer | None
+) -> list[Tensor]:
     """Keys and values `[B, Hkv, length, .]` that stand for what `kv` holds; `nan` is a scalar of its dtype."""
     key, value = (nan.expand(kv.batch, kv.kv_heads, length, dim) for dim in (kv.head_dim, kv.value_dim))
     key.stream_kv = kv  # type: ignore[attr-defined]
     key.stream_padding_known = padding_known  # type: ignore[attr-defined]
+    key.stream_padded = padded  # type: ignore[attr-defined]
     return [observed(key, observer), value]
 
 

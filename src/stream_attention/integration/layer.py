@@ -75,6 +75,7 @@ class StreamLayer(CacheLayerMixin):
         """Take n tokens more, `[B, Hkv, n, .]`, and return what the attention function is to read."""
         if key_states.requires_grad or value_states.requires_grad:
             refuse("key_states", "tensors without a gradient", "a gradient", "Call the model under torch.no_grad().")
+        value_states = value_states.to(key_states.dtype)  # under autocast they differ
         key, value = key_states.transpose(1, 2), value_states.transpose(1, 2)
         batch, new = key.shape[:2]
         if self.seen == 0:
@@ -88,6 +89,7 @@ class StreamLayer(CacheLayerMixin):
             refuse("key_states", f"the {len(self.rows)} rows of the cache", batch, "A new batch needs a new cache.")
         self.seen += new
         keys, values = self._extend(key, value)
+        keys.stream_new = new  # type: ignore[attr-defined]
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -151,7 +153,7 @@ class StreamLayer(CacheLayerMixin):
     # For those who are layers
 
     def _hollow(self, kv: KVCache) -> list[Tensor]:
-        return hollow(self._nan, kv, self.seen, self.padding is not None, self._observer)
+        return hollow(self._nan, kv, self.seen, self.padding is not None, any(self.pads), self._observer)
 
     def _padding_of(self, batch: int, new: int) -> list[int]:
         """How many of the first tokens of each row are padding."""

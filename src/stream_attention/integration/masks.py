@@ -107,6 +107,9 @@ def stream_mask(**asked: Any) -> Tensor | None:
     if looking and (own := _own_attention(type(asked["config"]))) is not None:  # type: ignore[arg-type]
         hint = f"{own} computes its attention itself."
         refuse("attn_implementation", 'another one, as "eager"', '"stream_attention"', hint)
+    said, rows = asked["attention_mask"], asked["batch_size"]
+    if said is not None and (said.dim() != 2 or said.shape[0] != rows):
+        refuse("attention_mask", f"a row for each of the {rows} of the batch", list(said.shape))
     pattern = _pattern(asked, looking)
     if pattern is None:
         return _sdpa_matrix(asked)
@@ -138,7 +141,8 @@ def _causal(asked: dict[str, Any], pattern: _Pattern, looking: bool) -> Tensor |
             return _packed_mask(cuts, window, pattern.sequences.device)
     padding = _padding(attention_mask, k_start, count, looking)
     if padding is None:
-        return None if count == k_len and not window else _seen_mask(None, window, 1, count, asked)
+        known = not looking or _knows_causal(type(asked["config"]))  # type: ignore[arg-type]
+        return None if count == k_len and not window and known else _seen_mask(None, window, 1, count, asked)
     if looking and q_len == count > 1:
         runs = _cuts_of_padding(padding)
         if runs is not None:
@@ -164,6 +168,14 @@ def _queries(asked: dict[str, Any]) -> tuple[int, Any]:
     """How many queries there are and where the first stands, which before transformers 5.4 is in a tensor."""
     positions = asked.get("cache_position")
     return (asked["q_length"], asked["q_offset"]) if positions is None else (positions.shape[0], positions[0])
+
+
+@cache
+def _knows_causal(config: type) -> bool:
+    """Whether attention modules of a model may be asked if they are causal: all that SDPA is meant for have to be."""
+    name = config.__module__.replace(".configuration_", ".modeling_")
+    found = vars(sys.modules.get(name, object)).values()
+    return all(getattr(one, "_supports_sdpa", True) for one in found if getattr(one, "__module__", None) == name)
 
 
 @cache
