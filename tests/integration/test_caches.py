@@ -276,6 +276,17 @@ def test_a_mask_that_the_model_is_not_told_is_asked_for(model: Any, whole: Any) 
             model(ids[:, :1], past_key_values=cache)
 
 
+@pytest.mark.parametrize("new", [8, 24], ids=["few", "many"])
+def test_padding_behind_the_prompt_is_refused(model: Any, whole: Any, new: int) -> None:
+    ids, mask = padded()
+    cache, more = whole(model, attention_mask=mask), torch.ones(len(ids), new, dtype=mask.dtype)
+    more[0, :3] = 0
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(ValueError, match="attention_mask: expected padding in the first tokens that the cache"):
+            model(prompt(len(ids), new), attention_mask=torch.cat([mask, more], 1), past_key_values=cache)
+
+
 def test_a_reset_forgets_windows_too(whole: Any) -> None:
     config = Gemma2Config(**SHAPE | {"num_hidden_layers": 2}, sliding_window=16, query_pre_attn_scalar=16)
     model = made(Gemma2ForCausalLM, config)

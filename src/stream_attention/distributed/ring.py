@@ -68,7 +68,7 @@ def ring_attention(
         group: a process group, a 1-D device mesh, `VirtualRanks(P)`, or None for the default group.
         layout: how `shard_sequence` laid the sequence out. Causal work is in balance with "zigzag" and "striped".
         rotate: "p2p" passes shards round; "alltoall" does so by collectives; "allgather" fetches all keys at once:
-            one message instead of P - 1, everything sent to everyone, and memory for all keys on every rank.
+            one message instead of P - 1, everything sent to everyone, and memory for all keys twice on every rank.
         length: of the whole sequence, if shards are those of `shard_sequence`. Then nothing is asked before the ranks
             compute. None exchanges lengths and compares the ranks' calls, which waits for the device.
         cu_seqlens: offsets of sequences packed in the whole, the same on every rank; shards are `[N, H, D]` then.

@@ -13,7 +13,7 @@ from ..errors import refuse
 from ..ops.attention import attention
 from ..ops.varlen import varlen_attention
 from .decode_op import decode
-from .held import read, tell
+from .held import check_new, read, tell
 from .masks import filled, matrix, packed, seen
 
 
@@ -74,8 +74,6 @@ def stream_attention_forward(
     query, key, value = (
         x.transpose(1, 2) if x.stride(-1) == 1 else x.transpose(1, 2).contiguous() for x in (query, key, value)
     )
-    if held is not None and hasattr(held, "stream_new") and attention_mask is not None:
-        _check_new(attention_mask, held.stream_new)
     if held is not None and hasattr(held, "stream_kv"):
         windowed = sliding_window is not None and 0 < sliding_window < key.shape[1]
         if not causal or dropout or position_bias is not None or windowed or backend != "auto":
@@ -101,6 +99,10 @@ def stream_attention_forward(
             backend=backend,
         )
     else:
+        if hasattr(held, "stream_new") and attention_mask is not None and attention_mask.dtype is torch.uint8:
+            padding = _padding_alone(attention_mask)
+            if padding is not None:
+                check_new(padding, held.stream_new)  # type: ignore[union-attr]
         how = {"sink": s_aux, "softcap": softcap, "scale": scaling, "dropout_p": dropout or 0.0, "backend": backend}
         out = _masked(query, key, value, attention_mask, causal, sliding_window, position_bias, others, how)
     if held is not None and hasattr(held, "stream_observer"):
@@ -205,13 +207,6 @@ def _by_sequence(
 def _window(width: int | None, causal: bool) -> tuple[int, int] | None:
     """transformers counts the own key too; None and what is not positive: no window."""
     return (width - 1, 0 if causal else width - 1) if width and width > 0 else None
-
-
-def _check_new(mask: Tensor, new: int) -> None:
-    """Refuse padding among tokens that a cache of ours was given behind its prompt. One at a time is not looked at, as
-    that would wait for the device in every layer."""
-    if new > 1 and mask.dtype is torch.uint8 and mask.shape[0] and not bool(mask[:, 0, 0, -new:].all()):
-        refuse("attention_mask", "padding in the first tokens that the cache is given alone", "padding behind them")
 
 
 def _padding_alone(mask: Tensor | None) -> Tensor | None:

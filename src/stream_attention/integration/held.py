@@ -88,5 +88,11 @@ def _check_mask(mask: Tensor, new: int, key: Tensor) -> None:
     if mask.dim() != 2:
         hint = "A cache that holds codes, or only some tokens, has no place for a pattern over all of them."
         refuse("attention_mask", "shape [B, tokens seen]", list(mask.shape), hint)
+    check_new(mask, new)
+
+
+def check_new(mask: Tensor, new: int) -> None:
+    """Refuse padding, bool `[B, tokens seen]`, among tokens that a cache was given behind its prompt. One at a time is
+    not looked at: that would wait for the device in every layer."""
     if new > 1 and not bool(mask[:, -new:].all()):
         refuse("attention_mask", "padding in the first tokens that the cache is given alone", "padding behind them")
