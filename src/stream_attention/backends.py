@@ -72,7 +72,6 @@ def _gluon_why_not(problem: Problem) -> tuple[str, ...]:
             "gradients of ALiBi slopes and sinks are sums over rows, for which Triton's backward has an exact delta; "
             "slopes and sinks that want none run here",
         ),
-        (problem.backward and problem.partial, "its backward returns gradients in the dtype of the inputs, no fp32"),
         (
             problem.backward and widths[0] != widths[1],
             f"its backward takes head dims whose tiles are equally wide, not {dims}",

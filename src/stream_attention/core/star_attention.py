@@ -212,7 +212,7 @@ class StarAttention(nn.Module):
             self._fold(partial, query, keys, values, state.compression.get(rank), causal=False)
             if rank == state.query_host_id and state.query_kv is not None:
                 self._fold(partial, query, *state.query_kv, None, causal=key is not None)
-            states.append(merge_ranks(rank, transport.size, partial.out, partial.lse))
+            states.append(merge_ranks(rank, transport.size, *partial.sums()))
         outs = [out.to(query.dtype) for out, _ in transport.run(states, query.device)]
         return self._listed(dict(zip(transport.ranks, outs, strict=True)))
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.attention import backward_step, forward_state
-from ..ops.merge import fold_state
+from ..ops.attention import backward_step, forward_into
 from ..problem import Inputs, Wanted
 from ..state import EMPTY, add_sink
 from .shard import Run
@@ -35,19 +34,23 @@ class State:
     def __init__(self, query: Tensor, value_dim: int) -> None:
         batch, rows, heads, _ = query.shape
         dtype = torch.promote_types(query.dtype, torch.float32)
-        self.out = query.new_zeros(batch, rows, heads, value_dim, dtype=dtype)
-        self.lse = query.new_full((batch, heads, rows), EMPTY, dtype=dtype)
-        self._seen: list[slice] = []  # rows that are not empty any more
+        self._out = query.new_empty(batch, rows, heads, value_dim, dtype=dtype)  # of empty rows it is not looked at
+        self._lse = query.new_full((batch, heads, rows), EMPTY, dtype=dtype)
+        self._seen: list[slice] = []
 
-    def fold(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+    def fold(self, rows: slice, inputs: Inputs, options: dict[str, Any]) -> None:
         """Merge the state of some rows over keys that are not in yet."""
-        my_out, my_lse = self.out[:, rows], self.lse[..., rows]
-        if any(rows.start < seen.stop and seen.start < rows.stop for seen in self._seen):
-            fold_state(my_out, my_lse, out, lse)
-        else:
-            my_out.copy_(out)
-            my_lse.copy_(lse)
+        resumes = any(rows.start < seen.stop and seen.start < rows.stop for seen in self._seen)
+        forward_into(inputs, self._out[:, rows], self._lse[..., rows], resumes=resumes, **options)
         self._seen.append(rows)
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """`(out, lse)` in fp32."""
+        at = 0
+        for rows in (*sorted(self._seen, key=lambda seen: seen.start), slice(self._lse.shape[-1], None)):
+            self._out[:, at : max(at, rows.start)] = 0.0  # rows that have met no keys
+            at = max(at, rows.stop or 0)
+        return self._out, self._lse
 
     def finish(
         self, sink: Tensor | None, dtype: torch.dtype, runs: Sequence[Run] | None = None
@@ -56,9 +59,10 @@ class State:
 
         `runs` are those of packed sequences: rows of none of them have no sink either.
         """
+        out, lse = self.sums()
         if sink is None:
-            return self.out.to(dtype), self.lse
-        out, lse = add_sink(self.out, self.lse, sink)
+            return out.to(dtype), lse
+        out, lse = add_sink(out, lse, sink)
         if runs is not None and sum(run.length for run in runs) < lse.shape[-1]:
             outside = torch.ones(lse.shape[-1], dtype=torch.bool, device=lse.device)
             for run in runs:
@@ -109,8 +113,7 @@ class Attention:
     def forward(self, state: State, rows: Rows, key: Tensor, value: Tensor, k_runs: Sequence[Run]) -> None:
         """Fold a shard of the keys into the rows' state."""
         for tile in self._tiles(rows, k_runs):
-            inputs = _inputs(tile, rows, key, value)
-            state.fold(tile.rows, *forward_state(inputs, **self._options(tile)))
+            state.fold(tile.rows, _inputs(tile, rows, key, value), self._options(tile))
 
     def backward(
         self,

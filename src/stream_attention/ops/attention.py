@@ -12,7 +12,8 @@ from ..backends import AUTO
 from ..plan import plan, requested
 from ..problem import UNBOUNDED, Gradients, Inputs, Positions, Wanted, gradient_of, state_problem
 from . import recall
-from .library import forward_op, problem_of, run_backward, run_forward
+from .library import forward_op, problem_of, run_backward, run_forward, run_forward_into
+from .merge import fold_state
 
 _FAR = 1 << 40
 """A window side beyond every position, which the ops' integers still hold."""
@@ -257,6 +258,32 @@ def forward_state(
     assert inputs.sink is None and inputs.cu_seqlens_q is None
     problem = state_problem(inputs, positions=positions, batch_start=batch_start, partial=True, **options)
     return run_forward(plan(problem, requested(backend)), inputs)
+
+
+def forward_into(
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    resumes: bool,
+    positions: Positions,
+    batch_start: int = 0,
+    backend: str = AUTO,
+    **options: Any,
+) -> None:
+    """`forward_state`, written where `out [B, Tq, Hq, Dv]` and `lse [B, Hq, Tq]` lie, rows of larger tensors; if it
+    resumes, merged into the state of other keys that is there. Without gradients."""
+    assert inputs.sink is None and inputs.cu_seqlens_q is None
+    problem = state_problem(inputs, positions=positions, batch_start=batch_start, partial=True, **options)
+    planned = plan(problem, requested(backend))
+    if run_forward_into(planned, inputs, out, lse, resumes):
+        return
+    state = run_forward(planned, inputs)
+    if resumes:
+        fold_state(out, lse, *state)
+    else:
+        out.copy_(state[0])
+        lse.copy_(state[1])
 
 
 def backward_step(

@@ -64,6 +64,16 @@ def run_forward(planned: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return BY_NAME[planned.backend].load().forward(planned.problem, inputs, planned.config)
 
 
+def run_forward_into(planned: Plan, inputs: Inputs, out: Tensor, lse: Tensor, resumes: bool) -> bool:
+    """Write the state of a partial problem, or merge it into the one that is there; False if the kernels cannot, and
+    nothing was done."""
+    kernels = BY_NAME[planned.backend].load()
+    with _no_autocast(planned.problem.device.type):
+        return hasattr(kernels, "forward_into") and kernels.forward_into(
+            planned.problem, inputs, planned.config, out, lse, resumes
+        )
+
+
 def run_backward(
     planned: Plan,
     inputs: Inputs,

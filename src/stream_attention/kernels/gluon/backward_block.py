@@ -415,12 +415,20 @@ class Sum:
 
     @gluon.jit
     def store(self, WARPGROUP: gl.constexpr, sums, memory, batch, head, k_first, own, k_len, IS_PACKED: gl.constexpr):
-        """Write 64 rows through `memory`. The copy runs until it is waited for."""
-        numbers = sums.to(self.desc.dtype)
-        if IS_PACKED and own + KEYS > k_len:  # the rows behind are another sequence's
+        """Write 64 rows through `memory`. The copy runs until it is waited for.
+
+        fp32, of a shard and so of no pack, has no room there, and leaves from registers; so do rows of a pack behind
+        which those of another sequence lie.
+        """
+        FP32: gl.constexpr = self.ptr.dtype.element_ty == gl.float32
+        numbers = sums.to(self.ptr.dtype.element_ty)
+        first = k_first
+        if FP32:
+            first = batch.to(gl.int64) * k_len
+        if FP32 or (IS_PACKED and own + KEYS > k_len):
             key = gl.arange(0, KEYS, gl.SliceLayout(1, sums.type.layout))
             column = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
-            line = ((k_first + own + key).to(gl.int64) * self.heads + head) * self.D
+            line = ((first + own + key).to(gl.int64) * self.heads + head) * self.D
             inside = (own + key < k_len)[:, None] & (column < self.D)[None, :]
             gl.store(self.ptr + line[:, None] + column[None, :], numbers, mask=inside)
         else:

@@ -22,7 +22,7 @@ for were drawn before, and consumers never wait for finishers.
 At D 256 there are registers for one sum over queries alone: backward_wide.py has two passes. The first adds to dQ from
 registers, and warps of the second finish it. Before everything, backward_rows.py makes delta.
 
-Not here: mask and bias, gradients of slopes and sinks, fp32 results of shards, strided positions, and `deterministic`
+Not here: mask and bias, gradients of slopes and sinks, strided positions, and `deterministic`
 beyond D 128. Triton's backward has them (`why_not`). Parity with the reference:
 tests/kernels/gluon/test_backward_gpu.py.
 """
@@ -448,7 +448,8 @@ def backward(
     out, grad_out = (t if addressable(t) else t.contiguous() for t in (out, grad_out))
     # Rows of a pack that belong to no sequence are written by no program.
     room = torch.zeros_like if packed else torch.empty_like
-    dq, dk, dv = (room(t, memory_format=torch.contiguous_format) for t in inputs[:3])
+    dtype = torch.float32 if problem.partial else problem.dtype
+    dq, dk, dv = (room(t, memory_format=torch.contiguous_format, dtype=dtype) for t in inputs[:3])
     saved = out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
     rows = empty_rows(problem, inputs.query)
     words = dropout_words(problem, inputs) if problem.dropout_p else (None, None)
@@ -499,8 +500,8 @@ def _launch_arguments(
             rows_descriptor(key, tile, dim),
             rows_descriptor(value, tile, value_dim),
             rows_descriptor(grad_out, config.block_m, value_dim),
-            rows_descriptor(dk, KEYS.value, dim),
-            rows_descriptor(dv, KEYS.value, value_dim),
+            rows_descriptor(key if problem.partial else dk, KEYS.value, dim),  # fp32 is written without
+            rows_descriptor(value if problem.partial else dv, KEYS.value, value_dim),
             numbers_descriptor(rows.lse, config.block_m),
             numbers_descriptor(rows.delta, config.block_m),
             chunks_descriptor(scratch, CHUNK.value),

@@ -230,6 +230,7 @@ class Result:
     DV: gl.constexpr
     HAS_SINK: gl.constexpr
     BY_TMA: gl.constexpr  # through the shared memory of the queries, else from registers
+    RESUMES: gl.constexpr  # the state of other keys is there already, and these join it
 
     @gluon.constexpr_function
     def __init__(
@@ -248,6 +249,7 @@ class Result:
         DV,
         HAS_SINK,
         BY_TMA,
+        RESUMES,
     ):
         self.o_desc = o_desc
         self.out = out
@@ -263,6 +265,7 @@ class Result:
         self.DV = gl.constexpr(DV)
         self.HAS_SINK = gl.constexpr(HAS_SINK)
         self.BY_TMA = gl.constexpr(BY_TMA)
+        self.RESUMES = gl.constexpr(RESUMES)
 
     @gluon.jit
     def store_by_tma(self, out, place, entry, row, head):
@@ -282,3 +285,20 @@ class Result:
         inside = (line < rows_left)[:, None] & (column < self.DV)[None, :]
         pointers = self.out + units[:, None] * UNIT + column[None, :]
         gl.store(pointers, out.to(self.out.dtype.element_ty), mask=inside)
+
+    @gluon.jit
+    def held_lse(self, rows, entry, row, head, rows_left):
+        """Of a state that is there already; that of rows beyond is empty."""
+        line = self.lse + entry.to(gl.int64) * self.stride_lb + head.to(gl.int64) * self.stride_lh
+        return gl.load(line + row + rows, mask=rows < rows_left, other=-float("inf"))
+
+    @gluon.jit
+    def held(self, like, lse, entry, row, head):
+        """The sums that are there already, in the layout of `like`. What an empty state holds is not looked at."""
+        line = gl.arange(0, like.shape[0], gl.SliceLayout(1, like.type.layout))
+        column = gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))
+        some = gl.convert_layout(lse != -float("inf"), gl.SliceLayout(1, like.type.layout), assert_trivial=True)
+        inside = some[:, None] & (column < self.DV)[None, :]
+        units = entry.to(gl.int64) * self.stride_ob + head * self.stride_oh
+        units += (row + line).to(gl.int64) * self.stride_om
+        return gl.load(self.out + units[:, None] * UNIT + column[None, :], mask=inside, other=0.0)

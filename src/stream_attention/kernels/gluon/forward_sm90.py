@@ -20,7 +20,8 @@ Explicit here, and left to the compiler in kernels/triton/forward.py:
   weight of 0 times NaN would be NaN.
 
 Grid: one program per processor, or fewer. Reads Q, K, V through 4-D descriptors [B, T, H, D] with their own strides;
-writes O through one, or from registers (fp32 states, the ends of packed sequences), and the LSE.
+writes O through one, or from registers (fp32 states, the ends of packed sequences), and the LSE. A state may be merged
+into that of other keys where it lies: a shard of a ring costs no pass over its rows then.
 Not here: mask and bias, strided positions, few queries against many keys: the Triton kernel has them (`why_not`).
 Parity with the reference: tests/kernels/gluon/test_forward_gpu.py.
 """
@@ -52,6 +53,9 @@ from .tiles import LN2, LOG2E, clear_unseen, dropout_keep, from_here, hide, row_
 from .versions import kept_in_loop, tma_load
 
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
+
+RESUMED_WIDTH = 128
+"""Columns of values up to which a tile and the state that it joins fit into registers together."""
 
 
 @gluon.jit
@@ -270,7 +274,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
             p = gl.convert_layout(weights.to(dtype), P_TILE, assert_trivial=True)
             use += 1
 
-        # The last product, and where the next tile is while it runs.
+        # The last product, and where the next tile is while it runs. What the state of other keys is, too.
         if crew.RESCALE_LATE:
             acc = acc * gl.convert_layout(from_here(shrink), O_ROWS, assert_trivial=True)[:, None]
         if not result.BY_TMA:
@@ -279,6 +283,9 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
         v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_N, BLOCK_DV])
         acc_issued = warpgroup_mma(p, v, acc, use_acc=True, is_async=True)
         next_m, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
+        if result.RESUMES:
+            held_lse = result.held_lse(rows, batch, q_first + r0, head, q_len - r0)
+            held = result.held(acc, held_lse, batch, q_first + r0, head)
         acc = warpgroup_mma_wait(0, deps=(acc_issued,))
         values.release(use)
         use += 1
@@ -294,9 +301,21 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
             total = total * shrink + gl.exp2(sink - finite)
             acc = acc * gl.convert_layout(shrink, O_ROWS, assert_trivial=True)[:, None]
             top = new_top
+        held_share = total
+        if result.RESUMES:
+            new_top = gl.maximum(top, held_lse * LOG2E)
+            finite = gl.where(new_top == -float("inf"), 0.0, new_top)
+            shrink = gl.exp2(top - finite)
+            held_share = gl.exp2(held_lse * LOG2E - finite)
+            total = total * shrink + held_share
+            acc = acc * gl.convert_layout(shrink, O_ROWS, assert_trivial=True)[:, None]
+            top = new_top
         seen = total != 0  # a NaN is seen
         inverse = result.dropout_scale / gl.where(seen, total, 1.0)
         out = acc * gl.convert_layout(inverse, O_ROWS, assert_trivial=True)[:, None]
+        if result.RESUMES:
+            held_share /= gl.where(seen, total, 1.0)
+            out += held * gl.convert_layout(held_share, O_ROWS, assert_trivial=True)[:, None]
         entry = batch
         if call.IS_PACKED:
             entry = batch * 0
@@ -395,6 +414,7 @@ def _forward_kernel(
     UNSEEN: gl.constexpr,
     SCALE_LATE: gl.constexpr,
     TANH: gl.constexpr,
+    RESUMES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -414,7 +434,7 @@ def _forward_kernel(
     )  # fmt: skip
     result = Result(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, write_lse, sink_ptr,
-        dropout_scale, DV, HAS_SINK, BY_TMA,
+        dropout_scale, DV, HAS_SINK, BY_TMA, RESUMES,
     )  # fmt: skip
     # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
     if WARPGROUPS == 2:
@@ -445,6 +465,17 @@ def forward(problem: Problem, inputs: Inputs, config: GluonConfig) -> tuple[Tens
     out, lse = room_for_results(problem, inputs.query)
     _kernel.launch(**_launch_arguments(problem, inputs, config, out, lse, _fresh_counter(lse)))
     return out, lse
+
+
+def forward_into(
+    problem: Problem, inputs: Inputs, config: GluonConfig, out: Tensor, lse: Tensor, resumes: bool
+) -> bool:
+    """Write a partial problem's state where `out [B, Tq, Hq, Dv]` and `lse [B, Hq, Tq]` lie, fp32, rows of larger
+    tensors, or merge it into the state of other keys that is there; False if that is not possible, and nothing done."""
+    if problem.empty or (resumes and tile_widths(problem)[1] > RESUMED_WIDTH):
+        return False
+    _kernel.launch(**_launch_arguments(problem, inputs, config, out, lse, _fresh_counter(lse), resumes))
+    return True
 
 
 def repeat(
@@ -481,7 +512,13 @@ def _fresh_counter(lse: Tensor) -> Tensor:
 
 
 def _launch_arguments(
-    problem: Problem, inputs: Inputs, config: GluonConfig, out: Tensor, lse: Tensor, counter: Tensor
+    problem: Problem,
+    inputs: Inputs,
+    config: GluonConfig,
+    out: Tensor,
+    lse: Tensor,
+    counter: Tensor,
+    resumes: bool = False,
 ) -> dict[str, Any]:
     """What `Kernel.launch` takes. Where there is no tensor, the LSE stands in for it, unread."""
     query, key, value, _, _, slopes, sink, _, cu_q, cu_k = inputs
@@ -545,6 +582,7 @@ def _launch_arguments(
             packed or reads_unseen(problem),  # UNSEEN
             scales_late(problem),  # SCALE_LATE
             tanh(problem),  # TANH
+            resumes,  # RESUMES
             config.consumer_registers,  # CONSUMER_REGISTERS
             config.producer_registers,  # PRODUCER_REGISTERS
         ),
