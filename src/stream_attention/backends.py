@@ -32,7 +32,8 @@ class Backend(NamedTuple):
     why_not: Callable[[Problem], tuple[str, ...]]  # sentences; empty if it can
     configure: Callable[[Problem], Any]
     why_named_only: Callable[[Problem], tuple[str, ...]] = lambda problem: ()  # why "auto" leaves it although it can
-    forceable: Mapping[str, tuple[int, ...]] = {}  # fields of a forward's config that a caller may set, with the values
+    forceable: Mapping[str, tuple[int, ...]] = {}  # fields of a forward's tiles that a caller may set, with the values
+    tiles: Callable[[Problem], Any] = lambda problem: None  # the configuration of a forward that has those fields
 
     def load(self) -> ModuleType:
         """The kernel module, imported on first use."""
@@ -178,6 +179,7 @@ BACKENDS: tuple[Backend, ...] = (
         triton_tuning.configure,
         _triton_why_named_only,
         triton_tuning.FORCEABLE,
+        triton_tuning.configure_forward,
     ),
     Backend("eager", ".kernels.eager", _eager_why_not, eager_tuning.configure),
     Backend("reference", ".kernels.reference", _reference_why_not, lambda problem: "dense, fp64"),

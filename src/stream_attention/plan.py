@@ -48,10 +48,9 @@ def plan(problem: Problem, backend: str = AUTO) -> Plan:
         reasons = chosen.why_not(problem)
         if reasons:
             raise UnsupportedProblem(f"backend {backend!r} cannot do this problem ({problem}): {'; '.join(reasons)}")
-        config = chosen.configure(problem)
         if problem.backward or not forced:
-            return Plan(problem, name, config)
-        return Plan(problem, name, config._replace(**dict(forced)), forced=forced)
+            return Plan(problem, name, chosen.configure(problem))
+        return Plan(problem, name, chosen.tiles(problem)._replace(**dict(forced)), forced=forced)
     passed_over: list[tuple[str, tuple[str, ...]]] = []
     for candidate in BACKENDS:
         reasons = candidate.why_not(problem) or candidate.why_named_only(problem)

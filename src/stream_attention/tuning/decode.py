@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..cache_views.codes import Coding
+from ..problem import UNBOUNDED, Problem
 
 INVARIANT_KEYS = 2048
 """Keys of a part of a batch-invariant call: whatever the batch, a row's sums are cut in the same places."""
@@ -79,6 +80,41 @@ class DecodeProblem(NamedTuple):
             f"Dv={self.value_dim} {str(self.dtype).removeprefix('torch.')} on {self.device}, {kind}, "
             f"{self.coding.format + ' codes, ' if self.coding else ''}up to {self.capacity} keys"
         )
+
+
+FEWEST_KEYS = 256
+"""Below that many a row has too few to share."""
+
+
+def few_queries(problem: Problem) -> DecodeProblem | None:
+    """A plain forward of few queries, as the call on a cache of its keys that it is; None where it is another one."""
+    offset = problem.q_start - problem.k_start
+    alike = (
+        problem.group * problem.q_len <= MOST_ROWS
+        and problem.k_len >= FEWEST_KEYS
+        and offset == problem.k_len - problem.q_len  # the last query is the last token
+        and problem.q_stride == problem.k_stride == 1
+        and problem.dtype in (torch.float16, torch.bfloat16)
+    )
+    more = problem.backward or problem.partial or problem.packed or problem.empty
+    if not alike or more or problem.mask or problem.bias is not None or problem.dropout_p:
+        return None
+    return DecodeProblem(
+        problem.batch,
+        problem.q_len,
+        problem.q_heads,
+        problem.kv_heads,
+        problem.head_dim,
+        problem.value_dim,
+        problem.k_len,
+        problem.k_len if problem.left == UNBOUNDED else min(problem.k_len, problem.left + problem.q_len),
+        problem.dtype,
+        None,
+        0,
+        problem.device,
+        problem.arch,
+        problem.processors,
+    )
 
 
 class DecodeConfig(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from ..problem import UNBOUNDED, Problem
+from . import decode
 
 ANY = 1 << 62
 
@@ -254,8 +255,12 @@ BACKWARD: Mapping[str, Mapping[int, tuple[Row[BackwardConfig], ...]]] = {
 INTERPRETER_BACKWARD = BackwardConfig(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), None, Tile(16, 32, 4, 1))
 
 
-def configure(problem: Problem) -> TritonConfig | BackwardConfig:
-    """The configuration of a forward, or of a backward where the problem is one."""
+def configure(problem: Problem) -> TritonConfig | BackwardConfig | decode.DecodeConfig:
+    """The configuration of a forward, or of a backward where the problem is one. Few queries against many keys are
+    computed as those of a cache are, if nothing but a cache's call knows is asked for."""
+    on_a_cache = decode.few_queries(problem)
+    if on_a_cache is not None:
+        return decode.configure(on_a_cache, None, False)
     return configure_backward(problem) if problem.backward else configure_forward(problem)
 
 

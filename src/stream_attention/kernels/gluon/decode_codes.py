@@ -582,7 +582,7 @@ def _copy_slots(ptr, stride, start, length, slots, to):
 
 def decode(*arguments: Any) -> Any:
     """As kernels/triton/decode.py, of a quantised cache."""
-    return decode_by(*arguments, kernel_of=_kernel_of)
+    return decode_by(*arguments, computed_by=_kernel_of)
 
 
 def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:

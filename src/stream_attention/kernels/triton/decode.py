@@ -213,7 +213,7 @@ def decode(
     out: Tensor | None,
     return_lse: bool,
     workspace: Tensor | None,
-    kernel_of: KernelOf | None = None,
+    computed_by: KernelOf | None = None,
 ) -> tuple[Tensor, Tensor | None, Repeat | None]:
     """out `[B, Tq, Hq, Dv]` in the query's dtype; lse `[B, Hq, Tq]`, fp32, if wanted; and the call as a function, if it
     can be made again at once."""
@@ -234,7 +234,7 @@ def decode(
         workspace = query.new_empty(workspace_numbers(problem, config), dtype=torch.float32)
     asked = side_by_side(cache.lengths), tree, slopes, sink, left, right, scale, softcap
     call = DecodeCall(problem, config, query, *asked, out, lse, workspace)
-    kernel, arguments = (kernel_of or _kernel_of)(call, cache)
+    kernel, arguments = (computed_by or kernel_of)(call, cache)
     kernel.launch(**arguments)
     if workspace is not None:
         merge_kernel.launch(**call.merging())
@@ -282,7 +282,7 @@ def _repeat(call: DecodeCall, cache: KVCache, kernel: Kernel, arguments: dict[st
     return in_parts
 
 
-def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
+def kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
     if isinstance(cache, QuantizedKV):
         return codes_kernel, codes_arguments(call, cache)
     table = None
