@@ -156,9 +156,13 @@ def configure_gluon(problem: DecodeProblem, num_splits: int | None, batch_invari
     assert problem.coding is not None
     int4, group = problem.coding.format == "int4", problem.coding.group
     few = problem.lines * problem.capacity <= 1024 * max(1, problem.processors)  # programs: they wait for memory
-    tile = Tile(min(group, 64 if int4 else 32), 1, 2, 8)
-    if few and not batch_invariant:
+    few = few and not batch_invariant
+    if problem.dtype is torch.float16:  # queries that take more registers
+        tile = Tile(min(group, 32), 1, 4 if int4 or few else 2, 8)
+    elif few:
         tile = Tile(min(group, 32 if int4 else 64), 1, 4 if int4 else 3, 8)
+    else:
+        tile = Tile(min(group, 64 if int4 else 32), 1, 2, 8)
     window_splits = 1
     if num_splits is None and (few or batch_invariant):
         window_splits = -(-problem.coding.window // WINDOW_KEYS)

@@ -72,12 +72,16 @@ class Call:
         for n, (inputs, options) in enumerate(map(self.shard, KEYS)):
             forward_into(inputs, out[:, 50:550], lse[..., 50:550], resumes=n > 0, **options)
 
-    def gradients(self, deterministic: bool) -> Any:
-        """Of the first queries and keys, whose state is the whole row's, in fp32."""
-        inputs, options = self.shard(slice(0, 700), deterministic=deterministic)
+    def gradients(self, backend: str) -> Any:
+        """Of queries, keys and values, in fp32; the same bits every time where Gluon can."""
+        inputs, options = self.shard(slice(0, 700), deterministic=self.in_order)
         out, lse = forward_state(inputs, **options)
-        grads = backward_step(inputs, out.to(self.query.dtype), lse, self.grad, None, wanted=Wanted(), **options)
-        return out, lse, grads
+        options["backend"] = backend
+        return backward_step(inputs, out.to(self.query.dtype), lse, self.grad, None, wanted=Wanted(), **options)[:3]
+
+    @property
+    def in_order(self) -> bool:
+        return self.dims[0] <= 128
 
 
 def compile_call(how: str, dims: tuple[int, int]) -> str:
@@ -88,7 +92,8 @@ def compile_call(how: str, dims: tuple[int, int]) -> str:
             call.joined(*call.room())
             forward_state(call.shard(KEYS[0])[0], **call.shard(KEYS[0])[1])
             if dims[0] == dims[1]:
-                call.gradients(deterministic=dims[0] <= 128)
+                call.gradients("gluon")
+                call.gradients("triton")
     except Exception as error:
         return f"{how} {dims}: {type(error).__name__}: {error}"
     return ""
@@ -127,16 +132,10 @@ def test_a_state_is_joined_where_it_lies(how: str, dims: tuple[int, int]) -> Non
 @pytest.mark.parametrize("how", HOW)
 def test_gradients_of_a_shard_are_those_of_a_call_before_they_are_rounded(how: str, dims: tuple[int, int]) -> None:
     call = Call(how, dims)
-    in_order = dims[0] <= 128
-    out, lse, grads = call.gradients(deterministic=in_order)
-    inputs, options = call.shard(slice(0, 700), deterministic=in_order)
-    by_triton = backward_step(
-        inputs, out.to(call.query.dtype), lse, call.grad, None, wanted=Wanted(), **options | {"backend": "triton"}
-    )
-    for name, ours, theirs in zip(("query", "key", "value"), grads[:3], by_triton[:3], strict=True):
+    grads = call.gradients("gluon")
+    for name, ours, theirs in zip(("query", "key", "value"), grads, call.gradients("triton"), strict=True):
         assert ours.dtype is torch.float32
         error = (ours - theirs).norm() / theirs.norm()
         assert error < 4e-3, f"{name}: {error:.1e} of Triton's"  # weights and dS are rounded to bf16 in both
-    if in_order:
-        again = call.gradients(deterministic=True)[2]
-        assert all(torch.equal(one, other) for one, other in zip(grads[:3], again[:3], strict=True))
+    if call.in_order:
+        assert all(torch.equal(one, other) for one, other in zip(grads, call.gradients("gluon"), strict=True))

@@ -81,6 +81,7 @@ class DecodeCase:
     num_splits: int | None = None
     batch_invariant: bool = False
     workspace: bool = False  # pass out= and workspace=, twice
+    key_mean: float = 0.0  # how far from 0 the means of the keys' channels are
 
     def __repr__(self) -> str:
         """The line that reproduces it, without what is left at its default (shapes are always said)."""
@@ -123,6 +124,8 @@ def make(case: DecodeCase) -> Made:
         torch.randn(batch, case.slots, case.Hkv, dim, generator=of_cache, device=where).to(case.dtype)
         for dim in (case.D, case.Dv)
     )
+    if case.key_mean:
+        key += (case.key_mean * normal(case.Hkv, case.D)).to(key)
     tree = torch.rand(batch, case.Tq, case.Tq, generator=generator) < 0.6 if case.tree else None
     options: dict[str, Any] = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
     options["scale"] = case.scale

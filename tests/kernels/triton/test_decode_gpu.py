@@ -126,6 +126,15 @@ def test_random_codes_in_gluon_agree_within_what_is_earned() -> None:
     assert not summary["failed"], "\n\n".join(summary["failures"])
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_keys_around_a_mean(format: str, dtype: torch.dtype) -> None:
+    """Whose scores all have the error in common that a rounded product of query and scale has."""
+    case = replace(BATCH, lengths=(900, 400), capacity=1000, dtype=dtype, codes=Codes(format), key_mean=3.0)
+    check(case)
+    check(case, "gluon")
+
+
 @pytest.mark.parametrize("name", LONG_CASES)
 def test_long_contexts(name: str, give_memory_back: None) -> None:
     case = LONG_CASES[name]

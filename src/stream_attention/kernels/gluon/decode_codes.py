@@ -10,6 +10,9 @@ A code u that is cut out of its word is an fp16 number already, a subnormal one:
 u 2^-24, bits 4 to 7 for u 2^-20, and matrix instructions take subnormals at full speed. Sums over a code's middle, and
 over zeros, are matrix products too, with a factor whose columns, or rows, are all alike.
 
+q s is rounded to fp16. Of keys whose mean is not their middle, that error is the same for all, and a query in fp16
+deserves better: the rest of the product, which one more instruction has exactly, is multiplied too.
+
 p s must fit fp16: weights are taken relative to the largest score plus the largest log2 s of its tile, so that none is
 above 1, and none above 2^14 before it is scaled. q s is within fp16 because q is divided by its row's peak, and scales
 are at most what codes of fp16 numbers have.
@@ -110,6 +113,13 @@ def _no_tensors():
 def _times(x, y):
     asm: gl.constexpr = "mul.rn.f16x2 $0, $1, $2;"
     return gl.inline_asm_elementwise(asm, "=r,r,r", [x, y], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _rest(x, y, product):
+    """What x y was rounded by, exactly."""
+    asm: gl.constexpr = "{ .reg .b32 n; neg.f16x2 n, $3; fma.rn.f16x2 $0, $1, $2, n; }"
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [x, y, product], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -346,6 +356,7 @@ def _of_codes(
     W: gl.constexpr = D // PLANES
     WV: gl.constexpr = DV // PLANES
     GROUPS: gl.constexpr = DV // TOKENS if DV > TOKENS else 1  # of channels that share a value's scale
+    WITH_REST: gl.constexpr = q_ptr.dtype.element_ty == gl.float16
     UNIT_OF_CODES: gl.constexpr = 1.0 if FORMAT == "fp8" else 2.0**24
     MIDDLE: gl.constexpr = 8.0 if FORMAT == "int4" else 128.0
     PEAK: gl.constexpr = 4.0 if FORMAT == "int4" else (64.0 if FORMAT == "int8" else 256.0)
@@ -444,10 +455,16 @@ def _of_codes(
         odd = none
         for plane in gl.static_range(PLANES):
             scales = key_scales.index(slot).slice(plane * W, W).load(OF_FIRST)
-            scaled = _times(queries[plane], scales[None, :].broadcast_to([16, W]))
+            scales = scales[None, :].broadcast_to([16, W])
+            scaled = _times(queries[plane], scales)
+            alike = gl.full([W, 8], MIDDLE * _times_sixteen(FORMAT, plane), gl.float16, SECOND)
+            if WITH_REST:
+                rest = _rest(queries[plane], scales, scaled)
+                products = mma_v2(rest, codes[plane], products)
+                if FORMAT != "fp8":
+                    middle = mma_v2(rest, alike, middle)
             products = mma_v2(scaled, codes[plane], products)
             if FORMAT != "fp8":
-                alike = gl.full([W, 8], MIDDLE * _times_sixteen(FORMAT, plane), gl.float16, SECOND)
                 middle = mma_v2(scaled, alike, middle)
             if FORMAT == "int4":
                 zero = key_zeros.index(slot).slice(plane * W, W).load(OF_SECOND)[:, None].broadcast_to([W, 8])

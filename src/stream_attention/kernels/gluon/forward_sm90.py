@@ -59,7 +59,7 @@ RESUMED_WIDTH = 128
 
 
 @gluon.jit
-def _producer(crew, call, order, counter, mail, queries, keys, values, q_desc, k_desc, v_desc):
+def _producer(crew, call, result, order, counter, mail, queries, keys, values, q_desc, k_desc, v_desc):
     """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ..."""
     TILE_ROWS: gl.constexpr = crew.WARPGROUPS * ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
@@ -88,6 +88,8 @@ def _producer(crew, call, order, counter, mail, queries, keys, values, q_desc, k
             slot = (taken % queries.SLOTS) * crew.WARPGROUPS
             for w in gl.static_range(crew.WARPGROUPS):
                 tma_load(q_desc, [entry, q_first + first + w * ROWS, head, 0], landing, queries.tiles.index(slot + w))
+                if result.RESUMES:
+                    result.fetch_held(entry, q_first + first + w * ROWS, q_first + q_len - 1, head, ROWS)
             near_end = gl.maximum(blocks - AHEAD, 1)
             for j in range(1, near_end):
                 load_rows(keys, k_desc, use + j, entry, row - j * BLOCK_N, kv_head)
@@ -442,7 +444,10 @@ def _forward_kernel(
             [
                 (_consumer, (0, crew, call, scores, result, mail, queries, keys, values)),
                 (_consumer, (1, crew, call, scores, result, mail, queries, keys, values)),
-                (_producer, (crew, call, order, counter_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc)),
+                (
+                    _producer,
+                    (crew, call, result, order, counter_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc),
+                ),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -453,7 +458,10 @@ def _forward_kernel(
                 (_consumer, (0, crew, call, scores, result, mail, queries, keys, values)),
                 (_consumer, (1, crew, call, scores, result, mail, queries, keys, values)),
                 (_consumer, (2, crew, call, scores, result, mail, queries, keys, values)),
-                (_producer, (crew, call, order, counter_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc)),
+                (
+                    _producer,
+                    (crew, call, result, order, counter_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc),
+                ),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
