@@ -262,13 +262,6 @@ def _gluon_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tup
     return tuple(reason for applies, reason in reasons if applies)
 
 
-def _gluon_decode_why_named_only(problem: DecodeProblem) -> tuple[str, ...]:
-    return (
-        "plain calls of it were tested and measured on a GPU; windows, trees, ALiBi and softcap were not yet; "
-        "name it to use it",
-    )
-
-
 def _triton_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tuple[str, ...]:
     if find_spec("triton") is None:
         return ("Triton is not installed",)
@@ -289,7 +282,7 @@ def _eager_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tup
 
 
 DECODERS = {
-    "gluon": Decoder(_gluon_decode_why_not, _gluon_decode_why_named_only, decode_tuning.configure_gluon),
+    "gluon": Decoder(_gluon_decode_why_not, lambda problem: (), decode_tuning.configure_gluon),
     "triton": Decoder(
         _triton_decode_why_not,
         _triton_why_named_only,
