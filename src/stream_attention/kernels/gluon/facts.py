@@ -16,6 +16,11 @@ from .versions import as_tile_of, tma_store
 UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
 
 
+@gluon.constexpr_function
+def _prefetch(nbytes):
+    return f"cp.async.bulk.prefetch.L2.global [$1], {nbytes}; mov.b32 $0, 0;"
+
+
 @aggregate
 class Crew:
     """The consumers: GluonConfig has the words."""
@@ -291,13 +296,12 @@ class Result:
         """One warp asks for the sums of rows that are there already, so that they lie in the L2 cache when the rows'
         new keys are done. Rows beyond `last` do not exist."""
         bytes_of_a_row: gl.constexpr = self.DV * self.out.dtype.element_ty.primitive_bitwidth // 8
+        ask: gl.constexpr = _prefetch(bytes_of_a_row)
         row = first + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
         units = entry.to(gl.int64) * self.stride_ob + head * self.stride_oh
         units += gl.minimum(row, last).to(gl.int64) * self.stride_om
         address = (self.out + units * UNIT).to(gl.int64)
-        ask: gl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-        for line in gl.static_range(0, bytes_of_a_row, 128):
-            gl.inline_asm_elementwise(ask, "=r,l", [address + line], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(ask, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
 
     @gluon.jit
     def held_lse(self, rows, entry, row, head, rows_left):

@@ -54,6 +54,9 @@ from .versions import kept_in_loop, tma_load
 
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 
+RESUMED_WIDTH = 128
+"""Columns of values up to which a tile and the state that it joins fit into registers together."""
+
 
 @gluon.jit
 def _producer(crew, call, result, order, counter, mail, queries, keys, values, q_desc, k_desc, v_desc):
@@ -80,14 +83,13 @@ def _producer(crew, call, result, order, counter, mail, queries, keys, values, q
             blocks = high - low
             row = k_first + (high - 1) * BLOCK_N  # of the last block
             load_rows(keys, k_desc, use, entry, row, kv_head)
-            if result.RESUMES:
-                for w in gl.static_range(crew.WARPGROUPS):
-                    result.fetch_held(entry, q_first + first + w * ROWS, q_first + q_len - 1, head, ROWS)
             queries.wait_empty(taken)
             landing = queries.expect(taken, crew.WARPGROUPS * q_desc.block_type.nbytes)
             slot = (taken % queries.SLOTS) * crew.WARPGROUPS
             for w in gl.static_range(crew.WARPGROUPS):
                 tma_load(q_desc, [entry, q_first + first + w * ROWS, head, 0], landing, queries.tiles.index(slot + w))
+                if result.RESUMES:
+                    result.fetch_held(entry, q_first + first + w * ROWS, q_first + q_len - 1, head, ROWS)
             near_end = gl.maximum(blocks - AHEAD, 1)
             for j in range(1, near_end):
                 load_rows(keys, k_desc, use + j, entry, row - j * BLOCK_N, kv_head)
@@ -172,12 +174,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
             col_words_ptr += batch.to(gl.int64) * scores.stride_cb + head * scores.stride_ch + k_first
         q_pos = (r0 + offset) + rows
 
-        # The first block: no sums but those that a state brings, and no product P V beside it.
-        acc = gl.zeros((ROWS, BLOCK_DV), gl.float32, O_TILE)
-        held_lse = limit
-        if result.RESUMES:
-            held_lse = result.held_lse(rows, batch, q_first + r0, head, q_len - r0)
-            acc = result.held(acc, held_lse, batch, q_first + r0, head)
+        # The first block: no older sums, and no product P V beside it.
         for x in range(skip):
             keys.wait_full(use + x)
             keys.release(use + x)
@@ -196,18 +193,11 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
         if cut:
             s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
         row_max = gl.max(s, 1)
-        if result.RESUMES:
-            row_max = gl.maximum(row_max, held_lse * LOG2E / factor)
         top = row_max * factor
         if GUARD:
             top = gl.where(row_max == -float("inf"), 0.0, top)
         weights = gl.exp2(s * factor - top[:, None])
         row_sum = row_sums(weights)
-        if result.RESUMES:  # a state is a key whose score is its LSE and whose value is its output
-            held_sum = gl.exp2(held_lse * LOG2E - top)
-            eighth = gl.convert_layout(held_sum * 0.125, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
-            row_sum = row_sum + eighth[:, None]
-            acc = acc * gl.convert_layout(held_sum / result.dropout_scale, O_ROWS, assert_trivial=True)[:, None]
         if scores.HAS_DROPOUT:
             words = gl.load(col_words_ptr + start + columns, mask=start + columns < k_len, other=0)
             weights = gl.where(dropout_keep(row_words, words, scores.threshold), weights, 0.0)
@@ -225,6 +215,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
         if DEFERRED:
             tma.store_wait(pendings=0)  # of the tile before, long since drained
             queries.release(taken + 1, pred=taken > 0)
+        acc = gl.zeros((ROWS, BLOCK_DV), gl.float32, O_TILE)
         p = gl.convert_layout(weights.to(dtype), P_TILE, assert_trivial=True)
 
         # Stream.
@@ -285,7 +276,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
             p = gl.convert_layout(weights.to(dtype), P_TILE, assert_trivial=True)
             use += 1
 
-        # The last product, and where the next tile is while it runs.
+        # The last product, and where the next tile is while it runs. What the state of other keys is, too.
         if crew.RESCALE_LATE:
             acc = acc * gl.convert_layout(from_here(shrink), O_ROWS, assert_trivial=True)[:, None]
         if not result.BY_TMA:
@@ -294,6 +285,9 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
         v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_N, BLOCK_DV])
         acc_issued = warpgroup_mma(p, v, acc, use_acc=True, is_async=True)
         next_m, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
+        if result.RESUMES:
+            held_lse = result.held_lse(rows, batch, q_first + r0, head, q_len - r0)
+            held = result.held(acc, held_lse, batch, q_first + r0, head)
         acc = warpgroup_mma_wait(0, deps=(acc_issued,))
         values.release(use)
         use += 1
@@ -309,9 +303,21 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
             total = total * shrink + gl.exp2(sink - finite)
             acc = acc * gl.convert_layout(shrink, O_ROWS, assert_trivial=True)[:, None]
             top = new_top
+        held_share = total
+        if result.RESUMES:
+            new_top = gl.maximum(top, held_lse * LOG2E)
+            finite = gl.where(new_top == -float("inf"), 0.0, new_top)
+            shrink = gl.exp2(top - finite)
+            held_share = gl.exp2(held_lse * LOG2E - finite)
+            total = total * shrink + held_share
+            acc = acc * gl.convert_layout(shrink, O_ROWS, assert_trivial=True)[:, None]
+            top = new_top
         seen = total != 0  # a NaN is seen
         inverse = result.dropout_scale / gl.where(seen, total, 1.0)
         out = acc * gl.convert_layout(inverse, O_ROWS, assert_trivial=True)[:, None]
+        if result.RESUMES:
+            held_share /= gl.where(seen, total, 1.0)
+            out += held * gl.convert_layout(held_share, O_ROWS, assert_trivial=True)[:, None]
         entry = batch
         if call.IS_PACKED:
             entry = batch * 0
@@ -474,7 +480,7 @@ def forward_into(
 ) -> bool:
     """Write a partial problem's state where `out [B, Tq, Hq, Dv]` and `lse [B, Hq, Tq]` lie, fp32, rows of larger
     tensors, or merge it into the state of other keys that is there; False if that is not possible, and nothing done."""
-    if problem.empty:
+    if problem.empty or (resumes and tile_widths(problem)[1] > RESUMED_WIDTH):
         return False
     _kernel.launch(**_launch_arguments(problem, inputs, config, out, lse, _fresh_counter(lse), resumes))
     return True
