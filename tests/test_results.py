@@ -169,19 +169,30 @@ def test_a_training_step_at_64k_tokens_is_within_its_memory_bar(of: str, most: f
     assert results(f"h200/gpu_tests_{of}")["memory of a training step at 64k"]["ratio"] <= most
 
 
-@pytest.mark.parametrize(("which", "tests"), [("append", 40), ("graphs", 4)])
-def test_the_gpu_tests_of_appending_and_of_graphs_were_run_and_passed(which: str, tests: int) -> None:
+@pytest.mark.parametrize(
+    ("which", "tests"),
+    [
+        ("append", 40),
+        ("graphs", 4),
+        ("few", 23),
+        ("gluon_shards", 54),
+        ("hf", 11),
+        ("caches", 12),
+        ("memory", 18),
+        ("cuda", 61),
+    ],
+)
+def test_other_gpu_tests_were_run_and_passed(which: str, tests: int) -> None:
     summary = results(f"h200/gpu_tests_{which}")
     assert summary["failed"] == summary["error"] == summary["skipped"] == 0 and summary["passed"] >= tests
 
 
 def test_the_gpu_tests_of_decoding_were_run_and_passed() -> None:
-    """All but one, which docs/performance.md names."""
     summary = results("h200/gpu_tests_decode")
-    assert summary["passed"] == sum(run["passed"] for run in summary["runs"]) == 210
+    assert summary["passed"] == sum(run["passed"] for run in summary["runs"]) == 217
     assert not any(run[word] for run in summary["runs"] for word in ("failed", "error", "skipped"))
-    assert summary["unfinished"] == ["test_random_codes_in_gluon_agree_within_what_is_earned"]
-    assert summary["random problems"]["problems"] == 600 and summary["random problems"]["failed"] == 0
+    for which, problems in (("random problems", 600), ("random codes in Gluon", 200)):
+        assert summary[which]["problems"] == problems and summary[which]["failed"] == 0
 
 
 @pytest.mark.parametrize(("which", "tests"), [("ring", 21), ("strategies", 11)])
@@ -192,19 +203,32 @@ def test_the_gpu_tests_of_ranks_were_run_and_passed(which: str, tests: int) -> N
 
 
 def test_what_dividing_a_call_costs_is_as_said() -> None:
-    """docs/performance.md and docs/distributed.md; the bar, 1.10 for the zigzag ring's forward, is missed."""
+    """docs/performance.md and docs/distributed.md; the bar, 1.10 for the zigzag ring's kernels, is missed."""
     found = results("h200/ring")
-    said = {"forward": {"ring zigzag": 1.21, "ulysses": 1.16}, "training step": {"ring zigzag": 1.52, "ulysses": 1.48}}
+    said = {"forward": {"ring zigzag": 1.22, "ulysses": 1.22}, "training step": {"ring zigzag": 1.17, "ulysses": 1.07}}
     for call, schemes in said.items():
         costs = {one["scheme"]: one["of_one_pass"] for one in found[call]["schemes"]}
         assert {name: round(costs[name], 2) for name in schemes} == schemes
+    ratios = [run["ring_ms"] / run["one_pass_ms"] for run in found["kernel time of the zigzag ring's forward"]["runs"]]
+    assert [round(min(ratios), 2), round(max(ratios), 2)] == [1.11, 1.14]
 
 
-def test_codes_in_gluon_were_as_fast_as_said() -> None:
-    """docs/performance.md; of the suite, whose plan was the worse one."""
-    cells = results("h200/sweeps/12-codes-in-gluon")["suite"]["cells"]
-    times = {name.split()[0]: cell["decode"] / cell[name.split()[0]] for name, cell in cells.items() if " b8 " in name}
-    assert times["int4"] >= 2.6 and times["int8"] >= 1.7 and times["fp8"] >= 1.6, times
+def test_the_cuda_program_meets_its_bars() -> None:
+    rows = {row["name"]: row for row in results("h200/cuda")["rows"]}
+    for name, tflops in {"fp32 d64 4k, ring": 20.0, "bf16 d128 8k, ring": 250.0}.items():
+        assert rows[name]["single_tflops"] >= tflops
+        assert rows[name]["multi_ms"] <= 1.15 * rows[name]["single_ms"] and rows[name]["gpus"] == 4
+    assert all(row["max_abs_difference"] <= row["limit"] for row in rows.values())
+
+
+def test_models_are_at_least_as_fast_as_with_sdpa() -> None:
+    """A training step, and int4 at 32k, are not measured yet."""
+    cells = {cell["name"]: cell for cell in results("h200/models")["cells"]}
+    assert {"prefill 8k", "prefill 32k", "decode b1 8k", "decode b16 8k"} <= cells.keys()
+    for cell in cells.values():
+        ours, peer = (cell["providers"][cell[who]] for who in ("ours", "fastest_peer"))
+        assert cell["ratio"] <= 1 / 0.98 and ours["peak_bytes"] <= peer["peak_bytes"], cell["name"]
+        assert all(one["right"] for one in cell["providers"].values() if "right" in one)
 
 
 def test_auto_takes_the_faster_backward_for_softcap_and_dropout() -> None:
@@ -243,7 +267,7 @@ def test_decoding_meets_the_best_peer_of_most_cells_and_nearly_the_memory() -> N
 PAST_THEIR_BAR = {
     "paged 16 b8 32/8 d128 32768",
     *(f"paged {page} b1 32/8 d128 8192" for page in (16, 64, 256)),
-    *(f"{codes} b8 32/8 d128 32768" for codes in ("fp8", "int8", "int4")),
+    *(f"{codes} b8 32/8 d128 32768" for codes in ("fp8", "int8")),
 }
 """Kinds of caches that take more time than they are allowed, to be mended (docs/performance.md)."""
 

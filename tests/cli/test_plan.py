@@ -74,8 +74,8 @@ def test_a_gpu_that_is_not_here_is_planned_by_its_compute_capability(
 @needs_triton
 def test_processors_decide_how_keys_are_split(capsys: pytest.CaptureFixture[str]) -> None:
     decoding = ["--q", "1x1x8x128", "--kv", "1x65536x8x128", "--arch", "90"]
-    assert "keys in 33 splits" in lines(capsys, *decoding)[1]
-    assert "keys in 4 splits" in lines(capsys, *decoding, "--processors", "16")[1]
+    assert "keys in 16 splits" in lines(capsys, *decoding)[1]
+    assert "keys in 2 splits" in lines(capsys, *decoding, "--processors", "16")[1]
 
 
 @needs_triton

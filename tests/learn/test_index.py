@@ -168,10 +168,18 @@ def test_the_tables_of_claims_are_those_of_the_files(tool: Any) -> None:
 
 def test_what_the_page_says_of_claims_is_what_was_measured() -> None:
     text = words("claims.md")
-    (cell,) = (cell for cell in results("forward")["cells"] if cell["name"] == "d64 full 4096")
-    peak, heads = cell["providers"]["triton"]["peak_bytes"], cell["problem"]["B"] * cell["problem"]["Hq"]
-    assert (heads, peak / heads) == (128, 4096 * 64 * 2)
-    assert f"held {peak / 1e6:.1f} MB" in text and f"{peak / heads / 1e6:.2f} MB a head" in text
+    on_gpu = results("claims")
+    fp32, bf16 = (row["peak_bytes"]["streaming"] / 1e6 for row in on_gpu["memory"])
+    assert f"holds {bf16:.2f} MB a head in bf16, {fp32:.2f} in fp32" in text
+    ways: dict[str, dict[int, float]] = {"forward": {}, "forward+backward": {}}
+    for row in on_gpu["speed"]:
+        ways[row["direction"]][row["length"]] = row["speedup"]
+    forward = {n: round(speedup) for n, speedup in ways["forward"].items()}
+    spans = [[forward[n] for n in lengths] for lengths in ((256, 512), (1024, 2048, 4096), (8192, 16384))]
+    below, middle, above = (f"{min(span)}-{max(span)}" for span in spans)
+    assert f"{below} times below 1024 tokens" in text and f"{middle} from there to 4096, {above} above" in text
+    both = ways["forward+backward"].values()
+    assert f"With the backward it is {min(both):.0f}-{max(both):.1f} times" in text
     cells = json.loads((ROOT / "benchmarks/results/cpu/cpu.json").read_text())["cells"]
     by_name = {one["name"]: 1 / one["ratio"] for one in cells if one["direction"] == "forward"}
     ratios = {f"{by_name[f'plain {length} fp32']:.1f}" for length in (2048, 8192)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton")
 
 import triton
-from sass_gate import SHARED_BYTES, VERSION, fingerprint
+from sass_gate import SHARED_BYTES, VERSION, as_file, fingerprint, ran
 
 from stream_attention import ContiguousKV, PagedKV, QuantizedKV, quantize_kv
 from stream_attention.backends import DECODERS, TESTED_TRITON
@@ -160,7 +161,11 @@ SPILLS = {"fp8": 0 if VERSION == TESTED_TRITON else 64}
 @pytest.mark.parametrize("name", GATED, ids=lambda name: f"{name} by Triton {triton.__version__}")
 def test_the_machine_code_is_as_it_should_be(name: str) -> None:
     how, asked = FORMS[name]
-    found = report(compiled(cache_of(**how), **asked))
+    kernel = compiled(cache_of(**how), **asked)
+    found = report(kernel)
+    if VERSION == TESTED_TRITON:
+        then = ran("decode")
+        assert fingerprint(disassemble(kernel)) == then["kernels"][name], f"not what ran on the GPU at {then['commit']}"
     assert found.spill_bytes <= SPILLS.get(name, 0) and found.warps == 1
     assert 8 * found.shared_bytes <= SHARED_BYTES or "tokens" not in how, "eight programs of a processor"
     ops = found.instructions
@@ -176,3 +181,8 @@ def test_a_batch_of_one_is_no_other_kernel() -> None:
         for batch, heads in ((1, 1), (2, 8))
     }
     assert len(codes) == 1
+
+
+if __name__ == "__main__":
+    forms = {name: compiled(cache_of(**how), **asked) for name, (how, asked) in FORMS.items()}
+    print(as_file(sys.argv[1], {name: fingerprint(disassemble(kernel)) for name, kernel in forms.items()}))

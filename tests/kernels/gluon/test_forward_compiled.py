@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Gluon has no interpreter; run without TRITON_INTERPRET=1", allow_module_level=True)
@@ -39,7 +40,7 @@ from sass_gate import (
     shortest,
 )
 
-from stream_attention.kernels.gluon import forward
+from stream_attention.kernels.gluon import forward, forward_into
 from stream_attention.problem import Inputs, Problem
 from stream_attention.testing.offline import Report, disassemble, report
 from stream_attention.tuning import gluon as tuning
@@ -169,7 +170,8 @@ FROM_REGISTERS = [
     Compiled(90, 256, False, ("partial",)),
     Compiled(90, 192, True, Dv=128),
 ]
-KERNELS = {str(kernel): kernel for kernel in (*PLAIN, *MODIFIED, *FROM_REGISTERS)}
+JOINING = [Compiled(90, dim, dim == 128, ("partial", "joining")) for dim in (64, 128)]
+KERNELS = {str(kernel): kernel for kernel in (*PLAIN, *MODIFIED, *FROM_REGISTERS, *JOINING)}
 
 SPILLS = {
     "3.6": {
@@ -206,6 +208,7 @@ version of Triton by a few more."""
 
 
 RAN = ran("forward")
+RAN_JOINING = ran("shards")
 
 
 def stated(kernel: Compiled, inputs: Inputs) -> Problem:
@@ -237,7 +240,11 @@ def compiled(kernel: Compiled) -> tuple[GluonConfig, Report, str]:
     inputs = kernel.inputs()
     config = configure(stated(kernel, inputs))
     with compiling() as launched:
-        forward(stated(kernel, inputs), inputs, config)
+        if "joining" in kernel.modifiers:
+            out = torch.zeros(1, kernel.Tq, kernel.Hq, kernel.D)
+            forward_into(stated(kernel, inputs), inputs, config, out, out[..., 0].mT, resumes=True)
+        else:
+            forward(stated(kernel, inputs), inputs, config)
     (itself,) = (one for one in launched if one.metadata.name == "_forward_kernel")
     return config, report(itself), disassemble(itself)
 
@@ -257,8 +264,9 @@ def test_the_machine_code_is_as_it_should_be(name: str) -> None:
     assert made.registers == launch_registers(config), figures
     assert not made.instructions["HMMA"], figures
     if VERSION == TESTED_TRITON:
-        assert fingerprint(sass) == RAN["kernels"][name], (
-            f"{name}: not what ran on the GPU at {RAN['commit']}; run it there"
+        then = RAN_JOINING if KERNELS[name] in JOINING else RAN
+        assert fingerprint(sass) == then["kernels"][name], (
+            f"{name}: not what ran on the GPU at {then['commit']}; run it there"
         )
     if KERNELS[name] in PLAIN:
         blocks = parse(sass)
@@ -269,10 +277,11 @@ def test_the_machine_code_is_as_it_should_be(name: str) -> None:
 
 
 def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
-    assert KERNELS.keys() == RAN["kernels"].keys()
+    assert KERNELS.keys() == RAN["kernels"].keys() | RAN_JOINING["kernels"].keys()
     assert all(spills.keys() <= gated(version).keys() for version, spills in SPILLS.items())
     assert ITERATIONS.keys() == {str(kernel) for kernel in PLAIN}
 
 
-if __name__ == "__main__":
-    print(as_file(sys.argv[1], {name: fingerprint(compiled(kernel)[2]) for name, kernel in KERNELS.items()}))
+if __name__ == "__main__":  # COMMIT, and shards or nothing
+    its = {name: kernel for name, kernel in KERNELS.items() if (kernel in JOINING) == (sys.argv[2:] == ["shards"])}
+    print(as_file(sys.argv[1], {name: fingerprint(compiled(kernel)[2]) for name, kernel in its.items()}))
