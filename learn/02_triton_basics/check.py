@@ -39,7 +39,8 @@ def _wrong(room: Tensor, out: Tensor, expected: Tensor) -> str:
     m, n = out.shape
     left = (out == UNTOUCHED).nonzero()
     if len(left):
-        return f"{len(left)} of {m * n} elements were not written, first {left[0].tolist()}. Is the grid large enough?"
+        hint = "Is the grid large enough, and does row i begin at i * stride_out?"
+        return f"{len(left)} of {m * n} elements were not written, first {left[0].tolist()}. {hint}"
     if not torch.equal(out, expected):
         i, j = (out != expected).nonzero()[0].tolist()
         got, wanted = out[i, j].item(), expected[i, j].item()

@@ -19,7 +19,10 @@ CASES = {  # name: scores and what to think of if they come out wrong
     "three dims": (torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)), "The last dim is that of keys."),
     "large scores": (torch.tensor([[91.0, 92.0, 93.0], [1e30, 0.0, -1e30]]), "exp(91) is not a number of fp32."),
     "small and large rows": (torch.tensor([[0.0, 1.0], [500.0, 501.0]]), "Each row has its own maximum."),
-    "very negative scores": (torch.tensor([[-201.0, -200.0]]), "Their exponentials are all 0 without a shift."),
+    "very negative scores": (
+        torch.tensor([[-201.0, -200.0], [-1e30, -1e30]]),
+        "Their exponentials are all 0 without a shift.",
+    ),
     "a hidden key": (torch.tensor([[1.0, -INF, 2.0]]), "exp(-inf) is 0, which is what is wanted."),
     "a row that sees nothing": (torch.tensor([[-INF, -INF], [1.0, 2.0]]), "-inf minus -inf is NaN, and so is 0 / 0."),
 }

@@ -48,8 +48,10 @@ def show_limits() -> None:
     print("dtype   largest number   exp(x) is finite up to   exp(x) is not 0 down to")
     for name, dtype in DTYPES.items():
         info = torch.finfo(dtype)
-        smallest = info.smallest_normal * info.eps  # subnormal
-        print(f"{name}  {info.max:15.3g}  {largest_exponent(dtype):22.2f}  {math.log(smallest):24.1f}")
+        least = info.smallest_normal * info.eps / 2  # half of the smallest subnormal: what is below is rounded to 0
+        print(
+            f"{name}  {info.max:15.3g}  {largest_exponent(dtype):22.2f}  {math.ceil(10 * math.log(least)) / 10:24.1f}"
+        )
     print()
 
 

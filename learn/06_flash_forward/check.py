@@ -33,7 +33,9 @@ def complaints(candidate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) ->
         exact = [_exact(q[b], k[b, :length], v[b, :length]) for b, length in enumerate(lengths)]
         for b, length in enumerate(lengths):
             k[b, length:] = v[b, length:] = torch.nan
-        out = candidate(q, k, v, torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
+        # Other lengths lie behind them, so that a wrong program id reads a wrong one and not memory of somebody else.
+        room = torch.tensor([*lengths, 7, 11, 3, 19, 2, 5], dtype=torch.int32, device=DEVICE)
+        out = candidate(q, k, v, room[: len(lengths)])
         for b, length in enumerate(lengths):
             sentence = _wrong(out[b], exact[b], length)
             if sentence:

@@ -24,7 +24,7 @@ TILES = {
     "128 x 64, 4 warps, 3 stages": "one stage more, and only one program fits: nobody computes while it waits",
     "128 x 64, 8 warps, 3 stages": "also one program, but its 8 warps are two groups that cover for each other",
     "128 x 128, 4 warps, 2 stages": "128 x 128 scores and 128 x 128 sums in 128 threads: they do not fit, and spill",
-    "128 x 128, 8 warps, 3 stages": "the fastest here: fewest loads per product, just enough registers",
+    "128 x 128, 8 warps, 3 stages": "fewest loads per product, just enough registers",
 }
 
 

@@ -105,7 +105,9 @@ def test_strong_and_weak_scaling_are_drawn_light_and_dark(tmp_path: Path, capsys
 def test_measure_puts_predictions_beside_virtual_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     small = "--measure --device cpu --ranks 2 --length 128 --heads 2 --dim 16 --dtype fp32".split()
     assert cli.main(small) == 0
-    lines = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    assert said.err.splitlines()[:2] == ["whole calls ...", "ring contiguous ..."]
+    lines = said.out.splitlines()
     assert "2 virtual ranks on this CPU, one after another" in lines[0]
     assert [line.split("  ")[0] for line in lines[2:]] == [
         "ring contiguous",

@@ -181,7 +181,7 @@ def _measure(work: Workload, options: argparse.Namespace) -> int:
     if said:
         raise Refused(f"--measure: it predicts computing, from what it measures here; leave out {', '.join(said)}")
     device = torch.device(flags.device(options.device))
-    speed, found = compare(work, options.ranks, device)
+    speed, found = compare(work, options.ranks, device, begins=lambda what: print(f"{what} ...", file=sys.stderr))
     if options.json:
         call = {"call": _in_words(work), "ranks": options.ranks, "device": speed.name, "torch": torch.__version__}
         print(json.dumps({**call, "schemes": [_compared(one) for one in found]}, indent=1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,14 +39,25 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    work: Workload, ranks: int, device: torch.device, *, only: Iterable[Scheme] | None = None, rounds: int = 3
+    work: Workload,
+    ranks: int,
+    device: torch.device,
+    *,
+    only: Iterable[Scheme] | None = None,
+    rounds: int = 3,
+    begins: Callable[[str], None] = lambda what: None,
 ) -> tuple[Speed, list[Comparison]]:
-    """Every exact scheme on virtual ranks, beside what is predicted from whole calls measured on the same device."""
+    """Every exact scheme on virtual ranks, beside what is predicted from whole calls measured on the same device.
+
+    `begins` is told what is measured next.
+    """
     cluster = Cluster(ranks, gpus_per_node=ranks)
+    begins("whole calls")
     speed = measured_speed(work, device, max(1, work.length // ranks // 2), rounds)
     found = []
     for scheme in schemes(work, cluster) if only is None else only:
         if scheme.name != "star":
+            begins(str(scheme))
             expected = predict(scheme, work, cluster, speed)
             taken = Trial(scheme, work, ClockedRanks(ranks), device).measure(rounds)
             pairs = expected.work_s * 1e3, taken.ranks_ms, expected.compute_s * 1e3, taken.critical_ms

@@ -207,7 +207,7 @@ def _rival(one: Prediction, chosen: Prediction) -> str:
         for ms in (1e3 * (one.compute_s - chosen.compute_s), 1e3 * (one.waiting_s - chosen.waiting_s))
     )
     longer = one.seconds / chosen.seconds
-    return f"next, {one.scheme} takes {longer:.2f}x as long: it computes {computes} and waits {waits}"
+    return f"of the others {one.scheme} takes {longer:.3g}x as long: it computes {computes} and waits {waits}"
 
 
 def _bound(one: Prediction) -> str:

@@ -71,7 +71,11 @@ def shard_context(
 def star_cache(
     key: Any, value: Any, *, group: Group = None, length: int, block_size: int, anchor_size: int | None = None
 ) -> Any:
-    """What a rank keeps of its keys and values of phase 1: its own, without the copy of the anchor."""
+    """What a rank keeps of its keys and values of phase 1: its own, without the copy of the anchor.
+
+    Returns:
+        `(key, value)`; with `VirtualRanks` a list of such pairs. `ContiguousKV(key, value)` is what the tree reads.
+    """
     anchor_size = _check_sizes(block_size, anchor_size, length)
     transport = transport_of(group)
     sides = [check_shards(name, x, transport.ranks) for name, x in (("key", key), ("value", value))]

@@ -66,7 +66,8 @@ def tree_decode_attention(
     listed = isinstance(cache, (list, tuple))
     caches = list(cache) if listed else [cache]
     if len(caches) != len(transport.ranks):
-        refuse("cache", f"one for each of the {len(transport.ranks)} ranks of this process", f"{len(caches)}")
+        hint = "A pair of tensors is ContiguousKV(key, value)." if any(isinstance(x, Tensor) for x in caches) else ""
+        refuse("cache", f"one for each of the {len(transport.ranks)} ranks of this process", f"{len(caches)}", hint)
     queries = check_shards("query", [query] * len(caches) if isinstance(query, Tensor) else query, transport.ranks)
     options: dict[str, Any] = {"softcap": softcap, "scale": scale, "backend": backend}
     for its_query, its_cache in zip(queries, caches, strict=True):
