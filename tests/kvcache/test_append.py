@@ -329,3 +329,47 @@ def test_tokens_that_do_not_fit_the_cache() -> None:
     with pytest.raises(ValueError, match="the capacity, 8; got 2 in row 1, no room for 7 more"):
         cache.append(*tokens(2, 7, random.Random(0)), validate=True)
     assert cache.lengths is not None and cache.lengths.tolist() == [1, 2] and cache.key.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("table", "lengths", "n", "words"),
+    [
+        ([[0, 1], [0, 2]], [4, 4], 1, None),  # a page that is full is shared to read
+        ([[0, 1], [0, 2]], [4, 4], 0, None),
+        ([[0, 1], [2, 1]], [4, 4], 0, None),  # behind the lengths
+        ([[0, 1], [2, 1]], [2, 4], 1, None),
+        ([[0, 1], [0, 2]], [1, 1], 0, None),
+        ([[0, 1], [0, 2]], [1, 1], 1, r"0 at \[0, 0\] and \[1, 0\]"),
+        ([[0, 1], [0, 2]], [4, 3], 1, r"0 at \[0, 0\] and \[1, 0\]"),  # full for one, not for the other
+        ([[0, 1], [2, 1]], [3, 4], 2, r"1 at \[0, 1\] and \[1, 1\]"),
+        ([[0, 0], [1, 2]], [4, 0], 1, r"0 at \[0, 0\] and \[0, 1\]"),  # a row with itself
+    ],
+)
+@pytest.mark.parametrize("coded", [False, True])
+def test_two_rows_that_would_write_to_one_page(
+    coded: bool, table: list[list[int]], lengths: list[int], n: int, words: str | None
+) -> None:
+    stores = (torch.zeros(3, 4, HEADS, dim) for dim in (DIM, VALUE_DIM))
+    held = torch.tensor(lengths, dtype=torch.int32)
+    cache: KVCache = PagedKV(*stores, torch.tensor(table, dtype=torch.int32), held)
+    if coded:
+        cache = quantize_kv(cache, "int8", group=1, residual=0)
+    new = tokens(2, n, random.Random(0))
+    cache.validate()
+    if words is None:
+        cache.append(*new, validate=True)
+    else:
+        with pytest.raises(ValueError, match=f"page_table: expected a page of its own wherever .* got {words}"):
+            cache.append(*new, validate=True)
+    assert cache.lengths is not None
+    assert cache.lengths.tolist() == [length + (0 if words else n) for length in lengths]
+
+
+def test_the_window_of_a_quantized_row_is_its_own() -> None:
+    """Tokens that stay in the window touch no page; the block that becomes due does."""
+    stores = (torch.zeros(2, 8, HEADS, dim) for dim in (DIM, VALUE_DIM))
+    table, lengths = torch.tensor([[0, 1], [0, 1]], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    cache = quantize_kv(PagedKV(*stores, table, lengths), "int8", group=4, residual=4)
+    cache.append(*tokens(2, 7, random.Random(0)), validate=True)
+    with pytest.raises(ValueError, match=r"got 0 at \[0, 0\] and \[1, 0\]. Pages may be shared to read, never to"):
+        cache.append(*tokens(2, 1, random.Random(0)), validate=True)

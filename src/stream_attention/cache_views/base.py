@@ -54,8 +54,8 @@ class Cache(ABC):
         return False
 
     @abstractmethod
-    def _paged(self, lengths: Tensor) -> tuple[Tensor, Tensor, int, int] | None:
-        """(page table, how many tokens of each row lie in pages, page size, pages), given these lengths."""
+    def _paged(self, lengths: Tensor, new: int) -> tuple[Tensor, Tensor, Tensor, int, int] | None:
+        """(page table, how many tokens of each row lie in pages, and will with `new` more, page size, pages)."""
 
     @property
     @abstractmethod
@@ -119,7 +119,7 @@ class Cache(ABC):
         a synchronisation, so that a CUDA graph may replay it. `rotary` turns the keys by these positions first. It is
         the caller's duty that a row has room (and pages): tokens without are dropped and the length stays at
         `capacity`, so that the queries of that step stand too early; no other row suffers. `validate=True` looks first
-        and raises, at the cost of a synchronisation.
+        and raises, also where two rows would write to one page, at the cost of a synchronisation.
 
         One kernel does it where there is Triton and a GPU for it (a row of many tokens takes a second, tiny one), with
         the bits of the torch operations that do it elsewhere: for a `QuantizedKV`, in fp64, under `torch.compile`, on
@@ -156,7 +156,8 @@ class Cache(ABC):
         lengths.add_(n).clamp_(max=self.capacity)
 
     def validate(self, new: int = 0) -> None:
-        """Raise if a length is out of range, leaves no room for `new` tokens, or needs a page that there is not.
+        """Raise if a length is out of range, leaves no room for `new` tokens, or needs a page that there is not, or if
+        the new tokens would go to a page that two rows have.
 
         Reads the lengths and the page table: a synchronisation.
         """
@@ -164,6 +165,6 @@ class Cache(ABC):
         if self.lengths is None:
             return
         checks.room(self.lengths, new, self.capacity)
-        paged = self._paged(self.lengths + new)
+        paged = self._paged(self.lengths, new)
         if paged is not None:
             checks.pages(*paged)

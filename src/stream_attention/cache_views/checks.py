@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import refuse
+from .codes import QuantizedTensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -23,6 +24,11 @@ def tensor(name: str, given: Any, device: torch.device | None = None) -> None:
 
 def floating(name: str, given: Any, shape: str, device: torch.device | None = None) -> None:
     """A tensor of four dims, at least one head and one head dim, in a dtype of attention."""
+    if isinstance(given, QuantizedTensor):
+        hint = (
+            "compressor.decompress() makes them; to decode from codes, quantize_kv(ContiguousKV(key, value), format)."
+        )
+        refuse(name, "a torch.Tensor", "QuantizedTensor", hint, TypeError)
     tensor(name, given, device)
     if given.dtype not in DTYPES:
         refuse(name, "dtype float16, bfloat16, float32 or float64", given.dtype, error=TypeError)
@@ -83,10 +89,19 @@ def room(lengths: Tensor, new: int, capacity: int, what: str = "the capacity") -
             refuse("lengths", f"from 0 to {what}, {capacity}", f"{length} in row {row}{more}")
 
 
-def pages(page_table: Tensor, tokens: Tensor, page: int, count: int) -> None:
-    """Synchronises. Refuse an entry that the first `tokens[b]` positions of a row need and that is no page."""
-    table = page_table.tolist()
-    for row, needed in enumerate(tokens.tolist()):
-        for index, entry in enumerate(table[row][: -(-needed // page)]):
+def pages(page_table: Tensor, before: Tensor, after: Tensor, page: int, count: int) -> None:
+    """Synchronises. Refuse an entry that the first `after[b]` positions of a row need and that is no page, or that the
+    positions from `before[b]` on will be written to and that another place of the table has too."""
+    seen: dict[int, tuple[str, bool]] = {}
+    for row, (entries, first, needed) in enumerate(
+        zip(page_table.tolist(), before.tolist(), after.tolist(), strict=True)
+    ):
+        for index, entry in enumerate(entries[: -(-needed // page)]):
+            here, written = f"[{row}, {index}]", first < needed and index >= first // page
             if not 0 <= entry < count:
-                refuse("page_table", f"pages from 0 to {count - 1}", f"{entry} at [{row}, {index}]")
+                refuse("page_table", f"pages from 0 to {count - 1}", f"{entry} at {here}")
+            there, also_written = seen.setdefault(entry, (here, written))
+            if there != here and (written or also_written):
+                hint = "Pages may be shared to read, never to append."
+                expected = "a page of its own wherever tokens are appended"
+                refuse("page_table", expected, f"{entry} at {there} and {here}", hint)

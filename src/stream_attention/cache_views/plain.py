@@ -56,7 +56,7 @@ class ContiguousKV(Cache):
     def _launch(self, key: Tensor, value: Tensor, rotary: Rotary | None) -> bool:
         return _launched(key, value, self.key, self.value, None, self.lengths, self.capacity, rotary)
 
-    def _paged(self, lengths: Tensor) -> None:
+    def _paged(self, lengths: Tensor, new: int) -> None:
         return None
 
 
@@ -121,8 +121,8 @@ class PagedKV(Cache):
         stores = self.key_pages, self.value_pages
         return _launched(key, value, *stores, self.page_table, self.lengths, self.capacity, rotary)
 
-    def _paged(self, lengths: Tensor) -> tuple[Tensor, Tensor, int, int]:
-        return self.page_table, lengths, self.page, self.key_pages.shape[0]
+    def _paged(self, lengths: Tensor, new: int) -> tuple[Tensor, Tensor, Tensor, int, int]:
+        return self.page_table, lengths, lengths + new, self.page, self.key_pages.shape[0]
 
 
 def _launched(

@@ -170,11 +170,12 @@ class QuantizedKV(Cache):
                 put(side.zero, scale_at, made.zero)
             put(window, Places(row.expand_as(positions), positions % slots, positions < self.capacity), new)
 
-    def _paged(self, lengths: Tensor) -> tuple[Tensor, Tensor, int, int] | None:
+    def _paged(self, lengths: Tensor, new: int) -> tuple[Tensor, Tensor, Tensor, int, int] | None:
         if self.page_table is None:
             return None
         pages, page = self.key.codes.shape[:2]
-        return self.page_table, quantized_lengths(lengths, self.residual, self.group), page, pages
+        before, after = (quantized_lengths(x, self.residual, self.group) for x in (lengths, lengths + new))
+        return self.page_table, before, after, page, pages
 
 
 def quantized_lengths(lengths: Tensor, residual: int, group: int) -> Tensor:
