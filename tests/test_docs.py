@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import os
 import re
 import shlex
@@ -25,9 +26,11 @@ from stream_attention import (
     StreamAttention,
     StreamAttentionConfig,
     StreamMultiheadAttention,
+    create_kv_compressor,
     create_stream_attention,
 )
 from stream_attention.cli.main import COMMANDS
+from stream_attention.kvcache.compressor import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
@@ -247,6 +250,18 @@ def test_the_table_of_fields_has_all_24_with_their_defaults() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", table, re.MULTILINE)
     assert rows == [(field.name, str(field.default)) for field in dataclasses.fields(StreamAttentionConfig)]
     assert len(rows) == 24
+
+
+def test_the_table_of_compressors_has_their_options_with_their_defaults() -> None:
+    table = (ROOT / "docs/kv_cache.md").read_text().partition("| method | options")[2].partition("\n\n")[0]
+    rows = {name: re.findall(r"`(\w+)=([^`]+)`", row) for name, row in re.findall(r"^\| `(\w+)` \|(.*)", table, re.M)}
+    assert rows.keys() == METHODS.keys()
+    for method, said in rows.items():
+        options = inspect.signature(type(create_kv_compressor(method))).parameters.values()
+        defaults = {option.name: str(option.default) for option in options}
+        if method == "importance":
+            defaults["importance"] = defaults.pop("method")
+        assert {name: default.strip('"') for name, default in said} == defaults
 
 
 def test_the_table_of_variables_has_those_that_are_read() -> None:
