@@ -49,7 +49,7 @@ public:
                         cudaEvent_t free) = 0;
     // Every rank's `part` (packed) becomes its block of rank 0's result, on `compute`.
     virtual void gather(Rank& rank, const void* part, const std::vector<Block>& blocks) = 0;
-    // Something failed: do not wait for communication that may never end.
+    // Something failed: do not wait for communication that may never end. Nothing else is asked of it afterwards.
     virtual void abandon() {}
 };
 

@@ -111,6 +111,46 @@ def test_runs_on_the_current_stream(library: CudaLibrary) -> None:
     assert torch.equal(out, expected)
 
 
+@DTYPES
+def test_nan_shows_in_lse_too(library: CudaLibrary, dtype: torch.dtype) -> None:
+    query, key = (torch.ones(1, T, 1, 64, device="cuda", dtype=dtype) for T in (3, 200))
+    query[:, 1] = torch.nan
+    out, lse = library.forward(query, key, key)
+    assert out[0, :, 0, 0].isnan().tolist() == lse[0, 0].isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "queries"])
+@pytest.mark.parametrize("side", [False, True], ids=["the default stream", "another stream"])
+def test_a_group_waits_for_what_it_loads_and_stores(library: CudaLibrary, strategy: Strategy, side: bool) -> None:
+    tensors, options = inputs(on_gpu(case(4000, 4000, 64, H=16), BF16))
+    with library.group(*tensors, ranks=3, strategy=strategy, **options) as group:
+        expected = group.forward()[0]
+    later = [torch.zeros_like(x) for x in tensors]
+    torch.cuda.synchronize()
+    reader = torch.cuda.Stream()
+    with torch.cuda.stream(torch.cuda.Stream() if side else torch.cuda.default_stream()):
+        torch.cuda._sleep(50_000_000)  # the tensors are not there before it ends, nor are their copies
+        for to, x in zip(later, tensors, strict=True):
+            to.copy_(x)
+        with library.group(*later, ranks=3, strategy=strategy, **options) as group:
+            out = group.forward()[0]
+            with torch.cuda.stream(reader):  # which waits for nobody
+                seen = out.clone()
+    torch.cuda.synchronize()
+    assert torch.equal(seen, expected)
+
+
+def test_runs_on_the_tensors_gpu(library: CudaLibrary) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    tensors, options = inputs(on_gpu(case(200, 300, 64), F32))
+    expected = library.forward(*tensors, **options)[0]
+    moved = [x.to("cuda:1") for x in tensors]
+    assert torch.equal(library.forward(*moved, **options)[0].to("cuda:0"), expected)
+    with pytest.raises(ValueError, match="key: expected a tensor on a GPU, the same for all; got one on cuda:1"):
+        library.forward(tensors[0], *moved[1:], **options)
+
+
 @pytest.mark.parametrize(
     "flags", ["--gpus 1", "--gpus 4 --transport copy", "--gpus 3 --transport copy --causal --dim 128"]
 )
