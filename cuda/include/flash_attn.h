@@ -90,7 +90,7 @@ typedef struct {
     int first, last;       /* of the steps that compute: start from the empty state; write the output */
 } flash_attn_ring_step;
 
-/* Balanced: lengths differ by at most one, the longer shards come first. A rank that is not there has an empty range. */
+/* Balanced: lengths differ by at most one, the longer shards come first. A rank that is not there has an empty one. */
 flash_attn_range flash_attn_shard(int total, int ranks, int rank);
 /* A rank or step that is not there, from 0 to ranks - 1, has shard -1 and computes nothing. */
 flash_attn_ring_step flash_attn_schedule(const flash_attn_problem *problem, int ranks, int rank, int step);

@@ -27,6 +27,16 @@ void expect(bool holds, const char* name, const char* expected, const std::strin
     if (!holds) throw Refused(std::string(name) + ": expected " + expected + "; got " + got + ".");
 }
 
+void expect_address(const char* name, const void* pointer) {
+    expect(pointer != nullptr, name, "an address", "NULL");
+}
+
+void expect_aligned_address(const char* name, const void* pointer) {
+    expect_address(name, pointer);
+    expect(reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0, name, "an address that is a multiple of 16",
+           std::to_string(reinterpret_cast<std::uintptr_t>(pointer) % 16) + " more");
+}
+
 void check(const Problem* problem) {
     expect_address("problem", problem);
     const Problem& p = *problem;
@@ -40,7 +50,8 @@ void check(const Problem* problem) {
     expect(p.dtype == FLASH_ATTN_FP32 || p.dtype == FLASH_ATTN_BF16, "dtype", "FLASH_ATTN_FP32 or FLASH_ATTN_BF16",
            std::to_string(p.dtype));
     const double rows = 1.0 * p.batch * p.heads * std::max(p.seq_q, p.seq_k);
-    expect(rows <= 0x1p50, "batch * heads * seq", "at most 2^50", std::to_string(rows));  // bytes are counted in 64 bits
+    // So that 64 bits count the bytes.
+    expect(rows <= 0x1p50, "batch * heads * seq", "at most 2^50", std::to_string(static_cast<long long>(rows)));
 }
 
 // Looked at once per thread and GPU: a launch should not take longer for it.
@@ -71,16 +82,6 @@ void check_device(const Problem& problem) {
         throw Refused("dtype: bf16 expects a build for sm_" + std::to_string(needs.target) + " or later; got sm_" +
                       std::to_string(code.ptxVersion) + " code on " + chip + ".");
     fit.insert({needs.kernel, device});
-}
-
-void expect_address(const char* name, const void* pointer) {
-    expect(pointer != nullptr, name, "an address", "NULL");
-}
-
-void expect_aligned_address(const char* name, const void* pointer) {
-    expect_address(name, pointer);
-    expect(reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0, name, "an address that is a multiple of 16",
-           std::to_string(reinterpret_cast<std::uintptr_t>(pointer) % 16) + " more");
 }
 
 Step step_of(const Problem& problem, int q_len, int k_len, int offset) {

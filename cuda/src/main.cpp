@@ -248,7 +248,8 @@ int main(int count, char** arguments) {
         return 2;
     } catch (const std::bad_alloc&) {
         const double bytes = 1.0 * options.problem.batch * options.problem.seq_q * flash::row_bytes(options.problem);
-        std::fprintf(stderr, "dist_flash_attn: out of memory on the host: Q, K, V and two results take %.3g GB there.\n",
+        std::fprintf(stderr,
+                     "dist_flash_attn: out of memory on the host: Q, K, V and two results take %.3g GB there.\n",
                      5e-9 * bytes);
         return 1;
     } catch (const std::exception& error) {

@@ -7,8 +7,8 @@
 
 namespace flash {
 
-// The running state of online softmax, per query: m, the maximum of the scores as exponents of 2; the sum l of 2^(s - m);
-// the sum acc of values so weighted. Any run of keys can be folded into it, in any order:
+// The running state of online softmax, per query: m, the maximum of the scores s, which are exponents of 2; l, the sum
+// of 2^(s - m); acc, the sum of values so weighted. Any run of keys can be folded into it, in any order:
 //     m' = max(m, m_run)    l' = 2^(m - m') l + l_run    acc' = 2^(m - m') acc + acc_run       out = acc / l
 // where l_run and acc_run are sums of 2^(s - m'). The bf16 kernel's m may be up to 8 below the maximum (flash_bf16.cu).
 struct State {

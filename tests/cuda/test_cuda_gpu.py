@@ -11,7 +11,7 @@ import torch
 from tests.cuda.cuda_tools import BF16, F32, case, expect_within_bounds, inputs
 
 from stream_attention.testing import Case
-from stream_attention.testing.cuda_library import CudaLibrary, Strategy
+from stream_attention.testing.cuda_library import CudaLibrary, Strategy, _pointer
 
 pytestmark = pytest.mark.gpu
 
@@ -120,24 +120,42 @@ def test_nan_shows_in_lse_too(library: CudaLibrary, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ring", "queries"])
-@pytest.mark.parametrize("side", [False, True], ids=["the default stream", "another stream"])
-def test_a_group_waits_for_what_it_loads_and_stores(library: CudaLibrary, strategy: Strategy, side: bool) -> None:
+def test_a_group_waits_for_what_it_loads_and_stores(library: CudaLibrary, strategy: Strategy) -> None:
+    """Both copy behind what sleeps in the default stream, for which neither the ranks' streams nor a reader's wait."""
     tensors, options = inputs(on_gpu(case(4000, 4000, 64, H=16), BF16))
     with library.group(*tensors, ranks=3, strategy=strategy, **options) as group:
         expected = group.forward()[0]
-    later = [torch.zeros_like(x) for x in tensors]
-    torch.cuda.synchronize()
-    reader = torch.cuda.Stream()
-    with torch.cuda.stream(torch.cuda.Stream() if side else torch.cuda.default_stream()):
-        torch.cuda._sleep(50_000_000)  # the tensors are not there before it ends, nor are their copies
+    later, out = [torch.zeros_like(x) for x in tensors], torch.full_like(tensors[0], torch.nan)
+    with library.group(*later, ranks=3, strategy=strategy, **options) as group:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(50_000_000)
         for to, x in zip(later, tensors, strict=True):
             to.copy_(x)
-        with library.group(*later, ranks=3, strategy=strategy, **options) as group:
-            out = group.forward()[0]
-            with torch.cuda.stream(reader):  # which waits for nobody
-                seen = out.clone()
+        library._call("flash_attn_group_load", group._handle, *(_pointer(x) for x in later))
+        library._call("flash_attn_group_forward", group._handle, None)
+        torch.cuda._sleep(50_000_000)
+        library._call("flash_attn_group_store", group._handle, _pointer(out))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            seen = out.clone()
     torch.cuda.synchronize()
     assert torch.equal(seen, expected)
+
+
+def test_a_group_waits_for_the_current_stream(library: CudaLibrary) -> None:
+    tensors, options = inputs(on_gpu(case(1000, 1000, 64), BF16))
+    with library.group(*tensors, ranks=3, **options) as group:
+        expected = group.forward()[0]
+    later = [torch.zeros_like(x) for x in tensors]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        for to, x in zip(later, tensors, strict=True):
+            to.copy_(x)
+        with library.group(*later, ranks=3, **options) as group:
+            torch.cuda._sleep(50_000_000)  # before `forward` makes the tensor that it stores into
+            out = group.forward()[0]
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
 
 
 def test_runs_on_the_tensors_gpu(library: CudaLibrary) -> None:

@@ -162,10 +162,10 @@ class Group:
 
     def forward(self) -> tuple[Tensor, float]:
         """The whole output, where the query lies, and the milliseconds it took. Can be called again."""
-        out = torch.full_like(self._query, torch.nan)
-        _wait_for(out)
         milliseconds = ctypes.c_float()
         self._library._call("flash_attn_group_forward", self._handle, ctypes.byref(milliseconds))
+        out = torch.full_like(self._query, torch.nan)
+        _wait_for(out)
         self._library._call("flash_attn_group_store", self._handle, _pointer(out))
         return out, milliseconds.value
 

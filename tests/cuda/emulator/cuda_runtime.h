@@ -6,11 +6,11 @@
 // - What streams are given is done when somebody waits, piece by piece, in a random order that lets some streams run
 //   far ahead. A missing event between two streams shows for some seed.
 //
-// - Copies that CUDA does not wait for are in the default stream like any other piece: between two places of the device,
-//   and from the host, whose memory has been read when they return.
+// - Copies that CUDA does not wait for are pieces of the default stream: between two places of the device, and from the
+//   host, whose memory has been read when they return.
 //
-// `emulator_settle(seed, late)` chooses; `emulator_chip` and `emulator_fail` say what is wrong with the device. One device;
-// every time is 1 ms; launches on the default stream wait.
+// `emulator_settle(seed, late)` chooses; `emulator_chip` and `emulator_fail` say what is wrong with the device. One
+// device; every time is 1 ms; launches on the default stream wait.
 #pragma once
 
 #include <algorithm>
