@@ -13,10 +13,17 @@ struct Refused : std::invalid_argument {
     using std::invalid_argument::invalid_argument;
 };
 
-[[noreturn]] inline void fail(const char* call, const char* reason, const char* file, int line) {
+[[noreturn]] inline void fail(const char* call, const std::string& reason, const char* file, int line) {
     const std::string path(file);
     throw std::runtime_error(std::string(call) + ": " + reason + " (" + path.substr(path.find_last_of('/') + 1) + ":" +
                              std::to_string(line) + ")");
+}
+
+inline std::string in_words(cudaError_t status) {
+    const std::string words = cudaGetErrorString(status);
+    // What CUDA says where there is no driver at all, too.
+    return status == cudaErrorInsufficientDriver ? words + "; no GPU is here, or its driver is older than this CUDA"
+                                                 : words;
 }
 
 }  // namespace flash
@@ -25,7 +32,7 @@ struct Refused : std::invalid_argument {
     do {                                                                                        \
         const cudaError_t cuda_check_status = (call);                                           \
         if (cuda_check_status != cudaSuccess)                                                   \
-            flash::fail(#call, cudaGetErrorString(cuda_check_status), __FILE__, __LINE__);      \
+            flash::fail(#call, flash::in_words(cuda_check_status), __FILE__, __LINE__);         \
     } while (0)
 
 // For files that include nccl.h.

@@ -4,7 +4,10 @@
  * to 128. With `causal` the last query meets the last key: query i sees key j where j <= i + seq_k - seq_q. A query
  * that sees no key has output 0 and lse -inf.
  *
+ * A NaN in a query, or in a key it sees, makes its output and lse NaN; so may scores beyond 10^9.
+ *
  * Functions that can fail return a status; `flash_attn_last_error` says in words what happened last on this thread.
+ * NULL is refused, but for what is said to be optional.
  */
 #ifndef FLASH_ATTN_H
 #define FLASH_ATTN_H
@@ -17,7 +20,7 @@ extern "C" {
 
 typedef enum {
     FLASH_ATTN_OK = 0,
-    FLASH_ATTN_REFUSED = 1, /* the arguments are wrong; nothing was done */
+    FLASH_ATTN_REFUSED = 1, /* the arguments are wrong, or this GPU cannot; nothing was done */
     FLASH_ATTN_FAILED = 2   /* CUDA, NCCL or the host failed on the way */
 } flash_attn_status;
 
@@ -56,20 +59,23 @@ typedef struct flash_attn_group flash_attn_group; /* ranks with their threads, s
 flash_attn_status flash_attn_group_create(const flash_attn_problem *problem, int ranks, flash_attn_strategy strategy,
                                           flash_attn_transport transport, flash_attn_group **group);
 
-/* Shards the whole tensors onto the ranks; they are on the host or on any GPU. */
+/* After FAILED a group can only be destroyed: its ranks no longer agree. All else is then refused.
+ *
+ * Shards the whole tensors onto the ranks, and waits; they are on the host or on any GPU. It copies on the default
+ * stream of the current GPU: what makes the tensors has ended, or is in that stream. */
 flash_attn_status flash_attn_group_load(flash_attn_group *group, const void *q, const void *k, const void *v);
 
 /* Computes and waits. Inputs stay as loaded, so it can be called again. `milliseconds` (or NULL) is the time between
  * the first work and the last on the GPU that took longest; allocation and the communicator's set-up lie outside it. */
 flash_attn_status flash_attn_group_forward(flash_attn_group *group, float *milliseconds);
 
-/* The whole result, to the host or to any GPU. */
+/* The whole result, to the host or to any GPU, on the default stream of the current GPU; waits. */
 flash_attn_status flash_attn_group_store(flash_attn_group *group, void *out);
 
-/* Device memory that the group holds on the GPU where it holds most. */
+/* Device memory that the group holds on the GPU where it holds most; 0 for NULL. */
 size_t flash_attn_group_bytes_per_gpu(const flash_attn_group *group);
 
-void flash_attn_group_destroy(flash_attn_group *group);
+void flash_attn_group_destroy(flash_attn_group *group); /* NULL: nothing to do */
 
 /* How a ring divides its work. Plain arithmetic: needs no GPU. */
 typedef struct {
@@ -84,8 +90,9 @@ typedef struct {
     int first, last;       /* of the steps that compute: start from the empty state; write the output */
 } flash_attn_ring_step;
 
-/* Balanced: lengths differ by at most one, the longer shards come first. */
+/* Balanced: lengths differ by at most one, the longer shards come first. A rank that is not there has an empty one. */
 flash_attn_range flash_attn_shard(int total, int ranks, int rank);
+/* A rank or step that is not there, from 0 to ranks - 1, has shard -1 and computes nothing. */
 flash_attn_ring_step flash_attn_schedule(const flash_attn_problem *problem, int ranks, int rank, int step);
 
 /* The definition, in fp64 on the host, of every query i with i % every == 0; the other rows of `out` stay as they

@@ -2,15 +2,15 @@
 //
 // For a block of 128 queries, tiles of 64 keys:
 //     S = Q K^T                      mma.sync m16n8k16, fp32 in registers
-//     m = max(m, rowmax(S))          only when it grows by more than 2^8, see below
+//     m = max(m, rowmax(S))          only when it grows by more than 8, see below
 //     P = 2^(S - m), to bf16         stays in registers: what one product returns is laid out as the next one reads it
 //     l = l + rowsum(P)
 //     O = O + P V                    mma.sync, fp32 in registers
 // and out = O / l at the end. Reads bf16, writes bf16 out and fp32 lse (or the fp32 state).
 //
-// The lazy maximum: m need not be the maximum, it only has to keep 2^(S - m) inside fp32. So it may lag behind by 2^8,
-// and O and l are rescaled when a row of the warp exceeds that: a few times per row instead of once per tile. Nothing
-// is approximated: whatever m is, it cancels in O / l.
+// The lazy maximum: m need not be the maximum, it only has to keep 2^(S - m) inside fp32. So it may lag behind by 8,
+// a factor of 2^8, and O and l are rescaled when a row of the warp exceeds that: a few times per row instead of once
+// per tile. Nothing is approximated: whatever m is, it cancels in O / l.
 //
 // Double buffering: K and V have two stages each. While one tile is computed, the next one arrives (cp.async), and
 // there is one barrier per tile: it says that the tile is here and that nobody reads the one before it any more.
@@ -23,7 +23,8 @@
 // Banks: ldmatrix reads 8 rows of 16 bytes at a time, which must lie in 8 different columns of 16 bytes of a 128-byte
 // line. Chunk c of row r is therefore stored at c XOR r mod 8 (`swizzle`).
 //
-// Grid: (blocks of queries, heads, batch), 128 threads, 2 blocks per SM. Not here: backward, dropout, bias.
+// Grid: (blocks of queries, heads, batch), 128 threads, 2 blocks per SM where shared memory has room for both
+// (cuda/README.md). Not here: backward, dropout, bias.
 
 #include <cooperative_groups.h>
 #include <cooperative_groups/reduce.h>
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(THREADS, 2) flash_bf16_kernel(const Step step)
         const int row = own_row + 8 * r;
         const float sum = cg::reduce(quad, row_sum[r], cg::plus<float>());
         if (row >= rows) continue;
-        const float factor = !step.last ? 1.0f : sum > 0.0f ? 1.0f / sum : 0.0f;
+        const float factor = !step.last ? 1.0f : sum == 0.0f ? 0.0f : 1.0f / sum;  // NaN stays NaN
         const long long at = q_start + row * stride;
 #pragma unroll
         for (int n = 0; n < D / 8; ++n) {
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__(THREADS, 2) flash_bf16_kernel(const Step step)
             step.state.m[row_start + row] = row_max[r];
             step.state.l[row_start + row] = sum;
         } else if (step.lse != nullptr) {
-            step.lse[row_start + row] = sum > 0.0f ? LN_2 * row_max[r] + logf(sum) : -INFINITY;
+            step.lse[row_start + row] = sum == 0.0f ? -INFINITY : LN_2 * row_max[r] + logf(sum);
         }
     }
 }
@@ -291,7 +292,14 @@ void launch(const Step& step, cudaStream_t stream) {
     CUDA_CHECK(cudaGetLastError());
 }
 
+template <int D>
+KernelNeeds needs() {
+    return {reinterpret_cast<const void*>(flash_bf16_kernel<D>), Tile<D>::BYTES, 80};
+}
+
 }  // namespace
+
+KernelNeeds needs_bf16(int dim) { return dim <= 32 ? needs<32>() : dim <= 64 ? needs<64>() : needs<128>(); }
 
 void launch_bf16(const Step& step, cudaStream_t stream) {
     if (step.dim <= 32) return launch<32>(step, stream);

@@ -53,7 +53,10 @@ Group::Group(const Problem& problem, int ranks, flash_attn_transport transport)
                       std::to_string(ranks) + ". The copy transport runs any number of ranks on the GPUs there are.");
     std::vector<int> devices(ranks);
     for (int rank = 0; rank < ranks; ++rank) devices[rank] = rank % present;
-    team_.run([&](int rank) { ranks_[rank] = std::make_unique<Rank>(rank, devices[rank]); });
+    team_.run([&](int rank) {
+        ranks_[rank] = std::make_unique<Rank>(rank, devices[rank]);
+        check_device(problem_);
+    });
     if (ranks > 1)
         transport_ = transport == FLASH_ATTN_NCCL ? make_nccl_transport(devices) : make_copy_transport(team_, ranks);
 }
@@ -66,6 +69,16 @@ Group::~Group() {
 void Group::place(void* packed, const void* tensor, int seq, Range positions) const {
     copy_blocks(block_of(problem_, packed, positions.length, {0, positions.length}),
                 block_of(problem_, const_cast<void*>(tensor), seq, positions));
+}
+
+void Group::load(const void* q, const void* k, const void* v) {
+    scatter(q, k, v);
+    CUDA_CHECK(cudaStreamSynchronize(nullptr));
+}
+
+void Group::store(void* out) {
+    collect(out);
+    CUDA_CHECK(cudaStreamSynchronize(nullptr));
 }
 
 float Group::forward() {
@@ -110,12 +123,34 @@ using namespace flash;
 
 struct flash_attn_group {
     std::unique_ptr<Group> group;
+    bool failed = false;
 };
+
+namespace {
+
+// What failed half-way has left ranks that no longer agree, or no communicator: nothing but destroying it may follow.
+template <typename Body>
+flash_attn_status guarded_with(flash_attn_group* group, Body&& body) {
+    const flash_attn_status status = guarded([&] {
+        expect_address("group", group);
+        expect(!group->failed, "group", "one that has not failed", "one that has and can only be destroyed");
+        body(*group->group);
+    });
+    if (status == FLASH_ATTN_FAILED) group->failed = true;
+    return status;
+}
+
+}  // namespace
 
 flash_attn_status flash_attn_group_create(const flash_attn_problem* problem, int ranks, flash_attn_strategy strategy,
                                           flash_attn_transport transport, flash_attn_group** group) {
     return guarded([&] {
-        check(*problem);
+        check(problem);
+        expect_address("group", group);
+        expect(strategy == FLASH_ATTN_RING || strategy == FLASH_ATTN_QUERIES, "strategy",
+               "FLASH_ATTN_RING or FLASH_ATTN_QUERIES", std::to_string(strategy));
+        expect(transport == FLASH_ATTN_NCCL || transport == FLASH_ATTN_COPY, "transport",
+               "FLASH_ATTN_NCCL or FLASH_ATTN_COPY", std::to_string(transport));
         if (ranks < 1 || ranks > 64) throw Refused("ranks: expected 1 to 64; got " + std::to_string(ranks) + ".");
         auto made = strategy == FLASH_ATTN_RING ? make_ring(*problem, ranks, transport)
                                                 : make_query_split(*problem, ranks, transport);
@@ -124,20 +159,28 @@ flash_attn_status flash_attn_group_create(const flash_attn_problem* problem, int
 }
 
 flash_attn_status flash_attn_group_load(flash_attn_group* group, const void* q, const void* k, const void* v) {
-    return guarded([&] { group->group->load(q, k, v); });
+    return guarded_with(group, [&](Group& ranks) {
+        expect_address("q", q), expect_address("k", k), expect_address("v", v);
+        ranks.load(q, k, v);
+    });
 }
 
 flash_attn_status flash_attn_group_forward(flash_attn_group* group, float* milliseconds) {
-    return guarded([&] {
-        const float elapsed = group->group->forward();
+    return guarded_with(group, [&](Group& ranks) {
+        const float elapsed = ranks.forward();
         if (milliseconds != nullptr) *milliseconds = elapsed;
     });
 }
 
 flash_attn_status flash_attn_group_store(flash_attn_group* group, void* out) {
-    return guarded([&] { group->group->store(out); });
+    return guarded_with(group, [&](Group& ranks) {
+        expect_address("out", out);
+        ranks.store(out);
+    });
 }
 
-size_t flash_attn_group_bytes_per_gpu(const flash_attn_group* group) { return group->group->bytes_per_gpu(); }
+size_t flash_attn_group_bytes_per_gpu(const flash_attn_group* group) {
+    return group == nullptr ? 0 : group->group->bytes_per_gpu();
+}
 
 void flash_attn_group_destroy(flash_attn_group* group) { delete group; }

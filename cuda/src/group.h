@@ -35,7 +35,9 @@ struct Block {
 
 // The run `positions` of a tensor [B, seq, H, D] that begins at `tensor`.
 Block block_of(const Problem& problem, void* tensor, int seq, Range positions);
-void copy_blocks(const Block& to, const Block& from);  // same width and height; host or device; waits
+// Same width and height; host or device. On the default stream, for which the ranks' streams do not wait: to the GPU
+// CUDA may return before the copy is done.
+void copy_blocks(const Block& to, const Block& from);
 
 // How data travels. Every rank's own thread calls these, all ranks in the same order.
 class Transport {
@@ -47,7 +49,7 @@ public:
                         cudaEvent_t free) = 0;
     // Every rank's `part` (packed) becomes its block of rank 0's result, on `compute`.
     virtual void gather(Rank& rank, const void* part, const std::vector<Block>& blocks) = 0;
-    // Something failed: do not wait for communication that may never end.
+    // Something failed: do not wait for communication that may never end. Nothing else is asked of it afterwards.
     virtual void abandon() {}
 };
 
@@ -59,12 +61,16 @@ public:
     Group(const Problem& problem, int ranks, flash_attn_transport transport);
     virtual ~Group();
 
-    virtual void load(const void* q, const void* k, const void* v) = 0;
-    virtual void store(void* out) = 0;
-    float forward();  // milliseconds
+    void load(const void* q, const void* k, const void* v);  // waits, as do the next two
+    float forward();                                         // milliseconds
+    void store(void* out);
     size_t bytes_per_gpu() const;
 
 protected:
+    // By `copy_blocks`, from the whole tensors and to one.
+    virtual void scatter(const void* q, const void* k, const void* v) = 0;
+    virtual void collect(void* out) = 0;
+
     // The rank's work, put into its streams; `compute` is last. Runs on the rank's own thread.
     virtual void enqueue(Rank& rank) = 0;
 

@@ -37,6 +37,8 @@ __device__ __forceinline__ float power_of_2(float x) {
     return y;
 }
 
+// Before sm_80 these three do nothing, and forward.cpp refuses to run the kernel that uses them.
+//
 // Four 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8 and receives of each matrix the numbers
 // 2 (l % 4), 2 (l % 4) + 1 of row l / 4.
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {

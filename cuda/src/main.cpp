@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -204,7 +205,7 @@ void print_json(const Options& o, const Figures& f, double limit) {
 
 int run(const Options& options) {
     const flash_attn_problem& p = options.problem;
-    flash::check(p);
+    flash::check(&p);
     int present = 0;
     CUDA_CHECK(cudaGetDeviceCount(&present));
     if (options.transport == FLASH_ATTN_NCCL && options.gpus > present)
@@ -234,8 +235,9 @@ int run(const Options& options) {
 }  // namespace
 
 int main(int count, char** arguments) {
+    Options options;
     try {
-        const Options options = flash::parse_options(count, arguments);
+        options = flash::parse_options(count, arguments);
         if (options.help) {
             std::printf("%s", flash::USAGE);
             return 0;
@@ -244,6 +246,12 @@ int main(int count, char** arguments) {
     } catch (const Refused& error) {
         std::fprintf(stderr, "dist_flash_attn: %s\n", error.what());
         return 2;
+    } catch (const std::bad_alloc&) {
+        const double bytes = 1.0 * options.problem.batch * options.problem.seq_q * flash::row_bytes(options.problem);
+        std::fprintf(stderr,
+                     "dist_flash_attn: out of memory on the host: Q, K, V and two results take %.3g GB there.\n",
+                     5e-9 * bytes);
+        return 1;
     } catch (const std::exception& error) {
         std::fprintf(stderr, "dist_flash_attn: %s\n", error.what());
         return 1;

@@ -1,8 +1,8 @@
 // Who has what: balanced shards of a sequence, and what each rank of a ring meets in each step.
 //
 // Rank r starts with its own keys and then receives from rank r - 1, so in step s it holds shard (r - s) mod N. Causal
-// shards that lie wholly behind a rank's queries are passed on and not computed: rank 0 computes one step, rank N - 1
-// all N. (A zigzag order would balance that; it is in the Python package's distributed/.)
+// shards that lie wholly after a rank's queries are passed on and not computed: with as many queries as keys rank 0
+// computes one step, rank N - 1 all N. (A zigzag order would balance that; it is in the Python package's distributed/.)
 
 #include <algorithm>
 
@@ -11,6 +11,7 @@
 using namespace flash;
 
 flash_attn_range flash_attn_shard(int total, int ranks, int rank) {
+    if (total < 0 || rank < 0 || rank >= ranks) return {0, 0};
     const int each = total / ranks, longer = total % ranks;
     return {rank * each + std::min(rank, longer), each + (rank < longer ? 1 : 0)};
 }
@@ -31,6 +32,7 @@ flash_attn_ring_step step_without_order(const Problem& problem, int ranks, int r
 }  // namespace
 
 flash_attn_ring_step flash_attn_schedule(const flash_attn_problem* problem, int ranks, int rank, int step) {
+    if (problem == nullptr || rank < 0 || rank >= ranks || step < 0 || step >= ranks) return {-1, {0, 0}, 0, 0, 0, 0};
     int first = ranks, last = -1;
     for (int s = 0; s < ranks; ++s) {
         if (!step_without_order(*problem, ranks, rank, s).computes) continue;

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <exception>
+#include <new>
 #include <string>
 
 #include "cuda_check.h"
@@ -14,8 +15,12 @@ namespace flash {
 using Problem = flash_attn_problem;
 using Range = flash_attn_range;
 
-void check(const Problem& problem);                      // throws Refused
-void check_pointer(const char* name, const void* pointer);  // not null, a multiple of 16 bytes
+// These throw Refused.
+void expect(bool holds, const char* name, const char* expected, const std::string& got);
+void expect_address(const char* name, const void* pointer);          // not null
+void expect_aligned_address(const char* name, const void* pointer);  // and a multiple of 16 bytes
+void check(const Problem* problem);
+void check_device(const Problem& problem);  // the current GPU can run the problem's kernel
 
 inline size_t element_bytes(const Problem& problem) { return problem.dtype == FLASH_ATTN_BF16 ? 2 : 4; }
 // One position of one batch, all heads: the rows that shards are made of.
@@ -38,6 +43,9 @@ flash_attn_status guarded(Body&& body) {
     } catch (const Refused& error) {
         remember_error(error.what());
         return FLASH_ATTN_REFUSED;
+    } catch (const std::bad_alloc&) {
+        remember_error("out of memory on the host");
+        return FLASH_ATTN_FAILED;
     } catch (const std::exception& error) {
         remember_error(error.what());
         return FLASH_ATTN_FAILED;

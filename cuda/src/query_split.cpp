@@ -24,7 +24,8 @@ public:
             blocks_.push_back(block_of(problem_, gathered_, problem_.seq_q, queries(rank)));
     }
 
-    void load(const void* q, const void* k, const void* v) override {
+protected:
+    void scatter(const void* q, const void* k, const void* v) override {
         for (int rank = 0; rank < size(); ++rank) {
             const Part& part = parts_[rank];
             place(part.q, q, problem_.seq_q, queries(rank));
@@ -33,9 +34,8 @@ public:
         }
     }
 
-    void store(void* out) override { place(out, gathered_, problem_.seq_q, {0, problem_.seq_q}); }
+    void collect(void* out) override { place(out, gathered_, problem_.seq_q, {0, problem_.seq_q}); }
 
-protected:
     void enqueue(Rank& rank) override {
         const Part& part = parts_[rank.index];
         const Range own = queries(rank.index);

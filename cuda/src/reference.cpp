@@ -50,7 +50,8 @@ void row(const Problem& p, const void* q, const void* k, const void* v, int batc
 flash_attn_status flash_attn_reference(const flash_attn_problem* problem, const void* q, const void* k, const void* v,
                                        int every, double* out) {
     return guarded([&] {
-        check(*problem);
+        check(problem);
+        expect_address("q", q), expect_address("k", k), expect_address("v", v), expect_address("out", out);
         if (every < 1) throw Refused("every: expected 1 or more; got " + std::to_string(every) + ".");
         const int rows = (problem->seq_q + every - 1) / every, heads = problem->heads;
         const long long tasks = static_cast<long long>(problem->batch) * heads * rows;

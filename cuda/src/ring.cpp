@@ -27,7 +27,8 @@ public:
                 for (cudaEvent_t event : *events) cudaEventDestroy(event);
     }
 
-    void load(const void* q, const void* k, const void* v) override {
+protected:
+    void scatter(const void* q, const void* k, const void* v) override {
         for (int rank = 0; rank < size(); ++rank) {
             const Range queries = flash_attn_shard(problem_.seq_q, size(), rank);
             const Range keys = flash_attn_shard(problem_.seq_k, size(), rank);
@@ -37,7 +38,7 @@ public:
         }
     }
 
-    void store(void* out) override {
+    void collect(void* out) override {
         for (int rank = 0; rank < size(); ++rank) {
             const Range queries = flash_attn_shard(problem_.seq_q, size(), rank);
             copy_blocks(block_of(problem_, out, problem_.seq_q, queries),
@@ -45,7 +46,6 @@ public:
         }
     }
 
-protected:
     void enqueue(Rank& rank) override {
         Shard& shard = shards_[rank.index];
         for (int s = 0; s < size(); ++s) {

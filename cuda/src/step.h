@@ -7,9 +7,10 @@
 
 namespace flash {
 
-// The running state of online softmax, per query: the maximum m in powers of 2, the sum l of exponentials relative to
-// it, and the weighted sum of values. Any run of keys can be folded into it, in any order:
+// The running state of online softmax, per query: m, the maximum of the scores s, which are exponents of 2; l, the sum
+// of 2^(s - m); acc, the sum of values so weighted. Any run of keys can be folded into it, in any order:
 //     m' = max(m, m_run)    l' = 2^(m - m') l + l_run    acc' = 2^(m - m') acc + acc_run       out = acc / l
+// where l_run and acc_run are sums of 2^(s - m'). The bf16 kernel's m may be up to 8 below the maximum (flash_bf16.cu).
 struct State {
     float* m;    // [B, H, Tq]
     float* l;    // [B, H, Tq]
@@ -33,6 +34,16 @@ struct Step {
     int offset;        // position of query 0 less that of key 0
     bool causal, first, last;
 };
+
+// What a kernel asks of the GPU that runs it.
+struct KernelNeeds {
+    const void* kernel;
+    int shared_bytes;  // of a block
+    int target;        // compiled for at least this chip: 80 is sm_80
+};
+
+KernelNeeds needs_fp32(int dim);
+KernelNeeds needs_bf16(int dim);
 
 void launch_fp32(const Step& step, cudaStream_t stream);  // flash_fp32.cu
 void launch_bf16(const Step& step, cudaStream_t stream);  // flash_bf16.cu

@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -71,3 +71,14 @@ def emulated(emulated_folder: Path) -> Callable[..., CudaLibrary]:
         return CudaLibrary(path)
 
     return settled
+
+
+@pytest.fixture
+def emulator(emulated_folder: Path) -> Iterator[ctypes.CDLL]:
+    """Its C functions, those of the library among them. What is wrong with its device is right again afterwards."""
+    library = ctypes.CDLL(str(emulated_folder / "libflash_attn.so"))
+    library.flash_attn_last_error.restype = ctypes.c_char_p
+    library.emulator_allocate.restype = ctypes.c_void_p
+    yield library
+    library.emulator_chip(90, 90, 227 << 10)
+    library.emulator_fail(-1)

@@ -11,7 +11,7 @@ import torch
 from tests.cuda.cuda_tools import BF16, F32, case, expect_within_bounds, inputs
 
 from stream_attention.testing import Case
-from stream_attention.testing.cuda_library import CudaLibrary, Strategy
+from stream_attention.testing.cuda_library import CudaLibrary, Strategy, _pointer
 
 pytestmark = pytest.mark.gpu
 
@@ -109,6 +109,64 @@ def test_runs_on_the_current_stream(library: CudaLibrary) -> None:
         out = library.forward(later, key, value, **options)[0]
     torch.cuda.synchronize()
     assert torch.equal(out, expected)
+
+
+@DTYPES
+def test_nan_shows_in_lse_too(library: CudaLibrary, dtype: torch.dtype) -> None:
+    query, key = (torch.ones(1, T, 1, 64, device="cuda", dtype=dtype) for T in (3, 200))
+    query[:, 1] = torch.nan
+    out, lse = library.forward(query, key, key)
+    assert out[0, :, 0, 0].isnan().tolist() == lse[0, 0].isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "queries"])
+def test_a_group_waits_for_what_it_loads_and_stores(library: CudaLibrary, strategy: Strategy) -> None:
+    """Both copy behind what sleeps in the default stream, for which neither the ranks' streams nor a reader's wait."""
+    tensors, options = inputs(on_gpu(case(4000, 4000, 64, H=16), BF16))
+    with library.group(*tensors, ranks=3, strategy=strategy, **options) as group:
+        expected = group.forward()[0]
+    later, out = [torch.zeros_like(x) for x in tensors], torch.full_like(tensors[0], torch.nan)
+    with library.group(*later, ranks=3, strategy=strategy, **options) as group:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(50_000_000)
+        for to, x in zip(later, tensors, strict=True):
+            to.copy_(x)
+        library._call("flash_attn_group_load", group._handle, *(_pointer(x) for x in later))
+        library._call("flash_attn_group_forward", group._handle, None)
+        torch.cuda._sleep(50_000_000)
+        library._call("flash_attn_group_store", group._handle, _pointer(out))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            seen = out.clone()
+    torch.cuda.synchronize()
+    assert torch.equal(seen, expected)
+
+
+def test_a_group_waits_for_the_current_stream(library: CudaLibrary) -> None:
+    tensors, options = inputs(on_gpu(case(1000, 1000, 64), BF16))
+    with library.group(*tensors, ranks=3, **options) as group:
+        expected = group.forward()[0]
+    later = [torch.zeros_like(x) for x in tensors]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        for to, x in zip(later, tensors, strict=True):
+            to.copy_(x)
+        with library.group(*later, ranks=3, **options) as group:
+            torch.cuda._sleep(50_000_000)  # before `forward` makes the tensor that it stores into
+            out = group.forward()[0]
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+
+
+def test_runs_on_the_tensors_gpu(library: CudaLibrary) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    tensors, options = inputs(on_gpu(case(200, 300, 64), F32))
+    expected = library.forward(*tensors, **options)[0]
+    moved = [x.to("cuda:1") for x in tensors]
+    assert torch.equal(library.forward(*moved, **options)[0].to("cuda:0"), expected)
+    with pytest.raises(ValueError, match="key: expected a tensor on a GPU, the same for all; got one on cuda:1"):
+        library.forward(tensors[0], *moved[1:], **options)
 
 
 @pytest.mark.parametrize(

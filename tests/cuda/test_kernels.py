@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tests.cuda.cuda_tools import BF16, F32, case, expect_within_bounds, inputs
 
 from stream_attention.kernels import reference
 from stream_attention.testing import Case
-from stream_attention.testing.cuda_library import CudaLibrary
+from stream_attention.testing.cuda_library import CudaLibrary, _Problem
 
 Emulated = Callable[..., CudaLibrary]
 
@@ -58,6 +60,17 @@ def test_scores_that_keep_growing_move_the_maximum(emulated: Emulated, dtype: to
     exact, exact_lse = reference.attention(query, key, value, scale=1.0)
     torch.testing.assert_close(out.double(), exact, rtol=0.0, atol=5e-7 if dtype is F32 else 4e-3)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 1e30], ids=["nan", "inf", "a score that overflows"])
+def test_what_is_no_number_shows_in_lse_too(emulated: Emulated, wrong: float, dtype: torch.dtype) -> None:
+    query, key = torch.zeros(1, 3, 1, 32, dtype=dtype), torch.ones(1, 70, 1, 32, dtype=dtype)
+    query[:, 1], key[:, 40] = wrong, 1e30 if wrong == 1e30 else 1.0
+    out, lse = emulated().forward(query, key, torch.ones_like(key))
+    assert out[0, :, 0, 0].isnan().tolist() == lse[0, 0].isnan().tolist() == [False, True, False]
+    if wrong != wrong:  # lse of an infinite score is infinite there, and in fp64 nothing overflows
+        assert reference.attention(query, key, key)[1][0, 0].isnan().tolist() == [False, True, False]
 
 
 # Agreement with the reference
@@ -110,8 +123,81 @@ X = torch.ones(1, 2, 1, 32)
         ((X, X.bfloat16(), X), {}, TypeError, "key: expected float32 or bfloat16, the same for all"),
         ((X, X.expand(1, 2, 2, 32), X), {}, ValueError, "key: expected a contiguous"),
         ((X, torch.ones(1, 2, 2, 32), torch.ones(1, 2, 2, 32)), {}, ValueError, "key, value: expected"),
+        ((X, X.to("meta"), X), {}, ValueError, "key: expected a tensor on the CPU; got one on meta"),
     ],
 )
 def test_refused(emulated: Emulated, tensors: tuple, options: dict, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         emulated().forward(*tensors, **options)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_null_is_refused(emulator: ctypes.CDLL, which: int) -> None:
+    problem = ctypes.byref(_Problem(1, 1, 2, 2, 32, 0, 0.0, 0))
+    address = ctypes.c_void_p(X.data_ptr())
+    tensors = [None if i == which else address for i in range(4)]
+    for status in (
+        emulator.flash_attn_forward(problem, *tensors, None, None),
+        emulator.flash_attn_reference(problem, *tensors[:3], 1, tensors[3]),
+    ):
+        assert status == 1
+        assert (
+            emulator.flash_attn_last_error().decode()
+            == f"{('q', 'k', 'v', 'out')[which]}: expected an address; got NULL."
+        )
+    for status in (
+        emulator.flash_attn_forward(None, *[address] * 4, None, None),
+        emulator.flash_attn_reference(None, *[address] * 3, 1, address),
+    ):
+        assert status == 1 and emulator.flash_attn_last_error() == b"problem: expected an address; got NULL."
+
+
+def test_sizes_whose_bytes_64_bits_do_not_count_are_refused(emulator: ctypes.CDLL) -> None:
+    problem = _Problem(65535, 65535, 1 << 30, 1, 128, 0, 0.0, 0)
+    address = ctypes.c_void_p(X.data_ptr())
+    assert emulator.flash_attn_forward(ctypes.byref(problem), *[address] * 4, None, None) == 1
+    assert emulator.flash_attn_last_error().startswith(b"batch * heads * seq: expected at most 2^50; got")
+
+
+CHIPS = {  # sm, what its code is compiled for, KB of shared memory per block
+    "sm_75": (75, 75, 64),
+    "sm_80": (80, 80, 163),
+    "sm_89": (89, 80, 99),
+    "code for sm_75 on sm_90": (90, 75, 227),
+    "no code": (70, 0, 96),
+}
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "D", "words"),
+    [
+        ("sm_75", F32, 32, None),
+        ("sm_75", F32, 64, r"expected 96 KB of shared memory for a block .*; got 64 KB \(sm_75\)"),
+        ("sm_75", BF16, 32, "dtype: bf16 expects a build for sm_80 or later; got sm_75 code on sm_75"),
+        ("code for sm_75 on sm_90", BF16, 32, "got sm_75 code on sm_90"),
+        ("code for sm_75 on sm_90", F32, 128, None),
+        ("sm_80", F32, 128, None),
+        ("sm_89", F32, 64, None),
+        ("sm_89", F32, 72, r"device: expected 112 KB of shared memory .*; got 99 KB \(sm_89\)"),
+        ("sm_89", BF16, 128, None),
+        ("no code", F32, 32, "device: expected a chip that this was built for; got sm_70"),
+    ],
+)
+def test_chips(
+    emulated: Emulated, emulator: ctypes.CDLL, chip: str, dtype: torch.dtype, D: int, words: str | None
+) -> None:
+    version, code, kilobytes = CHIPS[chip]
+    emulator.emulator_chip(version, code, kilobytes << 10)
+    x = torch.ones(1, 2, 1, D, dtype=dtype)
+
+    def ring() -> torch.Tensor:
+        with emulated().group(x, x, x, ranks=2) as group:
+            return group.forward()[0]
+
+    for call in (lambda: emulated().forward(x, x, x)[0], ring):
+        with ThreadPoolExecutor(1) as thread:  # that has not looked at the GPU yet
+            if words is None:
+                assert torch.equal(thread.submit(call).result(), x)
+            else:
+                with pytest.raises(ValueError, match=words):
+                    thread.submit(call).result()

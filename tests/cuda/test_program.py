@@ -7,11 +7,14 @@ import re
 import subprocess
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from stream_attention.testing.cuda_library import CudaLibrary
+
+ROOT = Path(__file__).parents[2]
 
 
 def program(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -77,6 +80,17 @@ class TestEmulated:
         assert done.returncode == 2 and done.stdout == ""
         assert words in done.stderr
 
+    def test_the_python_of_the_page_runs(self, emulated_folder: Path) -> None:
+        (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "cuda" / "README.md").read_text(), re.DOTALL)
+        names: dict[str, Any] = {}
+        exec(code.replace("cuda/build", str(emulated_folder)).replace('device="cuda"', 'device="cpu"'), names)
+        torch.testing.assert_close(names["out"], names["again"], rtol=0.0, atol=1e-6)
+
+    def test_more_than_the_host_holds_is_said(self, emulated_folder: Path) -> None:
+        done = program(emulated_folder, "--seq", str(1 << 30), "--heads", "4096", *SMALL)
+        assert done.returncode == 1
+        assert "out of memory on the host: Q, K, V and two results take 5.63e+06 GB there" in done.stderr
+
 
 class TestBuilt:
     """What nvcc makes of it, without a GPU."""
@@ -87,12 +101,43 @@ class TestBuilt:
         done = program(built_folder, "--transport", "copy")
         assert done.returncode == 1
         assert re.search(r"cudaGetDeviceCount\(&present\): .+ \(main\.cpp:\d+\)", done.stderr)
+        if "insufficient" in done.stderr:  # CUDA's words where there is no driver
+            assert "; no GPU is here, or its driver is older than this CUDA (main.cpp" in done.stderr
         x = torch.ones(1, 2, 1, 32)
-        with pytest.raises(RuntimeError, match=r"flash_attn_forward: cudaFuncSetAttribute\(flash_fp32_kernel"):
+        library = CudaLibrary(built_folder / "libflash_attn.so")
+        words = r"flash_attn_group_create: cudaGetDeviceCount\(&present\)"
+        with pytest.raises(RuntimeError, match=words), library.group(x, x, x, ranks=2):
+            pass
+
+    def test_tensors_on_the_cpu_are_refused(self, built_folder: Path) -> None:
+        x = torch.ones(1, 2, 1, 32)
+        with pytest.raises(ValueError, match="query: expected a tensor on a GPU, the same for all; got one on cpu"):
             CudaLibrary(built_folder / "libflash_attn.so").forward(x, x, x)
 
+    def test_the_library_shows_its_functions_and_nothing_else(self, built_folder: Path) -> None:
+        command = ["nm", "-D", "--defined-only", built_folder / "libflash_attn.so"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[2::3]
+        header = (ROOT / "cuda" / "include" / "flash_attn.h").read_text()
+        assert set(shown) == set(re.findall(r"\b(flash_attn_\w+)\(", header))
+
+    def test_installed_it_links_with_c(self, built_folder: Path, tmp_path: Path) -> None:
+        command = ["cmake", "--install", built_folder, "--prefix", tmp_path]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert program(tmp_path / "bin", "--help").returncode == 0
+        source = tmp_path / "shard.c"
+        source.write_text(
+            "#include <flash_attn.h>\n#include <stdio.h>\n"
+            'int main(void) { printf("%d", flash_attn_shard(10, 3, 1).start); return 0; }\n'
+        )
+        (libraries,) = tmp_path.glob("lib*")
+        flags = [f"-I{tmp_path}/include", f"-L{libraries}", "-lflash_attn", f"-Wl,-rpath,{libraries}"]
+        done = subprocess.run(["gcc", source, *flags, "-o", tmp_path / "shard"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert subprocess.run([tmp_path / "shard"], capture_output=True, text=True).stdout == "4"
+
     def test_the_header_is_c(self) -> None:
-        header = Path(__file__).parents[2] / "cuda" / "include" / "flash_attn.h"
+        header = ROOT / "cuda" / "include" / "flash_attn.h"
         command = ["gcc", "-std=c99", "-Wall", "-Wextra", "-pedantic", "-Werror", "-fsyntax-only", "-x", "c", header]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

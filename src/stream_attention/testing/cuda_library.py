@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -69,6 +69,7 @@ class CudaLibrary:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._library = ctypes.CDLL(os.fspath(path))
+        self._emulated = hasattr(self._library, "emulator_settle")  # tests/cuda/emulator: its GPU is the CPU
         self._library.flash_attn_last_error.restype = ctypes.c_char_p
         self._library.flash_attn_group_bytes_per_gpu.restype = ctypes.c_size_t
         self._library.flash_attn_shard.restype = _Range
@@ -79,11 +80,13 @@ class CudaLibrary:
     ) -> tuple[Tensor, Tensor]:
         """On the tensors' GPU and torch's current stream: out like query, lse [B, H, Tq] in fp32. Scale 0: D**-0.5."""
         problem = _problem(query, key, value, causal, scale)
+        _expect_on("cpu" if self._emulated else "cuda", query, key, value)
         out = torch.full_like(query, torch.nan)
         lse = torch.full((problem.batch, problem.heads, problem.seq_q), torch.nan, device=query.device)
         stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else 0
         pointers = [_pointer(x) for x in (query, key, value, out, lse)]
-        self._call("flash_attn_forward", ctypes.byref(problem), *pointers, ctypes.c_void_p(stream))
+        with torch.cuda.device(query.device) if query.is_cuda else nullcontext():  # the library's is the current one
+            self._call("flash_attn_forward", ctypes.byref(problem), *pointers, ctypes.c_void_p(stream))
         return out, lse
 
     @contextmanager
@@ -102,7 +105,8 @@ class CudaLibrary:
         """Ranks that have been given their shards of these tensors, which lie on the host or on a GPU."""
         problem = _problem(query, key, value, causal, scale)
         handle = ctypes.c_void_p()
-        which = _STRATEGIES[strategy], _TRANSPORTS[transport]
+        which = _choice("strategy", strategy, _STRATEGIES), _choice("transport", transport, _TRANSPORTS)
+        _wait_for(query, key, value)
         self._call("flash_attn_group_create", ctypes.byref(problem), ranks, *which, ctypes.byref(handle))
         try:
             self._call("flash_attn_group_load", handle, *(_pointer(x) for x in (query, key, value)))
@@ -115,17 +119,20 @@ class CudaLibrary:
     ) -> Tensor:
         """The library's own fp64 on the CPU, of every `every`-th query; the other rows are NaN."""
         problem = _problem(query, key, value, causal, scale)
+        _expect_on("cpu", query, key, value)
         out = torch.full(query.shape, torch.nan, dtype=torch.float64)
         pointers = [_pointer(x) for x in (query, key, value)]
         self._call("flash_attn_reference", ctypes.byref(problem), *pointers, every, _pointer(out))
         return out
 
     def shard(self, total: int, ranks: int, rank: int) -> range:
+        _expect_rank(ranks, rank)
         found = self._library.flash_attn_shard(total, ranks, rank)
         return range(found.start, found.start + found.length)
 
     def schedule(self, seq_q: int, seq_k: int, ranks: int, rank: int, *, causal: bool = False) -> list[RingStep]:
         """What a rank of a ring does, step by step."""
+        _expect_rank(ranks, rank)
         problem = _Problem(1, 1, seq_q, seq_k, 64, causal, 0.0, 0)
         steps = [self._library.flash_attn_schedule(ctypes.byref(problem), ranks, rank, step) for step in range(ranks)]
         return [
@@ -155,9 +162,10 @@ class Group:
 
     def forward(self) -> tuple[Tensor, float]:
         """The whole output, where the query lies, and the milliseconds it took. Can be called again."""
-        out = torch.full_like(self._query, torch.nan)
         milliseconds = ctypes.c_float()
         self._library._call("flash_attn_group_forward", self._handle, ctypes.byref(milliseconds))
+        out = torch.full_like(self._query, torch.nan)
+        _wait_for(out)
         self._library._call("flash_attn_group_store", self._handle, _pointer(out))
         return out, milliseconds.value
 
@@ -178,6 +186,30 @@ def _problem(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: flo
         shapes = f"{list(key.shape)} and {list(value.shape)}"
         raise ValueError(f"key, value: expected [{B}, Tk, {H}, {D}] like query; got {shapes}.")
     return _Problem(B, H, Tq, Tk, D, causal, scale, _DTYPES[query.dtype])
+
+
+def _expect_on(kind: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.device.type != kind or x.device != query.device:
+            where = "the CPU" if kind == "cpu" else "a GPU, the same for all"
+            raise ValueError(f"{name}: expected a tensor on {where}; got one on {x.device}.")
+
+
+def _expect_rank(ranks: int, rank: int) -> None:
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank: expected 0 <= rank < ranks; got rank {rank} of {ranks}.")
+
+
+def _choice(name: str, word: str, choices: dict[str, int]) -> int:
+    if word not in choices:
+        raise ValueError(f"{name}: expected {' or '.join(choices)}; got {word!r}.")
+    return choices[word]
+
+
+def _wait_for(*tensors: Tensor) -> None:
+    """Until torch has made them: groups copy on the default stream, which torch's other streams do not wait for."""
+    for device in {x.device for x in tensors if x.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _pointer(x: Tensor) -> ctypes.c_void_p:

@@ -6,7 +6,11 @@
 // - What streams are given is done when somebody waits, piece by piece, in a random order that lets some streams run
 //   far ahead. A missing event between two streams shows for some seed.
 //
-// `emulator_settle(seed, late)` chooses. One device; every time is 1 ms; launches on the default stream wait.
+// - Copies that CUDA does not wait for are pieces of the default stream: between two places of the device, and from the
+//   host, whose memory has been read when they return.
+//
+// `emulator_settle(seed, late)` chooses; `emulator_chip` and `emulator_fail` say what is wrong with the device. One
+// device; every time is 1 ms; launches on the default stream wait.
 #pragma once
 
 #include <algorithm>
@@ -58,7 +62,21 @@ inline bool __any_sync(unsigned, bool own) {
     return any;
 }
 
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
+enum cudaError_t {
+    cudaSuccess,
+    cudaErrorInvalidValue,
+    cudaErrorInsufficientDriver,
+    cudaErrorInvalidDeviceFunction,
+    cudaErrorNoKernelImageForDevice
+};
+enum cudaDeviceAttr {
+    cudaDevAttrComputeCapabilityMajor,
+    cudaDevAttrComputeCapabilityMinor,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin
+};
+struct cudaFuncAttributes {
+    int ptxVersion;
+};
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDefault };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 using cudaStream_t = struct EmulatedStream*;
@@ -68,6 +86,9 @@ const char* cudaGetErrorString(cudaError_t);
 cudaError_t cudaGetLastError();
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaSetDevice(int device);
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device);
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel);
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest);
 cudaError_t cudaMalloc(void** pointer, size_t bytes);
 cudaError_t cudaFree(void* pointer);

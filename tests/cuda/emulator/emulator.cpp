@@ -2,9 +2,11 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -176,6 +178,20 @@ namespace {
 std::mutex lock;
 EmulatedStream default_stream;
 std::vector<EmulatedStream*> streams{&default_stream};
+std::vector<std::unique_ptr<EmulatedEvent>> destroyed;  // a piece may still wait for it
+std::map<const char*, size_t> allocations;
+
+struct Chip {
+    int version = 90, code = 90, shared_bytes = 227 << 10;  // what it is, what it runs is compiled for; of a block
+} chip;
+std::atomic<int> copies_until_failure{-1};
+
+bool on_device(const void* pointer) {
+    const std::lock_guard<std::mutex> guard(lock);
+    const char* const address = static_cast<const char*>(pointer);
+    const auto after = allocations.upper_bound(address);
+    return after != allocations.begin() && address < std::prev(after)->first + std::prev(after)->second;
+}
 
 EmulatedStream* of(cudaStream_t stream) { return stream ? stream : &default_stream; }
 
@@ -221,6 +237,19 @@ void emulated::launch(dim3 grid, unsigned threads, size_t shared_bytes, cudaStre
     if (stream == nullptr) cudaStreamSynchronize(nullptr);  // single-GPU tests have nobody who waits
 }
 
+// sm_`version` that runs code compiled for sm_`code` (0: there is none), with so much shared memory for a block.
+extern "C" void emulator_chip(int version, int code, int shared_bytes) { chip = {version, code, shared_bytes}; }
+
+// After `copies` more, a copy between ranks fails; -1: none does.
+extern "C" void emulator_fail(int copies) { copies_until_failure = copies; }
+
+extern "C" void* emulator_allocate(size_t bytes) {
+    void* pointer = nullptr;
+    cudaMalloc(&pointer, bytes);
+    return pointer;
+}
+extern "C" void emulator_free(void* pointer) { cudaFree(pointer); }
+
 const char* cudaGetErrorString(cudaError_t) { return "emulated error"; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaGetDeviceCount(int* count) {
@@ -228,6 +257,20 @@ cudaError_t cudaGetDeviceCount(int* count) {
     return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidValue; }
+cudaError_t cudaGetDevice(int* device) {
+    *device = 0;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+    *value = which == cudaDevAttrMaxSharedMemoryPerBlockOptin ? chip.shared_bytes
+             : which == cudaDevAttrComputeCapabilityMajor     ? chip.version / 10
+                                                              : chip.version % 10;
+    return cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+    attributes->ptxVersion = chip.code;
+    return chip.code > 0 ? cudaSuccess : cudaErrorNoKernelImageForDevice;
+}
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
     *least = *greatest = 0;
     return cudaSuccess;
@@ -235,23 +278,34 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
     *pointer = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
     std::memset(*pointer, 0xff, bytes);
+    const std::lock_guard<std::mutex> guard(lock);
+    allocations[static_cast<char*>(*pointer)] = bytes;
     return cudaSuccess;
 }
-cudaError_t cudaFree(void* pointer) {
+cudaError_t cudaFree(void* pointer) {  // waits for the device
+    const std::lock_guard<std::mutex> guard(lock);
+    while (advance()) {}
+    allocations.erase(static_cast<char*>(pointer));
     std::free(pointer);
     return cudaSuccess;
 }
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
-    std::memcpy(to, from, bytes);
-    return cudaSuccess;
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+    return cudaMemcpy2D(to, bytes, from, bytes, bytes, 1, kind);
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+    if (copies_until_failure >= 0 && copies_until_failure-- == 0) return cudaErrorInvalidValue;
     return give(stream, {[=] { std::memcpy(to, from, bytes); }});
 }
 cudaError_t cudaMemcpy2D(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
                          cudaMemcpyKind) {
-    copy_rows(to, to_pitch, from, from_pitch, width, height);
-    return cudaSuccess;
+    if (!on_device(to)) {
+        give(nullptr, {[=] { copy_rows(to, to_pitch, from, from_pitch, width, height); }});
+        return cudaStreamSynchronize(nullptr);
+    }
+    if (on_device(from)) return give(nullptr, {[=] { copy_rows(to, to_pitch, from, from_pitch, width, height); }});
+    const auto staged = std::make_shared<std::vector<char>>(width * height);
+    copy_rows(staged->data(), width, from, from_pitch, width, height);
+    return give(nullptr, {[=] { copy_rows(to, to_pitch, staged->data(), width, width, height); }});
 }
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                               size_t height, cudaMemcpyKind, cudaStream_t stream) {
@@ -289,7 +343,8 @@ cudaError_t cudaEventCreate(cudaEvent_t* event) {
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return cudaEventCreate(event); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-    delete event;
+    const std::lock_guard<std::mutex> guard(lock);
+    destroyed.emplace_back(event);
     return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
