@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stream_attention.problem import Inputs, Problem, state_problem
 from stream_attention.testing.offline import Report
-from stream_attention.tuning.triton import Row, configure
+from stream_attention.tuning.triton import Row, configure_backward, configure_forward
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -103,16 +103,20 @@ class Compiled:
         return stated._replace(tf32="tf32" in self.modifiers, **there)
 
     def config(self) -> Any:
-        return configure(self.problem(self.inputs()))
+        """Of the kernel with tiles: few queries, which a decode kernel may take, run there if they have a mask."""
+        return self._configure(self.problem(self.inputs()))
+
+    def _configure(self, stated: Problem) -> Any:
+        return (configure_backward if self.backward else configure_forward)(stated)
 
     def shared_kib(self) -> int:
         """What the smallest GPU has that is given this configuration and makes the same products of it."""
         stated = self.problem(self.inputs())
-        config = configure(stated)
+        config = self._configure(stated)
         return min(
             kib
             for arch, kib in SHARED_KIB.items()
-            if (arch == 90) == (self.arch == 90) and configure(stated._replace(arch=arch)) == config
+            if (arch == 90) == (self.arch == 90) and self._configure(stated._replace(arch=arch)) == config
         )
 
     def __str__(self) -> str:
