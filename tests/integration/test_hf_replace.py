@@ -131,6 +131,21 @@ def test_again_changes_the_config_alone_and_each_undo_goes_one_step_back() -> No
     assert count_calls(lambda: model(IDS)) == 0
 
 
+def test_replacements_are_undone_in_any_order() -> None:
+    model = llama()
+    before = model.config._attn_implementation
+    short = StreamAttentionConfig(num_heads=4, head_dim=8, max_sequence_length=4)
+    first, second, third = (replace_llama_attention(model, config) for config in (CONFIG, short, CONFIG))
+    second.undo()
+    second.undo()
+    assert count_calls(lambda: model(IDS)) == 2
+    first.undo()
+    assert count_calls(lambda: model(IDS)) == 2
+    third.undo()
+    assert model.config._attn_implementation == before and count_calls(lambda: model(IDS)) == 0
+    assert not hasattr(model.model.layers[0].self_attn, "stream_attention")
+
+
 def test_a_config_is_of_one_model() -> None:
     """Tiles force the Triton kernel, which runs on no CPU."""
     plain, tiled, dense = llama(), llama(), llama()

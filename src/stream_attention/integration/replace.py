@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from inspect import unwrap
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -20,16 +22,39 @@ REFUSED = ("gradient_checkpointing", "use_qkv_projections", "qkv_bias", "use_lay
 class Replaced(int):
     """How many attention modules were replaced; `undo()` gives them back."""
 
-    _restore: Callable[[], None]
+    _before: list[_Before]
+    _made: list[Replaced]  # all of the model that are not undone, in order
 
     def undo(self) -> None:
-        """Put back what was there before, config and implementation; a second call does nothing."""
-        self._restore()
-        self._restore = _nothing
+        """Put back what was there before, config and implementation; a second call does nothing. Of what a later
+        replacement has changed as well, that one puts it back, when it is undone."""
+        if not any(one is self for one in self._made):
+            return
+        at = next(n for n, one in enumerate(self._made) if one is self)
+        later = {id(what.held): what for one in reversed(self._made[at + 1 :]) for what in one._before}
+        for what in self._before:
+            if id(what.held) in later:
+                later[id(what.held)].value = what.value
+            else:
+                what.restore()
+        del self._made[at]
 
 
-def _nothing() -> None:
-    pass
+@dataclass
+class _Before:
+    """What a config or a module had."""
+
+    held: Any
+    value: Any  # the implementation of a config, the settings of a module
+
+    def restore(self) -> None:
+        if isinstance(self.held, nn.Module):
+            _keep(self.held, self.value)
+        else:
+            self.held._attn_implementation = self.value
+
+
+_made: WeakKeyDictionary[nn.Module, list[Replaced]] = WeakKeyDictionary()
 
 
 def replace(model: nn.Module, config: StreamAttentionConfig, named: Callable[[str], bool], said: str) -> Replaced:
@@ -50,30 +75,25 @@ def replace(model: nn.Module, config: StreamAttentionConfig, named: Callable[[st
         refuse(said.partition(" ")[0], "all attention of the model", f"a choice without {left_out[0]}", hint)
     _check(config, model)
     configs = _configs(model, chosen)
-    before = [(one, one._attn_implementation) for one in configs]
-    kept = [(module, module.__dict__.get(ATTRIBUTE)) for module in chosen.values()]
-
-    def restore() -> None:
-        for one, implementation in before:
-            one._attn_implementation = implementation
-        for module, settings in kept:
-            _keep(module, settings)
-
+    before = [_Before(one, one._attn_implementation) for one in configs]
+    kept = [_Before(module, module.__dict__.get(ATTRIBUTE)) for module in chosen.values()]
     not_chosen = {id(module.config) for path, module in found.items() if path not in chosen}
     try:
         model.set_attn_implementation(NAME)  # type: ignore[operator]
-        for one, implementation in before:
-            if id(one) in not_chosen:
-                one._attn_implementation = implementation
-            elif id(one) in shared:  # of a stack with a config of the model's class, which older versions pass by
-                one._attn_implementation = NAME
+        for one in before:
+            if id(one.held) in not_chosen:
+                one.restore()
+            elif id(one.held) in shared:  # of a stack with a config of the model's class, which older versions pass by
+                one.held._attn_implementation = NAME
     except BaseException:
-        restore()
+        for one in before:
+            one.restore()
         raise
     for module in chosen.values():
         _keep(module, Settings(config.backend, config.max_sequence_length))
     replaced = Replaced(len(chosen))
-    replaced._restore = restore
+    replaced._before, replaced._made = [*before, *kept], _made.setdefault(model, [])
+    replaced._made.append(replaced)
     return replaced
 
 
