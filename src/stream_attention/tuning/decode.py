@@ -86,7 +86,7 @@ FEWEST_KEYS = 256
 """Below that many a row has too few to share."""
 
 
-def few_queries(problem: Problem) -> DecodeProblem | None:
+def on_a_cache(problem: Problem) -> DecodeProblem | None:
     """A plain forward of few queries, as the call on a cache of its keys that it is; None where it is another one."""
     offset = problem.q_start - problem.k_start
     alike = (

@@ -258,9 +258,9 @@ INTERPRETER_BACKWARD = BackwardConfig(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), No
 def configure(problem: Problem) -> TritonConfig | BackwardConfig | decode.DecodeConfig:
     """The configuration of a forward, or of a backward where the problem is one. Few queries against many keys are
     computed as those of a cache are, if nothing but a cache's call knows is asked for."""
-    on_a_cache = decode.few_queries(problem)
-    if on_a_cache is not None:
-        return decode.configure(on_a_cache, None, False)
+    stated = decode.on_a_cache(problem)
+    if stated is not None:
+        return decode.configure(stated, None, False)
     return configure_backward(problem) if problem.backward else configure_forward(problem)
 
 

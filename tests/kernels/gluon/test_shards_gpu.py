@@ -5,11 +5,8 @@ tests/distributed/test_ring_gpu.py has whole rings against fp64.
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -22,7 +19,7 @@ from stream_attention.state import merge
 
 pytest.importorskip("triton")
 
-from gpu_tools import normal, qkv
+from gpu_tools import compile_ahead, normal, qkv
 
 from stream_attention.kernels.offline import launching_for
 
@@ -101,10 +98,7 @@ def compile_call(how: str, dims: tuple[int, int]) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    # Fresh processes: a fork of one that has used CUDA may hang.
-    with ProcessPoolExecutor(min(15, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        errors = [said for said in pool.map(compile_call, *zip(*product(HOW, DIMS), strict=True)) if said]
-    assert not errors, "\n".join(errors)
+    compile_ahead(compile_call, *zip(*product(HOW, DIMS), strict=True))
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,14 @@ def qkv(
     shapes = ((B, Tq, Hq, D), (B, Tk, Hkv, D), (B, Tk, Hkv, D))
     query, key, value = (normal(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes))
     return query, key, value
+
+
+def compile_ahead(compile_one: Callable[..., str], *arguments: Iterable[Any]) -> None:
+    """Call it on each of the arguments, as `map` does, in many processes; it returns what went wrong, or nothing."""
+    # Fresh processes: a fork of one that has used CUDA may hang.
+    with ProcessPoolExecutor(min(15, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        errors = [said for said in pool.map(compile_one, *arguments) if said]
+    assert not errors, "\n".join(errors)
 
 
 def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -22,7 +22,7 @@ from stream_attention.testing import Case, check_case, random_case
 from stream_attention.testing.inputs import _tile_laid_out
 from stream_attention.testing.offline import precompile
 from stream_attention.tuning.decode import configure as configure_decode
-from stream_attention.tuning.decode import few_queries
+from stream_attention.tuning.decode import on_a_cache
 from stream_attention.tuning.gluon import configure as configure_gluon
 from stream_attention.tuning.gluon import has_edges, has_idle_queries, many_cuts, reads_unseen
 from stream_attention.tuning.triton import configure_backward, configure_forward
@@ -203,10 +203,10 @@ def variant(case: Case, arch: int, processors: int, backend: str) -> Hashable:
         tiles_of_forward.pack_heads,
         problem.scale > 0,
     )
-    on_a_cache = few_queries(problem)
-    if on_a_cache is not None:
-        config = configure_decode(on_a_cache, None, False)
-        of_forward = (*config[:3], config.num_splits > 1, on_a_cache.block_r)
+    cached = on_a_cache(problem)
+    if cached is not None:
+        config = configure_decode(cached, None, False)
+        of_forward = (*config[:3], config.num_splits > 1, cached.block_r)
     of_backward: Hashable = None
     if case.backward:
         tiles = configure_backward(problem._replace(backward=True))

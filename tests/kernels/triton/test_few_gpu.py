@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from few_cases import BASE, NAMED
-from gpu_tools import BF16, captured, keep, normal
+from gpu_tools import BF16, captured, compile_ahead, keep, normal
 
 from stream_attention import ContiguousKV, attention, decode_attention, explain
 from stream_attention.kernels.offline import launching_for
@@ -44,10 +41,7 @@ def compile_case(case: Case) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    # Fresh processes: a fork of one that has used CUDA may hang.
-    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        errors = [said for said in pool.map(compile_case, [*CASES.values(), LONG["8k"]]) if said]
-    assert not errors, "\n".join(errors)
+    compile_ahead(compile_case, [*CASES.values(), LONG["8k"]])
 
 
 @pytest.mark.parametrize("name", CASES)

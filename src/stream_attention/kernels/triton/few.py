@@ -1,7 +1,7 @@
 """Few queries against many keys: the decode kernel, over keys and values as they lie.
 
 What `decode_attention` does for a cache, for a call of `attention` whose keys are a cache to the one who calls: new
-tensors in every step, of one more token. Which calls these are, `tuning.decode.few_queries` says.
+tensors in every step, of one more token. Which calls these are, `tuning.decode.on_a_cache` says.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...cache_views import ContiguousKV
 from ...problem import Inputs, Problem
-from ...tuning.decode import DecodeConfig, DecodeProblem, few_queries
+from ...tuning.decode import DecodeConfig, DecodeProblem, on_a_cache
 from .decode import decode, kernel_of
 from .decode_call import DecodeCall, workspace_numbers
 from .decode_tiles import merge_kernel
@@ -71,6 +71,6 @@ def repeat(
 
 
 def _stated(problem: Problem) -> DecodeProblem:
-    stated = few_queries(problem)
+    stated = on_a_cache(problem)
     assert stated is not None, "its configuration says that it is one"
     return stated
