@@ -72,7 +72,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """`GPU_RESULTS=folder` keeps the summary of every file of GPU tests there: CI has no GPU, so they are committed.
 
     `test_forward_gpu.py` becomes `gpu_tests_forward.json`, that of gluon/ `gpu_tests_gluon_forward.json`, with what
-    its tests kept (gpu_tools.py).
+    its tests kept (gpu_tools.py). The files of learn/ become one, `gpu_tests_learn.json`.
     """
     folder = os.environ.get("GPU_RESULTS")
     if not folder or not torch.cuda.is_available():
@@ -80,7 +80,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     outcomes = ("passed", "failed", "error", "skipped")
     reports = {name: terminalreporter.stats.get(name, []) for name in outcomes}
     paths = {report.nodeid.split("::")[0] for its in reports.values() for report in its}
-    for path in (path for path in paths if path.endswith("_gpu.py")):
+    of_learn = "tests/learn/"
+    files = {path for path in paths if path.endswith("_gpu.py")} | {of_learn for path in paths if of_learn in path}
+    for path in files:
         name = Path(path).stem.removeprefix("test_").removesuffix("_gpu")
         name = f"gluon_{name}" if "gluon" in Path(path).parts else name
         its = {outcome: [one for one in reports[outcome] if one.nodeid.startswith(path)] for outcome in outcomes}
