@@ -179,7 +179,7 @@ def test_a_training_step_at_64k_tokens_is_within_its_memory_bar(of: str, most: f
         ("hf", 11),
         ("caches", 12),
         ("memory", 18),
-        ("cuda", 61),
+        ("learn", 18),
     ],
 )
 def test_other_gpu_tests_were_run_and_passed(which: str, tests: int) -> None:
@@ -195,11 +195,11 @@ def test_the_gpu_tests_of_decoding_were_run_and_passed() -> None:
         assert summary[which]["problems"] == problems and summary[which]["failed"] == 0
 
 
-@pytest.mark.parametrize(("which", "tests"), [("ring", 21), ("strategies", 11)])
+@pytest.mark.parametrize(("which", "tests"), [("ring", 21), ("strategies", 11), ("cuda", 66)])
 def test_the_gpu_tests_of_ranks_were_run_and_passed(which: str, tests: int) -> None:
     summary = results(f"h200/gpu_tests_{which}")
     assert summary["failed"] == summary["error"] == 0 and summary["passed"] >= tests
-    assert all("fewer than two" in reason for reason in summary["skips"])
+    assert all("fewer than two" in reason or "needs two GPUs" in reason for reason in summary["skips"])
 
 
 def test_what_dividing_a_call_costs_is_as_said() -> None:
