@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from stream_attention import ContiguousKV, quantize_kv
 from stream_attention.integration.caches import StreamBoundedCache, StreamQuantizedCache
+from stream_attention.integration.held import check_new, checked_once
 from stream_attention.integration.hf import register
 
 PROMPT, NEW, VOCABULARY = 40, 30, 96
@@ -285,6 +286,17 @@ def test_padding_behind_the_prompt_is_refused(model: Any, whole: Any, new: int) 
         model(ids, attention_mask=mask, past_key_values=cache)
         with pytest.raises(ValueError, match="attention_mask: expected padding in the first tokens that the cache"):
             model(prompt(len(ids), new), attention_mask=torch.cat([mask, more], 1), past_key_values=cache)
+
+
+def test_a_mask_of_ours_is_looked_at_once_for_all_layers() -> None:
+    ours, given = checked_once(torch.ones(2, 9, dtype=torch.bool)), torch.ones(2, 9, dtype=torch.bool)
+    for mask in (ours, given):
+        check_new(mask, 3)
+        mask[1, -1] = False
+    check_new(ours, 3)
+    for mask, new in ((ours, 2), (given, 3)):
+        with pytest.raises(ValueError, match="attention_mask: expected padding in the first tokens that the cache"):
+            check_new(mask, new)
 
 
 def test_a_reset_forgets_windows_too(whole: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from inspect import signature
 from typing import Any
 
@@ -167,6 +168,28 @@ def test_what_the_host_must_know_is_in_the_shape() -> None:
     assert cut is not None and packed(cut).cu_seqlens.tolist() == [0, 4, 8, 9, 16] and packed(cut).longest == 7
     holes = mask(NAME, 8, HOLES)
     assert holes is not None and torch.equal(seen(holes).padding[:, 0, 0], HOLES.bool())
+
+
+@pytest.mark.parametrize("kind", ["causal", "window"])
+def test_what_a_mask_says_at_once_is_what_its_numbers_say(kind: str) -> None:
+    readers = {torch.uint8: seen, torch.int32: filled, torch.int64: packed}
+    made = [mask(NAME, kind=kind, **case) for case in CASES.values()]
+    ours = [one for one in made if one is not None and one.dtype in readers]
+    assert {one.dtype for one in ours} == set(readers)
+    for one in ours:
+        read = readers[one.dtype]
+        at_once, by_numbers = read(one), read(one.clone())
+        assert at_once is read(one) and type(at_once) is type(by_numbers)
+        for said, found in zip(at_once, by_numbers, strict=True):
+            assert torch.equal(said, found) if isinstance(said, Tensor) else said == found
+
+
+def test_a_mask_that_says_what_it_says_is_not_kept_by_that() -> None:
+    for case in CASES.values():
+        made = mask(NAME, **case)
+        watched = None if made is None else weakref.ref(made)
+        del made
+        assert watched is None or watched() is None
 
 
 def test_padding_of_a_prompt_is_cut_off_into_short_pieces() -> None:

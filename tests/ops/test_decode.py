@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from stream_attention import ContiguousKV, PagedKV, UnsupportedProblem, decode_attention, explain_decode, quantize_kv
 from stream_attention.kernels import reference
+from stream_attention.ops import decode as remembering
 from stream_attention.testing.memory import peak_bytes
 from stream_attention.tuning.decode import EAGER_KEYS
 
@@ -327,3 +331,99 @@ def test_a_cache_can_be_pickled_whatever_it_remembers() -> None:
 def test_a_negated_view_is_no_cache() -> None:
     with pytest.raises(ValueError, match="key: expected a tensor of its own numbers; got a negated view"):
         ContiguousKV(torch._neg_view(torch.randn(1, 20, 1, 8)), torch.randn(1, 20, 1, 8))
+
+
+# Calls on caches that lie as one before. That a launch computes the same is tested on a GPU.
+
+
+def cache_of_rows() -> ContiguousKV:
+    return ContiguousKV(*torch.randn(2, 3, 20, 2, 16).half(), torch.full((3,), 9, dtype=torch.int32))
+
+
+def shifted(t: Tensor) -> Tensor:
+    """The same numbers, one element off the alignment."""
+    room = torch.empty(t.numel() + 1, dtype=t.dtype)
+    return room[1:].view(t.shape).copy_(t)
+
+
+def of_both(change: Callable[[Tensor], Tensor]) -> Callable[[ContiguousKV], ContiguousKV]:
+    return lambda cache: replace(cache, key=change(cache.key), value=change(cache.value))
+
+
+LIES: dict[str, Callable[[ContiguousKV], ContiguousKV]] = {
+    "batch": lambda cache: ContiguousKV(*(t[:2] for t in (cache.key, cache.value, cache.lengths))),
+    "slots": of_both(lambda t: t[:, :10].contiguous()),
+    "slots of as many": of_both(lambda t: t[:, :10]),
+    "heads": of_both(lambda t: t[:, :, :1]),
+    "dtype": of_both(lambda t: t.bfloat16()),
+    "key's head dim": lambda cache: replace(cache, key=cache.key[..., :8]),
+    "value's head dim": lambda cache: replace(cache, value=cache.value[..., :8]),
+    "key's strides": lambda cache: replace(cache, key=cache.key.transpose(1, 2).contiguous().transpose(1, 2)),
+    "value's strides": lambda cache: replace(cache, value=cache.value.transpose(1, 2).contiguous().transpose(1, 2)),
+    "key's alignment": lambda cache: replace(cache, key=shifted(cache.key)),
+    "value's alignment": lambda cache: replace(cache, value=shifted(cache.value)),
+    "no lengths": lambda cache: replace(cache, lengths=None),
+    "lengths' strides": lambda cache: replace(cache, lengths=cache.lengths[:1].expand(3)),
+    "lengths' alignment": lambda cache: replace(cache, lengths=shifted(cache.lengths)),
+    "another class": lambda cache: replace(cache, key=torch.nn.Parameter(cache.key)),
+}
+
+
+def lies(cache: ContiguousKV) -> Any:
+    return remembering._lies(cache.key, cache.value, cache.lengths)
+
+
+@pytest.fixture
+def called() -> Iterator[list[tuple[int, ...]]]:
+    """Addresses of the caches on which the call was made that `remember_first` remembers."""
+    remembering._by_layout.clear()
+    yield []
+    remembering._by_layout.clear()
+
+
+def remember_first(cache: ContiguousKV, called: list[tuple[int, ...]], facts: str = "facts") -> None:
+    out = torch.empty(3, 1, 2, 16)
+    remembering._remember(cache, facts, lambda query, addresses, *_: called.append(addresses), out, None, 0)
+
+
+def known(cache: ContiguousKV, facts: str = "facts") -> Any:
+    return remembering._known(cache, cache.addresses, facts)
+
+
+def test_a_new_cache_that_lies_as_one_before_takes_its_call(called: list[tuple[int, ...]]) -> None:
+    first, second, query = cache_of_rows(), cache_of_rows(), torch.empty(3, 1, 2, 16)
+    remember_first(first, called)
+    for cache in (first, second, second):
+        known(cache)(query, cache.addresses, None, None)
+    assert called == [first.addresses, second.addresses, second.addresses]
+    assert known(second, "other facts") is None
+
+
+@pytest.mark.parametrize("change", LIES)
+def test_one_that_differs_in_anything_does_not(change: str, called: list[tuple[int, ...]]) -> None:
+    first = cache_of_rows()
+    other = LIES[change](cache_of_rows())
+    remember_first(first, called)
+    assert lies(first) == lies(cache_of_rows()) != lies(other)
+    assert known(other) is None
+
+
+def test_what_is_remembered_of_layouts_keeps_no_tensor_and_is_bounded(
+    called: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remembering, "MOST_CALLS", 3)
+    cache = cache_of_rows()
+    watched = [weakref.ref(held) for held in (cache, cache.key, cache.value, cache.lengths)]
+    for n in range(5):
+        remember_first(cache, called, f"facts {n}")
+        assert len(remembering._by_layout) <= 3 and known(cache_of_rows(), f"facts {n}") is not None
+    del cache
+    gc.collect()
+    assert [reference() for reference in watched] == [None] * 4
+
+
+def test_calls_on_a_cpu_are_not_remembered(called: list[tuple[int, ...]]) -> None:
+    cache, query = cache_of_rows(), torch.randn(3, 1, 4, 16).half()
+    decode_attention(query, cache)
+    assert remembering.decode_again(query, cache.key, cache.value, cache.lengths, None, 0.0, 0.25) is None
+    assert not remembering._by_layout and "_calls" not in cache.__dict__

@@ -153,7 +153,7 @@ def _masked(
     if mask.dim() == 2:
         read, count = mask.bool()[:, None, None], mask.shape[1]
     elif mask.dtype is torch.uint8:
-        width, both_sides, count, read, slots = seen(mask)
+        width, both_sides, count, read, slots, _ = seen(mask)
         if key.shape[1] < slots:
             refuse("attention_mask", f"a mask of the {key.shape[1]} keys that there are", slots)
         if key.shape[1] > slots:
@@ -213,10 +213,10 @@ def _padding_alone(mask: Tensor | None) -> Tensor | None:
     """What caches of ours take: bool `[B, Tk]`, or None. They refuse what is more."""
     if mask is None or mask.dtype is not torch.uint8:
         return mask
-    width, both_sides, _, padding, _ = seen(mask)
-    if width or both_sides:
+    said = seen(mask)
+    if said.window or said.both_sides:
         refuse("past_key_values", "a plain cache for a layer with a sliding window", "one of ours")
-    return None if padding is None else padding[:, 0, 0]
+    return said.rows
 
 
 def _by_sdpa(

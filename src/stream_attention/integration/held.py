@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..cache_views import ContiguousKV, KVCache
@@ -93,6 +94,19 @@ def _check_mask(mask: Tensor, new: int, key: Tensor) -> None:
 
 def check_new(mask: Tensor, new: int) -> None:
     """Refuse padding, bool `[B, tokens seen]`, among tokens that a cache was given behind its prompt. One at a time is
-    not looked at: that would wait for the device in every layer."""
-    if new > 1 and not bool(mask[:, -new:].all()):
+    not looked at: that would wait for the device in every layer. More are looked at once, if the mask is one of ours,
+    which every layer of a step is given."""
+    checked = getattr(mask, "stream_checked", None)
+    if new <= 1 or checked == new:
+        return
+    if not bool(mask[:, -new:].all()):
         refuse("attention_mask", "padding in the first tokens that the cache is given alone", "padding behind them")
+    if checked is not None:
+        mask.stream_checked = new  # type: ignore[attr-defined]
+
+
+def checked_once(mask: Tensor) -> Tensor:
+    """The mask, of one step and written by nobody, of which `check_new` remembers what it found."""
+    if not torch.compiler.is_compiling():
+        mask.stream_checked = 0  # type: ignore[attr-defined]
+    return mask

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 from ..errors import refuse
-from .held import FEW
+from .held import FEW, checked_once
 
 PAD_PIECE = 128
 """Padding of a packed batch attends to itself in pieces of so many tokens: nobody reads it, and it costs little."""
@@ -53,6 +53,7 @@ class Seen(NamedTuple):
     filled: int  # keys that are there
     padding: Tensor | None  # bool [B, 1, 1, filled], True = a token
     slots: int  # keys that the layer has, filled or not
+    rows: Tensor | None  # the padding as bool [B, filled]
 
 
 class Packed(NamedTuple):
@@ -63,20 +64,47 @@ class Packed(NamedTuple):
     window: int  # keys seen, the own included; 0: all
 
 
+class Filled(NamedTuple):
+    """What an int32 mask says."""
+
+    lengths: Tensor  # int32 [B], keys that are filled
+    window: int  # keys seen, the own included; 0: all
+
+
 def seen(mask: Tensor) -> Seen:
+    if (said := _said(mask)) is not None:
+        return said
     rows, window, sides, filled = mask.shape
     padding = mask[:, :1, :1].view(torch.bool) if rows else None
-    return Seen(window - 1, sides % 2 == 0, filled, padding, filled + (sides - 1) // 2)
+    alone = None if padding is None else padding[:, 0, 0]
+    return Seen(window - 1, sides % 2 == 0, filled, padding, filled + (sides - 1) // 2, alone)
 
 
 def packed(mask: Tensor) -> Packed:
+    if (said := _said(mask)) is not None:
+        return said
     _, window, longest, _ = mask.shape
     return Packed(mask[0, 0, 0], longest, window - 1)
 
 
-def filled(mask: Tensor) -> tuple[Tensor, int]:
-    """What an int32 mask says: keys that are filled `[B]`, and how many a query sees, the own included (0: all)."""
-    return mask[:, 0, 0, 0].contiguous(), mask.shape[1] - 1
+def filled(mask: Tensor) -> Filled:
+    if (said := _said(mask)) is not None:
+        return said
+    return Filled(mask[:, 0, 0, 0].contiguous(), mask.shape[1] - 1)
+
+
+def _saying(mask: Tensor, said: Seen | Packed | Filled) -> Tensor:
+    """The mask, with what it says as an attribute: every layer of a step asks the same one, and each view that an
+    answer takes costs the host microseconds. Tensors in it are what the mask is a view of, never views of the mask:
+    those might keep it alive for ever."""
+    if not torch.compiler.is_compiling():
+        mask.stream_said = said  # type: ignore[attr-defined]
+    return mask
+
+
+def _said(mask: Tensor) -> Any:
+    """None where a mask came by another way: it was moved to another device, or a compiled graph made it."""
+    return None if torch.compiler.is_compiling() else getattr(mask, "stream_said", None)
 
 
 def matrix(mask: Tensor, batch: int, q_len: int, k_len: int) -> Tensor:
@@ -90,7 +118,7 @@ def matrix(mask: Tensor, batch: int, q_len: int, k_len: int) -> Tensor:
     elif mask.dtype is torch.int32:
         first = filled(mask)[0].view(-1, 1, 1) - q_len
     else:
-        _, both_sides, count, padding, _ = seen(mask)
+        _, both_sides, count, padding, *_ = seen(mask)
         first = first + (count - q_len)
         there = F.pad(there[..., :count] if padding is None else padding, (0, k_len - count))
     queries = first + torch.arange(q_len, device=mask.device)  # [Tq] or [B, 1, Tq]
@@ -269,19 +297,26 @@ def _no_padding(attention_mask: Tensor | None, count: Tensor, looking: bool) -> 
 
 
 def _filled_mask(count: Tensor, window: int, batch: int) -> Tensor:
-    return count.to(torch.int32).expand(batch).contiguous()[:, None, None, None].expand(-1, 1 + window, -1, -1)
+    lengths = count.to(torch.int32).expand(batch).contiguous()
+    return _saying(lengths[:, None, None, None].expand(-1, 1 + window, -1, -1), Filled(lengths, window))
 
 
 def _seen_mask(padding: Tensor | None, window: int, sides: int, count: int, asked: dict[str, Any]) -> Tensor:
-    sides += 2 * (asked["kv_length"] - count)
-    if padding is not None:
-        return padding.contiguous().view(torch.uint8)[:, None, None].expand(-1, 1 + window, sides, -1)
-    return torch.empty(0, 1 + window, sides, count, dtype=torch.uint8, device=_device(asked))
+    slots = asked["kv_length"]
+    sides += 2 * (slots - count)
+    both_sides = sides % 2 == 0
+    if padding is None:
+        mask = torch.empty(0, 1 + window, sides, count, dtype=torch.uint8, device=_device(asked))
+        return _saying(mask, Seen(window, both_sides, count, None, slots, None))
+    padding = padding.contiguous()
+    mask = padding.view(torch.uint8)[:, None, None].expand(-1, 1 + window, sides, -1)
+    return _saying(mask, Seen(window, both_sides, count, padding[:, None, None], slots, checked_once(padding)))
 
 
 def _packed_mask(cuts: list[int], window: int, device: torch.device) -> Tensor:
     longest = max(after - before for before, after in pairwise(cuts))
-    return torch.tensor(cuts, device=device).expand(1, 1 + window, longest, -1)
+    cu_seqlens = torch.tensor(cuts, device=device)
+    return _saying(cu_seqlens.expand(1, 1 + window, longest, -1), Packed(cu_seqlens, longest, window))
 
 
 def _cuts_of_sequences(sequences: Tensor) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from inspect import signature
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import plan as planning
 from .. import validate
-from ..cache_views import KVCache
+from ..cache_views import ContiguousKV, KVCache
 from ..cache_views.base import Cache
 from ..device import arch as device_arch
 from ..device import processors
@@ -73,21 +73,43 @@ def decode_attention(
     torch.Size([2, 1, 8, 16])
     """
     facts = None
-    if tree_mask is None and alibi_slopes is None and sink is None:
+    if tree_mask is None and alibi_slopes is None and sink is None and isinstance(cache, Cache):
         splitting = num_splits, batch_invariant, backend
-        facts = _facts(query, cache, causal, window, softcap, scale, splitting, return_lse, out, workspace)
-        known = None if facts is None else cache.__dict__.get("_calls", {}).get(facts)
-        if known is not None:
-            return known(query, out, workspace)
+        facts = _facts(query, causal, window, softcap, scale, splitting, return_lse, out, workspace)
+        if facts is not None:
+            addresses = cache.addresses
+            known = _known(cache, addresses, facts)
+            if known is not None:
+                return known(query, addresses, out, workspace)
     return _decode(
         query, cache, causal, window, tree_mask, alibi_slopes, sink, softcap, scale,
         num_splits, batch_invariant, return_lse, out, workspace, backend, facts,
     )  # fmt: skip
 
 
+def decode_again(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    window: tuple[int, int] | None,
+    softcap: float,
+    scale: float,
+) -> Tensor | None:
+    """`decode_attention` on `ContiguousKV(key, value, lengths)`, if one that lies as it was decoded before; else None.
+
+    For a caller who has tensors alone, and new views of them at each call: to make the cache, with the checks that it
+    passed before, takes the host longer than the rest.
+    """
+    facts = _facts(query, True, window, softcap, scale, (None, False, "auto"), False, None, None)
+    known = None if facts is None else _by_layout.get((_lies(key, value, lengths), facts))
+    if known is None:
+        return None
+    return known(query, (key.data_ptr(), value.data_ptr(), lengths.data_ptr()), None, None)
+
+
 def _facts(
     query: Any,
-    cache: Any,
     causal: Any,
     window: Any,
     softcap: Any,
@@ -97,7 +119,8 @@ def _facts(
     out: Any,
     workspace: Any,
 ) -> Hashable | None:
-    """All that decides how a plain call on this cache is computed; None where it must take the ordinary way.
+    """All that decides how a plain call on a cache is computed, but for the cache; None where it must take the ordinary
+    way.
 
     Checking a call, planning it and telling it to a kernel take the host longer than a short one takes a GPU. A cache
     keeps the launches of its calls, and one with the facts of an earlier call goes straight to that. Types are looked
@@ -109,7 +132,6 @@ def _facts(
         or type(query) is not Tensor
         or not query.is_cuda
         or query.is_neg()
-        or not isinstance(cache, Cache)
         or type(causal) is not bool
         or (window is not None and not (type(window) is tuple and [*map(type, window)] == [int, int]))
         or type(softcap) is not float
@@ -124,7 +146,6 @@ def _facts(
     ):
         return None
     return (
-        cache.addresses,
         *_layout(query),
         causal,
         window,
@@ -142,15 +163,46 @@ def _layout(t: Tensor) -> tuple[Any, ...]:
     return t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() % 16
 
 
+def _lies(key: Any, value: Any, lengths: Any) -> Hashable | None:
+    """How a `ContiguousKV` of these tensors lies: beside the facts of a call and the addresses all that its launch
+    depends on. None where a tensor may be more than its memory."""
+    for t in (key, value, lengths):
+        if t is not None and (type(t) is not Tensor or t.is_neg()):
+            return None
+    return _layout(key), _layout(value), None if lengths is None else _layout(lengths)
+
+
+Compute = Callable[[Tensor, tuple[int, ...], Tensor | None, Tensor | None], Any]
+"""A call that was made before: query, addresses of the cache, out, workspace."""
+
 MOST_CALLS = 256
-"""Kinds of call that a cache remembers before it forgets them all."""
+"""Kinds of call that are remembered, of a cache and by layout, before all are forgotten."""
+
+_by_layout: dict[Hashable, Compute] = {}
+"""Calls on every `ContiguousKV` there was, by how it lay: some are made anew for each call, of memory that stays.
+
+The launch is told the addresses of the call at hand. So it does not matter where a cache lies, whether the one that
+was decoded first still exists, or who has its memory now; and nothing here keeps a tensor.
+"""
+
+
+def _known(cache: Cache, addresses: tuple[int, ...], facts: Hashable) -> Compute | None:
+    """The call with these facts on this cache, or on one that lay as it does."""
+    calls = cache.__dict__.setdefault("_calls", {})
+    known = calls.get((addresses, facts))
+    if known is None and isinstance(cache, ContiguousKV):
+        known = _by_layout.get((_lies(cache.key, cache.value, cache.lengths), facts))
+        if known is not None:
+            _keep(calls, (addresses, facts), known)  # where it is found sooner, should the cache stay
+    return known
 
 
 def _remember(cache: Cache, facts: Hashable, repeat: Any, out: Tensor, lse: Tensor | None, numbers: int) -> None:
-    """Keep a call that was computed, with room for `numbers` of its parts, with the cache that it read."""
+    """Keep a call that was computed, with room for `numbers` of its parts, with the cache that it read and, if others
+    may lie as that does, by its layout."""
     out_shape, lse_shape, float32 = out.shape, None if lse is None else lse.shape, torch.float32
 
-    def compute(query: Tensor, out: Tensor | None, workspace: Tensor | None) -> Any:
+    def compute(query: Tensor, addresses: tuple[int, ...], out: Tensor | None, workspace: Tensor | None) -> Any:
         if out is None:
             out = query.new_empty(out_shape)
         else:
@@ -158,10 +210,16 @@ def _remember(cache: Cache, facts: Hashable, repeat: Any, out: Tensor, lse: Tens
         lse = None if lse_shape is None else query.new_empty(lse_shape, dtype=float32)
         if numbers and workspace is None:
             workspace = query.new_empty(numbers, dtype=float32)
-        repeat(query, out, lse, workspace)
+        repeat(query, addresses, out, lse, workspace)
         return out if lse is None else (out, lse)
 
-    calls: dict[Hashable, Any] = cache.__dict__.setdefault("_calls", {})
+    _keep(cache.__dict__.setdefault("_calls", {}), (cache.addresses, facts), compute)
+    lies = _lies(cache.key, cache.value, cache.lengths) if isinstance(cache, ContiguousKV) else None
+    if lies is not None:
+        _keep(_by_layout, (lies, facts), compute)
+
+
+def _keep(calls: dict[Hashable, Compute], facts: Hashable, compute: Compute) -> None:
     if len(calls) >= MOST_CALLS:
         calls.clear()
     calls[facts] = compute

@@ -48,6 +48,7 @@ from stream_attention import (
     quantize_kv,
 )
 from stream_attention.cache_views import KVCache
+from stream_attention.ops.decode import _by_layout
 
 __all__ = ["give_memory_back"]
 
@@ -203,6 +204,78 @@ def test_a_workspace_serves_a_hundred_calls(kind: str) -> None:
     for _ in range(50):
         other = decode(-query, cache, workspace=workspace)
         assert same_bits(decode(query, cache, workspace=workspace), first) and not torch.equal(other, first)
+
+
+# Caches that are made anew for each call
+
+
+@pytest.mark.parametrize("with_workspace", [False, True], ids=["alone", "workspace"])
+@pytest.mark.parametrize("kind", ["contiguous", "without lengths", "fp32"])
+def test_a_new_cache_that_lies_as_one_before_takes_its_launch(
+    kind: str, with_workspace: bool, give_memory_back: None
+) -> None:
+    query, cache, _ = made(kind)
+    assert isinstance(cache, ContiguousKV)
+    into = {"workspace": decode_workspace(query, cache, backend="triton")} if with_workspace else {}
+    store, lengths = torch.stack([cache.key, cache.value]), cache.lengths
+
+    def call(key: Tensor, value: Tensor, lengths: Tensor | None, query: Tensor = query) -> tuple[Tensor, Tensor]:
+        return decode(query, ContiguousKV(key, value, lengths), return_lse=True, **into)
+
+    _by_layout.clear()
+    first = call(*store, lengths)
+    prepared = dict(_by_layout)  # functions, each of which is itself alone: one made anew would be another
+    assert len(prepared) == 1
+
+    def is_first(found: tuple[Tensor, Tensor]) -> bool:
+        return all(map(same_bits, found, first))
+
+    assert is_first(call(*store, lengths))
+    elsewhere, its_lengths = store.clone(), None if lengths is None else lengths.clone()
+    assert is_first(call(*elsewhere, its_lengths))
+    assert compare_plain(-query, cache, *call(*store, lengths, -query)) <= 1
+    assert _by_layout == prepared
+
+    # Memory that was given back, and comes again with other numbers and other lengths.
+    del elsewhere
+    torch.cuda.empty_cache()
+    gone = store.clone()
+    address = gone.data_ptr()
+    assert is_first(call(*gone, lengths))
+    del gone
+    back = store.clone()
+    assert back.data_ptr() == address
+    back.neg_()
+    fewer = None if lengths is None else (lengths - 7).clamp(min=0)
+    assert compare_plain(query, ContiguousKV(*back, fewer), *call(*back, fewer)) <= 1
+    assert _by_layout == prepared
+
+    # Heads first, as transformers keeps them, and fewer slots: other launches, each its own.
+    heads_first = store.transpose(2, 3).contiguous().transpose(2, 3)
+    assert is_first(call(*heads_first, lengths)) and len(_by_layout) == 2
+    fewer = None if lengths is None else lengths.clamp(max=9000)
+    short = ContiguousKV(*store[:, :, :9000], fewer)
+    for _ in range(2):
+        assert compare_plain(query, short, *call(short.key, short.value, fewer)) <= 1
+    assert len(_by_layout) == 3 and is_first(call(*store, lengths))
+
+
+def test_steps_of_a_static_cache_share_a_launch() -> None:
+    """Layers lie apart, and the lengths elsewhere in each step."""
+    pytest.importorskip("transformers")
+    from stream_attention.integration.decode_op import decode as decode_static
+
+    layers = [normal(2, ROWS, KV_HEADS, 600, DIM, seed=n).transpose(2, 3) for n in range(3)]
+    kept = []
+    _by_layout.clear()
+    for step in range(4):
+        kept.append(torch.tensor([step + 1, 300, 600 - step], dtype=torch.int32, device="cuda"))
+        for key, value in layers:
+            query, cache = normal(ROWS, 1, HEADS, DIM, seed=step), ContiguousKV(key, value, kept[-1])
+            out = decode_static(query, key, value, kept[-1], None, 0, 0.0, DIM**-0.5)
+            _, lse = decode_attention(query, cache, return_lse=True)
+            assert compare_plain(query, cache, out, lse) <= 1
+    assert len(_by_layout) == 2  # the other returns the LSE
 
 
 # CUDA graphs, over caches that grow

@@ -19,7 +19,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...cache_views import KVCache, PagedKV, QuantizedKV
+from ...cache_views import ContiguousKV, KVCache, PagedKV, QuantizedKV
 from ...tuning.decode import DecodeConfig, DecodeProblem
 from .arguments import UNIT, is_aligned, row_strides, tile_width
 from .decode_call import DecodeCall, side_by_side, workspace_numbers
@@ -246,14 +246,14 @@ def decode(
 KernelOf = Callable[[DecodeCall, KVCache], tuple[Kernel, dict[str, Any]]]
 """The kernel that computes a call, or its parts, and what `Kernel.launch` takes."""
 
-Repeat = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]
-"""Computes a call anew: query, out, lse, workspace."""
+Repeat = Callable[[Tensor, tuple[int, ...], Tensor, Tensor | None, Tensor | None], None]
+"""Computes a call anew: query, addresses of the cache, out, lse, workspace."""
 
 
 def _repeat(call: DecodeCall, cache: KVCache, kernel: Kernel, arguments: dict[str, Any]) -> Repeat | None:
-    """A plain call that was computed, as a function of a query, results and a workspace of the same layout. What it
-    keeps of the cache are addresses. None where that cannot be: there are slopes or sinks, a table was copied, or the
-    interpreter runs."""
+    """A plain call that was computed, as a function of a query, results and a workspace of the same layout, and of the
+    cache's addresses: a `ContiguousKV` may lie elsewhere, of others it keeps those that they had. None where that
+    cannot be: there are slopes or sinks, a table was copied, or the interpreter runs."""
     table = getattr(cache, "page_table", None)
     if call.slopes is not None or call.sink is not None or table is not side_by_side(table):
         return None
@@ -261,11 +261,15 @@ def _repeat(call: DecodeCall, cache: KVCache, kernel: Kernel, arguments: dict[st
     compute = kernel.repeat(**arguments)
     if compute is None:
         return None
-    _, *fixed = (None if t is None else t.data_ptr() for t in arguments["pointers"][:-3])
+    fixed = tuple(None if t is None else t.data_ptr() for t in arguments["pointers"][1:-3])
+    held = _held_by_rows if isinstance(cache, ContiguousKV) else lambda _: fixed
     if call.workspace is None:
 
-        def at_once(query: Tensor, out: Tensor, lse: Tensor | None, workspace: Tensor | None) -> None:
-            compute(query.data_ptr(), *fixed, out.data_ptr(), None if lse is None else lse.data_ptr(), None, *scalars)
+        def at_once(
+            query: Tensor, addresses: tuple[int, ...], out: Tensor, lse: Tensor | None, workspace: Tensor | None
+        ) -> None:
+            results = out.data_ptr(), None if lse is None else lse.data_ptr()
+            compute(query.data_ptr(), *held(addresses), *results, None, *scalars)
 
         return at_once
     merging = call.merging()
@@ -273,13 +277,21 @@ def _repeat(call: DecodeCall, cache: KVCache, kernel: Kernel, arguments: dict[st
     merge = merge_kernel.repeat(**merging)
     assert merge is not None, "it was launched as the other was"
 
-    def in_parts(query: Tensor, out: Tensor, lse: Tensor | None, workspace: Tensor | None) -> None:
+    def in_parts(
+        query: Tensor, addresses: tuple[int, ...], out: Tensor, lse: Tensor | None, workspace: Tensor | None
+    ) -> None:
         assert workspace is not None
         results = out.data_ptr(), None if lse is None else lse.data_ptr()
-        compute(query.data_ptr(), *fixed, *results, workspace.data_ptr(), *scalars)
+        compute(query.data_ptr(), *held(addresses), *results, workspace.data_ptr(), *scalars)
         merge(workspace.data_ptr(), None, *results, *merge_scalars)
 
     return in_parts
+
+
+def _held_by_rows(addresses: tuple[int, ...]) -> tuple[int | None, ...]:
+    """From k_ptr to sink_ptr, of a `ContiguousKV` in a plain call."""
+    key, value, lengths = addresses
+    return key, value, None, lengths or None, None, None, None
 
 
 def kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
