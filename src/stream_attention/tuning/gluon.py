@@ -106,6 +106,18 @@ def configure(problem: Problem) -> GluonConfig | GluonBackwardConfig:
     return config._replace(by_tma=not problem.partial)  # fp32 does not fit where the queries were
 
 
+def joining(problem: Problem, config: GluonConfig) -> tuple[GluonConfig, int]:
+    """The configuration of a forward that joins a state, and how many warpgroups have a place in shared memory that is
+    only for their tile of it, 64 rows of fp32.
+
+    At D 128 a second slot of queries makes room for one of two. The other takes a turn in the ring of keys, whose slots
+    are as large; with three of them two blocks are loaded ahead all the same. Not timed yet.
+    """
+    if tile_widths(problem) == (128, 128) and config.block_n == 128:
+        return config._replace(q_slots=1, k_slots=3, v_slots=2), 1
+    return config, config.warpgroups
+
+
 KEYS = 64
 """Keys of a consumer warpgroup of the backward; a program has two."""
 

@@ -44,7 +44,7 @@ from stream_attention.kernels.gluon import forward, forward_into
 from stream_attention.problem import Inputs, Problem
 from stream_attention.testing.offline import Report, disassemble, report
 from stream_attention.tuning import gluon as tuning
-from stream_attention.tuning.gluon import ROWS, WIDTHS, GluonConfig, configure, tile_widths
+from stream_attention.tuning.gluon import ROWS, WIDTHS, GluonConfig, configure, joining, tile_widths
 
 BARRIER_BYTES = 1024
 """Room beside the rings: barriers, the numbers of tiles, and what a reduction passes between warps."""
@@ -121,13 +121,28 @@ def test_there_is_a_configuration_for_every_pair_of_widths() -> None:
     assert {tile_widths(stated) for stated in PROBLEMS} == WIDTHS
 
 
-@pytest.mark.parametrize("stated", PROBLEMS, ids=str)
-def test_the_rings_fit_into_shared_memory(stated: Problem) -> None:
-    config = configure(stated)
-    dim, value_dim = tile_widths(stated)
+def ring_bytes(config: GluonConfig, dim: int, value_dim: int) -> int:
     queries = config.q_slots * config.warpgroups * ROWS * dim
     keys, values = config.k_slots * config.block_n * dim, config.v_slots * config.block_n * value_dim
-    assert 2 * (queries + keys + values) <= SHARED_BYTES - BARRIER_BYTES
+    return 2 * (queries + keys + values)
+
+
+@pytest.mark.parametrize("stated", PROBLEMS, ids=str)
+def test_the_rings_fit_into_shared_memory(stated: Problem) -> None:
+    assert ring_bytes(configure(stated), *tile_widths(stated)) <= SHARED_BYTES - BARRIER_BYTES
+
+
+@pytest.mark.parametrize("stated", [one for one in PROBLEMS if tile_widths(one)[1] <= 128], ids=str)
+def test_a_state_that_is_joined_fits_beside_them_or_into_a_slot_of_keys(stated: Problem) -> None:
+    config, states = joining(stated, configure(stated))
+    dim, value_dim = tile_widths(stated)
+    tile = 4 * ROWS * value_dim
+    assert ring_bytes(config, dim, value_dim) + states * tile <= SHARED_BYTES - BARRIER_BYTES
+    assert config._replace(q_slots=0) == configure(stated)._replace(q_slots=0)
+    if states < config.warpgroups:
+        assert states == config.warpgroups - 1 and tile == 2 * config.block_n * dim
+        # A consumer that skips a block holds on to that slot until it has the keys behind it.
+        assert -(-(config.warpgroups - 1) * ROWS // config.block_n) + 1 < config.k_slots
 
 
 @pytest.mark.parametrize("config", TABLE.values(), ids=str)
@@ -170,7 +185,12 @@ FROM_REGISTERS = [
     Compiled(90, 256, False, ("partial",)),
     Compiled(90, 192, True, Dv=128),
 ]
-JOINING = [Compiled(90, dim, dim == 128, ("partial", "joining")) for dim in (64, 128)]
+JOINING = [
+    Compiled(90, 64, False, ("partial", "joining")),
+    Compiled(90, 128, False, ("partial", "joining")),
+    Compiled(90, 128, True, ("partial", "joining")),
+    Compiled(90, 192, True, ("partial", "joining"), Dv=128),
+]
 KERNELS = {str(kernel): kernel for kernel in (*PLAIN, *MODIFIED, *FROM_REGISTERS, *JOINING)}
 
 SPILLS = {
@@ -241,7 +261,7 @@ def compiled(kernel: Compiled) -> tuple[GluonConfig, Report, str]:
     config = configure(stated(kernel, inputs))
     with compiling() as launched:
         if "joining" in kernel.modifiers:
-            out = torch.zeros(1, kernel.Tq, kernel.Hq, kernel.D)
+            out = torch.zeros(1, kernel.Tq, kernel.Hq, kernel.Dv or kernel.D)
             forward_into(stated(kernel, inputs), inputs, config, out, out[..., 0].mT, resumes=True)
         else:
             forward(stated(kernel, inputs), inputs, config)

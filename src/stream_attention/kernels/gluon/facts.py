@@ -16,11 +16,6 @@ from .versions import as_tile_of, tma_store
 UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
 
 
-@gluon.constexpr_function
-def _prefetch(nbytes):
-    return f"cp.async.bulk.prefetch.L2.global [$1], {nbytes}; mov.b32 $0, 0;"
-
-
 @aggregate
 class Crew:
     """The consumers: GluonConfig has the words."""
@@ -235,7 +230,7 @@ class Result:
     DV: gl.constexpr
     HAS_SINK: gl.constexpr
     BY_TMA: gl.constexpr  # through the shared memory of the queries, else from registers
-    RESUMES: gl.constexpr  # the state of other keys is there already, and these join it
+    STATES: gl.constexpr  # warpgroups with a place for the state of other keys that they join; 0: nobody joins one
 
     @gluon.constexpr_function
     def __init__(
@@ -254,7 +249,7 @@ class Result:
         DV,
         HAS_SINK,
         BY_TMA,
-        RESUMES,
+        STATES,
     ):
         self.o_desc = o_desc
         self.out = out
@@ -270,7 +265,12 @@ class Result:
         self.DV = gl.constexpr(DV)
         self.HAS_SINK = gl.constexpr(HAS_SINK)
         self.BY_TMA = gl.constexpr(BY_TMA)
-        self.RESUMES = gl.constexpr(RESUMES)
+        self.STATES = gl.constexpr(STATES)
+
+    @gluon.constexpr_function
+    def borrowed(self, WARPGROUPS):
+        """Slots of keys that every tile takes for states without a place of their own, one at most."""
+        return WARPGROUPS - self.STATES if self.STATES > 0 else 0
 
     @gluon.jit
     def store_by_tma(self, out, place, entry, row, head):
@@ -292,30 +292,14 @@ class Result:
         gl.store(pointers, out.to(self.out.dtype.element_ty), mask=inside)
 
     @gluon.jit
-    def fetch_held(self, entry, first, last, head, ROWS: gl.constexpr):
-        """One warp asks for the sums of rows that are there already, so that they lie in the L2 cache when the rows'
-        new keys are done. Rows beyond `last` do not exist."""
-        bytes_of_a_row: gl.constexpr = self.DV * self.out.dtype.element_ty.primitive_bitwidth // 8
-        ask: gl.constexpr = _prefetch(bytes_of_a_row)
-        row = first + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
-        units = entry.to(gl.int64) * self.stride_ob + head * self.stride_oh
-        units += gl.minimum(row, last).to(gl.int64) * self.stride_om
-        address = (self.out + units * UNIT).to(gl.int64)
-        gl.inline_asm_elementwise(ask, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
-
-    @gluon.jit
     def held_lse(self, rows, entry, row, head, rows_left):
         """Of a state that is there already; that of rows beyond is empty."""
         line = self.lse + entry.to(gl.int64) * self.stride_lb + head.to(gl.int64) * self.stride_lh
         return gl.load(line + row + rows, mask=rows < rows_left, other=-float("inf"))
 
     @gluon.jit
-    def held(self, like, lse, entry, row, head):
-        """The sums that are there already, in the layout of `like`. What an empty state holds is not looked at."""
-        line = gl.arange(0, like.shape[0], gl.SliceLayout(1, like.type.layout))
-        column = gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))
-        some = gl.convert_layout(lse != -float("inf"), gl.SliceLayout(1, like.type.layout), assert_trivial=True)
-        inside = some[:, None] & (column < self.DV)[None, :]
-        units = entry.to(gl.int64) * self.stride_ob + head * self.stride_oh
-        units += (row + line).to(gl.int64) * self.stride_om
-        return gl.load(self.out + units[:, None] * UNIT + column[None, :], mask=inside, other=0.0)
+    def held(self, place, lse, layout: gl.constexpr):
+        """The sums that are there already, from shared memory. What an empty state holds is not looked at."""
+        sums = place.reshape([place.shape[1], place.shape[3]]).load(layout)
+        some = gl.convert_layout(lse != -float("inf"), gl.SliceLayout(1, layout), assert_trivial=True)
+        return gl.where(some[:, None], sums, 0.0)

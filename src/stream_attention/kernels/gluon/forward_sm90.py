@@ -20,8 +20,9 @@ Explicit here, and left to the compiler in kernels/triton/forward.py:
   weight of 0 times NaN would be NaN.
 
 Grid: one program per processor, or fewer. Reads Q, K, V through 4-D descriptors [B, T, H, D] with their own strides;
-writes O through one, or from registers (fp32 states, the ends of packed sequences), and the LSE. A state may be merged
-into that of other keys where it lies: a shard of a ring costs no pass over its rows then.
+writes O through one, or from registers (fp32 states, the ends of packed sequences), and the LSE. A state may be joined
+to that of other keys where it lies: the producer copies that into shared memory while the tile is computed, and the sum
+leaves from there while the next one is. So a shard of a ring costs no pass over its rows.
 Not here: mask and bias, strided positions, few queries against many keys: the Triton kernel has them (`why_not`).
 Parity with the reference: tests/kernels/gluon/test_forward_gpu.py.
 """
@@ -41,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...problem import UNBOUNDED, Inputs, Problem
 from ...tuning.gluon import ROWS as ROWS_OF_A_WARPGROUP
-from ...tuning.gluon import GluonConfig, many_cuts, reads_unseen, tile_widths
+from ...tuning.gluon import GluonConfig, joining, many_cuts, reads_unseen, tile_widths
 from ..triton.arguments import FAR, UNIT, line_strides, room_for_results, row_strides, scale_of, slope_stride, tanh
 from ..triton.dropout import dropout_words
 from ..triton.launch import Kernel
@@ -50,19 +51,34 @@ from .launch import Rows, even_group, jit, rows_descriptor, scales_late
 from .pipeline import load_rows, make_ring, pass_turn, take_turn
 from .scheduler import Order, draw, drawn, make_mailbox
 from .tiles import LN2, LOG2E, clear_unseen, dropout_keep, from_here, hide, row_sums
-from .versions import kept_in_loop, tma_load
+from .versions import as_tile_of, kept_in_loop, tma_load
 
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 
-RESUMED_WIDTH = 128
+JOINED_WIDTH = 128
 """Columns of values up to which a tile and the state that it joins fit into registers together."""
 
 
 @gluon.jit
-def _producer(crew, call, result, order, counter, mail, queries, keys, values, q_desc, k_desc, v_desc):
-    """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ..."""
+def _load_pairs(first, last, use_k, use_v, keys, values, k_desc, v_desc, entry, row, kv_head):
+    """Blocks `first` to before `last` of K, and of V those before them; `row` is that of block 0."""
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
+    for j in range(first, last):
+        load_rows(keys, k_desc, use_k + j, entry, row - j * BLOCK_N, kv_head)
+        load_rows(values, v_desc, use_v + j - 1, entry, row - (j - 1) * BLOCK_N, kv_head)
+
+
+@gluon.jit
+def _producer(crew, call, result, order, counter, mail, queries, keys, values, states, q_desc, k_desc, v_desc):
+    """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ...
+
+    States that are joined come in the middle of a tile, when everybody is done with those of the tile before and nobody
+    waits for them. One that takes a slot of keys comes behind the last of them.
+    """
     TILE_ROWS: gl.constexpr = crew.WARPGROUPS * ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
+    BORROWED: gl.constexpr = result.borrowed(crew.WARPGROUPS)
+    SKIPPED: gl.constexpr = (TILE_ROWS - ROWS + BLOCK_N - 1) // BLOCK_N  # blocks of a tile that not all see, at most
     AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
     use = 0  # slots of K and V filled so far
     taken = 0  # tiles
@@ -82,22 +98,33 @@ def _producer(crew, call, result, order, counter, mail, queries, keys, values, q
             low, high = call.blocks(first, first + (TILE_ROWS - 1), k_len, offset, BLOCK_N)
             blocks = high - low
             row = k_first + (high - 1) * BLOCK_N  # of the last block
-            load_rows(keys, k_desc, use, entry, row, kv_head)
+            use_k = use + taken * BORROWED
+            load_rows(keys, k_desc, use_k, entry, row, kv_head)
             queries.wait_empty(taken)
             landing = queries.expect(taken, crew.WARPGROUPS * q_desc.block_type.nbytes)
             slot = (taken % queries.SLOTS) * crew.WARPGROUPS
             for w in gl.static_range(crew.WARPGROUPS):
                 tma_load(q_desc, [entry, q_first + first + w * ROWS, head, 0], landing, queries.tiles.index(slot + w))
-                if result.RESUMES:
-                    result.fetch_held(entry, q_first + first + w * ROWS, q_first + q_len - 1, head, ROWS)
             near_end = gl.maximum(blocks - AHEAD, 1)
-            for j in range(1, near_end):
-                load_rows(keys, k_desc, use + j, entry, row - j * BLOCK_N, kv_head)
-                load_rows(values, v_desc, use + j - 1, entry, row - (j - 1) * BLOCK_N, kv_head)
+            loaded = 1
+            if result.STATES > 0:
+                # Not before the keys that a consumer waits for until it lets go of the state of the tile before.
+                middle = gl.minimum(gl.maximum(blocks // 2, SKIPPED + 1), blocks)
+                near_end = gl.maximum(near_end, middle)
+                _load_pairs(1, middle, use_k, use, keys, values, k_desc, v_desc, entry, row, kv_head)
+                states.wait_empty(taken)
+                landing = states.expect(taken, result.STATES * result.o_desc.block_type.nbytes)
+                for w in gl.static_range(result.STATES):
+                    tma_load(result.o_desc, [entry, first + w * ROWS, head, 0], landing, states.tiles.index(w))
+                loaded = middle
+            _load_pairs(loaded, near_end, use_k, use, keys, values, k_desc, v_desc, entry, row, kv_head)
             answer = draw(counter)
-            for j in range(near_end, blocks):
-                load_rows(keys, k_desc, use + j, entry, row - j * BLOCK_N, kv_head)
-                load_rows(values, v_desc, use + j - 1, entry, row - (j - 1) * BLOCK_N, kv_head)
+            _load_pairs(near_end, blocks, use_k, use, keys, values, k_desc, v_desc, entry, row, kv_head)
+            if BORROWED > 0:
+                keys.wait_empty(use_k + blocks)
+                landing = keys.expect(use_k + blocks, result.o_desc.block_type.nbytes)
+                place = as_tile_of(result.o_desc, keys.tiles.index((use_k + blocks) % keys.SLOTS))
+                tma_load(result.o_desc, [entry, first + result.STATES * ROWS, head, 0], landing, place)
             load_rows(values, v_desc, use + blocks - 1, entry, k_first + low * BLOCK_N, kv_head)
             use += blocks
             taken += 1
@@ -109,7 +136,7 @@ def _producer(crew, call, result, order, counter, mail, queries, keys, values, q
 
 
 @gluon.jit
-def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries, keys, values):
+def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries, keys, values, states):
     """Compute 64 rows of every tile."""
     TILE_ROWS: gl.constexpr = crew.WARPGROUPS * ROWS
     AFTER: gl.constexpr = (WARPGROUP + 1) % crew.WARPGROUPS
@@ -124,6 +151,8 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_TILE)
     GUARD: gl.constexpr = call.HAS_LEFT or call.HAS_RIGHT or call.IS_PACKED  # a row may see nothing in a first block
     DEFERRED: gl.constexpr = result.BY_TMA and queries.SLOTS == 2
+    JOINS: gl.constexpr = result.STATES > 0
+    BORROWED: gl.constexpr = result.borrowed(crew.WARPGROUPS)
     TOGETHER: gl.constexpr = keys.SLOTS > 2  # slots of K and V are released together, for one barrier less
 
     no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
@@ -173,18 +202,22 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
             row_words = gl.load(words + (q_first + r0) + rows, mask=r0 + rows < q_len, other=0)
             col_words_ptr += batch.to(gl.int64) * scores.stride_cb + head * scores.stride_ch + k_first
         q_pos = (r0 + offset) + rows
+        more = taken * BORROWED  # slots of keys used so far than of values
+        held_lse = factor
+        if JOINS and not call.MANY_CUTS:  # which leaves no registers to wait in
+            held_lse = result.held_lse(rows, batch, r0, head, q_len - r0)
 
         # The first block: no older sums, and no product P V beside it.
         for x in range(skip):
-            keys.wait_full(use + x)
-            keys.release(use + x)
+            keys.wait_full(use + more + x)
+            keys.release(use + more + x)
         queries.wait_full(taken)
         q = queries.tiles.index((taken % queries.SLOTS) * crew.WARPGROUPS + WARPGROUP).reshape([ROWS, BLOCK_D])
-        keys.wait_full(use + skip)
-        k = keys.tiles.index((use + skip) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
+        keys.wait_full(use + more + skip)
+        k = keys.tiles.index((use + more + skip) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
         s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        keys.release(use + skip)
+        keys.release(use + more + skip)
         start = (high - 1 - skip) * BLOCK_N
         s = scores.of(s, slope, q_pos - start)
         cut = start + BLOCK_N > safe_limit
@@ -201,8 +234,15 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
         if scores.HAS_DROPOUT:
             words = gl.load(col_words_ptr + start + columns, mask=start + columns < k_len, other=0)
             weights = gl.where(dropout_keep(row_words, words, scores.threshold), weights, 0.0)
+        if JOINS:
+            tma.store_wait(pendings=0)  # of the tile before
+            if WARPGROUP < result.STATES:
+                states.release(taken, pred=taken > 0)
+            if BORROWED > 0:
+                keys.wait_full(use + more - 1, pred=taken > 0)  # for those whose state it was not
+                keys.release(use + more - 1, pred=taken > 0)
         if not crew.KEYS_FIRST:
-            keys.wait_full(use + skip + 1, pred=blocks > 1)
+            keys.wait_full(use + more + skip + 1, pred=blocks > 1)
         for x in range(skip):
             values.wait_full(use + x)
             values.release(use + x)
@@ -221,13 +261,13 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
         # Stream.
         shrink = gl.full([ROWS], factor * 0.0 + 1.0, gl.float32, S_ROWS)  # no constant, for the compiler
         for j in range(1, blocks):
-            k = keys.tiles.index((use + 1) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
+            k = keys.tiles.index((use + more + 1) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
             v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_N, BLOCK_DV])
             if BLOCK_D > 128:
                 slot = kept_in_loop((taken % queries.SLOTS) * crew.WARPGROUPS + WARPGROUP)
                 q = queries.tiles.index(slot).reshape([ROWS, BLOCK_D])
             if crew.KEYS_FIRST:
-                keys.wait_full(use + 1)
+                keys.wait_full(use + more + 1)
             if crew.IN_TURN:
                 take_turn(WARPGROUP)
             s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -239,7 +279,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
                 pass_turn(AFTER)
             s = warpgroup_mma_wait(1, deps=(s_issued,))
             if not TOGETHER:
-                keys.release(use + 1)
+                keys.release(use + more + 1)
             start -= BLOCK_N
             if scores.HAS_DROPOUT:
                 words = gl.load(col_words_ptr + start + columns)
@@ -260,10 +300,10 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
             row_max = new_max
             if not crew.KEYS_FIRST:
                 # Here, as ptxas moves no maximum behind this wait, and the next one not before it.
-                keys.wait_full(use + 2, pred=j + 1 < blocks)
+                keys.wait_full(use + more + 2, pred=j + 1 < blocks)
             acc = warpgroup_mma_wait(0, deps=(acc_issued,))
             if TOGETHER:
-                keys.release(use + 1)
+                keys.release(use + more + 1)
             values.release(use)
             if not crew.RESCALE_LATE:
                 acc = acc * gl.convert_layout(shrink, O_ROWS, assert_trivial=True)[:, None]
@@ -277,6 +317,8 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
             use += 1
 
         # The last product, and where the next tile is while it runs. What the state of other keys is, too.
+        if JOINS and call.MANY_CUTS:
+            held_lse = result.held_lse(rows, batch, r0, head, q_len - r0)
         if crew.RESCALE_LATE:
             acc = acc * gl.convert_layout(from_here(shrink), O_ROWS, assert_trivial=True)[:, None]
         if not result.BY_TMA:
@@ -285,9 +327,14 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
         v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_N, BLOCK_DV])
         acc_issued = warpgroup_mma(p, v, acc, use_acc=True, is_async=True)
         next_m, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
-        if result.RESUMES:
-            held_lse = result.held_lse(rows, batch, q_first + r0, head, q_len - r0)
-            held = result.held(acc, held_lse, batch, q_first + r0, head)
+        if JOINS:
+            if WARPGROUP < result.STATES:
+                states.wait_full(taken)
+                held_at = states.tiles.index(WARPGROUP)
+            else:
+                keys.wait_full(use + more + 1)
+                held_at = as_tile_of(result.o_desc, keys.tiles.index((use + more + 1) % keys.SLOTS))
+            held = result.held(held_at, held_lse, O_TILE)
         acc = warpgroup_mma_wait(0, deps=(acc_issued,))
         values.release(use)
         use += 1
@@ -303,19 +350,21 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
             total = total * shrink + gl.exp2(sink - finite)
             acc = acc * gl.convert_layout(shrink, O_ROWS, assert_trivial=True)[:, None]
             top = new_top
+        share = total
         held_share = total
-        if result.RESUMES:
+        if JOINS:
             new_top = gl.maximum(top, held_lse * LOG2E)
             finite = gl.where(new_top == -float("inf"), 0.0, new_top)
-            shrink = gl.exp2(top - finite)
+            share = gl.exp2(top - finite)
             held_share = gl.exp2(held_lse * LOG2E - finite)
-            total = total * shrink + held_share
-            acc = acc * gl.convert_layout(shrink, O_ROWS, assert_trivial=True)[:, None]
+            total = total * share + held_share
             top = new_top
         seen = total != 0  # a NaN is seen
         inverse = result.dropout_scale / gl.where(seen, total, 1.0)
+        if JOINS:
+            inverse *= share
         out = acc * gl.convert_layout(inverse, O_ROWS, assert_trivial=True)[:, None]
-        if result.RESUMES:
+        if JOINS:
             held_share /= gl.where(seen, total, 1.0)
             out += held * gl.convert_layout(held_share, O_ROWS, assert_trivial=True)[:, None]
         entry = batch
@@ -326,7 +375,8 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
             lse_row = result.lse + entry.to(gl.int64) * result.stride_lb + head.to(gl.int64) * result.stride_lh
             gl.store(lse_row + (q_first + r0) + rows, lse, mask=r0 + rows < q_len)
 
-        # Store: over the queries, which are done with, and on by TMA, if that writes no rows of others.
+        # Store: over the queries, or the state that was joined, which are done with, and on by TMA, if that writes no
+        # rows of others.
         if result.BY_TMA:
             place = queries.tiles.index((taken % queries.SLOTS) * crew.WARPGROUPS + WARPGROUP)
             if call.IS_PACKED:
@@ -336,6 +386,8 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
                     result.store_from_registers(out, entry, q_first + r0, head, q_len - r0)
             else:
                 result.store_by_tma(out, place, entry, r0, head)
+        elif JOINS:
+            result.store_by_tma(out, held_at, entry, r0, head)
         else:
             result.store_from_registers(out, entry, q_first + r0, head, q_len - r0)
         if result.BY_TMA and not DEFERRED:
@@ -349,7 +401,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries
         q_len = next_q_len
         k_first = next_k
         k_len = next_k_len
-    if DEFERRED:
+    if DEFERRED or JOINS:
         tma.store_wait(pendings=0)
 
 
@@ -416,16 +468,20 @@ def _forward_kernel(
     UNSEEN: gl.constexpr,
     SCALE_LATE: gl.constexpr,
     TANH: gl.constexpr,
-    RESUMES: gl.constexpr,
+    STATES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     queries = make_ring(q_desc, Q_SLOTS, WARPGROUPS, WARPGROUPS)
     keys = make_ring(k_desc, K_SLOTS, 1, WARPGROUPS)
     values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
+    states = queries
+    if STATES > 0:
+        states = make_ring(o_desc, 1, STATES, STATES)
     mail = make_mailbox(WARPGROUPS)
     crew = Crew(WARPGROUPS, IN_TURN, RESCALE_LATE, KEYS_FIRST)
     order = Order(lines, tiles_m, line_group, tiles)
+    counter = counter_ptr
     call = Call(
         q_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows,
         HAS_LEFT, HAS_RIGHT, IS_PACKED, MANY_CUTS, UNSEEN,
@@ -436,17 +492,17 @@ def _forward_kernel(
     )  # fmt: skip
     result = Result(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, write_lse, sink_ptr,
-        dropout_scale, DV, HAS_SINK, BY_TMA, RESUMES,
+        dropout_scale, DV, HAS_SINK, BY_TMA, STATES,
     )  # fmt: skip
     # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, crew, call, scores, result, mail, queries, keys, values)),
-                (_consumer, (1, crew, call, scores, result, mail, queries, keys, values)),
+                (_consumer, (0, crew, call, scores, result, mail, queries, keys, values, states)),
+                (_consumer, (1, crew, call, scores, result, mail, queries, keys, values, states)),
                 (
                     _producer,
-                    (crew, call, result, order, counter_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc),
+                    (crew, call, result, order, counter, mail, queries, keys, values, states, q_desc, k_desc, v_desc),
                 ),
             ],
             [4, 1],
@@ -455,12 +511,12 @@ def _forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, crew, call, scores, result, mail, queries, keys, values)),
-                (_consumer, (1, crew, call, scores, result, mail, queries, keys, values)),
-                (_consumer, (2, crew, call, scores, result, mail, queries, keys, values)),
+                (_consumer, (0, crew, call, scores, result, mail, queries, keys, values, states)),
+                (_consumer, (1, crew, call, scores, result, mail, queries, keys, values, states)),
+                (_consumer, (2, crew, call, scores, result, mail, queries, keys, values, states)),
                 (
                     _producer,
-                    (crew, call, result, order, counter_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc),
+                    (crew, call, result, order, counter, mail, queries, keys, values, states, q_desc, k_desc, v_desc),
                 ),
             ],
             [4, 4, 1],
@@ -480,9 +536,10 @@ def forward_into(
 ) -> bool:
     """Write a partial problem's state where `out [B, Tq, Hq, Dv]` and `lse [B, Hq, Tq]` lie, fp32, rows of larger
     tensors, or merge it into the state of other keys that is there; False if that is not possible, and nothing done."""
-    if problem.empty or (resumes and tile_widths(problem)[1] > RESUMED_WIDTH):
+    if problem.empty or (resumes and tile_widths(problem)[1] > JOINED_WIDTH):
         return False
-    _kernel.launch(**_launch_arguments(problem, inputs, config, out, lse, _fresh_counter(lse), resumes))
+    config, states = joining(problem, config) if resumes else (config, 0)
+    _kernel.launch(**_launch_arguments(problem, inputs, config, out, lse, _fresh_counter(lse), states))
     return True
 
 
@@ -526,7 +583,7 @@ def _launch_arguments(
     out: Tensor,
     lse: Tensor,
     counter: Tensor,
-    resumes: bool = False,
+    states: int = 0,
 ) -> dict[str, Any]:
     """What `Kernel.launch` takes. Where there is no tensor, the LSE stands in for it, unread."""
     query, key, value, _, _, slopes, sink, _, cu_q, cu_k = inputs
@@ -538,7 +595,7 @@ def _launch_arguments(
     tiles = lines * tiles_m
     q_desc, k_desc = rows_descriptor(query, ROWS.value, dim), rows_descriptor(key, config.block_n, dim)
     v_desc = rows_descriptor(value, config.block_n, value_dim)
-    o_desc = rows_descriptor(out, ROWS.value, value_dim) if config.by_tma else q_desc
+    o_desc = rows_descriptor(out, ROWS.value, value_dim) if config.by_tma or states else q_desc
     optional = (sink, slopes, row_words, col_words, cu_q, cu_k)
     return {
         "grid": min(problem.processors, tiles),
@@ -590,7 +647,7 @@ def _launch_arguments(
             packed or reads_unseen(problem),  # UNSEEN
             scales_late(problem),  # SCALE_LATE
             tanh(problem),  # TANH
-            resumes,  # RESUMES
+            states,  # STATES
             config.consumer_registers,  # CONSUMER_REGISTERS
             config.producer_registers,  # PRODUCER_REGISTERS
         ),

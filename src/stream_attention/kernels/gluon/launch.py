@@ -40,7 +40,7 @@ def rows_descriptor(t: Tensor, rows: int, width: int) -> TensorDescriptor:
     if t.dim() == 3:
         shape, strides = [1, *shape], [0, *strides]
     strides = [width if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * t.itemsize, rank=4)
     return TensorDescriptor(t, shape, [*strides, 1], [1, rows, 1, width], layout)
 
 
