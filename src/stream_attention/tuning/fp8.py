@@ -1,0 +1,68 @@
+"""How the FP8 kernels are configured: tables as data, and where each row comes from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..problem import Problem
+from .gluon import ROWS
+
+
+class GluonFp8Config(NamedTuple):
+    """One launch for Hopper: consumer warpgroups of 64 queries, keys per block, slots of the rings, order of work."""
+
+    warpgroups: int
+    block_n: int
+    q_slots: int
+    k_slots: int
+    v_slots: int
+    in_turn: bool  # warpgroups issue their products one after the other
+    two_level: bool  # products P V of a block begin at zero and are added in fp32
+    consumer_registers: int
+    producer_registers: int
+
+    def __str__(self) -> str:
+        turns = " in turn" if self.in_turn else ""
+        sums = "blocks added in fp32" if self.two_level else "sums left to the matrix units"
+        return (
+            f"{self.warpgroups} warpgroups of {ROWS} queries{turns}, blocks of {self.block_n} keys, "
+            f"{self.q_slots}/{self.k_slots}/{self.v_slots} slots of Q/K/V, {sums}"
+        )
+
+
+class TritonFp8Config(NamedTuple):
+    """One launch of the portable kernel."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        return (
+            f"tiles of {self.block_m} queries, blocks of {self.block_n} keys, {self.num_warps} warps, "
+            f"{self.num_stages} stages"
+        )
+
+
+# Guessed; not measured yet.
+GLUON = {
+    64: GluonFp8Config(2, 128, 2, 3, 3, False, True, 240, 24),
+    128: GluonFp8Config(2, 128, 2, 3, 3, False, True, 240, 24),
+    256: GluonFp8Config(2, 64, 1, 2, 2, False, False, 240, 24),
+}
+
+# By the compiler's report alone: no sm_89 was there to measure on.
+TRITON = {
+    64: TritonFp8Config(128, 64, 4, 3),
+    128: TritonFp8Config(128, 64, 8, 2),
+    256: TritonFp8Config(64, 32, 4, 2),
+}
+
+
+def configure_gluon(problem: Problem) -> GluonFp8Config:
+    return GLUON[problem.head_dim]
+
+
+def configure_triton(problem: Problem) -> TritonFp8Config:
+    return TRITON[problem.head_dim]
