@@ -29,6 +29,10 @@ QUERY_BLOCK = 64
 LARGEST = 448.0
 """The largest number of e4m3."""
 
+SMALLEST = 2.0**-60
+"""Blocks whose largest magnitude is smaller are scaled as if it were this, so that scales of a call stay within what fp32
+can hold beside each other."""
+
 SHIFT = 8
 """Weights are rounded to e4m3 as 2**SHIFT times what they are beside the row's maximum: at most 256, and precise down
 to 2**-14 of it."""

@@ -9,8 +9,8 @@ For rows i of queries and j of keys with codes q, k, v and the scales of their b
 
 Only the weights that multiply values are rounded, not those of the denominator. A kernel that streams rounds relative to
 the maximum so far: since that is an integer too, it finds the same codes, but for weights below 2^-14 of the largest,
-which are subnormal, and which it rounds as finely or finer. `rounded=False` leaves the rounding of weights out: what is
-exact for these codes, against which errors are measured (testing/fp8.py).
+which are subnormal, and which it rounds as finely or finer. `rounded=False` leaves the rounding of weights out: what
+is exact for these codes, against which errors are measured (testing/fp8.py).
 
 Dense, slow, on any device; no other kernel imports it.
 """
@@ -30,6 +30,7 @@ from .fp8_layout import (
     ORDER,
     QUERY_BLOCK,
     SHIFT,
+    SMALLEST,
     KeyCodes,
     QueryCodes,
     blocks_of,
@@ -40,9 +41,11 @@ from .fp8_layout import (
 
 
 def power_of_two(largest: Tensor) -> Tensor:
-    """The scale of a block whose largest magnitude is this: the bits of a power of two are those of an exponent."""
-    bits = (largest.float().clamp(min=1e-30) * (1 / LARGEST)).view(torch.int32)
-    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    """The scale of a block whose largest magnitude is this: the bits of a power of two are those of an exponent. A
+    block of zeros has 1, so that sums in its units stay as large as they were."""
+    bits = (largest.float().clamp(min=SMALLEST) * (1 / LARGEST)).view(torch.int32)
+    scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(largest == 0, 1.0, scale)
 
 
 def to_e4m3(x: Tensor) -> Tensor:
