@@ -20,6 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..problem import Problem
+from ..state import EMPTY
+
 BLOCK = 128
 """Rows of a block; keys and values have one scale each for it."""
 
@@ -30,8 +33,8 @@ LARGEST = 448.0
 """The largest number of e4m3."""
 
 SMALLEST = 2.0**-60
-"""Blocks whose largest magnitude is smaller are scaled as if it were this, so that scales of a call stay within what fp32
-can hold beside each other."""
+"""Blocks whose largest magnitude is smaller are scaled as if it were this, so that scales of a call stay within what
+fp32 can hold beside each other."""
 
 SHIFT = 8
 """Weights are rounded to e4m3 as 2**SHIFT times what they are beside the row's maximum: at most 256, and precise down
@@ -51,11 +54,13 @@ class KeyCodes(NamedTuple):
     key: Tensor  # e4m3 [Hkv, NB * 128, D]
     value: Tensor  # e4m3 [Hkv, D, NB * 128]
     scales: Tensor  # fp32 [Hkv, NB, 2]: of a block's keys, and of its values
+    rows: int  # of the tensors that were quantised: T, or N of a pack
 
 
 class QueryCodes(NamedTuple):
     query: Tensor  # e4m3 [Hq, NB * 128, D]
     scales: Tensor  # fp32 [Hq, NB * 2]
+    rows: int
 
 
 def blocks_of(rows: int, batch: int, packed: bool) -> int:
@@ -74,7 +79,8 @@ def first_block(sequence: int, rows: int, cu_seqlens: Tensor | None) -> int:
 def room_for_queries(query: Tensor, blocks: int) -> QueryCodes:
     heads, dim = query.shape[-2:]
     codes = query.new_empty((heads, blocks * BLOCK, dim), dtype=E4M3)
-    return QueryCodes(codes, query.new_empty((heads, blocks * (BLOCK // QUERY_BLOCK)), dtype=torch.float32))
+    scales = query.new_empty((heads, blocks * (BLOCK // QUERY_BLOCK)), dtype=torch.float32)
+    return QueryCodes(codes, scales, query.shape[-3])
 
 
 def room_for_keys(key: Tensor, blocks: int) -> KeyCodes:
@@ -83,4 +89,16 @@ def room_for_keys(key: Tensor, blocks: int) -> KeyCodes:
         key.new_empty((heads, blocks * BLOCK, dim), dtype=E4M3),
         key.new_empty((heads, dim, blocks * BLOCK), dtype=E4M3),
         key.new_empty((heads, blocks, 2), dtype=torch.float32),
+        key.shape[-3],
     )
+
+
+def room_for_out(problem: Problem, queries: QueryCodes) -> tuple[Tensor, Tensor]:
+    """out and lse, empty; holding those of no key where there are rows that no program writes."""
+    lead = () if problem.packed else (problem.batch,)
+    out = queries.scales.new_empty((*lead, queries.rows, problem.q_heads, problem.head_dim), dtype=problem.out_dtype)
+    lse = queries.scales.new_empty((*lead, problem.q_heads, queries.rows))
+    if problem.packed or problem.empty:
+        out.zero_()
+        lse.fill_(EMPTY)
+    return out, lse

@@ -7,10 +7,10 @@ For rows i of queries and j of keys with codes q, k, v and the scales of their b
     w_ij = 2^(x_ij - M_i)
     out_i = sum_j e4m3(2^8 w_ij) 2^-8 vs_j v_j / sum_j w_ij          lse_i = ln 2 (M_i + log2 sum_j w_ij)
 
-Only the weights that multiply values are rounded, not those of the denominator. A kernel that streams rounds relative to
-the maximum so far: since that is an integer too, it finds the same codes, but for weights below 2^-14 of the largest,
-which are subnormal, and which it rounds as finely or finer. `rounded=False` leaves the rounding of weights out: what
-is exact for these codes, against which errors are measured (testing/fp8.py).
+Only the weights that multiply values are rounded, not those of the denominator. A kernel that streams rounds relative
+to the maximum so far: since that is an integer too, it finds the same codes, but for weights below 2^-14 of the
+largest, which are subnormal, and which it rounds as finely or finer. `rounded=False` leaves the rounding of weights
+out: what is exact for these codes, against which errors are measured (testing/fp8.py).
 
 Dense, slow, on any device; no other kernel imports it.
 """

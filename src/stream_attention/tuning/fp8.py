@@ -17,7 +17,9 @@ class GluonFp8Config(NamedTuple):
     k_slots: int
     v_slots: int
     in_turn: bool  # warpgroups issue their products one after the other
+    late: bool  # exponentials follow the wait for P V, and run beside the products of the others
     two_level: bool  # products P V of a block begin at zero and are added in fp32
+    parts: int  # in which the columns of P V are computed, to need fewer registers
     consumer_registers: int
     producer_registers: int
 
@@ -47,9 +49,9 @@ class TritonFp8Config(NamedTuple):
 
 # Guessed; not measured yet.
 GLUON = {
-    64: GluonFp8Config(2, 128, 2, 3, 3, False, True, 240, 24),
-    128: GluonFp8Config(2, 128, 2, 3, 3, False, True, 240, 24),
-    256: GluonFp8Config(2, 64, 1, 2, 2, False, False, 240, 24),
+    64: GluonFp8Config(2, 128, 2, 3, 3, False, False, True, 1, 240, 24),
+    128: GluonFp8Config(2, 128, 2, 3, 3, False, False, True, 1, 240, 24),
+    256: GluonFp8Config(2, 64, 1, 2, 2, False, False, False, 1, 240, 24),
 }
 
 # By the compiler's report alone: no sm_89 was there to measure on.
