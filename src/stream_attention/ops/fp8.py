@@ -7,7 +7,7 @@ what is computed from them. There is no gradient, and nothing here falls back to
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .attention import in_autocast_dtype, op_arguments
 from .library import no_autocast, problem_of
 from .uncompiled import uncompiled
 from .varlen import longest
+
+if TYPE_CHECKING:
+    from ..kernels.fp8_layout import KeyCodes, QueryCodes
 
 REASON = "FP8 kernels are launched, not traced"
 
@@ -139,46 +142,32 @@ def _attended(
     arguments = op_arguments(inputs, causal, window, 0.0, scale, 0.0, None, None, backend, q_len, kv.max_seqlen)
     problem, inputs, backend = problem_of(arguments)
     planned = plan(in_fp8(problem), backend)
+    if problem.empty:
+        return _nothing(query)
+    offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     with no_autocast(query.device.type), torch.no_grad():
-        if problem.empty:
-            return _nothing(query)
+        queries: Any
         if planned.backend == "reference":
             from ..kernels import reference_fp8
 
-            queries = reference_fp8.quantize_queries(query, inputs.cu_seqlens_q, kv.rotate)
+            queries = reference_fp8.quantize_queries(query, offsets[0], kv.rotate)
         else:
             from ..kernels.triton import quantize_fp8 as kernels
 
-            queries = kernels.quantize_queries(query, inputs.cu_seqlens_q, q_len, kv.rotate)
-        return _run(planned, inputs, queries, kv.codes)
+            queries = kernels.quantize_queries(query, offsets[0], q_len, kv.rotate)
+        return attend_to_codes(planned, queries, kv.codes, *offsets)
 
 
 @uncompiled(REASON)
 def call(arguments: tuple[Any, ...], rotate: bool) -> tuple[Tensor, Tensor]:
     """Compute `(out, lse)` in FP8, of a call that was prepared as one of the library op."""
     problem, inputs, backend = problem_of(arguments)
-    problem = in_fp8(problem)
-    planned = plan(problem, backend)
-    query, key, value = inputs[:3]
-    offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    with no_autocast(query.device.type), torch.no_grad():
-        if problem.empty:
-            return _nothing(query)
-        queries: Any
-        keys: Any
-        if planned.backend == "reference":
-            from ..kernels import reference_fp8
-
-            queries = reference_fp8.quantize_queries(query, offsets[0], rotate)
-            hidden = _hidden(problem, inputs)
-            key, value = (t if hidden is None else t.masked_fill(hidden[..., None, None], 0.0) for t in (key, value))
-            keys = reference_fp8.quantize_keys(key, value, offsets[1], rotate)
-        else:
-            from ..kernels.triton import quantize_fp8 as kernels
-
-            lengths, sides = (problem.q_len, problem.k_len), (problem.left, problem.right)
-            queries, keys = kernels.quantize(query, key, value, *offsets, *lengths, rotate, sides)
-        return _run(planned, inputs, queries, keys)
+    planned = plan(in_fp8(problem), backend)
+    if problem.empty:
+        return _nothing(inputs.query)
+    with no_autocast(problem.device.type), torch.no_grad():
+        queries, keys = make_codes(planned, inputs, rotate)
+        return attend_to_codes(planned, queries, keys, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
 
 
 def in_fp8(problem: Problem) -> Problem:
@@ -186,41 +175,62 @@ def in_fp8(problem: Problem) -> Problem:
     return problem._replace(fp8=True, addressable=True)
 
 
-def _hidden(problem: Problem, inputs: Inputs) -> Tensor | None:
-    """Keys that no query of the call sees, `[Tk]` or of a pack `[Nk]`: codes of 0, which have no say in a scale."""
-    if problem.left == problem.right == UNBOUNDED:
-        return None
-    ends = [(0, problem.q_len)], [(0, problem.k_len)]
-    if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
-        ends = tuple(list(pairwise(t.tolist())) for t in (inputs.cu_seqlens_q, inputs.cu_seqlens_k))  # type: ignore[assignment]
-    hidden = torch.ones(inputs.key.shape[-3], dtype=torch.bool, device=inputs.key.device)
-    for (q_first, q_last), (k_first, k_last) in zip(*ends, strict=True):
-        queries, keys = q_last - q_first, k_last - k_first
-        floor = 0 if problem.left == UNBOUNDED else max(keys - queries - problem.left, 0)
-        limit = keys if problem.right == UNBOUNDED else max(keys + problem.right, 0)
-        hidden[k_first + floor : min(k_first + limit, k_last)] = False
-    return hidden
-
-
-def _run(planned: Plan, inputs: Inputs, queries: Any, keys: Any) -> tuple[Tensor, Tensor]:
-    problem, query = planned.problem, inputs.query
+def make_codes(planned: Plan, inputs: Inputs, rotate: bool) -> tuple[QueryCodes, KeyCodes]:
+    """The pre-pass of a planned call."""
+    problem, (query, key, value) = planned.problem, inputs[:3]
     offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if planned.backend == "reference":
+        from ..kernels import reference_fp8
+
+        hidden = _hidden(problem, inputs)
+        if hidden is not None:
+            key, value = (t.masked_fill(hidden[:, None, None], 0.0) for t in (key, value))
+        queries = reference_fp8.quantize_queries(query, offsets[0], rotate)
+        return queries, reference_fp8.quantize_keys(key, value, offsets[1], rotate)
+
+    from ..kernels.triton import quantize_fp8 as kernels
+
+    lengths, sides = (problem.q_len, problem.k_len), (problem.left, problem.right)
+    return kernels.quantize(query, key, value, *offsets, *lengths, rotate, sides)
+
+
+def attend_to_codes(
+    planned: Plan, queries: QueryCodes, keys: KeyCodes, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of a planned call whose codes are there."""
+    problem, offsets = planned.problem, (cu_seqlens_q, cu_seqlens_k)
     if planned.backend != "reference":
         return BY_NAME[planned.backend].load_fp8().forward_fp8(problem, queries, keys, *offsets, planned.config)
 
     from ..kernels import reference_fp8
+    from ..kernels.fp8_layout import room_for_out
 
-    out, lse = reference_fp8.attention(problem, queries, keys, *offsets)
-    whole = _nothing(query)
-    if problem.packed:  # rows behind the last sequence stay 0
-        whole[0][: out.shape[0]], whole[1][:, : out.shape[0]] = out.to(query.dtype), lse.float()
-        return whole
-    return out.to(query.dtype), lse.float()
+    rows, row_lses = reference_fp8.attention(problem, queries, keys, *offsets)
+    out, lse = room_for_out(problem, queries)
+    count = rows.shape[-3]  # of a pack behind whose last sequence there are rows, fewer than these
+    out[..., :count, :, :] = rows
+    lse[..., :count] = row_lses
+    return out, lse
+
+
+def _hidden(problem: Problem, inputs: Inputs) -> Tensor | None:
+    """Keys that no query of the call sees, `[Tk]` or of a pack `[Nk]`: codes of 0, which have no say in a scale."""
+    if problem.left == problem.right == UNBOUNDED:
+        return None
+    q_ends, k_ends = [0, problem.q_len], [0, problem.k_len]
+    if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
+        q_ends, k_ends = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
+    hidden = torch.ones(inputs.key.shape[-3], dtype=torch.bool, device=inputs.key.device)
+    for (q_first, q_last), (k_first, k_last) in zip(pairwise(q_ends), pairwise(k_ends), strict=True):
+        queries, keys = q_last - q_first, k_last - k_first
+        floor = 0 if problem.left == UNBOUNDED else max(keys - queries - problem.left, 0)
+        limit = keys if problem.right == UNBOUNDED else min(keys + problem.right, keys)
+        hidden[k_first + floor : k_first + max(limit, 0)] = False
+    return hidden
 
 
 def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
     """The state of queries that see no key."""
     *lead, rows, heads, _ = query.shape
-    return torch.zeros_like(query, memory_format=torch.contiguous_format), query.new_full(
-        (*lead, heads, rows), -torch.inf, dtype=torch.float32
-    )
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    return out, query.new_full((*lead, heads, rows), -torch.inf, dtype=torch.float32)
