@@ -134,6 +134,10 @@ def _larger(inputs: Inputs, channels: int, factor: float) -> Inputs:
     return query, key, value
 
 
-if __name__ == "__main__":
+def main() -> None:
     heading, *body = table()
     print("\n".join(f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *body)))
+
+
+if __name__ == "__main__":
+    main()
