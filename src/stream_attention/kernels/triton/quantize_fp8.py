@@ -88,13 +88,8 @@ def code_of(x, HARDWARE: tl.constexpr):
     """The nearest e4m3 number to one of at most 448, as uint8."""
     if HARDWARE:
         return tl.inline_asm_elementwise(FOUR, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
-    else:  # the interpreter's own conversion does not round to nearest
-        bits = tl.abs(x).to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        subnormal = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # in ulps of 2**-9
-        code = tl.where(bits < 0x3C800000, subnormal, normal)
-        sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-        return tl.where(bits > 0x7F800000, 0x7F, code | sign).to(tl.uint8)
+    else:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
