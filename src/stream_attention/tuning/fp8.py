@@ -19,6 +19,7 @@ class GluonFp8Config(NamedTuple):
     in_turn: bool  # warpgroups issue their products one after the other
     late: bool  # exponentials follow the wait for P V, and run beside the products of the others
     two_level: bool  # products P V of a block begin at zero and are added in fp32
+    apart: bool  # P V of a block is done before Q K of the next begins, to need fewer registers
     parts: int  # in which the columns of P V are computed, to need fewer registers
     consumer_registers: int
     producer_registers: int
@@ -47,18 +48,21 @@ class TritonFp8Config(NamedTuple):
         )
 
 
-# Guessed; not measured yet.
+# NVIDIA H200, 2026-11-16, torch 2.11.0+cu130, Triton 3.6.0, batch * length = 16384, hidden 2048, 8k: the best of 6-14
+# configurations per head dim whose sums are exact (benchmarks/results/h200/sweeps/14-fp8-forward.json). At D 256 sums
+# left to the matrix units would be 1.4 times as fast, and biased (docs/performance.md).
 GLUON = {
-    64: GluonFp8Config(2, 128, 2, 3, 3, False, False, True, 1, 240, 24),
-    128: GluonFp8Config(2, 128, 2, 3, 3, False, False, True, 1, 240, 24),
-    256: GluonFp8Config(2, 64, 1, 2, 2, False, False, False, 1, 240, 24),
+    64: GluonFp8Config(3, 128, 2, 3, 3, False, True, True, False, 1, 160, 32),
+    128: GluonFp8Config(2, 128, 2, 3, 3, False, True, True, False, 1, 240, 24),
+    256: GluonFp8Config(2, 64, 1, 3, 3, True, False, True, True, 2, 240, 24),
 }
 
-# By the compiler's report alone: no sm_89 was there to measure on.
+# By the compiler's report alone (Triton 3.6.0, 2027-01): no sm_89 was there to measure on. Largest tiles of whole rows per
+# warp that spill nothing, causal, with a window and packed, on sm_89 and sm_90.
 TRITON = {
-    64: TritonFp8Config(128, 64, 4, 3),
-    128: TritonFp8Config(128, 64, 8, 2),
-    256: TritonFp8Config(64, 32, 4, 2),
+    64: TritonFp8Config(64, 64, 4, 3),
+    128: TritonFp8Config(128, 64, 8, 3),
+    256: TritonFp8Config(64, 64, 8, 2),
 }
 
 

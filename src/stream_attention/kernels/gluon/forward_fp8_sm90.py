@@ -59,11 +59,13 @@ class Codes:
     scales: gl.tensor  # of a block's keys and of its values, as one word of 64 bits
     blocks_of_head: gl.tensor
     factor: gl.tensor  # of the softmax, in log2 units
-    LATE: gl.constexpr
+    LATE: gl.constexpr  # GluonFp8Config has the words
     TWO_LEVEL: gl.constexpr
+    APART: gl.constexpr
+    PARTS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, query_scales, query_scales_of_head, scales, blocks_of_head, factor, LATE, TWO_LEVEL):
+    def __init__(self, query_scales, query_scales_of_head, scales, blocks_of_head, factor, LATE, TWO_LEVEL, APART, PARTS):
         self.query_scales = query_scales
         self.query_scales_of_head = query_scales_of_head
         self.scales = scales
@@ -71,6 +73,8 @@ class Codes:
         self.factor = factor
         self.LATE = gl.constexpr(LATE)
         self.TWO_LEVEL = gl.constexpr(TWO_LEVEL)
+        self.APART = gl.constexpr(APART)
+        self.PARTS = gl.constexpr(PARTS)
 
     @gluon.jit
     def of_queries(self, head, row):
@@ -188,11 +192,26 @@ def _up(x):
 
 
 @gluon.jit
-def _issue_values(p, v, sums, nothing, TWO_LEVEL: gl.constexpr):
-    if TWO_LEVEL:
-        return warpgroup_mma(p, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
+def _issue_values(codes, p, v, acc, part: gl.constexpr):
+    """Begin the product of weights and a part of the columns of V."""
+    WIDTH: gl.constexpr = v.shape[0] // codes.PARTS
+    columns = v.slice(part * WIDTH, WIDTH, 0).permute((1, 0))
+    if codes.TWO_LEVEL:
+        LAYOUT: gl.constexpr = acc[part].type.layout
+        nothing = gl.zeros((ROWS, WIDTH), gl.float32, LAYOUT)
+        return warpgroup_mma(p, columns, nothing, use_acc=False, is_async=True)
     else:
-        return warpgroup_mma(p, v.permute((1, 0)), sums, use_acc=True, is_async=True)
+        return warpgroup_mma(p, columns, acc[part], use_acc=True, is_async=True)
+
+
+@gluon.jit
+def _added(codes, acc, product, pending, shrink):
+    """Sums after a product: `pending` is what older ones are still to be multiplied with, `shrink` what comes next."""
+    ROWS_OF: gl.constexpr = gl.SliceLayout(1, product.type.layout)
+    if codes.TWO_LEVEL:
+        return acc * gl.convert_layout(pending, ROWS_OF, assert_trivial=True)[:, None] + product
+    else:
+        return product * gl.convert_layout(shrink, ROWS_OF, assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -203,17 +222,15 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
     BLOCK_N: gl.constexpr = keys.tiles.shape[2]
     BLOCK_D: gl.constexpr = keys.tiles.shape[3]
     S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    O_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
+    O_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D // codes.PARTS, 32])
     P_TILE: gl.constexpr = gl.DotOperandLayout(0, O_TILE, 4)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_TILE)
     GUARD: gl.constexpr = call.HAS_LEFT or call.HAS_RIGHT or call.IS_PACKED  # a row may see nothing in a first block
 
     no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
-    no_sums = gl.zeros((ROWS, BLOCK_D), gl.float32, O_TILE)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
     rows = gl.arange(0, ROWS, S_ROWS)
-    place = staging.index(WARPGROUP)
     if crew.IN_TURN:
         if WARPGROUP == 0:
             pass_turn(0)
@@ -278,7 +295,9 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
                 take_turn(WARPGROUP)
                 pass_turn(AFTER)
         use += skip
-        acc = gl.zeros((ROWS, BLOCK_D), gl.float32, O_TILE)
+        acc = ()
+        for _ in gl.static_range(codes.PARTS):
+            acc = acc + (gl.zeros((ROWS, BLOCK_D // codes.PARTS), gl.float32, O_TILE),)
         words = _packed(weights)
         next_scale, next_unit = codes.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
 
@@ -287,21 +306,39 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
         for j in range(1, blocks):
             k = keys.tiles.index((use + 1) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
             v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_D, BLOCK_N])
-            if crew.IN_TURN:
-                take_turn(WARPGROUP)
-            s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            values.wait_full(use)
-            p = _unpacked(words, P_TILE)
-            acc_issued = _issue_values(p, v, acc, no_sums, codes.TWO_LEVEL)
-            if crew.IN_TURN:
-                pass_turn(AFTER)
             factor = q_factor * next_scale
             ratio = unit.to(gl.float32, bitcast=True) * (0x7F000000 - next_unit).to(gl.float32, bitcast=True)
             unit = next_unit
             start -= BLOCK_N
             next_scale, next_unit = codes.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
-            s = warpgroup_mma_wait(1, deps=(s_issued,))
-            keys.release(use + 1)
+            if crew.IN_TURN:
+                take_turn(WARPGROUP)
+            if codes.APART:
+                values.wait_full(use)
+                p = _unpacked(words, P_TILE)
+                issued = _issue_values(codes, p, v, acc, 0)
+                sums = ()
+                for part in gl.static_range(codes.PARTS):
+                    product = warpgroup_mma_wait(0, deps=(issued,))
+                    if part + 1 < codes.PARTS:
+                        issued = _issue_values(codes, p, v, acc, part + 1)
+                    sums = sums + (_added(codes, acc[part], product, pending, pending),)
+                acc = sums
+                s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                if crew.IN_TURN:
+                    pass_turn(AFTER)
+                values.release(use)
+                s = warpgroup_mma_wait(0, deps=(s,))
+                keys.release(use + 1)
+            else:
+                s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                values.wait_full(use)
+                p = _unpacked(words, P_TILE)
+                issued = _issue_values(codes, p, v, acc, 0)
+                if crew.IN_TURN:
+                    pass_turn(AFTER)
+                s = warpgroup_mma_wait(1, deps=(s_issued,))
+                keys.release(use + 1)
             if call.MANY_CUTS:
                 cut = start + BLOCK_N > safe_limit
                 if call.HAS_LEFT:
@@ -315,20 +352,24 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
             shrink = gl.exp2(top - finite)
             top = new_top
             shrink_sums = gl.convert_layout(shrink, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
-            if not codes.LATE:
+            if codes.APART or not codes.LATE:
                 weights = gl.exp2(s * factor - (finite - SHIFT)[:, None])
                 row_sum = row_sum * shrink_sums[:, None] + row_sums(weights)
             keys.wait_full(use + 2, pred=j + 1 < blocks)
-            added = warpgroup_mma_wait(0, deps=(acc_issued,))
-            values.release(use)
-            if codes.TWO_LEVEL:
-                acc = acc * gl.convert_layout(pending, O_ROWS, assert_trivial=True)[:, None] + added
-                pending = shrink * ratio
-            else:
-                acc = added * gl.convert_layout(shrink * ratio, O_ROWS, assert_trivial=True)[:, None]
-            if codes.LATE:
-                weights = gl.exp2(s * factor - (finite - SHIFT)[:, None])
-                row_sum = row_sum * shrink_sums[:, None] + row_sums(weights)
+            shrink = shrink * ratio
+            if not codes.APART:
+                sums = ()
+                for part in gl.static_range(codes.PARTS):
+                    product = warpgroup_mma_wait(0, deps=(issued,))
+                    if part + 1 < codes.PARTS:
+                        issued = _issue_values(codes, p, v, acc, part + 1)
+                    sums = sums + (_added(codes, acc[part], product, pending, shrink),)
+                    if codes.LATE and part == 0:
+                        weights = gl.exp2(s * factor - (finite - SHIFT)[:, None])
+                        row_sum = row_sum * shrink_sums[:, None] + row_sums(weights)
+                acc = sums
+                values.release(use)
+            pending = shrink
             # Only now: the registers of the old weights were an operand until the product was done.
             words = _packed(weights)
             use += 1
@@ -338,21 +379,21 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
         values.wait_full(use)
         v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_D, BLOCK_N])
         p = _unpacked(words, P_TILE)
-        acc_issued = _issue_values(p, v, acc, no_sums, codes.TWO_LEVEL)
+        issued = _issue_values(codes, p, v, acc, 0)
         next_m, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
-        added = warpgroup_mma_wait(0, deps=(acc_issued,))
+        sums = ()
+        for part in gl.static_range(codes.PARTS):
+            product = warpgroup_mma_wait(0, deps=(issued,))
+            if part + 1 < codes.PARTS:
+                issued = _issue_values(codes, p, v, acc, part + 1)
+            sums = sums + (_added(codes, acc[part], product, pending, pending * 0.0 + 1.0),)
         values.release(use)
         use += 1
-        if codes.TWO_LEVEL:
-            acc = acc * gl.convert_layout(pending, O_ROWS, assert_trivial=True)[:, None] + added
-        else:
-            acc = added
 
         # Finish.
         total = gl.convert_layout(gl.sum(row_sum, 1), S_ROWS, assert_trivial=True)
         seen = total != 0  # a NaN is seen
         inverse = unit.to(gl.float32, bitcast=True) / gl.where(seen, total, 1.0)
-        out = acc * gl.convert_layout(inverse, O_ROWS, assert_trivial=True)[:, None]
         entry = batch
         if call.IS_PACKED:
             entry = batch * 0
@@ -360,13 +401,18 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
         lse_row = result.lse + entry.to(gl.int64) * result.stride_lb + head.to(gl.int64) * result.stride_lh
         gl.store(lse_row + (q_first + r0) + rows, lse, mask=r0 + rows < q_len)
         tma.store_wait(pendings=0)  # of the tile before, long since drained
-        if call.IS_PACKED:
-            if r0 + ROWS <= q_len:
-                result.store_by_tma(out, place, entry, q_first + r0, head)
+        for part in gl.static_range(codes.PARTS):
+            out = sums[part] * gl.convert_layout(inverse, O_ROWS, assert_trivial=True)[:, None]
+            place = staging.index(WARPGROUP * codes.PARTS + part)
+            if call.IS_PACKED:
+                if r0 + ROWS <= q_len:
+                    result.store_by_tma(out, place, entry, q_first + r0, head, part * (BLOCK_D // codes.PARTS))
+                else:
+                    result.store_from_registers(
+                        out, entry, q_first + r0, head, q_len - r0, part * (BLOCK_D // codes.PARTS)
+                    )
             else:
-                result.store_from_registers(out, entry, q_first + r0, head, q_len - r0)
-        else:
-            result.store_by_tma(out, place, entry, r0, head)
+                result.store_by_tma(out, place, entry, r0, head, part * (BLOCK_D // codes.PARTS))
         taken += 1
         m = next_m
         batch = next_batch
@@ -420,6 +466,8 @@ def _forward_fp8_kernel(
     IN_TURN: gl.constexpr,
     LATE: gl.constexpr,
     TWO_LEVEL: gl.constexpr,
+    APART: gl.constexpr,
+    PARTS: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     IS_PACKED: gl.constexpr,
@@ -430,7 +478,7 @@ def _forward_fp8_kernel(
     queries = make_ring(q_desc, Q_SLOTS, WARPGROUPS, WARPGROUPS)
     keys = make_ring(k_desc, K_SLOTS, 1, WARPGROUPS)
     values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
-    staging = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
+    staging = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS * PARTS] + o_desc.block_type.shape, o_desc.layout)
     mail = make_mailbox(WARPGROUPS)
     crew = Crew(WARPGROUPS, IN_TURN, False, False)
     order = Order(lines, tiles_m, line_group, tiles)
@@ -439,7 +487,7 @@ def _forward_fp8_kernel(
         HAS_LEFT, HAS_RIGHT, IS_PACKED, MANY_CUTS, False,
     )  # fmt: skip
     codes = Codes(
-        query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E, LATE, TWO_LEVEL
+        query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E, LATE, TWO_LEVEL, APART, PARTS
     )  # fmt: skip
     result = Result(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, lines, lse_ptr, scale,
@@ -507,7 +555,7 @@ def _launch_arguments(
             _codes_descriptor(queries.query, ROWS.value, dim),
             _codes_descriptor(keys.key, config.block_n, dim),
             _codes_descriptor(keys.value, dim, config.block_n),
-            rows_descriptor(out, ROWS.value, dim),
+            rows_descriptor(out, ROWS.value, dim // config.parts),
         ),
         "pointers": (
             out,
@@ -547,6 +595,8 @@ def _launch_arguments(
             config.in_turn,  # IN_TURN
             config.late,  # LATE
             config.two_level,  # TWO_LEVEL
+            config.apart,  # APART
+            config.parts,  # PARTS
             problem.left != UNBOUNDED,  # HAS_LEFT
             problem.right != UNBOUNDED,  # HAS_RIGHT
             packed,  # IS_PACKED
