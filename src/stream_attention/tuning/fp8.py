@@ -57,8 +57,8 @@ GLUON = {
     256: GluonFp8Config(2, 64, 1, 3, 3, True, False, True, True, 2, 240, 24),
 }
 
-# By the compiler's report alone (Triton 3.6.0, 2027-01): no sm_89 was there to measure on. Largest tiles of whole rows per
-# warp that spill nothing, causal, with a window and packed, on sm_89 and sm_90.
+# By the compiler's report alone (Triton 3.6.0, 2026-11-16): no sm_89 was there to measure on. On it and on sm_90 these
+# spill nothing, causal or not, with a window, packed (tests/kernels/triton/test_forward_fp8_compiled.py).
 TRITON = {
     64: TritonFp8Config(64, 64, 4, 3),
     128: TritonFp8Config(128, 64, 8, 3),

@@ -6,9 +6,9 @@ rescaling is by a power of two and rounds nothing (scores x in log2 units):
     x = (q . k) qs ks scale / ln 2        M' = max(M, ceil(max_j x_j))        w_j = 2^(x_j - M' + 8)
     l' = l 2^(M - M') + sum_j w_j         o' = o 2^(M - M') + vs sum_j e4m3(w_j) v_j
 
-Each block's product with values begins at zero and is added in fp32: matrix units keep 13 bits of a sum of FP8 products,
-which a long row would use up. Rows of K are read in the order in which V has its keys, so that columns of scores are
-already columns of V.
+Each block's product with values begins at zero and is added in fp32: matrix units of Ada and Hopper keep 13 bits of a
+sum of FP8 products, which a long row would use up. Rows of K are read in the order in which V has its keys, so that
+columns of scores are already columns of V.
 
 Grid: one program per (batch, head, tile of queries), in one dimension, as in forward.py. Blocks that no row of a tile
 sees are never read; blocks that every row sees whole pay for no mask. Codes are read without asking what exists: rows
@@ -112,6 +112,7 @@ def _forward_fp8_kernel(
         out_ptr += (batch * q_len * q_heads + head) * D
         lse_ptr += (batch * q_heads + head) * q_len
     offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_pos = offset + offs_m
     offs_d = tl.arange(0, D)
     offs_c = tl.arange(0, BLOCK_N)
     place = place_of_key(offs_c)
@@ -120,7 +121,8 @@ def _forward_fp8_kernel(
     q_first = (head * q_blocks + q_block) * ROWS
     q = tl.load(q_ptr + q_first * D + offs_m[:, None] * D + offs_d[None, :])
     row_factor = tl.load(q_scales_ptr + q_first // QUERY_ROWS + offs_m // QUERY_ROWS) * (scale * LOG2E)
-    k_ptrs = k_ptr + (kv_head * k_blocks + k_block) * (ROWS * D) + place[:, None] * D + offs_d[None, :]
+    k_ptr += (kv_head * k_blocks + k_block) * (ROWS * D)
+    k_offs = place[:, None] * D + offs_d[None, :]
     v_stride = k_blocks.to(tl.int64) * ROWS
     v_ptrs = v_ptr + k_block * ROWS + (kv_head * D + offs_d)[:, None] * v_stride + offs_c[None, :]
     k_scales_ptr += (kv_head * k_blocks + k_block) * 2
@@ -154,7 +156,7 @@ def _forward_fp8_kernel(
             blocks_begin, blocks_end = whole_end, end
         for block in tl.range(blocks_begin, blocks_end):
             first = block * block_rows
-            k = tl.load(k_ptrs + first * D)
+            k = tl.load(k_ptr + first * D + k_offs)
             scales = k_scales_ptr + first // ROWS * 2
             scores = tl.dot(q, k.T)  # [BLOCK_M, BLOCK_N]
             factor = row_factor * tl.load(scales)
@@ -165,11 +167,10 @@ def _forward_fp8_kernel(
             if phase != 1:
                 offs_n = block * BLOCK_N + place
                 visible = (offs_n < k_len)[None, :]
-                distance = offs_n[None, :] - (offset + offs_m)[:, None]
                 if HAS_RIGHT:
-                    visible = visible & (distance <= right)
+                    visible = visible & (offs_n[None, :] <= (q_pos + right)[:, None])
                 if HAS_LEFT:
-                    visible = visible & (distance >= -left)
+                    visible = visible & (offs_n[None, :] >= (q_pos - left)[:, None])
                 scores = tl.where(visible, scores, float("-inf"))
             weights, shrink, row_top, row_sum = stepwise_softmax(scores, factor, row_top, row_sum, GUARD=phase != 1)
             v = tl.load(v_ptrs + first)
