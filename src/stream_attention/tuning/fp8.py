@@ -17,7 +17,6 @@ class GluonFp8Config(NamedTuple):
     k_slots: int
     v_slots: int
     in_turn: bool  # warpgroups issue their products one after the other
-    late: bool  # exponentials follow the wait for P V, and run beside the products of the others
     two_level: bool  # products P V of a block begin at zero and are added in fp32
     apart: bool  # P V of a block is done before Q K of the next begins, to need fewer registers
     parts: int  # in which the columns of P V are computed, to need fewer registers
@@ -52,9 +51,9 @@ class TritonFp8Config(NamedTuple):
 # configurations per head dim whose sums are exact (benchmarks/results/h200/sweeps/14-fp8-forward.json). At D 256 sums
 # left to the matrix units would be 1.4 times as fast, and biased (docs/performance.md).
 GLUON = {
-    64: GluonFp8Config(3, 128, 2, 3, 3, False, True, True, False, 1, 160, 32),
-    128: GluonFp8Config(2, 128, 2, 3, 3, False, True, True, False, 1, 240, 24),
-    256: GluonFp8Config(2, 64, 1, 3, 3, True, False, True, True, 2, 240, 24),
+    64: GluonFp8Config(3, 128, 2, 3, 3, False, True, False, 1, 160, 32),
+    128: GluonFp8Config(2, 128, 2, 3, 3, False, True, False, 1, 240, 24),
+    256: GluonFp8Config(2, 64, 1, 3, 3, True, True, True, 2, 240, 24),
 }
 
 # By the compiler's report alone (Triton 3.6.0, 2026-11-16): no sm_89 was there to measure on. On it and on sm_90 these

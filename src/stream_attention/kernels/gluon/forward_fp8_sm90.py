@@ -59,19 +59,17 @@ class Codes:
     scales: gl.tensor  # of a block's keys and of its values, as one word of 64 bits
     blocks_of_head: gl.tensor
     factor: gl.tensor  # of the softmax, in log2 units
-    LATE: gl.constexpr  # GluonFp8Config has the words
-    TWO_LEVEL: gl.constexpr
+    TWO_LEVEL: gl.constexpr  # GluonFp8Config has the words
     APART: gl.constexpr
     PARTS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, query_scales, query_scales_of_head, scales, blocks_of_head, factor, LATE, TWO_LEVEL, APART, PARTS):
+    def __init__(self, query_scales, query_scales_of_head, scales, blocks_of_head, factor, TWO_LEVEL, APART, PARTS):
         self.query_scales = query_scales
         self.query_scales_of_head = query_scales_of_head
         self.scales = scales
         self.blocks_of_head = blocks_of_head
         self.factor = factor
-        self.LATE = gl.constexpr(LATE)
         self.TWO_LEVEL = gl.constexpr(TWO_LEVEL)
         self.APART = gl.constexpr(APART)
         self.PARTS = gl.constexpr(PARTS)
@@ -205,13 +203,21 @@ def _issue_values(codes, p, v, acc, part: gl.constexpr):
 
 
 @gluon.jit
-def _added(codes, acc, product, pending, shrink):
-    """Sums after a product: `pending` is what older ones are still to be multiplied with, `shrink` what comes next."""
-    ROWS_OF: gl.constexpr = gl.SliceLayout(1, product.type.layout)
-    if codes.TWO_LEVEL:
-        return acc * gl.convert_layout(pending, ROWS_OF, assert_trivial=True)[:, None] + product
-    else:
-        return product * gl.convert_layout(shrink, ROWS_OF, assert_trivial=True)[:, None]
+def _add_values(codes, p, v, acc, issued, pending, shrink):
+    """The sums, part by part, when their products are done, of which the first was begun. `pending` is what older sums
+    are still to be multiplied with where blocks are added in fp32, `shrink` what all of them are where they are not."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+    sums = ()
+    for part in gl.static_range(codes.PARTS):
+        product = warpgroup_mma_wait(0, deps=(issued,))
+        if part + 1 < codes.PARTS:
+            issued = _issue_values(codes, p, v, acc, part + 1)
+        if codes.TWO_LEVEL:
+            added = acc[part] * gl.convert_layout(pending, LAYOUT, assert_trivial=True)[:, None] + product
+        else:
+            added = product * gl.convert_layout(shrink, LAYOUT, assert_trivial=True)[:, None]
+        sums = sums + (added,)  # type: ignore[assignment]
+    return sums
 
 
 @gluon.jit
@@ -222,7 +228,8 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
     BLOCK_N: gl.constexpr = keys.tiles.shape[2]
     BLOCK_D: gl.constexpr = keys.tiles.shape[3]
     S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    O_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D // codes.PARTS, 32])
+    WIDTH: gl.constexpr = BLOCK_D // codes.PARTS
+    O_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     P_TILE: gl.constexpr = gl.DotOperandLayout(0, O_TILE, 4)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_TILE)
@@ -297,7 +304,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
         use += skip
         acc = ()
         for _ in gl.static_range(codes.PARTS):
-            acc = acc + (gl.zeros((ROWS, BLOCK_D // codes.PARTS), gl.float32, O_TILE),)
+            acc = acc + (gl.zeros((ROWS, WIDTH), gl.float32, O_TILE),)  # type: ignore[assignment]
         words = _packed(weights)
         next_scale, next_unit = codes.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
 
@@ -316,20 +323,12 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
             if codes.APART:
                 values.wait_full(use)
                 p = _unpacked(words, P_TILE)
-                issued = _issue_values(codes, p, v, acc, 0)
-                sums = ()
-                for part in gl.static_range(codes.PARTS):
-                    product = warpgroup_mma_wait(0, deps=(issued,))
-                    if part + 1 < codes.PARTS:
-                        issued = _issue_values(codes, p, v, acc, part + 1)
-                    sums = sums + (_added(codes, acc[part], product, pending, pending),)
-                acc = sums
+                acc = _add_values(codes, p, v, acc, _issue_values(codes, p, v, acc, 0), pending, pending)
                 s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
                 if crew.IN_TURN:
                     pass_turn(AFTER)
                 values.release(use)
                 s = warpgroup_mma_wait(0, deps=(s,))
-                keys.release(use + 1)
             else:
                 s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
                 values.wait_full(use)
@@ -338,7 +337,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
                 if crew.IN_TURN:
                     pass_turn(AFTER)
                 s = warpgroup_mma_wait(1, deps=(s_issued,))
-                keys.release(use + 1)
+            keys.release(use + 1)
             if call.MANY_CUTS:
                 cut = start + BLOCK_N > safe_limit
                 if call.HAS_LEFT:
@@ -352,24 +351,14 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
             shrink = gl.exp2(top - finite)
             top = new_top
             shrink_sums = gl.convert_layout(shrink, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
-            if codes.APART or not codes.LATE:
-                weights = gl.exp2(s * factor - (finite - SHIFT)[:, None])
-                row_sum = row_sum * shrink_sums[:, None] + row_sums(weights)
             keys.wait_full(use + 2, pred=j + 1 < blocks)
             shrink = shrink * ratio
             if not codes.APART:
-                sums = ()
-                for part in gl.static_range(codes.PARTS):
-                    product = warpgroup_mma_wait(0, deps=(issued,))
-                    if part + 1 < codes.PARTS:
-                        issued = _issue_values(codes, p, v, acc, part + 1)
-                    sums = sums + (_added(codes, acc[part], product, pending, shrink),)
-                    if codes.LATE and part == 0:
-                        weights = gl.exp2(s * factor - (finite - SHIFT)[:, None])
-                        row_sum = row_sum * shrink_sums[:, None] + row_sums(weights)
-                acc = sums
+                acc = _add_values(codes, p, v, acc, issued, pending, shrink)
                 values.release(use)
             pending = shrink
+            weights = gl.exp2(s * factor - (finite - SHIFT)[:, None])
+            row_sum = row_sum * shrink_sums[:, None] + row_sums(weights)
             # Only now: the registers of the old weights were an operand until the product was done.
             words = _packed(weights)
             use += 1
@@ -381,12 +370,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
         p = _unpacked(words, P_TILE)
         issued = _issue_values(codes, p, v, acc, 0)
         next_m, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
-        sums = ()
-        for part in gl.static_range(codes.PARTS):
-            product = warpgroup_mma_wait(0, deps=(issued,))
-            if part + 1 < codes.PARTS:
-                issued = _issue_values(codes, p, v, acc, part + 1)
-            sums = sums + (_added(codes, acc[part], product, pending, pending * 0.0 + 1.0),)
+        acc = _add_values(codes, p, v, acc, issued, pending, pending * 0.0 + 1.0)
         values.release(use)
         use += 1
 
@@ -402,17 +386,15 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
         gl.store(lse_row + (q_first + r0) + rows, lse, mask=r0 + rows < q_len)
         tma.store_wait(pendings=0)  # of the tile before, long since drained
         for part in gl.static_range(codes.PARTS):
-            out = sums[part] * gl.convert_layout(inverse, O_ROWS, assert_trivial=True)[:, None]
+            out = acc[part] * gl.convert_layout(inverse, O_ROWS, assert_trivial=True)[:, None]
             place = staging.index(WARPGROUP * codes.PARTS + part)
             if call.IS_PACKED:
                 if r0 + ROWS <= q_len:
-                    result.store_by_tma(out, place, entry, q_first + r0, head, part * (BLOCK_D // codes.PARTS))
+                    result.store_by_tma(out, place, entry, q_first + r0, head, part * WIDTH)
                 else:
-                    result.store_from_registers(
-                        out, entry, q_first + r0, head, q_len - r0, part * (BLOCK_D // codes.PARTS)
-                    )
+                    result.store_from_registers(out, entry, q_first + r0, head, q_len - r0, part * WIDTH)
             else:
-                result.store_by_tma(out, place, entry, r0, head, part * (BLOCK_D // codes.PARTS))
+                result.store_by_tma(out, place, entry, r0, head, part * WIDTH)
         taken += 1
         m = next_m
         batch = next_batch
@@ -464,7 +446,6 @@ def _forward_fp8_kernel(
     K_SLOTS: gl.constexpr,
     V_SLOTS: gl.constexpr,
     IN_TURN: gl.constexpr,
-    LATE: gl.constexpr,
     TWO_LEVEL: gl.constexpr,
     APART: gl.constexpr,
     PARTS: gl.constexpr,
@@ -487,7 +468,7 @@ def _forward_fp8_kernel(
         HAS_LEFT, HAS_RIGHT, IS_PACKED, MANY_CUTS, False,
     )  # fmt: skip
     codes = Codes(
-        query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E, LATE, TWO_LEVEL, APART, PARTS
+        query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E, TWO_LEVEL, APART, PARTS
     )  # fmt: skip
     result = Result(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, lines, lse_ptr, scale,
@@ -593,7 +574,6 @@ def _launch_arguments(
             config.k_slots,  # K_SLOTS
             config.v_slots,  # V_SLOTS
             config.in_turn,  # IN_TURN
-            config.late,  # LATE
             config.two_level,  # TWO_LEVEL
             config.apart,  # APART
             config.parts,  # PARTS
