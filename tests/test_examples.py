@@ -169,6 +169,17 @@ def test_huggingface_gives_what_the_model_gave() -> None:
     assert "has its attention again: sdpa" in printed
 
 
+def test_fp8_says_what_it_loses() -> None:
+    printed = run("fp8.py", *"--prefix 200 --steps 2 --heads 4 --kv-heads 2 --dim 64 --device cpu".split())
+    assert "  eager: it computes in the dtypes it is given; FP8 needs Triton" in printed
+    (plain, rotated), (outlier, spread) = (
+        [float(one) for one in pair] for pair in re.findall(r": (\d+\.\d)%, rotated (\d+\.\d)%", printed)
+    )
+    assert max(plain, rotated) < 6.3 and spread < 8 and outlier > 1.7 * spread
+    assert "<Fp8KV: 1 rows of 200 keys, 2 heads of 64, of bfloat16 on cpu>" in printed
+    assert max(figures(r"at most (\d+\.\d)%", printed)) < 8
+
+
 def test_long_generation_is_bounded_where_it_says_so() -> None:
     printed = run("long_generation.py", *"--prompt 200 --new 20 --budget 32 --layers 2 --device cpu".split())
     rows = re.findall(r"^(.+?) {2,}(\d+) +(\d+) +([\d.]+) +(\d+)%", printed, re.MULTILINE)
@@ -228,6 +239,8 @@ def test_help_explains_every_flag_and_runs_nothing(
         ("decode.py", "--prompt 100", "--prompt: expected at least 256; got 100"),
         ("decode.py", "--kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),
         ("decode.py", "--dim 6", "--dim: expected a multiple of 4, as four codes share a word; got 6"),
+        ("fp8.py", "--kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),
+        ("fp8.py", "--dim 96", "--dim: expected 64, 128 or 256; got 96"),
         ("ring_attention.py", "--kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),
         ("ring_attention.py", "--ranks 9", "--heads: expected at least the 9 ranks, which divide them; got 8"),
         ("long_context_example.py", "--window=-1", "--window: expected a number of at least 0; got '-1'"),

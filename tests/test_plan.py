@@ -15,6 +15,7 @@ from stream_attention import Plan, UnsupportedProblem, attention, backends, expl
 from stream_attention.backends import AUTO, BACKENDS, BY_NAME
 from stream_attention.plan import plan, requested, spell
 from stream_attention.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
+from stream_attention.tuning import fp8 as fp8_tuning
 from stream_attention.tuning.eager import EagerConfig
 
 
@@ -192,6 +193,66 @@ def test_why_gluon_cannot(facts: dict[str, Any], reason: str) -> None:
     assert len(reasons) == 1 and reason in reasons[0]
     with pytest.raises(UnsupportedProblem, match=re.escape(reason)):
         plan(large(**facts), "gluon")
+
+
+# FP8
+
+
+@pytest.mark.parametrize(
+    ("arch", "chosen"), [(90, "gluon"), (89, "triton"), (100, "triton"), (103, "triton"), (120, "triton")]
+)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "facts", [{}, {"packed": True, "right": 0}, {"left": 100, "kv_heads": 2}, {"q_len": 1}], ids=str
+)
+def test_in_fp8_it_goes_to_the_kernel_of_its_gpu(arch: int, chosen: str, dim: int, facts: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    planned = plan(large(fp8=True, arch=arch, head_dim=dim, value_dim=dim, **facts))
+    assert planned.backend == chosen and planned.config == BY_NAME[chosen].configure(planned.problem)
+    table = fp8_tuning.GLUON if chosen == "gluon" else fp8_tuning.TRITON
+    assert planned.config == table[dim]
+    assert [name for name, _ in planned.passed_over] == ([] if chosen == "gluon" else ["gluon"])
+    assert " in fp8" in str(planned)
+
+
+@pytest.mark.parametrize("facts", [{"arch": 80}, {"arch": 86}, {"arch": 75}, {"device": torch.device("cpu")}], ids=str)
+def test_in_fp8_nobody_falls_back(facts: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedProblem) as caught:
+        plan(large(fp8=True, **facts))
+    listed = [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]]
+    assert listed == ["gluon", "triton", "eager", "reference"]
+    assert "eager: it computes in the dtypes it is given; FP8 needs" in str(caught.value)
+    assert plan(large(fp8=True, **facts), "reference").backend == "reference"
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"backward": True}, "FP8 is for inference and has no backward"),
+        ({"partial": True}, "in FP8 it computes whole calls, not partial states"),
+        ({"dtype": torch.float32}, "codes of FP8 are made of float16 and bfloat16"),
+        ({"head_dim": 96, "value_dim": 96}, "in FP8 it takes equal head dims of 64, 128 and 256, not (96, 96)"),
+        ({"value_dim": 64}, "in FP8 it takes equal head dims of 64, 128 and 256, not (128, 64)"),
+        ({"mask": True}, "in FP8 it has no masks"),
+        ({"bias": torch.float32, "sink": True}, "in FP8 it has no biases, sinks"),
+        ({"alibi": True}, "in FP8 it has no ALiBi"),
+        ({"softcap": 20.0, "dropout_p": 0.1}, "in FP8 it has no softcap, dropout"),
+        ({"k_stride": 2}, "in FP8 it takes positions one after another"),
+        ({"q_start": 1 << 30}, "it counts positions in 32 bits, up to 2**30"),
+    ],
+    ids=str,
+)
+def test_what_nobody_computes_in_fp8(facts: dict[str, Any], reason: str) -> None:
+    pytest.importorskip("triton")
+    for name in ("gluon", "triton", "reference"):
+        assert BY_NAME[name].why_not(large(fp8=True, **facts)) == (reason,), name
+    assert len(BY_NAME["eager"].why_not(large(fp8=True, **facts))) == 1
+
+
+def test_a_tile_is_forced_on_the_kernel_of_fp8_too() -> None:
+    pytest.importorskip("triton")
+    planned = plan(large(fp8=True), "triton(block_m=64)")
+    assert planned.config == fp8_tuning.TRITON[128]._replace(block_m=64) and planned.forced == (("block_m", 64),)
 
 
 def test_gluon_wants_triton_in_the_version_it_was_run_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .cache_views import ContiguousKV, PagedKV, QuantizedKV, Rotary
+from .cache_views import ContiguousKV, Fp8KV, PagedKV, QuantizedKV, Rotary
 from .core import (
     FlashAttentionV3,
     FusedOnlineAttention,
@@ -18,6 +18,7 @@ from .kvcache import create_kv_compressor, quantize_kv
 from .ops.attention import attention
 from .ops.decode import decode_attention, decode_workspace, explain_decode
 from .ops.explain import explain
+from .ops.fp8 import attention_fp8, quantize_fp8
 from .ops.mass import attention_mass
 from .ops.merge import merge_states
 from .ops.varlen import varlen_attention
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ContiguousKV",
     "FlashAttentionV3",
+    "Fp8KV",
     "FusedOnlineAttention",
     "MemoryProfiler",
     "PagedKV",
@@ -48,6 +50,7 @@ __all__ = [
     "StreamMultiheadAttention",
     "UnsupportedProblem",
     "attention",
+    "attention_fp8",
     "attention_mass",
     "create_fused_online_attention",
     "create_kv_compressor",
@@ -59,6 +62,7 @@ __all__ = [
     "force_backend",
     "gradient_checkpoint_sequential",
     "merge_states",
+    "quantize_fp8",
     "quantize_kv",
     "ring_attention",
     "varlen_attention",

@@ -21,6 +21,7 @@ from .device import arch
 from .problem import Problem
 from .tuning import decode as decode_tuning
 from .tuning import eager as eager_tuning
+from .tuning import fp8 as fp8_tuning
 from .tuning import gluon as gluon_tuning
 from .tuning import triton as triton_tuning
 from .tuning.decode import DecodeProblem
@@ -35,9 +36,15 @@ class Backend(NamedTuple):
     forceable: Mapping[str, tuple[int, ...]] = {}  # fields of a forward's tiles that a caller may set, with the values
     tiles: Callable[[Problem], Any] = lambda problem: None  # the configuration of a forward that has those fields
 
+    fp8_module: str = ""  # has forward_fp8(problem, queries, keys, cu_seqlens_q, cu_seqlens_k, config)
+
     def load(self) -> ModuleType:
         """The kernel module, imported on first use."""
         return _import(self.module)
+
+    def load_fp8(self) -> ModuleType:
+        """That of FP8."""
+        return _import(self.fp8_module)
 
 
 @cache
@@ -61,9 +68,58 @@ def _gluon_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], 
     )
 
 
+FP8_HEAD_DIMS = tuple(fp8_tuning.TRITON)
+
+
+def _fp8_reasons(problem: Problem) -> tuple[tuple[bool, str], ...]:
+    """What nobody computes in FP8, each with whether it is so."""
+    features = {
+        "masks": problem.mask,
+        "biases": problem.bias is not None,
+        "ALiBi": problem.alibi,
+        "sinks": problem.sink,
+        "softcap": problem.softcap,
+        "dropout": problem.dropout_p,
+    }
+    asked = [name for name, used in features.items() if used]
+    dims = (problem.head_dim, problem.value_dim)
+    return (
+        (problem.backward, "FP8 is for inference and has no backward"),
+        (problem.partial, "in FP8 it computes whole calls, not partial states"),
+        (problem.dtype not in (torch.float16, torch.bfloat16), "codes of FP8 are made of float16 and bfloat16"),
+        (
+            dims[0] != dims[1] or dims[0] not in FP8_HEAD_DIMS,
+            f"in FP8 it takes equal head dims of 64, 128 and 256, not {dims}",
+        ),
+        (bool(asked), f"in FP8 it has no {', '.join(asked)}"),
+        (problem.q_stride != 1 or problem.k_stride != 1, "in FP8 it takes positions one after another"),
+        (problem.last_position >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
+    )
+
+
+def _gluon_fp8_why_not(problem: Problem) -> tuple[str, ...]:
+    reasons = (*_gluon_reasons(problem), *_fp8_reasons(problem))
+    return tuple(reason for applies, reason in reasons if applies)
+
+
+def _triton_fp8_why_not(problem: Problem) -> tuple[str, ...]:
+    on_gpu, hint = problem.device.type == "cuda", _interpreter_hint(problem)
+    reasons = (
+        (not on_gpu and not interpreting(), f"it runs on CUDA devices, not on {problem.device.type}{hint}"),
+        (
+            on_gpu and problem.arch < 89,
+            f"products in FP8 need compute capability 8.9 or newer, not {problem.arch / 10}",
+        ),
+        *_fp8_reasons(problem),
+    )
+    return tuple(reason for applies, reason in reasons if applies)
+
+
 def _gluon_why_not(problem: Problem) -> tuple[str, ...]:
     if find_spec("triton") is None:
         return ("Triton is not installed",)
+    if problem.fp8:
+        return _gluon_fp8_why_not(problem)
     dims = (problem.head_dim, problem.value_dim)
     widths = gluon_tuning.tile_widths(problem)
     reasons = (
@@ -97,6 +153,8 @@ def _gluon_why_not(problem: Problem) -> tuple[str, ...]:
 
 
 def _gluon_why_named_only(problem: Problem) -> tuple[str, ...]:
+    if problem.fp8:
+        return ()
     if triton_tuning.few_queries(problem):
         return ("few queries against many keys are split by the Triton kernel",)
     if gluon_tuning.short(problem):
@@ -117,8 +175,7 @@ def _triton_is_tested() -> bool:
 
 def _triton_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], ...]:
     """What no Triton kernel can do, each with whether it is so."""
-    on_gpu = problem.device.type == "cuda"
-    hint = " (for tests: TRITON_INTERPRET=1, set before Triton is imported)" if problem.device.type == "cpu" else ""
+    on_gpu, hint = problem.device.type == "cuda", _interpreter_hint(problem)
     return (
         (not on_gpu and not interpreting(), f"it runs on CUDA devices, not on {problem.device.type}{hint}"),
         (on_gpu and 0 < problem.arch < 80, f"it needs compute capability 8.0 or newer, not {problem.arch / 10}"),
@@ -126,9 +183,15 @@ def _triton_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str],
     )
 
 
+def _interpreter_hint(problem: Problem | DecodeProblem) -> str:
+    return " (for tests: TRITON_INTERPRET=1, set before Triton is imported)" if problem.device.type == "cpu" else ""
+
+
 def _triton_why_not(problem: Problem) -> tuple[str, ...]:
     if find_spec("triton") is None:
         return ("Triton is not installed",)
+    if problem.fp8:
+        return _triton_fp8_why_not(problem)
     dims = (problem.head_dim, problem.value_dim)
     reasons = (
         *_triton_reasons(problem),
@@ -156,33 +219,68 @@ def runs_triton(device: torch.device) -> bool:
     return device.type == "cpu" and interpreting()
 
 
+def makes_fp8_codes(device: torch.device) -> bool:
+    """Whether a kernel makes codes of FP8 on a device; elsewhere torch does."""
+    return device.type == "cuda" and arch(device) >= 89 and find_spec("triton") is not None
+
+
 def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
 
 
 def _eager_why_not(problem: Problem) -> tuple[str, ...]:
+    if problem.fp8:
+        return ("it computes in the dtypes it is given; FP8 needs Triton and a GPU of compute capability 8.9 or newer",)
     return ()
 
 
 def _reference_why_not(problem: Problem) -> tuple[str, ...]:
+    if problem.fp8:
+        return tuple(reason for applies, reason in _fp8_reasons(problem) if applies)
     if problem.partial:
         return ("it computes whole calls, not partial states",)
     return ()
 
 
+def _reference_why_named_only(problem: Problem) -> tuple[str, ...]:
+    if problem.fp8:
+        return ("it is dense, in fp64, for tests and trials; name it to use it",)
+    return ()
+
+
+def _or_in_fp8(
+    configure: Callable[[Problem], Any], configure_fp8: Callable[[Problem], Any]
+) -> Callable[[Problem], Any]:
+    return lambda problem: (configure_fp8 if problem.fp8 else configure)(problem)
+
+
 BACKENDS: tuple[Backend, ...] = (
-    Backend("gluon", ".kernels.gluon", _gluon_why_not, gluon_tuning.configure, _gluon_why_named_only),
+    Backend(
+        "gluon",
+        ".kernels.gluon",
+        _gluon_why_not,
+        _or_in_fp8(gluon_tuning.configure, fp8_tuning.configure_gluon),
+        _gluon_why_named_only,
+        fp8_module=".kernels.gluon.forward_fp8_sm90",
+    ),
     Backend(
         "triton",
         ".kernels.triton",
         _triton_why_not,
-        triton_tuning.configure,
+        _or_in_fp8(triton_tuning.configure, fp8_tuning.configure_triton),
         _triton_why_named_only,
         triton_tuning.FORCEABLE,
-        triton_tuning.configure_forward,
+        _or_in_fp8(triton_tuning.configure_forward, fp8_tuning.configure_triton),
+        ".kernels.triton.forward_fp8",
     ),
     Backend("eager", ".kernels.eager", _eager_why_not, eager_tuning.configure),
-    Backend("reference", ".kernels.reference", _reference_why_not, lambda problem: "dense, fp64"),
+    Backend(
+        "reference",
+        ".kernels.reference",
+        _reference_why_not,
+        lambda problem: "dense, codes as fp64" if problem.fp8 else "dense, fp64",
+        _reference_why_named_only,
+    ),
 )
 BY_NAME = {backend.name: backend for backend in BACKENDS}
 AUTO = "auto"

@@ -110,6 +110,7 @@ class Problem(NamedTuple):
     backward: bool = False  # the problem is the gradient of the call
     lse_grad: bool = False  # backward only: a gradient arrives through the LSE too
     row_grad: bool = False  # backward only: gradients that are sums over rows are wanted: of ALiBi slopes or sinks
+    fp8: bool = False  # computed from e4m3 codes with block-wise scales; `dtype` is what they were made of
 
     @property
     def kind(self) -> str:
@@ -152,6 +153,7 @@ class Problem(NamedTuple):
             f"softcap={self.softcap:g}" if self.softcap else "",
             f"dropout={self.dropout_p:g}" if self.dropout_p else "",
             "deterministic" if self.deterministic else "",
+            "in fp8" if self.fp8 else "",
         ]
         return (
             f"{kind} B={self.batch} Tq={self.q_len} Tk={self.k_len} Hq={self.q_heads} Hkv={self.kv_heads} "

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from .cache_views import ContiguousKV, PagedKV, QuantizedKV
+from .backends import FP8_HEAD_DIMS
+from .cache_views import ContiguousKV, Fp8KV, PagedKV, QuantizedKV
 from .errors import refuse
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -75,23 +77,16 @@ def varlen_tensors(
         if refused is not None:
             refuse(name, "None for packed sequences", "a value", "Use attention() with padded sequences.")
     _qkv(query, key, value, "[Nq, Hq, D]", "[Nk, Hkv, D]", "[Nk, Hkv, Dv]")
-    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _tensor(name, cu_seqlens, query)
-        if cu_seqlens.dtype not in (torch.int32, torch.int64):
-            refuse(name, "dtype torch.int32 or torch.int64", cu_seqlens.dtype, error=TypeError)
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            refuse(name, "shape [sequences + 1]", list(cu_seqlens.shape))
+    _offsets("cu_seqlens_q", cu_seqlens_q, query)
+    _offsets("cu_seqlens_k", cu_seqlens_k, query)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         refuse(
             "cu_seqlens_k",
             f"as many sequences as cu_seqlens_q, shape {list(cu_seqlens_q.shape)}",
             list(cu_seqlens_k.shape),
         )
-    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if longest is not None and (isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))):
-            refuse(name, "an int or None", _describe(longest), error=TypeError)
-        if longest is not None and longest < 0:
-            refuse(name, "at least 0", longest)
+    _longest("max_seqlen_q", max_seqlen_q)
+    _longest("max_seqlen_k", max_seqlen_k)
     _per_head(alibi_slopes, sink, query, cu_seqlens_q.shape[0] - 1, query.shape[1])
 
 
@@ -106,7 +101,7 @@ def cu_seqlens_values(name: str, offsets: list[int], rows: int, longest: int | N
     if offsets[-1] > rows:
         refuse(name, f"a last value of at most the {rows} packed rows", offsets[-1])
     if longest is not None and longest < max(lengths, default=0):
-        refuse(f"max_seqlen_{name[-1]}", f"at least the longest sequence, {max(lengths)}", longest)
+        refuse(name.replace("cu_seqlens", "max_seqlen"), f"at least the longest sequence, {max(lengths)}", longest)
     return max(lengths, default=0) if longest is None else longest
 
 
@@ -150,6 +145,114 @@ def options(
             refuse("seed", "an int, an int64 tensor of shape [2], or None", _describe(seed), error=TypeError)
         if not -(1 << 63) <= seed < 1 << 63:
             refuse("seed", "an int of 64 bits", seed)
+
+
+def precision(
+    precision: str | None,
+    rotate: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    softcap: float,
+    dropout_p: float,
+) -> None:
+    """Check a call that says in which precision, whose tensors and options were checked as those of any."""
+    if precision not in (None, "fp8"):
+        error = ValueError if isinstance(precision, str) else TypeError
+        refuse("precision", '"fp8", or None for that of the tensors', _describe(precision), error=error)
+    _rotate(rotate)
+    if precision is None:
+        refuse("rotate", 'False without precision="fp8"', rotate, "Scores of rotated tensors are the same.")
+    tensors = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sink": sink}
+    for name, given in tensors.items():
+        if given is not None:
+            refuse(name, 'None with precision="fp8"', "a tensor", "Leave precision out.")
+    for name, number in (("softcap", softcap), ("dropout_p", dropout_p)):
+        if number:
+            refuse(name, '0 with precision="fp8"', number, "Leave precision out.")
+    _fp8_tensors({"query": query, "key": key, "value": value}, 'with precision="fp8"', "leave precision out")
+
+
+def fp8_keys(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
+    """Check keys and values that are to become codes, but not the values of `cu_seqlens`."""
+    shape = "[B, Tk, Hkv, D]" if cu_seqlens is None else "[Nk, Hkv, D]"
+    for name, tensor in (("key", key), ("value", value)):
+        _tensor(name, tensor, key)
+        if tensor.dim() != 1 + shape.count(","):
+            refuse(name, f"shape {shape}", list(tensor.shape))
+        if tensor.shape[-2] < 1:
+            refuse(name, "at least one head", list(tensor.shape))
+        if tensor.stride(-1) != 1 and tensor.numel() > 0:
+            refuse(name, "a contiguous last dim", f"strides {tensor.stride()}", "Call .contiguous() on it first.")
+    if value.dtype is not key.dtype:
+        refuse("value", f"the key's dtype {key.dtype}", value.dtype, error=TypeError)
+    if value.shape != key.shape:
+        refuse("value", f"the key's shape {list(key.shape)}", list(value.shape))
+    _rotate(rotate)
+    if cu_seqlens is not None:
+        _offsets("cu_seqlens", cu_seqlens, key)
+    elif max_seqlen is not None:
+        refuse("max_seqlen", "None without cu_seqlens", max_seqlen)
+    _longest("max_seqlen", max_seqlen)
+    _fp8_tensors({"key": key, "value": value}, "for codes of FP8", "quantise under it")
+
+
+def fp8_query(query: Tensor, kv: Any, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None) -> None:
+    """Check the tensors of a call on codes, which were checked when they were made."""
+    if not isinstance(kv, Fp8KV):
+        refuse("kv", "an Fp8KV", type(kv).__name__, "quantize_fp8(key, value) makes one.", TypeError)
+    _tensor("query", query, query)
+    if (cu_seqlens_q is None) == kv.packed:
+        given = "None" if cu_seqlens_q is None else "a tensor"
+        refuse("cu_seqlens_q", "offsets for packed kv" if kv.packed else "None for kv that is not packed", given)
+    shape = "[Nq, Hq, D]" if kv.packed else "[B, Tq, Hq, D]"
+    if query.dim() != len(kv.shape):
+        refuse("query", f"shape {shape}", list(query.shape))
+    _fp8_tensors({"query": query}, "beside codes of FP8", "call attention()")
+    if query.stride(-1) != 1 and query.numel() > 0:
+        refuse("query", "a contiguous last dim", f"strides {query.stride()}", "Call .contiguous() on it first.")
+    if query.device != kv.device:
+        refuse("query", f"the device of kv, {kv.device}", query.device)
+    if query.shape[-1] != kv.head_dim or (not kv.packed and query.shape[0] != kv.batch):
+        batch = "" if kv.packed else f"B={kv.batch}, "
+        refuse("query", f"{batch}D={kv.head_dim} as kv has them", list(query.shape), f"The layout is {shape}.")
+    if query.shape[-2] < 1 or query.shape[-2] % kv.kv_heads:
+        refuse("query", f"a multiple of the {kv.kv_heads} KV heads as Hq", list(query.shape))
+    if cu_seqlens_q is not None:
+        _offsets("cu_seqlens_q", cu_seqlens_q, query)
+        if cu_seqlens_q.shape[0] != kv.batch + 1:
+            refuse("cu_seqlens_q", f"as many sequences as kv, shape [{kv.batch + 1}]", list(cu_seqlens_q.shape))
+    elif max_seqlen_q is not None:
+        refuse("max_seqlen_q", "None without cu_seqlens_q", max_seqlen_q)
+    _longest("max_seqlen_q", max_seqlen_q)
+
+
+def _fp8_tensors(tensors: dict[str, Tensor], where: str, otherwise: str) -> None:
+    """Check what becomes codes: its dtype, its head dim, and that nobody wants its gradient."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (torch.float16, torch.bfloat16):
+            refuse(name, f"dtype float16 or bfloat16 {where}", tensor.dtype, error=TypeError)
+        if tensor.shape[-1] not in FP8_HEAD_DIMS:
+            refuse(name, f"D = Dv of 64, 128 or 256 {where}", list(tensor.shape))
+    if len({tensor.shape[-1] for tensor in tensors.values()}) > 1:
+        refuse("value", f"D = Dv of 64, 128 or 256 {where}", list(tensors["value"].shape))
+    wanted = [name for name, tensor in tensors.items() if torch.is_grad_enabled() and tensor.requires_grad]
+    if forward_ad._current_level >= 0:
+        wanted += [name for name, tensor in tensors.items() if forward_ad.unpack_dual(tensor).tangent is not None]
+    if wanted:
+        hint = f"FP8 is for inference: use torch.no_grad(), or {otherwise}."
+        refuse(wanted[0], f"a tensor without a gradient {where}", "one that wants it", hint)
+    if torch._C._are_functorch_transforms_active():
+        refuse("query" if "query" in tensors else "key", f"a plain call {where}", "one inside of torch.func")
+
+
+def _rotate(rotate: Any) -> None:
+    if not isinstance(rotate, bool):
+        refuse("rotate", "a bool", _describe(rotate), error=TypeError)
 
 
 def decoding(
@@ -244,6 +347,21 @@ def states(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
         *lead, rows, heads, _ = out.shape
         if lse.shape != (*lead, heads, rows):
             refuse(f"lses[{index}]", f"shape {[*lead, heads, rows]} beside that out", list(lse.shape))
+
+
+def _offsets(name: str, cu_seqlens: Any, beside: Tensor) -> None:
+    _tensor(name, cu_seqlens, beside)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        refuse(name, "dtype torch.int32 or torch.int64", cu_seqlens.dtype, error=TypeError)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        refuse(name, "shape [sequences + 1]", list(cu_seqlens.shape))
+
+
+def _longest(name: str, given: Any) -> None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, (int, torch.SymInt))):
+        refuse(name, "an int or None", _describe(given), error=TypeError)
+    if given is not None and given < 0:
+        refuse(name, "at least 0", given)
 
 
 def _qkv(query: Tensor, key: Tensor, value: Tensor, q_shape: str, k_shape: str, v_shape: str) -> None:

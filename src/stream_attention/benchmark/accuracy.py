@@ -38,6 +38,7 @@ class Verdict(NamedTuple):
     right: bool
     mean: float  # of |result - fp64|
     of: str  # which result: "out", "d_query", ...
+    rms: float | None = None  # of an output: its distance from fp64 on the cell's own inputs, by the size of that
 
 
 class _Block(NamedTuple):
@@ -48,6 +49,8 @@ class _Block(NamedTuple):
     rounding: float
     total: float  # sum of the errors
     size: int
+    lost: float = 0.0  # squares of the errors on the cell's own inputs, and of what is exact there
+    whole: float = 0.0
 
 
 class _Part(NamedTuple):
@@ -103,7 +106,7 @@ def check(provider: Provider, cell: Cell, x: Tensors) -> Verdict:
     out, d_query = _computed(provider, cell, x)
     with torch.no_grad():
         seen = provider.seen(x)
-        verdicts = [_verdict("out", [_output(out, seen, part)], factor=2.0) for part in parts]
+        verdicts = [_verdict("out", [_output(provider, out, x, seen, part)], factor=2.0) for part in parts]
     if d_query is not None:
         for part in parts:
             few = part._replace(rows=part.rows[: _rows_held(case, len(part.heads))])
@@ -150,7 +153,7 @@ def check_all(provider: Provider, cell: Cell, x: Tensors, seed: int = 0) -> list
         out, seen = _attended(provider, cell, x), provider.seen(x)
         for batch, (q_len, _) in enumerate(sequences(case)):
             for rows in torch.arange(q_len).split(size):
-                blocks.append(_output(out, seen, _Part.of(case, batch, rows, kv_heads)))
+                blocks.append(_output(provider, out, x, seen, _Part.of(case, batch, rows, kv_heads)))
     verdicts = [_verdict("out", blocks, factor=2.0)]
     if cell.direction != "forward":
         verdicts += _check_gradients(provider, gradient_case(case), seed)
@@ -172,10 +175,13 @@ def _rows_held(case: Case, heads: int) -> int:
     return max(1, SCORES // (heads * case.Tk))
 
 
-def _output(out: Tensor, x: Tensors, part: _Part) -> _Block:
-    y = part.inputs(x)
-    eager = [_dense(one, part.case.dtype)[0] for one in (y, _keys_reversed(y))]
-    return _block(part.take(out), _dense(y, torch.float64)[0], eager)
+def _output(provider: Provider, out: Tensor, x: Tensors, seen: Tensors, part: _Part) -> _Block:
+    y, result = part.inputs(seen), part.take(out)
+    exact = _dense(y, torch.float64)[0]
+    eager = [_dense(one, part.case.dtype)[0] for one in (y, _keys_reversed(y))] + provider.earned(y)
+    block = _block(result, exact, eager)
+    meant = exact if seen is x else _dense(part.inputs(x), torch.float64)[0]
+    return block._replace(lost=float((result - meant).square().sum()), whole=float(meant.square().sum()))
 
 
 def _dense(x: Tensors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -248,7 +254,8 @@ def _verdict(of: str, blocks: Sequence[_Block], factor: float, noise: float = 0.
     error, eager = _most([b.error for b in blocks]), _most([b.eager for b in blocks])
     allowed = factor * eager + _most([b.rounding for b in blocks]) + noise
     mean = sum(b.total for b in blocks) / sum(b.size for b in blocks)
-    return Verdict(error, allowed, error <= allowed < math.inf, mean, of)
+    lost, whole = (sum(squares) for squares in zip(*((b.lost, b.whole) for b in blocks), strict=True))
+    return Verdict(error, allowed, error <= allowed < math.inf, mean, of, math.sqrt(lost / whole) if whole else None)
 
 
 def _largest(x: Tensor) -> float:

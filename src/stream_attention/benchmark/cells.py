@@ -359,6 +359,14 @@ def small() -> Iterator[Cell]:
             yield Cell(name, case, "forward", ("stream",), ("fa3",), beside=("sdpa",), bar=1.0)
 
 
+def fp8() -> Iterator[Cell]:
+    """`attention(precision="fp8")`, quantisation included, beside bf16; rotated, and its kernel alone."""
+    for cell in forward():
+        if cell.case.Tq in (2048, 8192, 16384):
+            peers, beside = ("bf16", "sdpa cudnn", "fa3"), ("e4m3 rotated", "e4m3 kernel")
+            yield cell._replace(ours=("e4m3",), peers=peers, beside=beside)
+
+
 SUITES: dict[str, Callable[[], Iterator[Cell]]] = {
     "cpu": cpu,
     "forward": forward,
@@ -366,6 +374,7 @@ SUITES: dict[str, Callable[[], Iterator[Cell]]] = {
     "modifiers": modifiers,
     "modifiers-backward": modifiers_backward,
     "shapes": shapes,
+    "fp8": fp8,
     "decode": decode,
     "caches": caches,
     "small": small,

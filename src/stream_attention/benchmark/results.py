@@ -17,7 +17,7 @@ import torch
 
 from .. import __version__
 from .form import lacking
-from .summary import capital
+from .summary import capital, span
 from .timing import CLOCKS
 
 
@@ -201,6 +201,18 @@ def read_speed(results: dict[str, Any]) -> str | None:
     return None if read is None else f"reading alone {read['tb_per_s']:.2f} TB/s ({read['way']})"
 
 
+def losses(results: dict[str, Any]) -> str | None:
+    """What who computes in fewer bits loses, over the cells; None where nobody does."""
+    found: dict[str, list[float]] = {}
+    for cell in results["cells"]:
+        for name, one in cell["providers"].items():
+            if one.get("rms_error") is not None:
+                found.setdefault(name, []).append(one["rms_error"])
+    if all(max(its) < 0.02 for its in found.values()):
+        return None
+    return "relative rms error: " + ", ".join(f"{name} {span(its, '.1%')}" for name, its in found.items())
+
+
 def _cost(one: dict[str, Any]) -> str:
     return f"{one['vs_plain']:.2f}" if "vs_plain" in one else ""
 
@@ -238,7 +250,7 @@ _SHAPE = ("B", "Tq", "Tk", "Hq", "Hkv", "D", "Dv", "dtype", "causal", "dropout_p
 _TIMES = "median_ms p20_ms p80_ms best_ms repeats".split()
 _RATES = "tflops gb_per_s tb_per_s share_of_read_bandwidth".split()
 _FIGURES = (*_TIMES, *_RATES, "vs_ours", "vs_plain", *(f"eager_{name}" for name in (*_TIMES, "vs_ours")), "peak_bytes")
-_VERDICT = "error allowed right ran unavailable failed".split()
+_VERDICT = "error allowed rms_error right ran unavailable failed".split()
 
 
 def save_csv(results: dict[str, Any], path: Path) -> None:

@@ -73,6 +73,8 @@ def measure(
                 inputs[case] = _input_sets(case, cell, providers)
             verdict = check(provider, cell, inputs[case][0])
             entries[name] = {"error": verdict.error, "allowed": verdict.allowed, "right": verdict.right}
+            if verdict.rms is not None:
+                entries[name]["rms_error"] = verdict.rms
             if not verdict.right:
                 continue
             last = chunked(inputs[case][0], cell.chunk)[-1]

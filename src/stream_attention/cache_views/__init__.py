@@ -4,10 +4,11 @@ Imports torch alone. What is checked here is checked without reading a tensor, w
 `validate` reads.
 """
 
+from .fp8 import Fp8KV
 from .plain import ContiguousKV, PagedKV
 from .quantized import QuantizedKV
 from .write import Rotary
 
 KVCache = ContiguousKV | PagedKV | QuantizedKV
 
-__all__ = ["ContiguousKV", "KVCache", "PagedKV", "QuantizedKV", "Rotary"]
+__all__ = ["ContiguousKV", "Fp8KV", "KVCache", "PagedKV", "QuantizedKV", "Rotary"]

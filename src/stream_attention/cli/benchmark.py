@@ -200,6 +200,8 @@ def _show_suite(found: dict[str, Any], cells: list[Cell], providers: dict[str, P
         print(f"\nby {found['conditions']['eager']}:\n{results_.aligned(eager)}")
     if (reading := results_.read_speed(found)) is not None:
         print(reading)
+    if (losses := results_.losses(found)) is not None:
+        print(losses)
 
 
 def _show_grid(found: dict[str, Any], cells: list[Cell], providers: dict[str, Provider]) -> None:

@@ -1,29 +1,7 @@
-"""Calls that torch.compile leaves alone."""
+"""Calls that torch.compile leaves alone: ranks say what they say from generators, which cannot be traced."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from ..ops.uncompiled import uncompiled as leave_alone
 
-import torch
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """`function` as it is inside of torch.compile, whose graph breaks before it and goes on behind it.
-
-    Ranks say what they say from generators, which cannot be traced; in pieces they were, for seconds, with warnings.
-    """
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if "torch._dynamo" not in sys.modules:  # `disable` would import it, which takes a second
-            return function(*args, **kwargs)
-        disabled = torch.compiler.disable(function, reason="it talks to other ranks")
-        return disabled(*args, **kwargs)
-
-    return call
+uncompiled = leave_alone("it talks to other ranks")

@@ -36,6 +36,8 @@ def attention(
     seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    precision: str | None = None,
+    rotate: bool = False,
     backend: str = "auto",
 ) -> Any:
     """Exact attention in one streaming pass over the keys, O(N) memory, differentiable in every float argument.
@@ -61,6 +63,10 @@ def attention(
         deterministic: outputs and gradients bit-equal from run to run; None follows
             `torch.use_deterministic_algorithms`.
         return_lse: also return the log of the softmax denominator, `[B, Hq, Tq]`, natural log, sink included.
+        precision: None computes in that of the tensors. "fp8", for inference, computes from e4m3 codes with a scale for
+            every 64 queries and 128 keys of a head: fp16 or bf16, D = Dv of 64, 128 or 256, causal, window and scale;
+            the other modifiers and gradients are refused.
+        rotate: with "fp8", turn queries and keys by a Hadamard matrix first, against outliers in a few channels.
         backend: "auto", or the name of the backend that must do it; "triton(block_m=64)" also forces a tile.
 
     Returns:
@@ -68,7 +74,8 @@ def attention(
 
     Raises:
         ValueError, TypeError: a bad argument, before any work; the message names it with expected and actual.
-        UnsupportedProblem: the backend that was named cannot do this; the message says why.
+        UnsupportedProblem: the backend that was named cannot do this; the message says why. So it does for "fp8"
+            where no backend can.
 
     >>> import torch
     >>> from stream_attention import attention
@@ -80,6 +87,8 @@ def attention(
     if (
         not torch.compiler.is_compiling()
         and mask is bias is alibi_slopes is sink is seed is None
+        and precision is None
+        and rotate is False
         and recall.ENABLED
         and isinstance(query, Tensor)
         and (query.is_cuda or recall.ON_CPU)
@@ -108,8 +117,10 @@ def attention(
         deterministic,
         return_lse,
         backend,
+        precision,
+        rotate,
     )
-    out, lse = call(arguments)
+    out, lse = call(arguments) if precision is None else call_fp8(arguments, rotate)
     if facts is not None:
         recall.remember(facts, arguments, out, lse)
     return (out, lse) if return_lse else out
@@ -132,12 +143,16 @@ def prepare_attention(
     deterministic: bool | None,
     return_lse: bool,
     backend: str,
+    precision: str | None = None,
+    rotate: bool = False,
 ) -> tuple[Any, ...]:
     """Check a call of `attention` and turn it into arguments of the library op; nothing is computed."""
     backend = requested(backend)
     query, key, value = in_autocast_dtype(query, key, value)
     validate.attention_tensors(query, key, value, mask, bias, alibi_slopes, sink)
     validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, query)
+    if precision is not None or rotate is not False:
+        validate.precision(precision, rotate, query, key, value, mask, bias, alibi_slopes, sink, softcap, dropout_p)
     mask, bias, alibi_slopes = leading_ones(mask, 4), leading_ones(bias, 4), leading_ones(alibi_slopes, 2)
     inputs = Inputs(query, key, value, mask, bias, alibi_slopes, sink)
     return op_arguments(inputs, causal, window, softcap, scale, dropout_p, seed, deterministic, backend)
@@ -196,6 +211,13 @@ def call(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
             problem, tensors, _ = problem_of(arguments)
             plan(gradient_of(problem, tensors), backend)  # refuse now, not in the backward
     return forward_op(*arguments)
+
+
+def call_fp8(arguments: tuple[Any, ...], rotate: bool) -> tuple[Tensor, Tensor]:
+    """`call` from codes. torch.compile breaks its graph there."""
+    from . import fp8
+
+    return fp8.call(arguments, rotate)
 
 
 def _call_reference(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..plan import Plan, plan
 from ..problem import Inputs, Problem, gradient_of
 from .attention import attention, prepare_attention
+from .fp8 import in_fp8
 from .library import problem_of
 from .varlen import prepare_varlen, varlen_attention
 
@@ -54,6 +55,8 @@ def problems_of_call(query: Tensor, key: Tensor, value: Tensor, **arguments: Any
         bound.arguments["seed"] = 0  # a plan needs no random numbers, so none are drawn
     op_arguments = prepare(**bound.arguments)
     problem, inputs, backend = problem_of(op_arguments)
+    if bound.arguments["precision"] is not None:
+        return [in_fp8(problem)], backend
     problems = [problem]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in op_arguments[: len(Inputs._fields)]):
         problems.append(gradient_of(problem, inputs, lse_grad=bound.arguments["return_lse"]))

@@ -60,7 +60,7 @@ def problem_of(arguments: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
 
 def run_forward(planned: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Compute a planned forward."""
-    with _no_autocast(planned.problem.device.type):
+    with no_autocast(planned.problem.device.type):
         return BY_NAME[planned.backend].load().forward(planned.problem, inputs, planned.config)
 
 
@@ -68,7 +68,7 @@ def run_forward_into(planned: Plan, inputs: Inputs, out: Tensor, lse: Tensor, re
     """Write the state of a partial problem, or merge it into the one that is there; False if the kernels cannot, and
     nothing was done."""
     kernels = BY_NAME[planned.backend].load()
-    with _no_autocast(planned.problem.device.type):
+    with no_autocast(planned.problem.device.type):
         return hasattr(kernels, "forward_into") and kernels.forward_into(
             planned.problem, inputs, planned.config, out, lse, resumes
         )
@@ -89,11 +89,11 @@ def run_backward(
     if grad_out.stride(-1) != 1:  # an expanded gradient, such as that of sum()
         grad_out = grad_out.contiguous()
     saved = out, lse, grad_out, grad_lse
-    with _no_autocast(planned.problem.device.type):
+    with no_autocast(planned.problem.device.type):
         return BY_NAME[planned.backend].load().backward(planned.problem, inputs, planned.config, *saved, wanted)
 
 
-def _no_autocast(device: str) -> AbstractContextManager[Any]:
+def no_autocast(device: str) -> AbstractContextManager[Any]:
     """Kernels choose their own precision. Entering torch.autocast costs 3 us even where it is off already."""
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import validate
 from ..plan import requested
 from ..problem import Inputs
-from .attention import call, in_autocast_dtype, leading_ones, op_arguments
+from .attention import call, call_fp8, in_autocast_dtype, leading_ones, op_arguments
 
 
 def varlen_attention(
@@ -34,6 +34,8 @@ def varlen_attention(
     seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    precision: str | None = None,
+    rotate: bool = False,
     backend: str = "auto",
 ) -> Any:
     """Exact attention over packed sequences: row r of sequence b attends to the keys of sequence b alone.
@@ -85,8 +87,10 @@ def varlen_attention(
         deterministic,
         return_lse,
         backend,
+        precision,
+        rotate,
     )
-    out, lse = call(arguments)
+    out, lse = call(arguments) if precision is None else call_fp8(arguments, rotate)
     return (out, lse) if return_lse else out
 
 
@@ -111,6 +115,8 @@ def prepare_varlen(
     deterministic: bool | None,
     return_lse: bool,
     backend: str,
+    precision: str | None = None,
+    rotate: bool = False,
 ) -> tuple[Any, ...]:
     """Check a call of `varlen_attention` and turn it into arguments of the library op; nothing is computed."""
     backend = requested(backend)
@@ -119,8 +125,10 @@ def prepare_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mask, bias, alibi_slopes, sink
     )
     validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, query)
-    q_len = _longest("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
-    k_len = _longest("cu_seqlens_k", cu_seqlens_k, key.shape[0], max_seqlen_k)
+    if precision is not None or rotate is not False:
+        validate.precision(precision, rotate, query, key, value, mask, bias, alibi_slopes, sink, softcap, dropout_p)
+    q_len = longest("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
+    k_len = longest("cu_seqlens_k", cu_seqlens_k, key.shape[0], max_seqlen_k)
     inputs = Inputs(
         query,
         key,
@@ -133,9 +141,9 @@ def prepare_varlen(
     return op_arguments(inputs, causal, window, softcap, scale, dropout_p, seed, deterministic, backend, q_len, k_len)
 
 
-def _longest(name: str, cu_seqlens: Tensor, rows: int, longest: int | None) -> int:
+def longest(name: str, cu_seqlens: Tensor, rows: int, told: int | None) -> int:
     """The longest sequence: as told, or read from the offsets. Offsets are checked whenever they are read."""
     on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
-    if longest is not None and not on_host:
-        return longest
-    return validate.cu_seqlens_values(name, cu_seqlens.tolist(), rows, longest)
+    if told is not None and not on_host:
+        return told
+    return validate.cu_seqlens_values(name, cu_seqlens.tolist(), rows, told)

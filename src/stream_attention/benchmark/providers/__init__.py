@@ -13,6 +13,7 @@ from .base import Provider
 from .decode import Append, Decode, Paged, Quantized
 from .flash_attention import FlashAttention2, FlashAttention3, FlashAttention4
 from .flex import Flex
+from .fp8 import Fp8, Fp8Kernel
 from .ours import Blocked, Deterministic, Ours, Plain
 from .sdpa import Dense, Sdpa
 from .xformers import Xformers
@@ -29,6 +30,10 @@ def by_name(fa3: Path | None = None) -> dict[str, Provider]:
         Plain(),
         *(Plain(name) for name in ("gluon", "triton")),
         Blocked(),
+        Ours("bf16", "auto"),
+        Fp8(),
+        Fp8("e4m3 rotated", rotate=True),
+        Fp8Kernel(),
         Decode("decode", "rows"),
         *(Paged(page) for page in (16, 64, 256)),
         *(Quantized(format) for format in ("fp8", "int8", "int4")),

@@ -49,6 +49,11 @@ class Provider:
         """The inputs that its answer to `x` is compared on: others where it keeps keys and values in fewer bits."""
         return x
 
+    def earned(self, x: Tensors) -> list[Tensor]:
+        """Other computations of a part `x` of what it saw, whose errors its own may have twice, beside those of its
+        dtype: where it rounds more than that by its specification."""
+        return []
+
     def kv_bytes(self, case: Case, x: Tensors) -> float:
         """Bytes of keys and values that a call on `x` reads."""
         return kv_bytes(case)

@@ -273,18 +273,18 @@ class Result:
         return WARPGROUPS - self.STATES if self.STATES > 0 else 0
 
     @gluon.jit
-    def store_by_tma(self, out, place, entry, row, head):
+    def store_by_tma(self, out, place, entry, row, head, column=0):
         """Write a whole tile through `place`, in shared memory. The copy runs until it is waited for."""
         place = as_tile_of(self.o_desc, place)
         place.reshape([out.shape[0], out.shape[1]]).store(out.to(self.o_desc.dtype))
         fence_async_shared()
-        tma_store(self.o_desc, [entry, row, head, 0], place)
+        tma_store(self.o_desc, [entry, row, head, column], place)
 
     @gluon.jit
-    def store_from_registers(self, out, entry, row, head, rows_left):
+    def store_from_registers(self, out, entry, row, head, rows_left, first_column: gl.constexpr = 0):
         """Write the first `rows_left` rows of a tile."""
         line = gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
-        column = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
+        column = first_column + gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
         units = entry.to(gl.int64) * self.stride_ob + head * self.stride_oh
         units += (row + line).to(gl.int64) * self.stride_om
         inside = (line < rows_left)[:, None] & (column < self.DV)[None, :]

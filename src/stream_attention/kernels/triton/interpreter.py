@@ -1,7 +1,8 @@
-"""Three repairs of Triton's CPU interpreter (3.6.0), applied when `TRITON_INTERPRET=1`.
+"""Four repairs of Triton's CPU interpreter (3.6.0), applied when `TRITON_INTERPRET=1`.
 
 NumPy 2.4 refuses `int(array([x]))`, which breaks `range(tensor)`; `tl.dot` on bf16 multiplies the raw 16-bit patterns
-as if they were integers, without a word; and fp32 becomes bf16 by cutting bits off, where a GPU rounds to nearest.
+as if they were integers, without a word; fp32 becomes bf16 by cutting bits off, where a GPU rounds to nearest; and it
+becomes e4m3 with ties away from 0, carries that get lost and no largest number (`tl.dot` on e4m3 is right).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def fix() -> None:
     if _fixed or not active():
         return
     import numpy as np
+    import torch
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -56,7 +58,17 @@ def fix() -> None:
         nan = np.isnan(source.data)
         return interpreter.TensorHandle(np.where(nan, 0x7FC0, rounded).astype(np.uint16), target.scalar)
 
+    convert = interpreter.InterpreterBuilder.create_fp_to_fp
+
+    def convert_by_rounding(self: Any, source: Any, target: Any, *rest: Any) -> Any:
+        if not (source.dtype.scalar.is_fp32() and target.scalar.is_fp8e4nv()):
+            return convert(self, source, target, *rest)
+        numbers = torch.from_numpy(np.array(source.data, dtype=np.float32))  # a copy, which may be written to
+        codes = numbers.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+        return interpreter.TensorHandle(codes.numpy(), target.scalar)
+
     interpreter._patch_lang_tensor = patch_tensor_and_index
     interpreter.InterpreterBuilder.create_dot = create_dot_in_float32
     interpreter.InterpreterBuilder.cast_impl = cast_by_rounding
+    interpreter.InterpreterBuilder.create_fp_to_fp = convert_by_rounding
     _fixed = True

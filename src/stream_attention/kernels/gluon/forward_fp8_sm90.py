@@ -1,0 +1,605 @@
+"""The streaming forward in FP8 for Hopper (sm_90), in Gluon: twice the rate of products, from e4m3 codes.
+
+What is computed is kernels/reference_fp8.py; how codes lie in memory, kernels/fp8_layout.py. Roles, rings, overlap and
+the order of tiles are those of forward_sm90.py, which explains them. Different here:
+
+- Scales. A block of keys has a scale; scores of a block are multiplied with it, the query's and the softmax's in the one
+  instruction that takes the maximum off. Maxima are therefore kept in log2 units, and as integers: rescaling by them
+  rounds nothing. The sums o are kept in units of the scale of the values that were added last, so a new block costs one
+  multiplication of the factor that they are rescaled with anyway.
+- Two levels. The FP8 matrix units keep about 14 bits of a sum. So the product P V of a block begins at zero, and is
+  added to o in fp32, by the instruction that rescales o.
+- Weights. A lane has pairs of columns of S in its registers, and needs runs of four of P. Which columns a sum goes over
+  first does not matter, so the lane takes what it has, and V lies in that order (`ORDER`). From one iteration to the next
+  weights go as words of four codes: the compiler would take a tile of bytes apart and put it together again.
+
+Hidden keys need no care beyond their scores: values that do not exist, or that no query sees, are codes of 0.
+Grid: one program per processor, or fewer. Parity with the reference: tests/kernels/gluon/test_forward_fp8_gpu.py.
+"""
+
+# No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
+
+from ...problem import UNBOUNDED, Problem
+from ...tuning.fp8 import GluonFp8Config
+from ...tuning.gluon import ROWS as ROWS_OF_A_WARPGROUP
+from ...tuning.gluon import many_cuts
+from ..fp8_layout import BLOCK as ROWS_OF_A_BLOCK
+from ..fp8_layout import SHIFT as SHIFT_OF_WEIGHTS
+from ..fp8_layout import KeyCodes, QueryCodes, room_for_out
+from ..triton.arguments import FAR, UNIT, line_strides, row_strides
+from ..triton.launch import Kernel
+from .facts import Call, Crew, Result
+from .launch import even_group, jit, rows_descriptor
+from .pipeline import make_ring, pass_turn, take_turn
+from .scheduler import Order, draw, drawn, make_mailbox
+from .tiles import LN2, LOG2E, hide, log2, row_sums
+from .versions import tma_load
+
+ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
+BLOCK = gl.constexpr(ROWS_OF_A_BLOCK)
+SHIFT = gl.constexpr(SHIFT_OF_WEIGHTS)
+
+
+@aggregate
+class Codes:
+    """Where the scales are, and how the products P V are added up."""
+
+    query_scales: gl.tensor
+    query_scales_of_head: gl.tensor  # how many
+    scales: gl.tensor  # of a block's keys and of its values, as one word of 64 bits
+    blocks_of_head: gl.tensor
+    factor: gl.tensor  # of the softmax, in log2 units
+    TWO_LEVEL: gl.constexpr  # GluonFp8Config has the words
+    APART: gl.constexpr
+    PARTS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, query_scales, query_scales_of_head, scales, blocks_of_head, factor, TWO_LEVEL, APART, PARTS):
+        self.query_scales = query_scales
+        self.query_scales_of_head = query_scales_of_head
+        self.scales = scales
+        self.blocks_of_head = blocks_of_head
+        self.factor = factor
+        self.TWO_LEVEL = gl.constexpr(TWO_LEVEL)
+        self.APART = gl.constexpr(APART)
+        self.PARTS = gl.constexpr(PARTS)
+
+    @gluon.jit
+    def of_queries(self, head, row):
+        """What products of 64 queries from `row` on are multiplied with. Behind the last one there is some number."""
+        place = gl.minimum(row // ROWS, self.query_scales_of_head - 1)
+        return gl.load(self.query_scales + head * self.query_scales_of_head + place) * self.factor
+
+    @gluon.jit
+    def of_keys(self, head, row):
+        """(the scale of keys, the bits of that of values) of the block from `row` on."""
+        word = gl.load(self.scales + head * self.blocks_of_head + row // BLOCK)
+        return word.to(gl.int32).to(gl.float32, bitcast=True), (word >> 32).to(gl.int32)
+
+
+@gluon.jit
+def _first_row(call, batch, first, rows):
+    """Where the codes of a sequence begin: `fp8_layout.first_block`."""
+    if call.IS_PACKED:
+        return (first // BLOCK + batch) * BLOCK
+    else:
+        return batch * ((rows + (BLOCK - 1)) // BLOCK * BLOCK)
+
+
+@gluon.jit
+def _load(ring, desc, use, head, row, column):
+    """Fill a slot, as soon as it is empty."""
+    ring.wait_empty(use)
+    barrier = ring.expect(use, desc.block_type.nbytes)
+    tma_load(desc, [head, row, column], barrier, ring.tiles.index(use % ring.SLOTS))
+
+
+@gluon.jit
+def _producer(crew, call, order, counter, mail, queries, keys, values, q_desc, k_desc, v_desc):
+    """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ..."""
+    TILE_ROWS: gl.constexpr = crew.WARPGROUPS * ROWS
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
+    AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
+    use = 0
+    taken = 0
+    tile = gl.program_id(0)
+    while tile < order.tiles:
+        line, m = order.place(tile)
+        batch, head, q_first, q_len, k_first, k_len = call.sequences(line)
+        first = m * TILE_ROWS
+        answer = tile
+        if first < q_len:
+            mail.send(taken, m, batch, head, q_first, q_len, k_first, k_len)
+            kv_head = head // call.group
+            low, high = call.blocks(first, first + (TILE_ROWS - 1), k_len, call.offset_of(q_len, k_len), BLOCK_N)
+            blocks = high - low
+            begin = _first_row(call, batch, k_first, k_len)
+            row = begin + (high - 1) * BLOCK_N  # of the last block
+            _load(keys, k_desc, use, kv_head, row, 0)
+            queries.wait_empty(taken)
+            landing = queries.expect(taken, crew.WARPGROUPS * q_desc.block_type.nbytes)
+            slot = (taken % queries.SLOTS) * crew.WARPGROUPS
+            q_row = _first_row(call, batch, q_first, q_len) + first
+            for w in gl.static_range(crew.WARPGROUPS):
+                tma_load(q_desc, [head, q_row + w * ROWS, 0], landing, queries.tiles.index(slot + w))
+            near_end = gl.maximum(blocks - AHEAD, 1)
+            for j in range(1, near_end):
+                _load(keys, k_desc, use + j, kv_head, row - j * BLOCK_N, 0)
+                _load(values, v_desc, use + j - 1, kv_head, 0, row - (j - 1) * BLOCK_N)
+            answer = draw(counter)
+            for j in range(near_end, blocks):
+                _load(keys, k_desc, use + j, kv_head, row - j * BLOCK_N, 0)
+                _load(values, v_desc, use + j - 1, kv_head, 0, row - (j - 1) * BLOCK_N)
+            _load(values, v_desc, use + blocks - 1, kv_head, 0, begin + low * BLOCK_N)
+            use += blocks
+            taken += 1
+        else:  # a sequence of the pack that is shorter
+            answer = draw(counter)
+        tile = drawn(answer)
+    zero = use * 0
+    mail.send(taken, zero - 1, zero, zero, zero, zero, zero, zero)
+
+
+@gluon.jit
+def _packed(weights):
+    """Weights as words of four e4m3 codes, of columns that a lane has and that follow each other in `ORDER`."""
+    R: gl.constexpr = weights.shape[0]
+    N: gl.constexpr = weights.shape[1]
+    ordered = weights.reshape([R, N // 32, 2, 2, 4, 2]).permute([0, 1, 2, 4, 3, 5])  # a b q e -> a q b e
+    even, odd = gl.split(ordered.reshape([R, N // 4, 2, 2]))
+    w0, w2 = gl.split(even)
+    w1, w3 = gl.split(odd)
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
+        "mov.b32 $0, {lo, hi}; }",
+        "=r,r,r,r,r",
+        [w0, w1, w2, w3],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _unpacked(words, LAYOUT: gl.constexpr):
+    """The words as an operand; no instruction is left of it."""
+    R: gl.constexpr = words.shape[0]
+    N: gl.constexpr = words.shape[1] * 4
+    b0 = words.to(gl.int8)
+    b1 = (words >> 8).to(gl.int8)
+    b2 = (words >> 16).to(gl.int8)
+    b3 = (words >> 24).to(gl.int8)
+    codes = gl.join(gl.join(b0, b2), gl.join(b1, b3)).reshape([R, N]).to(gl.float8e4nv, bitcast=True)
+    return gl.convert_layout(codes, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _up(x):
+    """The next integer, as a float."""
+    return gl.inline_asm_elementwise("cvt.rpi.f32.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _issue_values(codes, p, v, acc, part: gl.constexpr):
+    """Begin the product of weights and a part of the columns of V."""
+    WIDTH: gl.constexpr = v.shape[0] // codes.PARTS
+    columns = v.slice(part * WIDTH, WIDTH, 0).permute((1, 0))
+    if codes.TWO_LEVEL:
+        LAYOUT: gl.constexpr = acc[part].type.layout
+        nothing = gl.zeros((ROWS, WIDTH), gl.float32, LAYOUT)
+        return warpgroup_mma(p, columns, nothing, use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(p, columns, acc[part], use_acc=True, is_async=True)
+
+
+@gluon.jit
+def _add_values(codes, p, v, acc, issued, pending, shrink):
+    """The sums, part by part, when their products are done, of which the first was begun. `pending` is what older sums
+    are still to be multiplied with where blocks are added in fp32, `shrink` what all of them are where they are not."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+    sums = ()
+    for part in gl.static_range(codes.PARTS):
+        product = warpgroup_mma_wait(0, deps=(issued,))
+        if part + 1 < codes.PARTS:
+            issued = _issue_values(codes, p, v, acc, part + 1)
+        if codes.TWO_LEVEL:
+            added = acc[part] * gl.convert_layout(pending, LAYOUT, assert_trivial=True)[:, None] + product
+        else:
+            added = product * gl.convert_layout(shrink, LAYOUT, assert_trivial=True)[:, None]
+        sums = sums + (added,)  # type: ignore[assignment]
+    return sums
+
+
+@gluon.jit
+def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries, keys, values, staging):
+    """Compute 64 rows of every tile."""
+    TILE_ROWS: gl.constexpr = crew.WARPGROUPS * ROWS
+    AFTER: gl.constexpr = (WARPGROUP + 1) % crew.WARPGROUPS
+    BLOCK_N: gl.constexpr = keys.tiles.shape[2]
+    BLOCK_D: gl.constexpr = keys.tiles.shape[3]
+    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    WIDTH: gl.constexpr = BLOCK_D // codes.PARTS
+    O_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    P_TILE: gl.constexpr = gl.DotOperandLayout(0, O_TILE, 4)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_TILE)
+    GUARD: gl.constexpr = call.HAS_LEFT or call.HAS_RIGHT or call.IS_PACKED  # a row may see nothing in a first block
+
+    no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
+    rows = gl.arange(0, ROWS, S_ROWS)
+    if crew.IN_TURN:
+        if WARPGROUP == 0:
+            pass_turn(0)
+    use = 0
+    taken = 0
+    m, batch, head, q_first, q_len, k_first, k_len = mail.receive(0)
+    while m >= 0:
+        # Where am I.
+        first = m * TILE_ROWS
+        offset = call.offset_of(q_len, k_len)
+        low, high = call.blocks(first, first + (TILE_ROWS - 1), k_len, offset, BLOCK_N)
+        r0 = first + WARPGROUP * ROWS
+        skip = k_len * 0  # blocks that other warpgroups see and this one does not
+        if call.HAS_RIGHT:
+            _, own_high = call.blocks(r0, r0 + (ROWS - 1), k_len, offset, BLOCK_N)
+            skip = gl.maximum(high - own_high, 0)
+        blocks = high - low - skip
+        limit = gl.full([ROWS], 0, gl.int32, S_ROWS) + k_len
+        safe_limit = k_len
+        if call.HAS_RIGHT:
+            limit = gl.minimum(limit, (r0 + offset + call.right + 1) + rows)
+            safe_limit = gl.minimum(k_len, r0 + offset + call.right + 1)
+        floor = limit
+        safe_floor = k_len
+        if call.HAS_LEFT:
+            floor = (r0 + offset - call.left) + rows
+            safe_floor = r0 + (ROWS - 1) + offset - call.left
+        kv_head = head // call.group
+        begin = _first_row(call, batch, k_first, k_len)
+        q_factor = codes.of_queries(head, _first_row(call, batch, q_first, q_len) + r0)
+        start = (high - 1 - skip) * BLOCK_N
+        k_scale, unit = codes.of_keys(kv_head, begin + start)
+
+        # The first block: no older sums, and no product P V beside it.
+        for x in range(skip):
+            keys.wait_full(use + x)
+            keys.release(use + x)
+        queries.wait_full(taken)
+        q = queries.tiles.index((taken % queries.SLOTS) * crew.WARPGROUPS + WARPGROUP).reshape([ROWS, BLOCK_D])
+        keys.wait_full(use + skip)
+        k = keys.tiles.index((use + skip) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
+        s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        keys.release(use + skip)
+        cut = start + BLOCK_N > safe_limit
+        if call.HAS_LEFT:
+            cut = cut | (start < safe_floor)
+        if cut:
+            s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
+        factor = q_factor * k_scale
+        top = _up(gl.max(s, 1) * factor)
+        finite = top
+        if GUARD:
+            finite = gl.where(top == -float("inf"), 0.0, top)
+        weights = gl.exp2(s * factor - (finite - SHIFT)[:, None])
+        row_sum = row_sums(weights)
+        keys.wait_full(use + skip + 1, pred=blocks > 1)
+        for x in range(skip):
+            values.wait_full(use + x)
+            values.release(use + x)
+            if crew.IN_TURN:
+                take_turn(WARPGROUP)
+                pass_turn(AFTER)
+        use += skip
+        acc = ()
+        for _ in gl.static_range(codes.PARTS):
+            acc = acc + (gl.zeros((ROWS, WIDTH), gl.float32, O_TILE),)  # type: ignore[assignment]
+        words = _packed(weights)
+        next_scale, next_unit = codes.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
+
+        # Stream.
+        pending = gl.zeros((ROWS,), gl.float32, S_ROWS)  # two levels: what the sums are still to be multiplied with
+        for j in range(1, blocks):
+            k = keys.tiles.index((use + 1) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
+            v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_D, BLOCK_N])
+            factor = q_factor * next_scale
+            ratio = unit.to(gl.float32, bitcast=True) * (0x7F000000 - next_unit).to(gl.float32, bitcast=True)
+            unit = next_unit
+            start -= BLOCK_N
+            next_scale, next_unit = codes.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
+            if crew.IN_TURN:
+                take_turn(WARPGROUP)
+            if codes.APART:
+                values.wait_full(use)
+                p = _unpacked(words, P_TILE)
+                acc = _add_values(codes, p, v, acc, _issue_values(codes, p, v, acc, 0), pending, pending)
+                s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                if crew.IN_TURN:
+                    pass_turn(AFTER)
+                values.release(use)
+                s = warpgroup_mma_wait(0, deps=(s,))
+            else:
+                s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                values.wait_full(use)
+                p = _unpacked(words, P_TILE)
+                issued = _issue_values(codes, p, v, acc, 0)
+                if crew.IN_TURN:
+                    pass_turn(AFTER)
+                s = warpgroup_mma_wait(1, deps=(s_issued,))
+            keys.release(use + 1)
+            if call.MANY_CUTS:
+                cut = start + BLOCK_N > safe_limit
+                if call.HAS_LEFT:
+                    cut = cut | (start < safe_floor)
+                if cut:
+                    s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
+            new_top = gl.maximum(top, _up(gl.max(s, 1) * factor))
+            finite = new_top
+            if call.MANY_CUTS:
+                finite = gl.where(new_top == -float("inf"), 0.0, new_top)
+            shrink = gl.exp2(top - finite)
+            top = new_top
+            shrink_sums = gl.convert_layout(shrink, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
+            keys.wait_full(use + 2, pred=j + 1 < blocks)
+            shrink = shrink * ratio
+            if not codes.APART:
+                acc = _add_values(codes, p, v, acc, issued, pending, shrink)
+                values.release(use)
+            pending = shrink
+            weights = gl.exp2(s * factor - (finite - SHIFT)[:, None])
+            row_sum = row_sum * shrink_sums[:, None] + row_sums(weights)
+            # Only now: the registers of the old weights were an operand until the product was done.
+            words = _packed(weights)
+            use += 1
+
+        # The last product, and where the next tile is while it runs.
+        queries.release(taken)
+        values.wait_full(use)
+        v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_D, BLOCK_N])
+        p = _unpacked(words, P_TILE)
+        issued = _issue_values(codes, p, v, acc, 0)
+        next_m, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
+        acc = _add_values(codes, p, v, acc, issued, pending, pending * 0.0 + 1.0)
+        values.release(use)
+        use += 1
+
+        # Finish.
+        total = gl.convert_layout(gl.sum(row_sum, 1), S_ROWS, assert_trivial=True)
+        seen = total != 0  # a NaN is seen
+        inverse = unit.to(gl.float32, bitcast=True) / gl.where(seen, total, 1.0)
+        entry = batch
+        if call.IS_PACKED:
+            entry = batch * 0
+        lse = gl.where(seen, (top + (log2(total) - SHIFT)) * LN2, -float("inf"))
+        lse_row = result.lse + entry.to(gl.int64) * result.stride_lb + head.to(gl.int64) * result.stride_lh
+        gl.store(lse_row + (q_first + r0) + rows, lse, mask=r0 + rows < q_len)
+        tma.store_wait(pendings=0)  # of the tile before, long since drained
+        for part in gl.static_range(codes.PARTS):
+            out = acc[part] * gl.convert_layout(inverse, O_ROWS, assert_trivial=True)[:, None]
+            place = staging.index(WARPGROUP * codes.PARTS + part)
+            if call.IS_PACKED:
+                if r0 + ROWS <= q_len:
+                    result.store_by_tma(out, place, entry, q_first + r0, head, part * WIDTH)
+                else:
+                    result.store_from_registers(out, entry, q_first + r0, head, q_len - r0, part * WIDTH)
+            else:
+                result.store_by_tma(out, place, entry, r0, head, part * WIDTH)
+        taken += 1
+        m = next_m
+        batch = next_batch
+        head = next_head
+        q_first = next_q
+        q_len = next_q_len
+        k_first = next_k
+        k_len = next_k_len
+    tma.store_wait(pendings=0)
+
+
+@jit
+def _forward_fp8_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    out_ptr,
+    lse_ptr,
+    query_scales_ptr,
+    scales_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    counter_ptr,
+    lines: gl.int32,
+    tiles_m: gl.int32,
+    line_group: gl.int32,
+    tiles: gl.int32,
+    q_heads: gl.int32,
+    group: gl.int32,
+    q_len: gl.int32,
+    k_len: gl.int32,
+    offset: gl.int32,
+    left: gl.int32,
+    right: gl.int32,
+    q_rows: gl.int32,
+    k_rows: gl.int32,
+    query_scales_of_head: gl.int32,
+    blocks_of_head: gl.int32,
+    stride_ob: gl.int64,
+    stride_om: gl.int64,
+    stride_oh: gl.int64,
+    stride_lb: gl.int64,
+    stride_lh: gl.int64,
+    scale,
+    D: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    Q_SLOTS: gl.constexpr,
+    K_SLOTS: gl.constexpr,
+    V_SLOTS: gl.constexpr,
+    IN_TURN: gl.constexpr,
+    TWO_LEVEL: gl.constexpr,
+    APART: gl.constexpr,
+    PARTS: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    IS_PACKED: gl.constexpr,
+    MANY_CUTS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    queries = make_ring(q_desc, Q_SLOTS, WARPGROUPS, WARPGROUPS)
+    keys = make_ring(k_desc, K_SLOTS, 1, WARPGROUPS)
+    values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
+    staging = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS * PARTS] + o_desc.block_type.shape, o_desc.layout)
+    mail = make_mailbox(WARPGROUPS)
+    crew = Crew(WARPGROUPS, IN_TURN, False, False)
+    order = Order(lines, tiles_m, line_group, tiles)
+    call = Call(
+        q_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows,
+        HAS_LEFT, HAS_RIGHT, IS_PACKED, MANY_CUTS, False,
+    )  # fmt: skip
+    codes = Codes(
+        query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E, TWO_LEVEL, APART, PARTS
+    )  # fmt: skip
+    result = Result(
+        o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, lines, lse_ptr, scale,
+        D, False, True, False,
+    )  # fmt: skip
+    # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, crew, call, codes, result, mail, queries, keys, values, staging)),
+                (_consumer, (1, crew, call, codes, result, mail, queries, keys, values, staging)),
+                (_producer, (crew, call, order, counter_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, crew, call, codes, result, mail, queries, keys, values, staging)),
+                (_consumer, (1, crew, call, codes, result, mail, queries, keys, values, staging)),
+                (_consumer, (2, crew, call, codes, result, mail, queries, keys, values, staging)),
+                (_producer, (crew, call, order, counter_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+def forward_fp8(
+    problem: Problem,
+    queries: QueryCodes,
+    keys: KeyCodes,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    config: GluonFp8Config,
+) -> tuple[Tensor, Tensor]:
+    """out `[B, Tq, Hq, D]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, D]` and `[Hq, Nq]`."""
+    out, lse = room_for_out(problem, queries)
+    if not problem.empty:
+        counter = lse.new_zeros(1, dtype=torch.int32)  # from which the launch draws its tiles
+        cu_seqlens = cu_seqlens_q, cu_seqlens_k
+        _kernel.launch(**_launch_arguments(problem, queries, keys, *cu_seqlens, config, out, lse, counter))
+    return out, lse
+
+
+def _launch_arguments(
+    problem: Problem,
+    queries: QueryCodes,
+    keys: KeyCodes,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    config: GluonFp8Config,
+    out: Tensor,
+    lse: Tensor,
+    counter: Tensor,
+) -> dict[str, Any]:
+    """What `Kernel.launch` takes. Where there is no tensor, the LSE stands in for it, unread."""
+    dim, packed = problem.head_dim, problem.packed
+    lines, tiles_m = problem.batch * problem.q_heads, -(-problem.q_len // (config.warpgroups * ROWS.value))
+    tiles = lines * tiles_m
+    return {
+        "grid": min(problem.processors, tiles),
+        "descriptors": (
+            _codes_descriptor(queries.query, ROWS.value, dim),
+            _codes_descriptor(keys.key, config.block_n, dim),
+            _codes_descriptor(keys.value, dim, config.block_n),
+            rows_descriptor(out, ROWS.value, dim // config.parts),
+        ),
+        "pointers": (
+            out,
+            lse,
+            queries.scales,
+            keys.scales.view(torch.int64),
+            lse if cu_seqlens_q is None else cu_seqlens_q,
+            lse if cu_seqlens_k is None else cu_seqlens_k,
+            counter,
+        ),
+        "scalars": (
+            lines,
+            tiles_m,
+            _lines_in_cache(problem, lines),
+            tiles,
+            problem.q_heads,
+            problem.group,
+            problem.q_len,
+            problem.k_len,
+            problem.q_start - problem.k_start,
+            min(problem.left, FAR),
+            min(problem.right, FAR),
+            queries.rows,
+            keys.rows,
+            queries.scales.shape[1],
+            keys.scales.shape[1],
+            *row_strides(out, packed, UNIT),
+            *line_strides(lse, packed),
+            problem.scale,
+        ),
+        "constants": (
+            dim,  # D
+            config.warpgroups,  # WARPGROUPS
+            config.q_slots,  # Q_SLOTS
+            config.k_slots,  # K_SLOTS
+            config.v_slots,  # V_SLOTS
+            config.in_turn,  # IN_TURN
+            config.two_level,  # TWO_LEVEL
+            config.apart,  # APART
+            config.parts,  # PARTS
+            problem.left != UNBOUNDED,  # HAS_LEFT
+            problem.right != UNBOUNDED,  # HAS_RIGHT
+            packed,  # IS_PACKED
+            many_cuts(problem, config.block_n),  # MANY_CUTS
+            config.consumer_registers,  # CONSUMER_REGISTERS
+            config.producer_registers,  # PRODUCER_REGISTERS
+        ),
+        "num_warps": 4,
+    }
+
+
+def _codes_descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """How TMA reads tiles of codes of one head."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns), element_bitwidth=8, rank=3)
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, columns], layout)
+
+
+def _lines_in_cache(problem: Problem, lines: int) -> int:
+    """Heads (of all batch entries) that are worked on together, in groups of about the same size."""
+    if problem.right == UNBOUNDED:
+        return 1
+    size = problem.k_len * 2 * problem.head_dim
+    return even_group(lines, max(1, (32 << 20) // max(1, size)) * problem.group)
+
+
+_kernel = Kernel(_forward_fp8_kernel)

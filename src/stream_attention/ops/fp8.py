@@ -1,0 +1,236 @@
+"""Attention in FP8: `attention(precision="fp8")` behind its checks, and the form that takes keys and values as codes.
+
+Codes are made by a pre-pass, one launch for queries, keys and values; `kernels/reference_fp8.py` specifies them and
+what is computed from them. There is no gradient, and nothing here falls back to another precision.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import validate
+from ..backends import BY_NAME, makes_fp8_codes
+from ..cache_views.fp8 import Fp8KV
+from ..plan import Plan, plan, requested
+from ..problem import UNBOUNDED, Inputs, Problem
+from .attention import in_autocast_dtype, op_arguments
+from .library import no_autocast, problem_of
+from .uncompiled import uncompiled
+from .varlen import longest
+
+if TYPE_CHECKING:
+    from ..kernels.fp8_layout import KeyCodes, QueryCodes
+
+REASON = "FP8 kernels are launched, not traced"
+
+
+def quantize_fp8(
+    key: Tensor,
+    value: Tensor,
+    *,
+    rotate: bool = False,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Fp8KV:
+    """Keys and values as e4m3 codes with a scale for every 128 rows of a head, to be attended to any number of times.
+
+    They are the codes that `attention(precision="fp8")` makes of them. One launch where Triton runs on a GPU of compute
+    capability 8.9 or newer; elsewhere plain torch computes the same bits, slowly.
+
+    Args:
+        key: `[B, Tk, Hkv, D]`, fp16 or bf16, D of 64, 128 or 256; packed sequences: `[Nk, Hkv, D]`.
+        value: of the key's shape.
+        rotate: turn keys by a Hadamard matrix, against outliers in a few of their channels; `attention_fp8` turns the
+            queries likewise.
+        cu_seqlens: int32 or int64 `[sequences + 1]`, where sequences are packed.
+        max_seqlen: the longest of them; None reads the offsets, which on an accelerator is a host synchronisation.
+
+    Raises:
+        ValueError, TypeError: a bad argument, before any work.
+
+    >>> import torch
+    >>> from stream_attention import quantize_fp8
+    >>> quantize_fp8(*torch.randn(2, 1, 300, 4, 64).bfloat16())
+    <Fp8KV: 1 rows of 300 keys, 4 heads of 64, of bfloat16 on cpu>
+    """
+    return _quantized(key, value, rotate, cu_seqlens, max_seqlen)
+
+
+@uncompiled(REASON)
+def _quantized(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Fp8KV:
+    key, value = in_autocast_dtype(key, value)
+    validate.fp8_keys(key, value, rotate, cu_seqlens, max_seqlen)
+    most = key.shape[-3]
+    if cu_seqlens is not None:
+        most = longest("cu_seqlens", cu_seqlens, key.shape[0], max_seqlen)
+        cu_seqlens = cu_seqlens.contiguous()
+    with no_autocast(key.device.type), torch.no_grad():
+        codes: Any
+        if makes_fp8_codes(key.device) and key.numel():
+            from ..kernels.triton import quantize_fp8 as kernels
+
+            codes = kernels.quantize_keys(key, value, cu_seqlens, most, rotate)
+        else:
+            from ..kernels import reference_fp8
+
+            codes = reference_fp8.quantize_keys(key, value, cu_seqlens, rotate)
+    return Fp8KV(codes, tuple(key.shape), key.dtype, rotate, cu_seqlens, most)
+
+
+def attention_fp8(
+    query: Tensor,
+    kv: Fp8KV,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    backend: str = "auto",
+) -> Any:
+    """Attention in FP8 to keys and values that are codes already: the queries alone are quantised, 64 rows to a scale.
+
+    Bit for bit what `attention(precision="fp8")` computes of the keys and values that `kv` was made of.
+
+    Args:
+        query: `[B, Tq, Hq, D]`, fp16 or bf16; packed sequences: `[Nq, Hq, D]`.
+        kv: what `quantize_fp8` returned; where its keys are rotated, the queries are rotated here.
+        cu_seqlens_q, max_seqlen_q: of the queries, where those of `kv` are packed; as in `varlen_attention`.
+        causal, window, scale, return_lse, backend: as in `attention`.
+
+    Returns:
+        `[B, Tq, Hq, D]` in the query's dtype (packed: `[Nq, Hq, D]`), or `(out, lse)`.
+
+    Raises:
+        ValueError, TypeError: a bad argument, before any work.
+        UnsupportedProblem: the backend that was named, or none, can do it here; the message says why.
+
+    >>> import torch
+    >>> from stream_attention import attention_fp8, quantize_fp8
+    >>> query, key, value = torch.randn(3, 1, 300, 4, 64).bfloat16()
+    >>> attention_fp8(query, quantize_fp8(key, value), causal=True, backend="reference").shape
+    torch.Size([1, 300, 4, 64])
+    """
+    out, lse = _attended(query, kv, causal, window, scale, return_lse, cu_seqlens_q, max_seqlen_q, backend)
+    return (out, lse) if return_lse else out
+
+
+@uncompiled(REASON)
+def _attended(
+    query: Tensor,
+    kv: Fp8KV,
+    causal: bool,
+    window: tuple[int, int] | None,
+    scale: float | None,
+    return_lse: bool,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    backend = requested(backend)
+    (query,) = in_autocast_dtype(query)
+    validate.fp8_query(query, kv, cu_seqlens_q, max_seqlen_q)
+    validate.options(causal, window, 0.0, scale, 0.0, None, None, return_lse, query)
+    keys = kv.codes.scales.new_empty(()).expand(kv.shape)  # stands for them where only their shape is asked
+    inputs = Inputs(query, keys, keys, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=kv.cu_seqlens)
+    q_len = 0 if cu_seqlens_q is None else longest("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
+    arguments = op_arguments(inputs, causal, window, 0.0, scale, 0.0, None, None, backend, q_len, kv.max_seqlen)
+    problem, inputs, backend = problem_of(arguments)
+    planned = plan(in_fp8(problem), backend)
+    if problem.empty:
+        return _nothing(query)
+    offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    with no_autocast(query.device.type), torch.no_grad():
+        queries: Any
+        if planned.backend == "reference":
+            from ..kernels import reference_fp8
+
+            queries = reference_fp8.quantize_queries(query, offsets[0], kv.rotate)
+        else:
+            from ..kernels.triton import quantize_fp8 as kernels
+
+            queries = kernels.quantize_queries(query, offsets[0], q_len, kv.rotate)
+        return attend_to_codes(planned, queries, kv.codes, *offsets)
+
+
+@uncompiled(REASON)
+def call(arguments: tuple[Any, ...], rotate: bool) -> tuple[Tensor, Tensor]:
+    """Compute `(out, lse)` in FP8, of a call that was prepared as one of the library op."""
+    problem, inputs, backend = problem_of(arguments)
+    planned = plan(in_fp8(problem), backend)
+    if problem.empty:
+        return _nothing(inputs.query)
+    with no_autocast(problem.device.type), torch.no_grad():
+        queries, keys = make_codes(planned, inputs, rotate)
+        return attend_to_codes(planned, queries, keys, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+
+
+def in_fp8(problem: Problem) -> Problem:
+    """The same call computed from codes, which lie as kernels read them, however its tensors do."""
+    return problem._replace(fp8=True, addressable=True)
+
+
+def make_codes(planned: Plan, inputs: Inputs, rotate: bool) -> tuple[QueryCodes, KeyCodes]:
+    """The pre-pass of a planned call."""
+    problem, (query, key, value) = planned.problem, inputs[:3]
+    offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if planned.backend == "reference":
+        from ..kernels import reference_fp8
+
+        hidden = _hidden(problem, inputs)
+        if hidden is not None:
+            key, value = (t.masked_fill(hidden[:, None, None], 0.0) for t in (key, value))
+        queries = reference_fp8.quantize_queries(query, offsets[0], rotate)
+        return queries, reference_fp8.quantize_keys(key, value, offsets[1], rotate)
+
+    from ..kernels.triton import quantize_fp8 as kernels
+
+    lengths, sides = (problem.q_len, problem.k_len), (problem.left, problem.right)
+    return kernels.quantize(query, key, value, *offsets, *lengths, rotate, sides)
+
+
+def attend_to_codes(
+    planned: Plan, queries: QueryCodes, keys: KeyCodes, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of a planned call whose codes are there."""
+    problem, offsets = planned.problem, (cu_seqlens_q, cu_seqlens_k)
+    if planned.backend != "reference":
+        return BY_NAME[planned.backend].load_fp8().forward_fp8(problem, queries, keys, *offsets, planned.config)
+
+    from ..kernels import reference_fp8
+    from ..kernels.fp8_layout import room_for_out
+
+    rows, row_lses = reference_fp8.attention(problem, queries, keys, *offsets)
+    out, lse = room_for_out(problem, queries)
+    count = rows.shape[-3]  # of a pack behind whose last sequence there are rows, fewer than these
+    out[..., :count, :, :] = rows
+    lse[..., :count] = row_lses
+    return out, lse
+
+
+def _hidden(problem: Problem, inputs: Inputs) -> Tensor | None:
+    """Keys that no query of the call sees, `[Tk]` or of a pack `[Nk]`: codes of 0, which have no say in a scale."""
+    if problem.left == problem.right == UNBOUNDED:
+        return None
+    q_ends, k_ends = [0, problem.q_len], [0, problem.k_len]
+    if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
+        q_ends, k_ends = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
+    hidden = torch.ones(inputs.key.shape[-3], dtype=torch.bool, device=inputs.key.device)
+    for (q_first, q_last), (k_first, k_last) in zip(pairwise(q_ends), pairwise(k_ends), strict=True):
+        queries, keys = q_last - q_first, k_last - k_first
+        floor = 0 if problem.left == UNBOUNDED else max(keys - queries - problem.left, 0)
+        limit = keys if problem.right == UNBOUNDED else min(keys + problem.right, keys)
+        hidden[k_first + floor : k_first + max(limit, 0)] = False
+    return hidden
+
+
+def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of queries that see no key."""
+    *lead, rows, heads, _ = query.shape
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    return out, query.new_full((*lead, heads, rows), -torch.inf, dtype=torch.float32)

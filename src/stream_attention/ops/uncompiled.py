@@ -1,0 +1,29 @@
+"""Calls that torch.compile leaves alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def uncompiled(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Leaves a function as it is inside of torch.compile, whose graph breaks before it and goes on behind it."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if "torch._dynamo" not in sys.modules:  # `disable` would import it, which takes a second
+                return function(*args, **kwargs)
+            disabled = torch.compiler.disable(function, reason=reason)
+            return disabled(*args, **kwargs)
+
+        return call
+
+    return decorate

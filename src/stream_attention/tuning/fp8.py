@@ -1,0 +1,73 @@
+"""How the FP8 kernels are configured: tables as data, and where each row comes from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..problem import Problem
+from .gluon import ROWS
+
+
+class GluonFp8Config(NamedTuple):
+    """One launch for Hopper: consumer warpgroups of 64 queries, keys per block, slots of the rings, order of work."""
+
+    warpgroups: int
+    block_n: int
+    q_slots: int
+    k_slots: int
+    v_slots: int
+    in_turn: bool  # warpgroups issue their products one after the other
+    two_level: bool  # products P V of a block begin at zero and are added in fp32
+    apart: bool  # P V of a block is done before Q K of the next begins, to need fewer registers
+    parts: int  # in which the columns of P V are computed, to need fewer registers
+    consumer_registers: int
+    producer_registers: int
+
+    def __str__(self) -> str:
+        turns = " in turn" if self.in_turn else ""
+        sums = "blocks added in fp32" if self.two_level else "sums left to the matrix units"
+        return (
+            f"{self.warpgroups} warpgroups of {ROWS} queries{turns}, blocks of {self.block_n} keys, "
+            f"{self.q_slots}/{self.k_slots}/{self.v_slots} slots of Q/K/V, {sums}"
+        )
+
+
+class TritonFp8Config(NamedTuple):
+    """One launch of the portable kernel."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        return (
+            f"tiles of {self.block_m} queries, blocks of {self.block_n} keys, {self.num_warps} warps, "
+            f"{self.num_stages} stages"
+        )
+
+
+# NVIDIA H200, 2026-11-16, torch 2.11.0+cu130, Triton 3.6.0, batch * length = 16384, hidden 2048, 8k: the best of 6-14
+# configurations per head dim whose sums are exact (benchmarks/results/h200/sweeps/14-fp8-forward.json). At D 256 sums
+# left to the matrix units would be 1.4 times as fast, and biased (docs/performance.md).
+GLUON = {
+    64: GluonFp8Config(3, 128, 2, 3, 3, False, True, False, 1, 160, 32),
+    128: GluonFp8Config(2, 128, 2, 3, 3, False, True, False, 1, 240, 24),
+    256: GluonFp8Config(2, 64, 1, 3, 3, True, True, True, 2, 240, 24),
+}
+
+# By the compiler's report alone (Triton 3.6.0, 2026-11-16): no sm_89 was there to measure on. On it and on sm_90 these
+# spill nothing, causal or not, with a window, packed (tests/kernels/triton/test_forward_fp8_compiled.py).
+TRITON = {
+    64: TritonFp8Config(64, 64, 4, 3),
+    128: TritonFp8Config(128, 64, 8, 3),
+    256: TritonFp8Config(64, 64, 8, 2),
+}
+
+
+def configure_gluon(problem: Problem) -> GluonFp8Config:
+    return GLUON[problem.head_dim]
+
+
+def configure_triton(problem: Problem) -> TritonFp8Config:
+    return TRITON[problem.head_dim]

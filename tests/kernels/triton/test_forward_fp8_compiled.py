@@ -1,0 +1,71 @@
+"""The portable FP8 kernel for GPUs that are not here: what the compiler makes of its table."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing; run without TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+from compile_gate import SHARED_KIB, atomics
+from fp8_cases import BASE, F16, Fp8Case
+
+from stream_attention.kernels.fp8_layout import HEAD_DIMS
+from stream_attention.kernels.triton.forward_fp8 import forward_fp8
+from stream_attention.testing.offline import Report, compiling_for, report
+from stream_attention.tuning.fp8 import TRITON
+
+LONG = replace(BASE, Tq=256, Tk=512, Hq=2, Hkv=1)
+KINDS = {
+    "plain": LONG,
+    "causal": replace(LONG, causal=True),
+    "packed, window of both sides": replace(LONG, packed=((256, 512),), window=(100, 50)),
+}
+KERNELS = {
+    f"sm_{arch} d{dim} {kind}": (arch, replace(KINDS[kind], D=dim))
+    for arch, kinds in {
+        89: tuple(KINDS),
+        90: ("causal", "packed, window of both sides"),
+        100: ("packed, window of both sides",),
+        120: ("packed, window of both sides",),
+    }.items()
+    for dim in HEAD_DIMS
+    for kind in kinds
+} | {"sm_89 d128 causal, fp16": (89, replace(KINDS["causal"], D=128, dtype=F16))}
+
+PRODUCTS = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
+"""The matrix instruction of FP8, by architecture."""
+
+SPILLS = {"sm_120 d128 packed, window of both sides": 132}
+"""Bytes that a kernel is known to spill, stores and loads; all of them outside its loops."""
+
+
+def compiled(arch: int, case: Fp8Case) -> Report:
+    problem, queries, keys, cu_q, cu_k = case.codes()
+    with compiling_for(arch) as kernels:
+        forward_fp8(problem._replace(arch=arch), queries, keys, cu_q, cu_k, TRITON[case.D])
+    assert len(kernels) == 1
+    return report(kernels[0])
+
+
+def test_a_tile_of_queries_has_whole_blocks_and_a_block_of_keys_one_scale() -> None:
+    assert tuple(TRITON) == HEAD_DIMS
+    for config in TRITON.values():
+        assert 128 % config.block_m == 0 and 128 % config.block_n == 0 and config.block_n % 32 == 0
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_the_compiler_makes_of_it(name: str) -> None:
+    arch, case = KERNELS[name]
+    made = compiled(arch, case)
+    matrix = {opcode: count for opcode, count in made.instructions.items() if "MMA" in opcode}
+    assert set(matrix) == {PRODUCTS[arch]}, f"products are not in FP8 alone: {matrix}"
+    assert made.shared_bytes <= SHARED_KIB[89] * 1024, f"{made.shared_bytes / 1024:g} KiB of shared memory"
+    assert made.registers <= 255
+    assert arch == 100 or not atomics(made), "adds in no fixed order"  # sm_100 allocates tensor memory by such
+    assert made.spill_bytes == SPILLS.get(name, 0), f"{made.spill_bytes} bytes of spills, {made.registers} registers"
+    assert not [warning for warning in made.warnings if "(C75" in warning], "Hopper's products wait for each other"
