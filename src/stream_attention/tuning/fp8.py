@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..problem import Problem
-from .gluon import ROWS
+from .gluon import ROWS, many_cuts
 
 
 class GluonFp8Config(NamedTuple):
@@ -65,8 +65,13 @@ TRITON = {
 }
 
 
+# Not timed: where edges are looked for in every block, three warpgroups have too few registers for it.
+GLUON_D64_CUT = GluonFp8Config(2, 128, 2, 3, 3, False, True, False, 1, 240, 24)
+
+
 def configure_gluon(problem: Problem) -> GluonFp8Config:
-    return GLUON[problem.head_dim]
+    config = GLUON[problem.head_dim]
+    return GLUON_D64_CUT if problem.head_dim == 64 and many_cuts(problem, config.block_n) else config
 
 
 def configure_triton(problem: Problem) -> TritonFp8Config:

@@ -342,7 +342,9 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
                 cut = start + BLOCK_N > safe_limit
                 if call.HAS_LEFT:
                     cut = cut | (start < safe_floor)
-                if cut:
+                if codes.APART:  # asked of every block: a branch would spill what it does not touch
+                    s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
+                elif cut:
                     s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
             new_top = gl.maximum(top, _up(gl.max(s, 1) * factor))
             finite = new_top

@@ -1,0 +1,88 @@
+"""The Hopper kernel in FP8 for a GPU that is not here: what is planned, and what the compiler makes of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing; run without TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+import triton
+from fp8_problems import Fp8Call, launch_offline
+from sass_gate import SHARED_BYTES, VERSION, Spills, as_file, faults_of_any, fingerprint, parse, product_loops, ran, shortest
+
+from stream_attention.backends import TESTED_TRITON
+from stream_attention.problem import UNBOUNDED
+from stream_attention.testing.offline import compiling_for, disassemble, report
+from stream_attention.tuning.fp8 import GLUON
+
+CAUSAL = (UNBOUNDED, 0)
+FORMS = {
+    f"d{D} {name}": Fp8Call(D=D, Tq=1024, Tk=1024, **how)
+    for D in (64, 128, 256)
+    for name, how in {
+        "full": {},
+        "causal": {"window": CAUSAL},
+        "packed": {"window": CAUSAL, "lengths": ((300, 300), (7, 400))},
+    }.items()
+}
+FORMS["d128 window"] = Fp8Call(Tq=1024, Tk=1024, window=(100, 30))
+
+INSTRUCTIONS = {64: 440, 128: 470, 256: 425}
+"""An iteration may have, by head dim, where no edge is looked for."""
+
+SPILLS = {
+    "d64 full": Spills(96, 0),
+    "d64 causal": Spills(112, 3),
+    "d128 packed": Spills(64, 0),
+    "d256 full": Spills(128, 0),
+    "d256 causal": Spills(188, 0),
+    "d256 packed": Spills(244, 18),
+}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, Any]:
+    return {}
+
+
+def compiled(name: str, kept: dict[str, Any]) -> tuple[Any, str]:
+    if name not in kept:
+        with compiling_for(90) as made:
+            launch_offline(FORMS[name], "gluon")
+        kept[name] = report(made[0]), disassemble(made[0])
+    return kept[name]
+
+
+@pytest.mark.skipif(VERSION != TESTED_TRITON, reason=f"the limits are those of Triton {TESTED_TRITON}")
+@pytest.mark.xdist_group("fp8 on Hopper")
+@pytest.mark.parametrize("name", FORMS)
+def test_the_machine_code(name: str, kernels: dict[str, Any]) -> None:
+    made, sass = compiled(name, kernels)
+    dim = FORMS[name].D
+    blocks = parse(sass)
+    consumers = 2 if name == "d64 packed" else GLUON[dim].warpgroups
+    assert not faults_of_any(made, blocks, consumers, SPILLS.get(name, Spills()))
+    assert made.shared_bytes <= SHARED_BYTES and not made.instructions["HGMMA"] and made.instructions["QGMMA"]
+    if name.endswith(("full", "causal")):
+        loops = [shortest(blocks, loop) for loop in product_loops(blocks)]
+        assert all(len(code) <= INSTRUCTIONS[dim] for code in loops)
+        names = [one.name for one in loops[0]]
+        assert not {"PRMT", "LDS", "STS"} & set(names), "weights change lanes, or are taken apart"
+        assert names.count("SHFL") == 4, "of the maxima of two rows"
+
+
+@pytest.mark.skipif(triton.__version__ != ran("forward_fp8")["triton"], reason="the kernels ran with another Triton")
+@pytest.mark.xdist_group("fp8 on Hopper")
+@pytest.mark.parametrize("name", FORMS)
+def test_it_is_the_machine_code_that_ran(name: str, kernels: dict[str, Any]) -> None:
+    assert fingerprint(compiled(name, kernels)[1]) == ran("forward_fp8")["kernels"][name]
+
+
+if __name__ == "__main__":
+    print(as_file(sys.argv[1], {name: fingerprint(compiled(name, {})[1]) for name in FORMS}))
