@@ -14,7 +14,18 @@ pytest.importorskip("triton")
 
 import triton
 from fp8_problems import Fp8Call, launch_offline
-from sass_gate import SHARED_BYTES, VERSION, Spills, as_file, faults_of_any, fingerprint, parse, product_loops, ran, shortest
+from sass_gate import (
+    SHARED_BYTES,
+    VERSION,
+    Spills,
+    as_file,
+    faults_of_any,
+    fingerprint,
+    parse,
+    product_loops,
+    ran,
+    shortest,
+)
 
 from stream_attention.backends import TESTED_TRITON
 from stream_attention.problem import UNBOUNDED

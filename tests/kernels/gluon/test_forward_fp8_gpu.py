@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 BACKENDS = ("gluon", "triton")
-PROBLEMS = {"gluon": 300, "triton": 60}
+PROBLEMS = {"gluon": 200, "triton": 60}
 CAUSAL, FULL = (UNBOUNDED, 0), (UNBOUNDED, UNBOUNDED)
 NAMED = {
     "one query": Fp8Call(Tq=1, Tk=1000),

@@ -9,9 +9,9 @@ the order of tiles are those of forward_sm90.py, which explains them. Different 
   multiplication of the factor that they are rescaled with anyway.
 - Two levels. The FP8 matrix units keep about 14 bits of a sum. So the product P V of a block begins at zero, and is
   added to o in fp32, by the instruction that rescales o.
-- Weights. A lane has pairs of columns of S in its registers, and needs runs of four of P. Which columns a sum goes over
-  first does not matter, so the lane takes what it has, and V lies in that order (`ORDER`). From one iteration to the next
-  weights go as words of four codes: the compiler would take a tile of bytes apart and put it together again.
+- Weights. A lane has pairs of columns of S in its registers, and needs runs of four of P. Which columns a sum goes
+  over first does not matter, so the lane takes what it has, and V lies in that order (`ORDER`). From one iteration to
+  the next weights go as words of four codes: a tile of bytes the compiler would take apart and put together again.
 
 Hidden keys need no care beyond their scores: values that do not exist, or that no query sees, are codes of 0.
 Grid: one program per processor, or fewer. Parity with the reference: tests/kernels/gluon/test_forward_fp8_gpu.py.
@@ -342,7 +342,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
                 cut = start + BLOCK_N > safe_limit
                 if call.HAS_LEFT:
                     cut = cut | (start < safe_floor)
-                if codes.APART:  # asked of every block: a branch would spill what it does not touch
+                if codes.APART:  # noqa: SIM114 - in every block: a branch would spill what it does not touch
                     s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
                 elif cut:
                     s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
