@@ -3,10 +3,10 @@
 What is computed is kernels/reference_fp8.py; how codes lie in memory, kernels/fp8_layout.py. Roles, rings, overlap and
 the order of tiles are those of forward_sm90.py, which explains them. Different here:
 
-- Scales. A block of keys has a scale; scores of a block are multiplied with it, the query's and the softmax's in the one
-  instruction that takes the maximum off. Maxima are therefore kept in log2 units, and as integers: rescaling by them
-  rounds nothing. The sums o are kept in units of the scale of the values that were added last, so a new block costs one
-  multiplication of the factor that they are rescaled with anyway.
+- Scales. A block of keys has a scale; scores of a block are multiplied with it, the query's and the softmax's in the
+  one instruction that takes the maximum off. Maxima are therefore kept in log2 units, and as integers: rescaling by
+  them rounds nothing. The sums o are kept in units of the scale of the values that were added last, so a new block
+  costs one multiplication of the factor that they are rescaled with anyway.
 - Two levels. The FP8 matrix units keep about 14 bits of a sum. So the product P V of a block begins at zero, and is
   added to o in fp32, by the instruction that rescales o.
 - Weights. A lane has pairs of columns of S in its registers, and needs runs of four of P. Which columns a sum goes
