@@ -98,7 +98,8 @@ def _fp8_reasons(problem: Problem) -> tuple[tuple[bool, str], ...]:
 
 
 def _gluon_fp8_why_not(problem: Problem) -> tuple[str, ...]:
-    reasons = (*_gluon_reasons(problem), *_fp8_reasons(problem))
+    not_positive = (problem.scale <= 0, f"its softmax multiplies with a scale above 0, not {problem.scale:g}")
+    reasons = (*_gluon_reasons(problem), *_fp8_reasons(problem), not_positive)
     return tuple(reason for applies, reason in reasons if applies)
 
 
@@ -153,6 +154,8 @@ def _gluon_why_not(problem: Problem) -> tuple[str, ...]:
 
 
 def _gluon_why_named_only(problem: Problem) -> tuple[str, ...]:
+    if problem.fp8 and problem.packed:
+        return ("its packs were not run again on a GPU since sequences without keys were mended (docs/performance.md)",)
     if problem.fp8:
         return ()
     if triton_tuning.few_queries(problem):

@@ -1,8 +1,8 @@
 """How Q, K and V lie in memory as e4m3 codes with block-wise scales: what the pre-pass writes and the kernels read.
 
 Every sequence begins with a new block of 128 rows, so a block belongs to one sequence and one head, and no kernel asks
-whether a row is its neighbour's. Rows behind a sequence's end are codes of 0. Heads come first: what a tile of one head
-reads lies side by side.
+whether a row is its neighbour's. Rows behind a sequence's end are codes of 0; a packed sequence without keys has a
+block of such. Heads come first: what a tile of one head reads lies side by side.
 
 A scale is a power of two, the smallest with amax / scale <= 448, the largest number of e4m3. Scaling by it rounds
 nothing, so whoever computes a code finds the same one, and an e4m3 number is as precise in one binade as in the next: a

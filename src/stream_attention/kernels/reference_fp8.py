@@ -83,6 +83,8 @@ def quantize_keys(key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None, 
     codes.scales.fill_(1.0)
     smaller = key.shape[-1] if rotate else 1
     for (first, keys), (_, values) in zip(sequences, _sequences(value, cu_seqlens)[0], strict=True):
+        if cu_seqlens is not None and not keys.shape[1]:  # a block of zeros
+            keys = values = keys.new_zeros((keys.shape[0], 1, keys.shape[2]))
         ours, scales = _quantized(_rotated(keys, rotate), BLOCK)
         theirs, value_scales = _quantized(values, BLOCK)
         rows = slice(first * BLOCK, first * BLOCK + ours.shape[1])

@@ -148,13 +148,17 @@ def same_keys(case: Case, got: KeyCodes, want: KeyCodes, rotate: bool) -> None:
 
 
 def used_blocks(case: Case, side: int) -> list[int]:
-    """Blocks that sequences have; a pack leaves some free, which nobody writes."""
+    """Blocks that sequences have, one of keys also where they are none; a pack leaves some free, which nobody writes.
+    Keys of a sequence without queries are not looked at where a window decides what is seen of them."""
     rows, batch, cu_seqlens = (case.Tq, case.Tk)[side], case.B, case.offsets()[side]
     lengths = [rows] * batch
     if cu_seqlens is not None:
         lengths = [late - early for early, late in pairwise(cu_seqlens.tolist())]
     firsts = [first_block(sequence, rows, cu_seqlens) for sequence in range(len(lengths))]
-    return [first + n for first, length in zip(firsts, lengths, strict=True) for n in range(-(-length // BLOCK))]
+    counts = [max(side * bool(any(lengths)), -(-length // BLOCK)) for length in lengths]
+    if side and case.packed and case.seen is not None:
+        counts = [count if queries else 0 for count, (queries, _) in zip(counts, case.packed, strict=True)]
+    return [first + n for first, count in zip(firsts, counts, strict=True) for n in range(count)]
 
 
 def blocks(codes: Tensor, used: list[int]) -> Tensor:

@@ -255,7 +255,8 @@ def _quantize_kernel(
         head, sequence, tile, row, first, count = place_of(
             program % k_programs, kv_heads, k_tiles, k_len, cu_k_ptr, PACKED
         )
-        if tile * ROWS < count:
+        # A sequence without keys has a block too, of zeros: a kernel that computes a block for it finds no NaN.
+        if (tile == 0) | (tile * ROWS < count):
             # Keys that some query of the call sees, counted from this block's first.
             if PACKED:
                 floor, limit = tile * 0, count
