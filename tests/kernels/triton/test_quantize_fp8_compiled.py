@@ -20,7 +20,6 @@ from stream_attention.kernels.triton import quantize_fp8
 from stream_attention.testing.offline import compiling_for, disassemble, report
 
 KERNELS = {
-    "d64": (90, Case(D=64)),
     "d128": (90, Case(D=128)),
     "d256": (90, Case(D=256)),
     "d128 fp16 packed, window": (90, Case(D=128, dtype=F16, packed=((9, 9),), seen=(3, 0))),
