@@ -12,6 +12,9 @@ from .errors import UnsupportedProblem
 from .problem import Problem
 from .tuning.decode import DecodeProblem
 
+FP8_ROWS = 128
+"""Rows that share a scale, of keys; of which codes of queries have whole blocks."""
+
 
 class Plan(NamedTuple):
     """Which backend computes a problem, how it is configured, and why each preferred one was passed over."""
@@ -50,6 +53,11 @@ def plan(problem: Problem, backend: str = AUTO) -> Plan:
             raise UnsupportedProblem(f"backend {backend!r} cannot do this problem ({problem}): {'; '.join(reasons)}")
         if problem.backward or not forced:
             return Plan(problem, name, chosen.configure(problem))
+        if problem.fp8 and max(dict(forced).get(side, 0) for side in ("block_m", "block_n")) > FP8_ROWS:
+            raise UnsupportedProblem(
+                f"backend {backend!r} cannot do this problem ({problem}): in FP8 a tile has at most "
+                f"the {FP8_ROWS} rows of a scale"
+            )
         return Plan(problem, name, chosen.tiles(problem)._replace(**dict(forced)), forced=forced)
     passed_over: list[tuple[str, tuple[str, ...]]] = []
     for candidate in BACKENDS:

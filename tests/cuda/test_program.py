@@ -92,6 +92,7 @@ class TestEmulated:
         assert "out of memory on the host: Q, K, V and two results take 5.63e+06 GB there" in done.stderr
 
 
+@pytest.mark.xdist_group("cuda built")  # by one worker alone
 class TestBuilt:
     """What nvcc makes of it, without a GPU."""
 

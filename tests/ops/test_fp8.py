@@ -472,3 +472,38 @@ def test_codes_that_are_none_are_refused(changed: dict[str, Any], words: str) ->
     codes = kv.codes._replace(**changed.get("codes", {}))
     with pytest.raises(ValueError, match=words):
         Fp8KV(codes, changed.get("shape", kv.shape), kv.dtype)
+
+
+def test_codes_of_a_pack_outlive_the_offsets_that_they_were_made_with() -> None:
+    query, key, value = (x[0] for x in qkv(q_len=130, k_len=130))
+    offsets = torch.tensor([0, 50, 130])
+    kv = quantize_fp8(key, value, cu_seqlens=offsets)
+    options = {"cu_seqlens_q": offsets.clone(), "backend": "reference"}
+    before = attention_fp8(query, kv, **options)
+    offsets[1] = 60
+    assert torch.equal(attention_fp8(query, kv, **options), before)
+
+
+def test_a_pack_of_codes_says_how_long_it_is_and_lies_on_one_device() -> None:
+    _, key, value = (x[0] for x in qkv())
+    kv = quantize_fp8(key, value, cu_seqlens=torch.tensor([0, 150]))
+    with pytest.raises(ValueError, match=r"max_seqlen: expected the longest of the sequences, from 1 to 150; got 0"):
+        Fp8KV(kv.codes, kv.shape, kv.dtype, kv.rotate, kv.cu_seqlens)
+    with pytest.raises(ValueError, match=r"codes\.value: expected a tensor on cpu, as the keys; got one on meta"):
+        Fp8KV(kv.codes._replace(value=kv.codes.value.to("meta")), kv.shape, kv.dtype, False, kv.cu_seqlens, 150)
+    moved = kv.to("meta")
+    assert moved.device.type == moved.cu_seqlens.device.type == "meta" and moved.max_seqlen == kv.max_seqlen
+    assert kv.to("cpu").codes.key.data_ptr() == kv.codes.key.data_ptr()
+
+
+def test_a_tile_has_at_most_the_rows_of_a_scale() -> None:
+    query, key, value = qkv()
+    for tile in ("block_n=256", "block_m=256"):
+        with pytest.raises(UnsupportedProblem, match="at most the 128 rows|it runs on CUDA"):
+            attention(query, key, value, precision="fp8", backend=f"triton({tile})")
+
+
+def test_a_view_that_is_negative_when_read_is_read_so() -> None:
+    query, key, value = qkv()
+    negative = torch._neg_view(query)
+    assert negative.is_neg() and torch.equal(in_fp8(negative, key, value), in_fp8(-query, key, value))

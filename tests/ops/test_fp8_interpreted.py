@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stream_attention import attention, attention_fp8, quantize_fp8, varlen_attention
+from stream_attention import UnsupportedProblem, attention, attention_fp8, quantize_fp8, varlen_attention
 from stream_attention.backends import interpreting
 from stream_attention.ops import recall
 
@@ -89,3 +89,21 @@ def test_a_tile_that_is_forced() -> None:
     expected = attention(query, key, value, precision="fp8", backend="triton")
     forced = attention(query, key, value, precision="fp8", backend="triton(block_m=64, block_n=32)")
     torch.testing.assert_close(forced, expected, rtol=2.0**-7, atol=2.0**-8)
+
+
+def test_keys_behind_the_longest_that_was_told_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU nobody reads the offsets to check it: there are no codes of such keys."""
+    from stream_attention.ops import varlen
+
+    query, key, value = qkv(200)
+    ends = torch.tensor([0, 200], dtype=torch.int32)
+    monkeypatch.setattr(varlen, "longest", lambda name, cu, rows, told: told)
+    packing = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 200, "max_seqlen_k": 100}
+    out = varlen_attention(query, key, value, precision="fp8", backend="triton", **packing)
+    theirs = attention(query[None], key[None, :100], value[None, :100], precision="fp8", backend="reference")[0]
+    assert (out - theirs).abs().max() < 0.02
+
+
+def test_a_tile_has_at_most_the_rows_of_a_scale() -> None:
+    with pytest.raises(UnsupportedProblem, match="at most the 128 rows"):
+        attention(*qkv(1, 300), precision="fp8", backend="triton(block_n=256)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,8 +44,12 @@ class Fp8KV:
             if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous():
                 got = f"{tensor.dtype} of shape {list(tensor.shape)}, strides {tensor.stride()}"
                 refuse(f"codes.{name}", f"contiguous {dtype} of shape {list(shape)}", got)
+            if tensor.device != self.device:
+                refuse(f"codes.{name}", f"a tensor on {self.device}, as the keys", f"one on {tensor.device}")
         if self.codes.rows != rows:
             refuse("codes.rows", f"the {rows} of the shape", self.codes.rows)
+        if packed and rows and not 0 < self.max_seqlen <= rows:
+            refuse("max_seqlen", f"the longest of the sequences, from 1 to {rows}", self.max_seqlen)
 
     @property
     def packed(self) -> bool:
@@ -87,6 +91,14 @@ class Fp8KV:
         rotated = ", rotated" if self.rotate else ""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"<Fp8KV: {keys}{rotated}, {self.kv_heads} heads of {self.head_dim}, of {dtype} on {self.device}>"
+
+    def to(self, device: torch.device | str) -> Fp8KV:
+        """The same on another device."""
+        codes = self.codes._replace(
+            **{name: getattr(self.codes, name).to(device) for name in ("key", "value", "scales")}
+        )
+        offsets = None if self.cu_seqlens is None else self.cu_seqlens.to(device)
+        return replace(self, codes=codes, cu_seqlens=offsets)
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """Key and value as the codes have them, in the shape and dtype they came in, rotated back.

@@ -62,12 +62,12 @@ def quantize_fp8(
 
 @uncompiled(REASON)
 def _quantized(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Fp8KV:
-    key, value = in_autocast_dtype(key, value)
+    key, value = _as_they_lie(key, value)
     validate.fp8_keys(key, value, rotate, cu_seqlens, max_seqlen)
     most = key.shape[-3]
     if cu_seqlens is not None:
         most = longest("cu_seqlens", cu_seqlens, key.shape[0], max_seqlen)
-        cu_seqlens = cu_seqlens.contiguous()
+        cu_seqlens = cu_seqlens.clone()  # the caller may use his for the next batch
     with no_autocast(key.device.type), torch.no_grad():
         codes: Any
         if makes_fp8_codes(key.device) and key.numel():
@@ -95,7 +95,8 @@ def attention_fp8(
 ) -> Any:
     """Attention in FP8 to keys and values that are codes already: the queries alone are quantised, 64 rows to a scale.
 
-    Bit for bit what `attention(precision="fp8")` computes of the keys and values that `kv` was made of.
+    Bit for bit what `attention(precision="fp8")` computes of the keys and values that `kv` was made of, where every key
+    is seen by some query (one that is not has a say in the scale of its block here).
 
     Args:
         query: `[B, Tq, Hq, D]`, fp16 or bf16; packed sequences: `[Nq, Hq, D]`.
@@ -133,7 +134,7 @@ def _attended(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     backend = requested(backend)
-    (query,) = in_autocast_dtype(query)
+    (query,) = _as_they_lie(query)
     validate.fp8_query(query, kv, cu_seqlens_q, max_seqlen_q)
     validate.options(causal, window, 0.0, scale, 0.0, None, None, return_lse, query)
     keys = kv.codes.scales.new_empty(()).expand(kv.shape)  # stands for them where only their shape is asked
@@ -177,7 +178,7 @@ def in_fp8(problem: Problem) -> Problem:
 
 def make_codes(planned: Plan, inputs: Inputs, rotate: bool) -> tuple[QueryCodes, KeyCodes]:
     """The pre-pass of a planned call."""
-    problem, (query, key, value) = planned.problem, inputs[:3]
+    problem, (query, key, value) = planned.problem, (t.resolve_neg() for t in inputs[:3])
     offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     if planned.backend == "reference":
         from ..kernels import reference_fp8
@@ -227,6 +228,11 @@ def _hidden(problem: Problem, inputs: Inputs) -> Tensor | None:
         limit = keys if problem.right == UNBOUNDED else min(keys + problem.right, keys)
         hidden[k_first + floor : k_first + max(limit, 0)] = False
     return hidden
+
+
+def _as_they_lie(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In autocast's dtype, and with what torch does to a view when it is read, which kernels would not see."""
+    return tuple(t.resolve_neg() if isinstance(t, Tensor) else t for t in in_autocast_dtype(*tensors))
 
 
 def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:

@@ -145,5 +145,5 @@ def longest(name: str, cu_seqlens: Tensor, rows: int, told: int | None) -> int:
     """The longest sequence: as told, or read from the offsets. Offsets are checked whenever they are read."""
     on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
     if told is not None and not on_host:
-        return told
+        return min(told, rows)
     return validate.cu_seqlens_values(name, cu_seqlens.tolist(), rows, told)

@@ -100,9 +100,11 @@ def _forward_fp8_kernel(
     kv_head = head // GROUP
     if IS_PACKED:  # rows of the pack before this sequence; its keys and queries end together
         q_row, q_len = packed_rows(cu_q_ptr + batch, q_rows)
+        longest = k_len
         k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
         q_block, k_block = q_row // ROWS + batch, k_row // ROWS + batch
         offset = k_len - q_len
+        k_len = tl.minimum(k_len, longest)  # keys behind what the caller called the longest have no codes
         if tile_m * BLOCK_M >= q_len:
             return
         out_ptr += (q_row * q_heads + head) * D
@@ -119,7 +121,7 @@ def _forward_fp8_kernel(
 
     # Load Q, and what its rows are multiplied with.
     q_first = (head * q_blocks + q_block) * ROWS
-    q = tl.load(q_ptr + q_first * D + offs_m[:, None] * D + offs_d[None, :])
+    q = tl.load(q_ptr + (q_first + offs_m)[:, None] * D + offs_d[None, :])
     row_factor = tl.load(q_scales_ptr + q_first // QUERY_ROWS + offs_m // QUERY_ROWS) * (scale * LOG2E)
     k_ptr += (kv_head * k_blocks + k_block) * (ROWS * D)
     k_offs = place[:, None] * D + offs_d[None, :]
