@@ -253,6 +253,13 @@ def test_what_nobody_computes_in_fp8(facts: dict[str, Any], reason: str) -> None
     assert len(BY_NAME["eager"].why_not(large(fp8=True, **facts))) == 1
 
 
+@pytest.mark.parametrize("field", ["block_m", "block_n"])
+def test_a_tile_in_fp8_has_at_most_the_rows_of_a_scale(field: str) -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(UnsupportedProblem, match="a tile has at most the 128 rows of a scale"):
+        plan(large(fp8=True), f"triton({field}=256)")
+
+
 def test_a_tile_is_forced_on_the_kernel_of_fp8_too() -> None:
     pytest.importorskip("triton")
     planned = plan(large(fp8=True), "triton(block_m=64)")

@@ -496,13 +496,6 @@ def test_a_pack_of_codes_says_how_long_it_is_and_lies_on_one_device() -> None:
     assert kv.to("cpu").codes.key.data_ptr() == kv.codes.key.data_ptr()
 
 
-def test_a_tile_has_at_most_the_rows_of_a_scale() -> None:
-    query, key, value = qkv()
-    for tile in ("block_n=256", "block_m=256"):
-        with pytest.raises(UnsupportedProblem, match="at most the 128 rows|it runs on CUDA"):
-            attention(query, key, value, precision="fp8", backend=f"triton({tile})")
-
-
 def test_a_view_that_is_negative_when_read_is_read_so() -> None:
     query, key, value = qkv()
     negative = torch._neg_view(query)
