@@ -19,7 +19,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 # Parallel workers get one torch thread each: more oversubscribe the cores and make the suite slower, not faster.
-PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu" -n $(WORKERS) --dist loadgroup \
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu$(if $(SKIP_NEWER), and not other_gpu)" -n $(WORKERS) --dist loadgroup \
 	--doctest-modules tests src/stream_attention/ops src/stream_attention/core src/stream_attention/distributed \
 	src/stream_attention/utils \
 	src/stream_attention/plan.py src/flash_attention

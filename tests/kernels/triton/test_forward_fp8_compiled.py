@@ -40,7 +40,7 @@ KERNELS = {  # of every architecture the kernel that needs most, and of the one 
 PRODUCTS = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
 """The matrix instruction of FP8, by architecture."""
 
-SPILLS = {"sm_120 d128 packed, window of both sides": 132}
+SPILLS = {"sm_89 d128 packed, window of both sides": 16, "sm_120 d128 packed, window of both sides": 28}
 """Bytes that a kernel is known to spill, stores and loads; all of them outside its loops."""
 
 
