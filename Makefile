@@ -19,7 +19,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 # Parallel workers get one torch thread each: more oversubscribe the cores and make the suite slower, not faster.
-PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu$(if $(SKIP_NEWER), and not other_gpu)" -n $(WORKERS) --dist loadgroup \
+PARALLEL := $(if $(SKIP_NEWER),GATES=changed )OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu" -n $(WORKERS) --dist loadgroup \
 	--doctest-modules tests src/stream_attention/ops src/stream_attention/core src/stream_attention/distributed \
 	src/stream_attention/utils \
 	src/stream_attention/plan.py src/flash_attention
@@ -55,6 +55,12 @@ test: $(STAMP) $(if $(SKIP_NEWER),,$(NEWER)/.stamp) ## run every CPU test: in pa
 	$(SERIAL) $(PYTEST_ARGS) 2>&1 | tee out/test-serial.log || failed=1; \
 	echo; for pass in parallel interpreted newer serial; do echo "$$pass: $$(tail -n 1 out/test-$$pass.log)"; done; \
 	exit $$failed
+
+.PHONY: gates
+gates: $(STAMP) ## compile and look at every kernel, and record that these sources passed, so that CI need not
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS) \
+		$$(find tests/kernels -name 'test_*_compiled.py')
+	$(BIN)/python tests/kernels/gates.py
 
 .PHONY: check
 check: $(STAMP) ## lint, formatting and types

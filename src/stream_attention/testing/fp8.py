@@ -28,8 +28,8 @@ is what no kernel can avoid, computed from the codes at hand:
 - `noise`: weights that are off move the output by p_j off_j (v_j - out); a code that is drawn anew may be worse by
   p_j off_j, or by a spacing at most; and sums over a block of 128 keys are off as scores are.
 
-The factors were fitted to what correct kernels need: emulated in torch over blocks of 64 and 128 keys, from the left and
-from the right, with sums of 13 and of 23 bits, on 1,300 problems of Gaussian, tiny, large, huge and heavy-tailed
+The factors were fitted to what correct kernels need: emulated in torch over blocks of 64 and 128 keys, from the left
+and from the right, with sums of 13 and of 23 bits, on 1,300 problems of Gaussian, tiny, large, huge and heavy-tailed
 inputs, outliers in one channel, and values that are all the same. The largest shares of what is allowed were 0.8 (row),
 0.8 (error), 0.7 (distance), 0.8 (lse). tests/testing/test_fp8.py repeats a part of that, and has what must be refused.
 What 13 bits cannot show: sums over blocks that are kept in bf16 are 0.4 of the distance allowed where scores have unit
