@@ -40,5 +40,9 @@ def unchanged() -> bool:
     return RECORD.exists() and json.loads(RECORD.read_text()) == digest()
 
 
-if __name__ == "__main__":
+def record() -> None:
     RECORD.write_text(json.dumps(digest(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    record()
