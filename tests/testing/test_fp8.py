@@ -5,7 +5,9 @@ A kernel is emulated in torch: it streams blocks of keys, and its sums of produc
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,7 +18,13 @@ from torch import Tensor
 from stream_attention.kernels import reference_fp8
 from stream_attention.kernels.fp8_layout import BLOCK, E4M3, ORDER, QUERY_BLOCK, KeyCodes, QueryCodes, first_block
 from stream_attention.problem import UNBOUNDED, Inputs, Problem, state_problem
-from stream_attention.testing.fp8 import FP32_BITS, MATRIX_UNIT_BITS, TERMS, check_fp8, check_with_sums
+from stream_attention.testing.fp8 import (
+    FP32_BITS,
+    MATRIX_UNIT_BITS,
+    check_fp8,
+    check_with_sums,
+    matrix_unit_sums,
+)
 
 F16, BF16 = torch.float16, torch.bfloat16
 Codes = tuple[Problem, QueryCodes, KeyCodes, Tensor | None, Tensor | None]
@@ -47,6 +55,9 @@ def codes(
         q, k, v = q**3, k**3, v**3
     elif kind == "same":
         v = torch.full_like(v, 1.37)
+    elif kind == "one sign":
+        k[..., 3] *= 30
+        v[..., 5] += 10
     q = q * {"small": 0.1, "large": 4.0, "huge": 1000.0}.get(kind, 1.0)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     cu_q = cu_k = None
@@ -69,22 +80,8 @@ def codes(
 
 
 def product(a: Tensor, b: Tensor, bits: int) -> Tensor:
-    """a b^T of codes `[H, m, K]` and `[H, n, K]`, as matrix units sum it: 32 terms and the sum so far are cut off below
-    so many bits of the largest of them."""
-    if bits == FP32_BITS:
-        return (a.double() @ b.double().mT).float()
-    total = a.new_zeros(*a.shape[:2], b.shape[1], dtype=torch.float64)
-    for first in range(0, a.shape[2], TERMS):
-        terms = a[:, :, None, first : first + TERMS].double() * b[:, None, :, first : first + TERMS].double()
-        unit = _unit(torch.maximum(terms.abs().amax(-1), total.abs()), bits)
-        total = ((terms / unit[..., None]).trunc().sum(-1) + (total / unit).trunc()) * unit
-        unit = _unit(total, bits)
-        total = (total / unit).trunc() * unit
-    return total.float()
-
-
-def _unit(x: Tensor, bits: int) -> Tensor:
-    return torch.ldexp(torch.ones_like(x), torch.frexp(x)[1] - 1 - bits)
+    """a b^T of codes `[H, m, K]` and `[H, n, K]`."""
+    return (a.double() @ b.double().mT).float() if bits == FP32_BITS else matrix_unit_sums(a, b, bits).float()
 
 
 def emulated(
@@ -148,6 +145,18 @@ def emulated(
     return torch.stack(outs).transpose(1, 2), torch.stack(lses)
 
 
+def test_matrix_units_add_as_the_emulation_does() -> None:
+    """Terms, and how many, that an H200 summed: equal ones to the last bit, random ones in the mean."""
+    make = {"equal": lambda *shape: torch.full(shape, 1.125), "positive": lambda *shape: torch.rand(shape) + 0.1}
+    found = json.loads((Path(__file__).parents[2] / "benchmarks/results/h200/fp8_sums.json").read_text())["sums"]
+    torch.manual_seed(0)
+    for row in (row for row in found if row["terms"] in make and 32 <= row["count"] <= 1024):
+        a, b = (make[row["terms"]](1, 64, row["count"]).to(E4M3).float() for _ in range(2))
+        exact, squares = a.double() @ b.double().mT, a.double().square() @ b.double().square().mT
+        mean = ((product(a, b, MATRIX_UNIT_BITS) - exact) / torch.hypot(exact, squares.sqrt())).mean().item()
+        assert mean == pytest.approx(row["mean"], rel=1e-6 if row["terms"] == "equal" else 0.1), row
+
+
 def random_codes(rng: Random) -> Codes:
     def length() -> int:
         return rng.choice((1, 2, 3, 7, 32, 33, 64, 65, 100, 127, 128, 129))
@@ -160,7 +169,7 @@ def random_codes(rng: Random) -> Codes:
         D=rng.choice((64, 64, 64, 128)),
         heads=(kv_heads * rng.choice((1, 2)), kv_heads),
         window=(rng.choice((-1, -1, -1, 0, 5)), rng.choice((-1, 0, 0, 7))),
-        kind=rng.choice(("normal", "small", "large", "huge", "outliers", "heavy", "same")),
+        kind=rng.choice(("normal", "small", "large", "huge", "outliers", "heavy", "same", "one sign")),
         dtype=rng.choice((F16, BF16)),
         seed=rng.getrandbits(32),
     )

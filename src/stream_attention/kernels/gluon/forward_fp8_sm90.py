@@ -151,14 +151,29 @@ def _producer(crew, call, order, counter, mail, queries, keys, values, q_desc, k
 
 
 @gluon.jit
-def _packed(weights):
-    """Weights as words of four e4m3 codes, of columns that a lane has and that follow each other in `ORDER`."""
-    R: gl.constexpr = weights.shape[0]
-    N: gl.constexpr = weights.shape[1]
-    ordered = weights.reshape([R, N // 32, 2, 2, 4, 2]).permute([0, 1, 2, 4, 3, 5])  # a b q e -> a q b e
+def _runs(tile):
+    """Columns of S as four tiles, of columns that a lane has and that follow each other in `ORDER`. Nothing moves."""
+    R: gl.constexpr = tile.shape[0]
+    N: gl.constexpr = tile.shape[1]
+    ordered = tile.reshape([R, N // 32, 2, 2, 4, 2]).permute([0, 1, 2, 4, 3, 5])  # a b q e -> a q b e
     even, odd = gl.split(ordered.reshape([R, N // 4, 2, 2]))
-    w0, w2 = gl.split(even)
-    w1, w3 = gl.split(odd)
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    return x0, x1, x2, x3
+
+
+@gluon.jit
+def _row_max(s):
+    """The largest of each row: three of four comparisons wait for no other, where a chain would wait for each."""
+    x0, x1, x2, x3 = _runs(s)
+    largest = gl.max(gl.maximum(gl.maximum(x0, x1), gl.maximum(x2, x3)), 1)
+    return gl.convert_layout(largest, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def _packed(weights):
+    """Weights as words of four e4m3 codes."""
+    w0, w1, w2, w3 = _runs(weights)
     return gl.inline_asm_elementwise(
         "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
         "mov.b32 $0, {lo, hi}; }",
@@ -288,7 +303,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
         if cut:
             s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
         factor = q_factor * k_scale
-        top = _up(gl.max(s, 1) * factor)
+        top = _up(_row_max(s) * factor)
         finite = top
         if GUARD:
             finite = gl.where(top == -float("inf"), 0.0, top)
@@ -346,7 +361,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
                     s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
                 elif cut:
                     s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
-            new_top = gl.maximum(top, _up(gl.max(s, 1) * factor))
+            new_top = gl.maximum(top, _up(_row_max(s) * factor))
             finite = new_top
             if call.MANY_CUTS:
                 finite = gl.where(new_top == -float("inf"), 0.0, new_top)
