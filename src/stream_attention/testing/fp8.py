@@ -11,8 +11,8 @@ more than one that averages thousands, and would hide whatever is wrong with it.
     lse         |lse - exact|      <=  sum_j p_j off_j + 6 (sum_j (p_j off_j)^2)^1/2 + 2^-22 (2 + |lse|)
 
 What is taken over all rows is in units of rms(earned, tipped, noise, cut, rounding) of its row, so that every row
-counts, and may be (1 + 4 rows^-1/2)^1/2 times that: few rows scatter. `rounding` is that of the result to its dtype. The
-rest is what no kernel can avoid, computed from the codes at hand:
+counts, and may be (1 + 4 rows^-1/2)^1/2 times that: few rows scatter. `rounding` is that of the result to its dtype.
+The rest is what no kernel can avoid, computed from the codes at hand:
 
 - `off`, the error of a weight by that of its score, relative. Matrix units of Ada and Hopper keep 13 fraction bits of
   the largest term of an FP8 product, and cut off the others there, every 32 terms anew; fp32 keeps 23. What that makes
