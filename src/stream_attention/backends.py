@@ -154,8 +154,6 @@ def _gluon_why_not(problem: Problem) -> tuple[str, ...]:
 
 
 def _gluon_why_named_only(problem: Problem) -> tuple[str, ...]:
-    if problem.fp8 and problem.packed:
-        return ("its packs were not run again on a GPU since sequences without keys were mended (docs/performance.md)",)
     if problem.fp8:
         return ()
     if triton_tuning.few_queries(problem):

@@ -53,7 +53,7 @@ class TritonFp8Config(NamedTuple):
 GLUON = {
     64: GluonFp8Config(3, 128, 2, 3, 3, False, True, False, 1, 160, 32),
     128: GluonFp8Config(2, 128, 2, 3, 3, False, True, False, 1, 240, 24),
-    256: GluonFp8Config(2, 64, 1, 3, 3, True, True, True, 2, 240, 24),
+    256: GluonFp8Config(2, 128, 1, 2, 2, True, True, True, 2, 240, 24),
 }
 
 # By the compiler's report alone (Triton 3.6.0, 2026-11-16): no sm_89 was there to measure on. On it and on sm_90 these

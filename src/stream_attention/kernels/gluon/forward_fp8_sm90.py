@@ -309,7 +309,8 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
             finite = gl.where(top == -float("inf"), 0.0, top)
         weights = gl.exp2(s * factor - (finite - SHIFT)[:, None])
         row_sum = row_sums(weights)
-        keys.wait_full(use + skip + 1, pred=blocks > 1)
+        if not codes.APART:
+            keys.wait_full(use + skip + 1, pred=blocks > 1)
         for x in range(skip):
             values.wait_full(use + x)
             values.release(use + x)
@@ -339,10 +340,11 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
                 values.wait_full(use)
                 p = _unpacked(words, P_TILE)
                 acc = _add_values(codes, p, v, acc, _issue_values(codes, p, v, acc, 0), pending, pending)
+                values.release(use)
+                keys.wait_full(use + 1)  # only here: the assembler finishes the sums before it, and has room for scores
                 s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
                 if crew.IN_TURN:
                     pass_turn(AFTER)
-                values.release(use)
                 s = warpgroup_mma_wait(0, deps=(s,))
             else:
                 s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -368,7 +370,8 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
             shrink = gl.exp2(top - finite)
             top = new_top
             shrink_sums = gl.convert_layout(shrink, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
-            keys.wait_full(use + 2, pred=j + 1 < blocks)
+            if not codes.APART:
+                keys.wait_full(use + 2, pred=j + 1 < blocks)
             shrink = shrink * ratio
             if not codes.APART:
                 acc = _add_values(codes, p, v, acc, issued, pending, shrink)
