@@ -228,7 +228,6 @@ def _quantize_kernel(
     k_blocks: tl.int64,
     k_programs: tl.int32,
     k_floor: tl.int32,
-    k_limit: tl.int32,
     left: tl.int64,
     D: tl.constexpr,
     UNIT: tl.constexpr,
@@ -260,13 +259,13 @@ def _quantize_kernel(
         if (tile == 0) | (tile * ROWS < count):
             # Keys that some query of the call sees, counted from this block's first.
             if PACKED:
-                floor, limit = tile * 0, count
+                floor = tile * 0
                 if HAS_LEFT:
                     _, queries = packed_rows(cu_q_ptr + sequence, q_len)
                     floor = tl.maximum(count - queries - left, 0).to(tl.int32)
             else:
-                floor, limit = k_floor, k_limit
-            floor, limit = floor - tile * ROWS, limit - tile * ROWS
+                floor = k_floor
+            floor, limit = floor - tile * ROWS, count - tile * ROWS
             row += tile * ROWS
             block = head * k_blocks + first + tile
             if program < k_programs:
@@ -366,7 +365,7 @@ def _launch(
             queries.query.shape[1] // BLOCK,
             keys.key.shape[1] // BLOCK,
             k_programs,
-            *(k_floor, k_len, min(left, FAR)),
+            *(k_floor, min(left, FAR)),
         ),
         constants=(dim, unit, packed and left != UNBOUNDED, packed, rotate, not interpreter.active()),
         num_warps=(ROTATED_WARPS if rotate else WARPS)[dim],
