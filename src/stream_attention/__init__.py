@@ -18,7 +18,7 @@ from .kvcache import create_kv_compressor, quantize_kv
 from .ops.attention import attention
 from .ops.decode import decode_attention, decode_workspace, explain_decode
 from .ops.explain import explain
-from .ops.fp8 import attention_fp8, quantize_fp8
+from .ops.fp8 import attention_fp8, explain_fp8, quantize_fp8
 from .ops.mass import attention_mass
 from .ops.merge import merge_states
 from .ops.varlen import varlen_attention
@@ -59,6 +59,7 @@ __all__ = [
     "decode_workspace",
     "explain",
     "explain_decode",
+    "explain_fp8",
     "force_backend",
     "gradient_checkpoint_sequential",
     "merge_states",

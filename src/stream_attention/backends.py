@@ -97,6 +97,14 @@ def _fp8_reasons(problem: Problem) -> tuple[tuple[bool, str], ...]:
     )
 
 
+def why_no_fp8_tile(forced: Mapping[str, int]) -> tuple[str, ...]:
+    """Why a caller cannot force these fields of a configuration on a kernel of FP8."""
+    from .kernels.fp8_layout import BLOCK
+
+    too_large = max(forced.get(side, 0) for side in ("block_m", "block_n")) > BLOCK
+    return (f"in FP8 a tile has at most the {BLOCK} rows of a scale",) if too_large else ()
+
+
 def _gluon_fp8_why_not(problem: Problem) -> tuple[str, ...]:
     not_positive = (problem.scale <= 0, f"its softmax multiplies with a scale above 0, not {problem.scale:g}")
     reasons = (*_gluon_reasons(problem), *_fp8_reasons(problem), not_positive)

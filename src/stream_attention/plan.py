@@ -7,13 +7,10 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .backends import AUTO, BACKENDS, BY_NAME, DECODERS
+from .backends import AUTO, BACKENDS, BY_NAME, DECODERS, why_no_fp8_tile
 from .errors import UnsupportedProblem
 from .problem import Problem
 from .tuning.decode import DecodeProblem
-
-FP8_ROWS = 128
-"""Rows that share a scale, of keys; of which codes of queries have whole blocks."""
 
 
 class Plan(NamedTuple):
@@ -48,16 +45,11 @@ def plan(problem: Problem, backend: str = AUTO) -> Plan:
     if check_backend(backend) != AUTO:
         name, forced = _parse(backend) or (backend, ())
         chosen = BY_NAME[name]
-        reasons = chosen.why_not(problem)
+        reasons = chosen.why_not(problem) or (why_no_fp8_tile(dict(forced)) if problem.fp8 else ())
         if reasons:
             raise UnsupportedProblem(f"backend {backend!r} cannot do this problem ({problem}): {'; '.join(reasons)}")
         if problem.backward or not forced:
             return Plan(problem, name, chosen.configure(problem))
-        if problem.fp8 and max(dict(forced).get(side, 0) for side in ("block_m", "block_n")) > FP8_ROWS:
-            raise UnsupportedProblem(
-                f"backend {backend!r} cannot do this problem ({problem}): in FP8 a tile has at most "
-                f"the {FP8_ROWS} rows of a scale"
-            )
         return Plan(problem, name, chosen.tiles(problem)._replace(**dict(forced)), forced=forced)
     passed_over: list[tuple[str, tuple[str, ...]]] = []
     for candidate in BACKENDS:

@@ -72,6 +72,21 @@ def test_a_gpu_that_is_not_here_is_planned_by_its_compute_capability(
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("arch", "config"), [("90", "gluon: 2 warpgroups of "), ("89", "triton: tiles of 128 queries")]
+)
+def test_a_call_in_fp8_is_planned_for_a_gpu_that_is_not_here(
+    arch: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--q", "1x4096x16x128", "--causal", "--arch", arch, "--precision", "fp8"]
+    forward, its_config, *passed_over, device = lines(capsys, *argv)
+    assert forward.endswith("bfloat16 on cuda scale=0.0883883 causal in fp8")
+    assert its_config.startswith(f"backend   {config}")
+    assert [line.split(":")[0] for line in passed_over] == ["not       gluon"] * (arch == "89")
+    assert device.startswith(f"device    a GPU of compute capability {int(arch) / 10}")
+
+
+@needs_triton
 def test_processors_decide_how_keys_are_split(capsys: pytest.CaptureFixture[str]) -> None:
     decoding = ["--q", "1x1x8x128", "--kv", "1x65536x8x128", "--arch", "90"]
     assert "keys in 16 splits" in lines(capsys, *decoding)[1]
@@ -133,6 +148,12 @@ def test_the_gpu_that_is_here_is_planned_by_its_own_facts(capsys: pytest.Capture
         ("--q 1x64x8x64 --backend triton --arch 75", "compute capability 8.0 or newer"),
         ("--q 1x64x8x64 --arch 90 --device cpu", "--arch and --processors: expected with --device cuda"),
         ("--q 1x64x8x64 --arch 87", "--processors: expected the multiprocessors of a GPU of --arch 87; got none"),
+        ("--q 1x64x8x64 --precision fp8 --backward", "--backward: expected without --precision fp8, which is for inf"),
+        ("--q 1x64x8x64 --precision fp8 --dtype fp32", "query: expected dtype float16 or bfloat16 with precision"),
+        ("--q 1x64x8x64 --precision fp8 --mask 64x64", 'mask: expected None with precision="fp8"; got a tensor'),
+        ("--q 1x64x8x96 --precision fp8", 'query: expected D = Dv of 64, 128 or 256 with precision="fp8"'),
+        ("--q 1x64x8x64 --precision fp8 --arch 86", "FP8 needs Triton and a GPU of compute capability 8.9 or newer"),
+        ("--q 1x64x8x64 --precision fp8 --device cpu", "FP8 needs Triton and a GPU of compute capability 8.9 or newer"),
         ("--q 9999999999x9999999999x8x64", "expected fewer than 2**59 elements"),
         pytest.param("--q 1x64x8x64 --device cuda", "got neither. Say --arch 90", marks=no_gpu),
         pytest.param("--q 1x64x8x64 --processors 132", "got neither. Say --arch 90", marks=no_gpu),
@@ -153,6 +174,7 @@ def test_a_call_that_would_be_refused_is_refused(argv: str, words: str, capsys: 
         ("--q 1,64,8,64", "expected sizes joined by x, such as 1x4096x32x128; got '1,64,8,64'"),
         ("--q 1x64x8x-64", "expected sizes joined by x"),
         ("--q 1x64x8x64 --dtype int8", "argument --dtype"),
+        ("--q 1x64x8x64 --precision bf16", "expected fp8, or no --precision for that of --dtype; got 'bf16'"),
         ("--q 1x64x8x64 --bias 64x64:int8", "expected SHAPE or SHAPE:DTYPE"),
         ("--q 1x64x8x64 --window 5", "expected two ints LEFT,RIGHT, such as 1023,0; got '5'"),
         (

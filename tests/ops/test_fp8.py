@@ -22,12 +22,13 @@ from stream_attention import (
     attention,
     attention_fp8,
     explain,
+    explain_fp8,
     force_backend,
     merge_states,
     quantize_fp8,
     varlen_attention,
 )
-from stream_attention.kernels.fp8_layout import BLOCK
+from stream_attention.kernels.fp8_layout import BLOCK, blocks_of, room_for_keys
 
 BF16, INF = torch.bfloat16, float("inf")
 HALF_AN_ULP = 2.0**-4
@@ -333,6 +334,28 @@ def test_explain_shows_the_plan_and_computes_nothing(capsys: pytest.CaptureFixtu
     assert packed.problem.packed and packed.problem.fp8
 
 
+def test_on_codes_it_explains_what_it_explains_of_their_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    query, key, value = qkv()
+    kv = quantize_fp8(key, value, rotate=True)
+    options: dict[str, Any] = {"window": (40, 0), "scale": 0.3, "return_lse": True, "backend": "reference"}
+    planned = explain_fp8(query.to("meta"), kv.to("meta"), **options)
+    shown = capsys.readouterr().out
+    assert planned == explain(*(t.to("meta") for t in (query, key, value)), precision="fp8", **options)
+    assert shown == capsys.readouterr().out == f"{planned}\n"
+    ends = torch.tensor([0, 40, 70])
+    packed = explain_fp8(query[0], quantize_fp8(key[0], value[0], cu_seqlens=ends), cu_seqlens_q=ends, **options)
+    assert packed.problem.packed and (packed.problem.q_len, packed.problem.k_len) == (40, 40)
+
+
+@pytest.mark.usefixtures("h200")
+def test_on_codes_it_explains_which_kernel_runs_on_a_gpu() -> None:
+    pytest.importorskip("triton")
+    query, key = (torch.empty(shape, dtype=BF16, device="cuda") for shape in ((2, 70, 4, 64), (2, 150, 2, 64)))
+    kv = Fp8KV(room_for_keys(key, blocks_of(150, 2, packed=False)), (2, 150, 2, 64), BF16)
+    assert explain_fp8(query, kv, causal=True).backend == "gluon"
+    assert explain_fp8(query, kv, scale=-1.0).passed_over[0][0] == "gluon"
+
+
 def test_nowhere_does_it_fall_back() -> None:
     with pytest.raises(UnsupportedProblem) as caught:
         attention(*qkv(), precision="fp8")
@@ -341,8 +364,9 @@ def test_nowhere_does_it_fall_back() -> None:
     assert "FP8 needs Triton and a GPU of compute capability 8.9 or newer" in lines[3]
     with pytest.raises(UnsupportedProblem, match=r"'eager' cannot .*in the dtypes it is given"):
         attention(*qkv(), precision="fp8", backend="eager")
-    with pytest.raises(UnsupportedProblem, match="no backend can"):
-        attention_fp8(qkv()[0], quantize_fp8(*qkv()[1:]))
+    for asked in (attention_fp8, explain_fp8):
+        with pytest.raises(UnsupportedProblem, match="no backend can"):
+            asked(qkv()[0], quantize_fp8(*qkv()[1:]))
 
 
 def test_a_forced_backend_is_asked() -> None:
@@ -443,9 +467,16 @@ ON_CODES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ("bad", "error", "words"), ON_CODES, ids=[f"{n} {' '.join(row[0])}" for n, row in enumerate(ON_CODES)]
 )
 def test_a_call_on_codes_that_is_refused(bad: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words) as caught:
-        attention_fp8(**({"query": Q, "kv": quantize_fp8(K, V), "backend": "reference"} | bad))
-    assert caught.type is error
+    call = {"query": Q, "kv": quantize_fp8(K, V), "backend": "reference"} | bad
+    for asked in (attention_fp8, explain_fp8):
+        with pytest.raises(error, match=words) as caught:
+            asked(**call)
+        assert caught.type is error
+
+
+def test_an_argument_that_it_does_not_have_is_not_explained() -> None:
+    with pytest.raises(TypeError, match=r"attention_fp8\(\) .*unexpected keyword argument 'softcap'"):
+        explain_fp8(Q, quantize_fp8(K, V), softcap=2.0)
 
 
 def test_packed_codes_want_offsets_of_as_many_sequences() -> None:

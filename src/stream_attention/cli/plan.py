@@ -96,6 +96,8 @@ def _tensors(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The keywords of `attention`, without those that were not given."""
+    if options.precision and options.backward:
+        raise ValueError(f"--backward: expected without --precision {options.precision}, which is for inference")
     dtype, backward = DTYPES[options.dtype], options.backward
     heads = options.q[-2:-1]
     given: dict[str, Any] = {
@@ -106,6 +108,7 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
         "dropout_p": options.dropout,
         "deterministic": options.deterministic or None,
         "return_lse": options.return_lse,
+        "precision": options.precision,
         "backend": options.backend,
     }
     if options.mask is not None:
@@ -143,6 +146,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add(
         "--dtype", choices=tuple(DTYPES), default="bf16", metavar="DTYPE", help="fp16, bf16 (the default), fp32 or fp64"
     )
+    add("--precision", type=_precision, metavar="fp8", help="compute in FP8, of fp16 or bf16; default: as --dtype says")
     add("--device", choices=("cuda", "cpu"), help="default: cuda if torch finds a GPU or --arch is given")
     add("--arch", type=values.capability, metavar="CC", help="plan for a GPU of this compute capability: 90 is 9.0")
     add("--processors", type=values.count, metavar="N", help="how many multiprocessors it has")
@@ -167,6 +171,12 @@ def _shape(text: str) -> tuple[int, ...]:
     if not all(word.isdecimal() for word in words):
         raise argparse.ArgumentTypeError(f"expected sizes joined by x, such as 1x4096x32x128; got {text!r}")
     return tuple(map(int, words))
+
+
+def _precision(text: str) -> str:
+    if text != "fp8":
+        raise argparse.ArgumentTypeError(f"expected fp8, or no --precision for that of --dtype; got {text!r}")
+    return text
 
 
 def _shape_and_dtype(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:

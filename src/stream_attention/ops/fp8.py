@@ -6,6 +6,7 @@ what is computed from them. There is no gradient, and nothing here falls back to
 
 from __future__ import annotations
 
+from inspect import signature
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -121,8 +122,46 @@ def attention_fp8(
     return (out, lse) if return_lse else out
 
 
+def explain_fp8(query: Tensor, kv: Fp8KV, **arguments: Any) -> Plan:
+    """Print which kernel would run for `attention_fp8(query, kv, **arguments)`, and how; compute nothing.
+
+    >>> import torch
+    >>> from stream_attention import explain_fp8, quantize_fp8
+    >>> query, key, value = torch.randn(3, 1, 300, 4, 64).bfloat16()
+    >>> plan = explain_fp8(query, quantize_fp8(key, value), causal=True, backend="reference")
+    forward   dense B=1 Tq=300 Tk=300 Hq=4 Hkv=4 D=64 Dv=64 bfloat16 on cpu scale=0.125 causal in fp8
+    backend   reference: dense, codes as fp64
+    """
+    try:
+        bound = signature(attention_fp8).bind(query, kv, **arguments)
+    except TypeError as error:
+        raise TypeError(f"attention_fp8() {error}") from None
+    bound.apply_defaults()
+    planned, _ = _planned(**bound.arguments)
+    print(planned)
+    return planned
+
+
 @uncompiled(REASON)
-def _attended(
+def _attended(query: Tensor, kv: Fp8KV, *options: Any) -> tuple[Tensor, Tensor]:
+    planned, inputs = _planned(query, kv, *options)
+    query, cu_q, cu_k = inputs.query, inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if planned.problem.empty:
+        return _nothing(query)
+    with no_autocast(query.device.type), torch.no_grad():
+        queries: Any
+        if planned.backend == "reference":
+            from ..kernels import reference_fp8
+
+            queries = reference_fp8.quantize_queries(query, cu_q, kv.rotate)
+        else:
+            from ..kernels.triton import quantize_fp8 as kernels
+
+            queries = kernels.quantize_queries(query, cu_q, planned.problem.q_len, kv.rotate)
+        return attend_to_codes(planned, queries, kv.codes, cu_q, cu_k)
+
+
+def _planned(
     query: Tensor,
     kv: Fp8KV,
     causal: bool,
@@ -132,31 +171,18 @@ def _attended(
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int | None,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Plan, Inputs]:
+    """Check the arguments of `attention_fp8`, and plan it; the inputs' key and value only have the shape of theirs."""
     backend = requested(backend)
     (query,) = _as_they_lie(query)
     validate.fp8_query(query, kv, cu_seqlens_q, max_seqlen_q)
     validate.options(causal, window, 0.0, scale, 0.0, None, None, return_lse, query)
-    keys = kv.codes.scales.new_empty(()).expand(kv.shape)  # stands for them where only their shape is asked
+    keys = kv.codes.scales.new_empty(()).expand(kv.shape)
     inputs = Inputs(query, keys, keys, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=kv.cu_seqlens)
     q_len = 0 if cu_seqlens_q is None else longest("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
     arguments = op_arguments(inputs, causal, window, 0.0, scale, 0.0, None, None, backend, q_len, kv.max_seqlen)
     problem, inputs, backend = problem_of(arguments)
-    planned = plan(in_fp8(problem), backend)
-    if problem.empty:
-        return _nothing(query)
-    offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    with no_autocast(query.device.type), torch.no_grad():
-        queries: Any
-        if planned.backend == "reference":
-            from ..kernels import reference_fp8
-
-            queries = reference_fp8.quantize_queries(query, offsets[0], kv.rotate)
-        else:
-            from ..kernels.triton import quantize_fp8 as kernels
-
-            queries = kernels.quantize_queries(query, offsets[0], q_len, kv.rotate)
-        return attend_to_codes(planned, queries, kv.codes, *offsets)
+    return plan(in_fp8(problem), backend), inputs
 
 
 @uncompiled(REASON)

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton")
 
 import triton
-from fp8_problems import Fp8Call, launch_offline
+from fp8_cases import CAUSAL, Fp8Call, launch_offline
 from sass_gate import (
     SHARED_BYTES,
     VERSION,
@@ -28,11 +28,9 @@ from sass_gate import (
 )
 
 from stream_attention.backends import TESTED_TRITON
-from stream_attention.problem import UNBOUNDED
 from stream_attention.testing.offline import compiling_for, disassemble, report
 from stream_attention.tuning.fp8 import GLUON
 
-CAUSAL = (UNBOUNDED, 0)
 FORMS = {
     "d64 full": Fp8Call(D=64, Tq=1024, Tk=1024),
     "d128 full": Fp8Call(Tq=1024, Tk=1024),

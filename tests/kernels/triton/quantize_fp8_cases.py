@@ -33,7 +33,6 @@ class Case(NamedTuple):
     layout: str = "contiguous"
     rotate: bool = False
     seen: tuple[int, int] | None = None
-    offset: int | None = None
     cu_dtype: torch.dtype = torch.int32
     unused: int = 0  # rows of a pack behind its last sequence
 
@@ -95,7 +94,7 @@ def check(case: Case, device: str = "cpu", seed: int = 0, inputs: Tensors | None
     """The codes of a case, from one launch, that are those of the specification."""
     query, key, value = inputs or case.inputs(device, seed)
     offsets, longest = case.offsets(device), case.longest()
-    got = quantize_fp8.quantize(query, key, value, *offsets, *longest, case.rotate, case.seen, case.offset)
+    got = quantize_fp8.quantize(query, key, value, *offsets, *longest, case.rotate, case.seen)
     want = reference_fp8.quantize_queries(query, offsets[0], case.rotate)
     same_queries(case, got[0], want, case.rotate)
     seen = seen_keys(case, key)
@@ -115,15 +114,14 @@ def check_alone(case: Case, device: str = "cpu") -> None:
 
 
 def seen_keys(case: Case, key: Tensor) -> Tensor:
-    """Which rows of keys some query sees, from the definition: query i stands at key i + offset."""
+    """Which rows of keys some query sees, from the definition: the last query stands at the last key."""
     seen = torch.ones(key.shape[-3], dtype=torch.bool)
     if case.seen is not None:
         left, right = case.seen
         lengths = case.packed or ((case.Tq, case.Tk),)
         start = 0
         for queries, keys in lengths:
-            offset = keys - queries if case.offset is None else case.offset
-            distance = torch.arange(keys)[None] - torch.arange(queries)[:, None] - offset
+            distance = torch.arange(keys)[None] - torch.arange(keys - queries, keys)[:, None]
             sees = ((distance >= -left) | (left == UNBOUNDED)) & ((distance <= right) | (right == UNBOUNDED))
             if queries:  # where there is no query, nobody looks
                 seen[start : start + keys] = sees.any(0)

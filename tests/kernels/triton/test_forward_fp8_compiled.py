@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton")
 
 from compile_gate import SHARED_KIB, atomics
-from fp8_cases import BASE, F16, Fp8Case
+from fp8_cases import BASE, CAUSAL, F16, Fp8Call
 
 from stream_attention.kernels.fp8_layout import HEAD_DIMS
 from stream_attention.kernels.triton.forward_fp8 import forward_fp8
@@ -22,8 +22,8 @@ from stream_attention.tuning.fp8 import TRITON
 LONG = replace(BASE, Tq=256, Tk=512, Hq=2, Hkv=1)
 KINDS = {
     "plain": LONG,
-    "causal": replace(LONG, causal=True),
-    "packed, window of both sides": replace(LONG, packed=((256, 512),), window=(100, 50)),
+    "causal": replace(LONG, window=CAUSAL),
+    "packed, window of both sides": replace(LONG, lengths=((256, 512),), window=(100, 50)),
 }
 KERNELS = {  # of every architecture the kernel that needs most, and of the one that the table is for all head dims
     f"sm_{arch} d{dim} {kind}": (arch, replace(KINDS[kind], D=dim))
@@ -44,10 +44,10 @@ SPILLS = {"sm_89 d128 packed, window of both sides": 16, "sm_120 d128 packed, wi
 """Bytes that a kernel is known to spill, stores and loads; all of them outside its loops."""
 
 
-def compiled(arch: int, case: Fp8Case) -> Report:
-    problem, queries, keys, cu_q, cu_k = case.codes()
+def compiled(arch: int, call: Fp8Call) -> Report:
+    problem, queries, keys, cu_q, cu_k = call.codes()
     with compiling_for(arch) as kernels:
-        forward_fp8(problem._replace(arch=arch), queries, keys, cu_q, cu_k, TRITON[case.D])
+        forward_fp8(problem._replace(arch=arch), queries, keys, cu_q, cu_k, TRITON[call.D])
     assert len(kernels) == 1
     return report(kernels[0])
 
@@ -60,8 +60,8 @@ def test_a_tile_of_queries_has_whole_blocks_and_a_block_of_keys_one_scale() -> N
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_the_compiler_makes_of_it(name: str) -> None:
-    arch, case = KERNELS[name]
-    made = compiled(arch, case)
+    arch, call = KERNELS[name]
+    made = compiled(arch, call)
     matrix = {opcode: count for opcode, count in made.instructions.items() if "MMA" in opcode}
     assert set(matrix) == {PRODUCTS[arch]}, f"products are not in FP8 alone: {matrix}"
     assert made.shared_bytes <= SHARED_KIB[89] * 1024, f"{made.shared_bytes / 1024:g} KiB of shared memory"

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from fp8_cases import BASE, CASES, check, random_case
+from fp8_cases import BASE, CASES, CAUSAL, check, random_case
 
 from stream_attention.kernels import reference_fp8
 from stream_attention.kernels.fp8_layout import E4M3, LARGEST, ORDER
@@ -90,7 +90,7 @@ def test_weights_are_the_odds_of_the_scores() -> None:
 
 
 def test_rows_before_the_first_key_are_empty() -> None:
-    arguments = replace(BASE, Tq=100, Tk=30, causal=True).codes()
+    arguments = replace(BASE, Tq=100, Tk=30, window=CAUSAL).codes()
     out, lse = forward_fp8(*arguments, CONFIG)
     assert not out[:, :70].any() and bool((lse[..., :70] == -math.inf).all())
     assert out[:, 70:].abs().sum(-1).gt(0).all() and lse[..., 70:].isfinite().all()
@@ -130,7 +130,7 @@ def test_random_cases() -> None:
 
 def test_no_code_behind_a_sequence_or_outside_its_blocks_is_seen() -> None:
     """Whatever lies in blocks that a pack leaves free, and in keys behind the end of a sequence."""
-    case = replace(BASE, packed=((20, 100), (30, 20)), causal=True)
+    case = replace(BASE, lengths=((20, 100), (30, 20)), window=CAUSAL)
     problem, queries, keys, cu_q, cu_k = case.codes()
     expected = forward_fp8(problem, queries, keys, cu_q, cu_k, CONFIG)
     keys.key[:, 100:128] = 1.0
@@ -141,7 +141,7 @@ def test_no_code_behind_a_sequence_or_outside_its_blocks_is_seen() -> None:
 
 
 def test_offsets_beyond_the_pack_are_held_within_it() -> None:
-    case = replace(BASE, packed=((20, 30), (30, 20)))
+    case = replace(BASE, lengths=((20, 30), (30, 20)))
     problem, queries, keys, cu_q, cu_k = case.codes()
     assert cu_q is not None and cu_k is not None
     beyond = cu_q.clone(), cu_k.clone()

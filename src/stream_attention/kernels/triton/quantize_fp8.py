@@ -228,7 +228,6 @@ def _quantize_kernel(
     k_blocks: tl.int64,
     k_programs: tl.int32,
     k_floor: tl.int32,
-    k_limit: tl.int32,
     left: tl.int64,
     D: tl.constexpr,
     UNIT: tl.constexpr,
@@ -260,13 +259,13 @@ def _quantize_kernel(
         if (tile == 0) | (tile * ROWS < count):
             # Keys that some query of the call sees, counted from this block's first.
             if PACKED:
-                floor, limit = tile * 0, count
+                floor = tile * 0
                 if HAS_LEFT:
                     _, queries = packed_rows(cu_q_ptr + sequence, q_len)
                     floor = tl.maximum(count - queries - left, 0).to(tl.int32)
             else:
-                floor, limit = k_floor, k_limit
-            floor, limit = floor - tile * ROWS, limit - tile * ROWS
+                floor = k_floor
+            floor, limit = floor - tile * ROWS, count - tile * ROWS
             row += tile * ROWS
             block = head * k_blocks + first + tile
             if program < k_programs:
@@ -313,17 +312,16 @@ def quantize(
     k_longest: int = 0,
     rotate: bool = False,
     seen: tuple[int, int] | None = None,
-    offset: int | None = None,
 ) -> tuple[QueryCodes, KeyCodes]:
     """Codes of all three, in one launch.
 
     `seen` is the window (left, right) of the call: keys and values that no query sees by it become zeros, whatever
-    they are. Query 0 stands at key `offset`; in a pack, and if that is None, the last query stands at the last key.
+    they are. The last query stands at the last key, so those are the first ones, by the left side.
     """
     queries = room_for_queries(query, _blocks(query, cu_seqlens_q))
     keys = room_for_keys(key, _blocks(key, cu_seqlens_k))
     ends = cu_seqlens_q, cu_seqlens_k, q_longest, k_longest
-    _launch(query, key, value, queries, keys, *ends, rotate, seen, offset)
+    _launch(query, key, value, queries, keys, *ends, rotate, seen)
     return queries, keys
 
 
@@ -344,7 +342,6 @@ def _launch(
     k_longest: int,
     rotate: bool,
     seen: tuple[int, int] | None = None,
-    offset: int | None = None,
 ) -> None:
     packed, dim = cu_seqlens_q is not None, query.shape[-1]
     batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -354,10 +351,8 @@ def _launch(
     if q_programs + k_programs == 0:
         return
     unit = UNIT if is_aligned(query, key, value) else 1
-    left, right = seen or (UNBOUNDED, UNBOUNDED)
-    offset = k_len - q_len if offset is None else offset
-    k_floor = 0 if left == UNBOUNDED else min(max(offset - left, 0), k_len)
-    k_limit = k_len if right == UNBOUNDED else min(max(q_len + offset + right, 0), k_len)
+    left, _ = seen or (UNBOUNDED, UNBOUNDED)
+    k_floor = 0 if left == UNBOUNDED else max(k_len - q_len - left, 0)
     codes = queries.query.view(torch.uint8), keys.key.view(torch.uint8), keys.value.view(-1).view(torch.int32)
     _quantize.launch(
         grid=q_programs + 2 * k_programs,
@@ -370,7 +365,7 @@ def _launch(
             queries.query.shape[1] // BLOCK,
             keys.key.shape[1] // BLOCK,
             k_programs,
-            *(k_floor, k_limit, min(left, FAR)),
+            *(k_floor, min(left, FAR)),
         ),
         constants=(dim, unit, packed and left != UNBOUNDED, packed, rotate, not interpreter.active()),
         num_warps=(ROTATED_WARPS if rotate else WARPS)[dim],
