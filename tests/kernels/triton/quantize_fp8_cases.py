@@ -154,8 +154,9 @@ def used_blocks(case: Case, side: int) -> list[int]:
         lengths = [late - early for early, late in pairwise(cu_seqlens.tolist())]
     firsts = [first_block(sequence, rows, cu_seqlens) for sequence in range(len(lengths))]
     counts = [max(side * bool(any(lengths)), -(-length // BLOCK)) for length in lengths]
-    if side and case.packed and case.seen is not None:
-        counts = [count if queries else 0 for count, (queries, _) in zip(counts, case.packed, strict=True)]
+    if side and case.seen is not None:
+        queries = [queries for queries, _ in case.packed] or [case.Tq] * batch
+        counts = [count if some else 0 for count, some in zip(counts, queries, strict=True)]
     return [first + n for first, count in zip(firsts, counts, strict=True) for n in range(count)]
 
 
