@@ -266,17 +266,19 @@ def test_fp8_is_as_fast_and_as_exact_as_said() -> None:
     assert len(cells) == 18 and all(one["right"] for its in cells.values() for one in its.values() if "right" in one)
     alone = {name: its["e4m3 kernel"]["tflops"] for name, its in cells.items()}
     faster = {name: its["bf16"]["median_ms"] / its["e4m3"]["median_ms"] for name, its in cells.items()}
-    for kind, tflops, times in (("full", (897, 904), (1.14, 1.17)), ("causal", (885, 913), (1.07, 1.14))):
+    for kind, tflops, times in (("full", (895, 927), (1.17, 1.17)), ("causal", (895, 927), (1.10, 1.18))):
         long = [f"d128 {kind} {length}" for length in (8192, 16384)]
         assert sorted(round(alone[name]) for name in long) == list(tflops)
         assert sorted(round(faster[name], 2) for name in long) == list(times)
-    assert round(alone["d256 full 8192"]) == 963
+    wide = [f"d256 {kind} {length}" for kind in ("full", "causal") for length in (8192, 16384)]
+    assert sorted(round(alone[name]) for name in wide[:2]) == [1200, 1209]
+    assert (min(round(faster[name], 2) for name in wide), max(round(faster[name], 2) for name in wide)) == (1.30, 1.43)
     assert all(its["e4m3"]["rms_error"] < 0.06 for its in cells.values())
     told = results("h200/gpu_tests_gluon_forward_fp8")
     for dim in (64, 128, 256):
         bias = told[f"bias at 64k keys, d{dim}"]
         assert abs(bias["blocks added in fp32"]) < 0.0015 and bias["left to the matrix units"] < -0.5
-    assert (told["passed"], told["failed"]) == (37, 3) and "not run again" in told["note"]
+    assert (told["passed"], told["failed"]) == (32, 8) and "not run again" in told["note"]
 
 
 def test_auto_takes_the_faster_backward_for_softcap_and_dropout() -> None:

@@ -41,9 +41,9 @@ refused.
 What 13 bits cannot show: sums over blocks that are kept in bf16 are 0.6 of the distance allowed where scores have unit
 size, and more than all of it where they are a tenth of that, so a GPU test wants small scores, and fp16, too.
 
-An H200 adds as `matrix_unit_sums` does: errors of sums of random products are the same to 2 % in their mean and size, and
-those of equal ones to the last digit (benchmarks/results/h200/fp8_sums.json). So are the errors of single LSEs: those
-that two kernels gave for seven calls, whose numbers a generator of CUDA's makes, are computed to 3 to 7 digits.
+An H200 adds as `matrix_unit_sums` does: errors of sums of random products are the same to 2 % in their mean and size,
+and those of equal ones to the last digit (benchmarks/results/h200/fp8_sums.json). So are the errors of single LSEs:
+those that two kernels gave for seven calls, of numbers from CUDA's generator, are computed to 3 to 7 digits.
 
 There is no argument that loosens any of this, and NaN is never within a bound.
 """
@@ -230,8 +230,8 @@ def noise_of(
 def matrix_unit_sums(a: Tensor, b: Tensor, bits: int = MATRIX_UNIT_BITS) -> Tensor:
     """a b^T of `[H, m, K]` and `[H, n, K]`, e4m3 codes times powers of two, as matrix units sum it.
 
-    32 terms and the sum so far are cut off, towards 0, so many bits behind the largest exponent: that of the sum, and of
-    a term the sum of its factors' exponents. The new sum keeps so many bits behind its first.
+    32 terms and the sum so far are cut off, towards 0, so many bits behind the largest exponent: that of the sum, and
+    of a term the sum of its factors' exponents. The new sum keeps so many bits behind its first.
     """
     a, b = a.double(), b.double()
     of_a, of_b = _exponent(a), _exponent(b)
