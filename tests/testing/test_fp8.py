@@ -164,6 +164,14 @@ def test_matrix_units_add_as_an_h200_does(terms: str) -> None:
         assert terms == "normal" or errors.mean().item() == pytest.approx(row["mean"], rel=nearly), row
 
 
+def test_the_exponent_of_a_term_is_that_of_its_factors() -> None:
+    """1.875 * 1.875 is above 2, and has the exponent 0: two terms of 2^-13 beside it are not cut off."""
+    a = torch.tensor([[[1.875, 2.0**-7, 2.0**-7]]])
+    b = torch.tensor([[[1.875, 2.0**-6, 2.0**-6]]])
+    assert matrix_unit_sums(a, b).item() == 1.875**2 + 2.0**-12
+    assert matrix_unit_sums(a[..., :2], b[..., :2]).item() == 1.875**2, "which the new sum has no bit for"
+
+
 def random_codes(rng: Random) -> Codes:
     def length() -> int:
         return rng.choice((1, 2, 3, 7, 32, 33, 64, 65, 100, 127, 128, 129))

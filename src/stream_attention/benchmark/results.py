@@ -277,10 +277,11 @@ def markdown(results: dict[str, Any]) -> str:
         f"commit {commit[:12]}{' with changes' if results['commit']['dirty'] else ''}" if commit else "no commit yet"
     )
     reading = "" if (speed := read_speed(results)) is None else f" {capital(speed)}."
+    note = f" {results['note']}" if "note" in results else ""  # by hand: what is not as the line says
     lines = [
         f"{machine['name']}{threads}, torch {versions['torch']}, {results['date'][:10]}, {origin}; "
         f"{_unit(results)} by {results['conditions']['timing']}: medians, "
-        f"and the median of the ratios round by round.{reading}",
+        f"and the median of the ratios round by round.{reading}{note}",
         "",
         *_piped(table(results)),
     ]

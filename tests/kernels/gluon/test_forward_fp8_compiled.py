@@ -33,6 +33,8 @@ from stream_attention.tuning.fp8 import GLUON
 
 FORMS = {
     "d64 full": Fp8Call(D=64, Tq=1024, Tk=1024),
+    "d64 causal": Fp8Call(D=64, Tq=1024, Tk=1024, window=CAUSAL),
+    "d64 packed": Fp8Call(D=64, window=CAUSAL, lengths=((300, 300), (7, 400))),
     "d128 full": Fp8Call(Tq=1024, Tk=1024),
     "d128 causal": Fp8Call(Tq=1024, Tk=1024, window=CAUSAL),
     "d128 packed": Fp8Call(window=CAUSAL, lengths=((300, 300), (7, 400))),
@@ -45,6 +47,7 @@ INSTRUCTIONS = {64: 440, 128: 470, 256: 575}
 
 SPILLS = {
     "d64 full": Spills(96, 0),
+    "d64 causal": Spills(112, 0),
     "d128 packed": Spills(64, 0),
     "d256 full": Spills(16, 0),
     "d256 packed": Spills(12, 0),
