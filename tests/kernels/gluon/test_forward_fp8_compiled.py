@@ -29,7 +29,7 @@ from sass_gate import (
 
 from stream_attention.backends import TESTED_TRITON
 from stream_attention.testing.offline import compiling_for, disassemble, report
-from stream_attention.tuning.fp8 import GLUON
+from stream_attention.tuning.fp8 import configure_gluon
 
 FORMS = {
     "d64 full": Fp8Call(D=64, Tq=1024, Tk=1024),
@@ -47,7 +47,7 @@ INSTRUCTIONS = {64: 440, 128: 470, 256: 575}
 
 SPILLS = {
     "d64 full": Spills(96, 0),
-    "d64 causal": Spills(112, 0),
+    "d64 causal": Spills(112, 3),
     "d128 packed": Spills(64, 0),
     "d256 full": Spills(16, 0),
     "d256 packed": Spills(12, 0),
@@ -74,7 +74,8 @@ def test_the_machine_code(name: str, kernels: dict[str, Any]) -> None:
     made, sass = compiled(name, kernels)
     dim = FORMS[name].D
     blocks = parse(sass)
-    assert not faults_of_any(made, blocks, GLUON[dim].warpgroups, SPILLS.get(name, Spills()))
+    warpgroups = configure_gluon(FORMS[name].stated(*FORMS[name].tensors("cpu"))).warpgroups
+    assert not faults_of_any(made, blocks, warpgroups, SPILLS.get(name, Spills()))
     assert made.shared_bytes <= SHARED_BYTES and not made.instructions["HGMMA"] and made.instructions["QGMMA"]
     if name.endswith(("full", "causal")):
         loops = [shortest(blocks, loop) for loop in product_loops(blocks)]
