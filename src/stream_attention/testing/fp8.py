@@ -17,7 +17,7 @@ The rest is what no kernel can avoid, computed from the codes at hand:
 - `off`, the error of a weight by that of its score, relative. Matrix units of Hopper (and of Ada, it is said) keep 13
   fraction bits of a sum of FP8 products, every 32 terms anew; fp32 keeps 23. What that makes of a score is computed
   (`matrix_unit_sums`), as no formula holds: with an outlier in one channel errors are three times those of Gaussian
-  rows of the same size, and the largest of 70,000 are 8 times the mean. In log2 units, with x the score,
+  rows of the same size. In log2 units, with x the score,
 
       off = |x of matrix units - x| + 2^-23 (8 + |x|)
 
@@ -35,8 +35,8 @@ The rest is what no kernel can avoid, computed from the codes at hand:
 The factors were fitted to what correct kernels need: emulated in torch over blocks of 64 and 128 keys, from the left
 and from the right, with sums of 13 and of 23 bits, on 2,400 problems of Gaussian, tiny, large, huge and heavy-tailed
 inputs, outliers in one channel, and values of one sign, or all the same. The largest shares of what is allowed were 0.6
-(row), 0.8 (error), 0.6 (distance), 0.4 (lse). tests/testing/test_fp8.py repeats a part of that, and has what must be
-refused.
+(row), 0.8 (error), 0.6 (distance), 0.4 (lse), with units by the exponents of products, a bit larger than those of now.
+tests/testing/test_fp8.py repeats a part of that with these, and has what must be refused.
 What 13 bits cannot show: sums over blocks that are kept in bf16 are 0.6 of the distance allowed where scores have unit
 size, and more than all of it where they are a tenth of that, so a GPU test wants small scores, and fp16, too.
 
