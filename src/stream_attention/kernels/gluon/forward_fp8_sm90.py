@@ -202,10 +202,23 @@ def _unpacked(words, LAYOUT: gl.constexpr):
     return gl.convert_layout(codes, LAYOUT, assert_trivial=True)
 
 
+# Tops are integers, and what is done to them goes by the adders: the unit of exponentials, which also rounds and
+# converts, is the busiest. A number beside 1.5 * 2**23 has no place for bits behind the point, and its last bits are
+# those of an integer.
+
+
 @gluon.jit
 def _up(x):
-    """The next integer, as a float."""
-    return gl.inline_asm_elementwise("cvt.rpi.f32.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    """An integer, as a float, that is not smaller: the next one for |x| up to 2**22."""
+    asm: gl.constexpr = "{ .reg .f32 a; add.rp.f32 a, $1, 0f4B400000; sub.rn.f32 $0, a, 0f4B400000; }"
+    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _two_to(x):
+    """2**x of an integer of at most 0; 0 below -126."""
+    beside = gl.maximum(x, -127.0) + (12582912.0 + 127.0)
+    return (beside.to(gl.int32, bitcast=True) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -371,7 +384,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
             finite = new_top
             if call.MANY_CUTS:
                 finite = gl.where(new_top == -float("inf"), 0.0, new_top)
-            shrink = gl.exp2(top - finite)
+            shrink = _two_to(top - finite)
             top = new_top
             shrink_sums = gl.convert_layout(shrink, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
             if not codes.APART:
