@@ -42,7 +42,7 @@ FORMS = {
     "d256 packed": Fp8Call(D=256, window=CAUSAL, lengths=((300, 300), (7, 400))),
 }
 
-INSTRUCTIONS = {64: 440, 128: 470, 256: 575}
+INSTRUCTIONS = {64: 440, 128: 475, 256: 575}
 """An iteration may have, by head dim, where no edge is looked for."""
 
 SPILLS = {
@@ -83,6 +83,7 @@ def test_the_machine_code(name: str, kernels: dict[str, Any]) -> None:
         names = [one.name for one in loops[0]]
         assert not {"PRMT", "LDS", "STS"} & set(names), "weights change lanes, or are taken apart"
         assert names.count("SHFL") == 4, "of the maxima of two rows"
+        assert names.count("MUFU") == 64 and "FRND" not in names, "tops are left to the unit of exponentials"
 
 
 @pytest.mark.skipif(triton.__version__ != ran("forward_fp8")["triton"], reason="the kernels ran with another Triton")

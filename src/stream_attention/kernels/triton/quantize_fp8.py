@@ -26,9 +26,9 @@ from .launch import Kernel, jit
 from .tiles import packed_rows
 
 WARPS = {64: 4, 128: 4, 256: 8}
-"""By head dim. 64 or 128 numbers of a block for each thread: by the compiler's report there is room for blocks of 128 KiB
-on a multiprocessor at a time. With twice as many warps, of half as many registers, as much is on its way, and it takes
-1.10 (D 128) and 1.16 (D 256) times as long (H200, sweep 16)."""
+"""By head dim. 64 or 128 numbers of a block for each thread: by the compiler's report there is room for blocks of 128
+KiB on a multiprocessor at a time. With twice as many warps, of half as many registers, as much is on its way, and it
+takes 1.10 (D 128) and 1.16 (D 256) times as long (H200, sweep 16)."""
 
 ROTATED_WARPS = {64: 4, 128: 8, 256: 8}
 """16 would have the halves of a row in different warps."""
