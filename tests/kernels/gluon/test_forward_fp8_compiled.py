@@ -42,12 +42,12 @@ FORMS = {
     "d256 packed": Fp8Call(D=256, window=CAUSAL, lengths=((300, 300), (7, 400))),
 }
 
-INSTRUCTIONS = {64: 440, 128: 475, 256: 575}
+INSTRUCTIONS = {64: 365, 128: 400, 256: 575}
 """An iteration may have, by head dim, where no edge is looked for."""
 
 SPILLS = {
-    "d64 full": Spills(96, 0),
-    "d64 causal": Spills(112, 3),
+    "d64 full": Spills(168, 0),
+    "d64 causal": Spills(184, 3),
     "d128 packed": Spills(64, 0),
     "d256 full": Spills(16, 0),
     "d256 packed": Spills(12, 0),
@@ -82,7 +82,11 @@ def test_the_machine_code(name: str, kernels: dict[str, Any]) -> None:
         assert all(len(code) <= INSTRUCTIONS[dim] for code in loops)
         names = [one.name for one in loops[0]]
         assert not {"PRMT", "LDS", "STS"} & set(names), "weights change lanes, or are taken apart"
-        assert names.count("SHFL") == 4, "of the maxima of two rows"
+        assert names.count("SHFL") == (4 if dim == 256 else 0), "of the maxima of two rows, where they are taken"
+        assert names.count("VOTE") == (0 if dim == 256 else 1), "on sums that are too large"
+        if dim == 128:  # mixed with what needs them, behind the wait, they are 9-10 % slower (sweep 17)
+            last_wait = max(i for i, one in enumerate(names) if one == "WARPGROUP")
+            assert names[:last_wait].count("MUFU") > 60, "exponentials are not computed while P V runs"
         assert names.count("MUFU") == 64 and "FRND" not in names, "tops are left to the unit of exponentials"
 
 

@@ -29,6 +29,7 @@ pytestmark = [
 ]
 
 BACKENDS = ("gluon", "triton")
+LOG2E = 1.4426950408889634
 PROBLEMS = {"gluon": 200, "triton": 60}
 NAMED = {
     "one query": Fp8Call(Tq=1, Tk=1000),
@@ -41,6 +42,9 @@ NAMED = {
     "wide": Fp8Call(D=256, Tq=500, Tk=1300, window=CAUSAL),
     "rotated": Fp8Call(kind="outliers", rotate=True, window=CAUSAL),
     "large scores": Fp8Call(kind="large scores"),
+    "rising scores": Fp8Call(kind="rising scores", Tk=900),
+    "jumping scores": Fp8Call(kind="jumping scores", Tq=700, Tk=700, window=CAUSAL),
+    "jumping scores in packs": Fp8Call(kind="jumping scores", D=64, lengths=((300, 700), (7, 400), (0, 9), (500, 129))),
 }
 
 
@@ -107,13 +111,38 @@ def test_sums_over_64k_keys_are_exact(D: int) -> None:
     exact, _ = reference_fp8.attention(problem, queries, keys, rounded=False)
 
     def bias(two_level: bool) -> float:
-        config = GLUON[D] if two_level else GLUON[D]._replace(two_level=False, apart=False, parts=1)
+        alone = GLUON[D]._replace(two_level=False, apart=False, parts=1, lazy=False, weights_first=False)
+        config = GLUON[D] if two_level else alone
         out, _ = forward_fp8_sm90.forward_fp8(problem, queries, keys, None, None, config)
         return ((out.double() - exact).mean() / exact.mean()).item()
 
     two, one = bias(True), bias(False)
     keep({"blocks added in fp32": two, "left to the matrix units": one}, f"bias at 64k keys, d{D}", "gluon_forward_fp8")
     assert abs(two) < 2e-3 and abs(one) > 10 * abs(two)
+
+
+# Tops that are too low
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_tiles_whose_weights_fp32_cannot_hold_are_computed_again(D: int) -> None:
+    """Programs have three tiles and more, of which any may be lost: first, last, one after the other."""
+    call = Fp8Call(D=D, Tq=3000, Tk=640, Hq=16, Hkv=2, kind="jumping scores")
+    query, key, value, *_ = call.tensors()
+    first = key.shape[1] // 4
+    scores = torch.einsum("bthd,bshd->bhts", query[:, :64].float(), key.float().repeat_interleave(8, 2))
+    jump = (scores[..., :first].amax(-1) - scores[..., -128:].amax(-1)) * (LOG2E / D**0.5)
+    assert GLUON[D].lazy and jump.min() > 150, "no tile is lost"
+    compare(call, "gluon")
+    run = partial(attention, query, key, value, precision="fp8", backend="gluon", return_lse=True)
+    out, lse = run()
+    for _ in range(20):
+        again = run()
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+    # Those of other heads are lost or not as they please.
+    query[:, :, 1::2] *= 0.01
+    mixed = run()
+    assert torch.equal(mixed[0][:, :, ::2], out[:, :, ::2]) and torch.equal(mixed[1][:, ::2], lse[:, ::2])
 
 
 # What is promised of every kernel

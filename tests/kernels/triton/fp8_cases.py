@@ -112,6 +112,19 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q * steps(q, 64, 0.02), k * steps(k, 128, 0.02), v * steps(v, 128, 30.0)
 
 
+def _rising(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores are larger from block to block, in the order in which a kernel sees them."""
+    return q * 2.0, k * torch.linspace(6.0, 0.1, k.shape[-3], device=k.device)[:, None, None], v
+
+
+def _jumping(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Beside the keys that a kernel sees first, weights of the first quarter are too large for fp32: for 64 queries of
+    192, so that of those who compute a tile some see it and some do not."""
+    loud = torch.arange(q.shape[-3], device=q.device) // 64 % 3 == 0
+    first = torch.arange(k.shape[-3], device=k.device) < k.shape[-3] // 4
+    return q * torch.where(loud, 2.0, 0.02)[:, None, None], k * torch.where(first, 60.0, 0.1)[:, None, None], v
+
+
 SHORT_KINDS = {
     "normal": lambda q, k, v: (q, k, v),
     "scores of 0.1": lambda q, k, v: (q * 0.1, k, v),
@@ -131,6 +144,8 @@ KINDS = SHORT_KINDS | {
     "outliers": _in_keys_and_values,
     "small scores": lambda q, k, v: (q * 0.05, k, v),
     "large scores": lambda q, k, v: (q * 12.0, k, v),
+    "rising scores": _rising,
+    "jumping scores": _jumping,
 }
 
 BASE = Fp8Call(D=64, B=1, Tq=100, Tk=100, Hq=2, Hkv=1)

@@ -4,9 +4,14 @@ What is computed is kernels/reference_fp8.py; how codes lie in memory, kernels/f
 the order of tiles are those of forward_sm90.py, which explains them. Different here:
 
 - Scales. A block of keys has a scale; scores of a block are multiplied with it, the query's and the softmax's in the
-  one instruction that takes the maximum off. Maxima are therefore kept in log2 units, and as integers: rescaling by
-  them rounds nothing. The sums o are kept in units of the scale of the values that were added last, so a new block
-  costs one multiplication of the factor that they are rescaled with anyway.
+  one instruction that takes the top off. The sums o are kept in units of the scale of the values that were added last,
+  so a new block costs one multiplication of the factor that they are rescaled with anyway.
+- Tops. Weights are 2**(score - top), and a row's top need not be its maximum: it is there to keep weights within what
+  e4m3 can hold. It is an integer, so that rescaling by it rounds nothing, and it is lazy (at D 64 and 128): a block is
+  weighed beside the top of the blocks before, without a look at its maximum. The sums of 16 weights, which are computed
+  anyway, say whether that was too low; if so the warp raises the top by their exponents and divides its weights by the
+  same power of two. Maxima are taken in a first block, and until all rows have seen a key. Where a weight was too
+  large even for fp32, 2**119 above the top, the sum is infinite, and the whole tile is computed again, with maxima.
 - Two levels. The FP8 matrix units keep about 14 bits of a sum. So the product P V of a block begins at zero, and is
   added to o in fp32, by the instruction that rescales o.
 - Weights. A lane has pairs of columns of S in its registers, and needs runs of four of P. Which columns a sum goes
@@ -41,13 +46,15 @@ from ..triton.launch import Kernel
 from .facts import Call, Crew, Result
 from .launch import even_group, jit, rows_descriptor
 from .pipeline import make_ring, pass_turn, take_turn
-from .scheduler import Order, draw, drawn, make_mailbox
-from .tiles import LN2, LOG2E, hide, log2, row_sums
+from .scheduler import Order, draw, drawn, make_mailbox, of_lane_0
+from .tiles import LN2, LOG2E, from_here, hide, log2, row_sums
 from .versions import tma_load
 
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 BLOCK = gl.constexpr(ROWS_OF_A_BLOCK)
 SHIFT = gl.constexpr(SHIFT_OF_WEIGHTS)
+UNSEEN = gl.constexpr(-3e38)  # the top of a row that has seen no key
+AGAIN = gl.constexpr(1 << 28)  # what a message adds to the number of a tile that is computed again
 
 
 @aggregate
@@ -62,9 +69,14 @@ class Codes:
     TWO_LEVEL: gl.constexpr  # GluonFp8Config has the words
     APART: gl.constexpr
     PARTS: gl.constexpr
+    LAZY: gl.constexpr
+    WEIGHTS_FIRST: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, query_scales, query_scales_of_head, scales, blocks_of_head, factor, TWO_LEVEL, APART, PARTS):
+    def __init__(
+        self, query_scales, query_scales_of_head, scales, blocks_of_head, factor,
+        TWO_LEVEL, APART, PARTS, LAZY, WEIGHTS_FIRST,
+    ):  # fmt: skip
         self.query_scales = query_scales
         self.query_scales_of_head = query_scales_of_head
         self.scales = scales
@@ -73,6 +85,8 @@ class Codes:
         self.TWO_LEVEL = gl.constexpr(TWO_LEVEL)
         self.APART = gl.constexpr(APART)
         self.PARTS = gl.constexpr(PARTS)
+        self.LAZY = gl.constexpr(LAZY)
+        self.WEIGHTS_FIRST = gl.constexpr(WEIGHTS_FIRST)
 
     @gluon.jit
     def of_queries(self, head, row):
@@ -104,8 +118,33 @@ def _load(ring, desc, use, head, row, column):
     tma_load(desc, [head, row, column], barrier, ring.tiles.index(use % ring.SLOTS))
 
 
+# A tile is lost where a sum of weights is infinite. A consumer says so by a bit of the program's word in global memory,
+# before it lets go of the tile's queries. The producer waits for that in any case, before it loads others into their
+# place; then it looks, and has the tile computed again. Four tiles at most are on their way, and have a bit each.
+
+
 @gluon.jit
-def _producer(crew, call, order, counter, mail, queries, keys, values, q_desc, k_desc, v_desc):
+def _bit(taken):
+    """That of the `taken`-th tile of a program."""
+    return 1 << (taken % 4)
+
+
+@gluon.jit
+def _report(word, taken, total, again):
+    """Consumer: whether a tile is lost. One that was computed again is not: where it has such sums, inputs had."""
+    lost = (total == float("inf")) & (again == 0)
+    none = gl.zeros_like(total).to(gl.int32)
+    gl.atomic_or(word + none, none + _bit(taken), mask=lost, sem="relaxed")
+
+
+@gluon.jit
+def _lost(word):
+    """Producer: the bits. The answer is on its way until `of_lane_0` reads it."""
+    return gl.load(word, volatile=True)
+
+
+@gluon.jit
+def _producer(crew, call, codes, order, counter, mail, queries, keys, values, q_desc, k_desc, v_desc):
     """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ..."""
     TILE_ROWS: gl.constexpr = crew.WARPGROUPS * ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
@@ -113,20 +152,32 @@ def _producer(crew, call, order, counter, mail, queries, keys, values, q_desc, k
     use = 0
     taken = 0
     tile = gl.program_id(0)
+    zero = tile * 0
+    word = counter + (1 + tile)
+    # Each is computed for itself: names that are bound to one tensor before a loop are one variable in it.
+    again = tile * 0  # or AGAIN
+    looked_at = tile * 0  # tiles of which it is known whether they are lost
+    following = tile * 1  # what was drawn
+    last = tile * 1  # the tiles that were loaded last
+    second_last = tile * 1
+    third_last = tile * 1
     while tile < order.tiles:
         line, m = order.place(tile)
         batch, head, q_first, q_len, k_first, k_len = call.sequences(line)
         first = m * TILE_ROWS
         answer = tile
+        lost = zero
         if first < q_len:
-            mail.send(taken, m, batch, head, q_first, q_len, k_first, k_len)
+            mail.send(taken, m + again, batch, head, q_first, q_len, k_first, k_len)
             kv_head = head // call.group
             low, high = call.blocks(first, first + (TILE_ROWS - 1), k_len, call.offset_of(q_len, k_len), BLOCK_N)
             blocks = high - low
             begin = _first_row(call, batch, k_first, k_len)
             row = begin + (high - 1) * BLOCK_N  # of the last block
             _load(keys, k_desc, use, kv_head, row, 0)
-            queries.wait_empty(taken)
+            queries.wait_empty(taken)  # so all tiles before this one but `SLOTS` - 1 are done
+            if codes.LAZY:
+                lost = _lost(word)
             landing = queries.expect(taken, crew.WARPGROUPS * q_desc.block_type.nbytes)
             slot = (taken % queries.SLOTS) * crew.WARPGROUPS
             q_row = _first_row(call, batch, q_first, q_len) + first
@@ -136,17 +187,38 @@ def _producer(crew, call, order, counter, mail, queries, keys, values, q_desc, k
             for j in range(1, near_end):
                 _load(keys, k_desc, use + j, kv_head, row - j * BLOCK_N, 0)
                 _load(values, v_desc, use + j - 1, kv_head, 0, row - (j - 1) * BLOCK_N)
-            answer = draw(counter)
+            if again == 0:
+                answer = draw(counter)
             for j in range(near_end, blocks):
                 _load(keys, k_desc, use + j, kv_head, row - j * BLOCK_N, 0)
                 _load(values, v_desc, use + j - 1, kv_head, 0, row - (j - 1) * BLOCK_N)
             _load(values, v_desc, use + blocks - 1, kv_head, 0, begin + low * BLOCK_N)
             use += blocks
             taken += 1
+            third_last = second_last
+            second_last = last
+            last = tile
+            lost = of_lane_0(lost)
         else:  # a sequence of the pack that is shorter
             answer = draw(counter)
-        tile = drawn(answer)
-    zero = use * 0
+        if again == 0:
+            following = drawn(answer)
+        tile = following
+        again = zero
+        if codes.LAZY:
+            done = taken - queries.SLOTS
+            if tile >= order.tiles:  # nothing else is left to do: wait for all of them
+                queries.wait_empty(taken - 1 + queries.SLOTS)
+                lost = of_lane_0(_lost(word))
+                done = taken
+            for _ in gl.static_range(queries.SLOTS + 1):
+                if (looked_at < done) & (again == 0):
+                    if (lost & _bit(looked_at)) != 0:
+                        gl.atomic_and(word, -1 - _bit(looked_at), sem="relaxed")
+                        older = gl.where(looked_at == taken - 2, second_last, third_last)
+                        tile = gl.where(looked_at == taken - 1, last, older)
+                        again = zero + AGAIN
+                    looked_at += 1
     mail.send(taken, zero - 1, zero, zero, zero, zero, zero, zero)
 
 
@@ -221,6 +293,42 @@ def _two_to(x):
     return (beside.to(gl.int32, bitcast=True) << 23).to(gl.float32, bitcast=True)
 
 
+# Whether a weight may be too large is for a warp to say. Gluon has branches by scalars only, and makes one of a tile
+# through shared memory; so the vote is left in a register of PTX's own, and read from it.
+
+
+@gluon.jit
+def _declare_vote():
+    asm: gl.constexpr = ".reg .pred too_large; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _too_large(sums):
+    """Whether this warp has a sum, and so perhaps a weight, of more than 448, the largest number of e4m3."""
+    asm: gl.constexpr = (
+        "{ .reg .pred p; .reg .f32 a, b; max.f32 a, $1, $2; max.f32 b, $3, $4; max.f32 a, a, b; "
+        "setp.gt.f32 p, a, 0f43E00000; vote.sync.any.pred too_large, p, -1; mov.b32 $0, 0; }"
+    )
+    gl.inline_asm_elementwise(asm, "=r,r,r,r,r", [sums], dtype=gl.int8, is_pure=False, pack=4)  # four sums to a lane
+    said: gl.constexpr = "selp.b32 $0, 1, 0, too_large;"
+    return gl.inline_asm_elementwise(said, "=r", [], dtype=gl.int32, is_pure=False, pack=1) != 0
+
+
+@gluon.jit
+def _higher(top, sums):
+    """A top beside which no sum is 2**SHIFT or more, and what weights shrink by: (top, shrink)."""
+    largest = gl.convert_layout(gl.max(sums, 1), top.type.layout, assert_trivial=True)
+    more = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) - (127 + SHIFT - 1), 0)  # by the exponent
+    return top + more.to(gl.float32), ((127 - more) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _beside(tile, x):
+    """Numbers of rows beside the columns of a tile."""
+    return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)[:, None]
+
+
 @gluon.jit
 def _issue_values(codes, p, v, acc, part: gl.constexpr):
     """Begin the product of weights and a part of the columns of V."""
@@ -253,7 +361,23 @@ def _add_values(codes, p, v, acc, issued, pending, shrink):
 
 
 @gluon.jit
-def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries, keys, values, staging):
+def _pinned(parts):
+    """Sums that are finished here, and not when they are needed."""
+    sums = ()
+    for part in gl.static_range(len(parts)):
+        sums = sums + (from_here(parts[part]),)  # type: ignore[assignment]
+    return sums
+
+
+@gluon.jit
+def _wait_written():
+    """Until what this warpgroup copied to global memory is there: it is about to be written again."""
+    asm: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, counter, queries, keys, values, staging):
     """Compute 64 rows of every tile."""
     TILE_ROWS: gl.constexpr = crew.WARPGROUPS * ROWS
     AFTER: gl.constexpr = (WARPGROUP + 1) % crew.WARPGROUPS
@@ -265,7 +389,6 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
     P_TILE: gl.constexpr = gl.DotOperandLayout(0, O_TILE, 4)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_TILE)
-    GUARD: gl.constexpr = call.HAS_LEFT or call.HAS_RIGHT or call.IS_PACKED  # a row may see nothing in a first block
 
     no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
@@ -273,11 +396,14 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
     if crew.IN_TURN:
         if WARPGROUP == 0:
             pass_turn(0)
+    word = counter + (1 + gl.program_id(0))
     use = 0
     taken = 0
     m, batch, head, q_first, q_len, k_first, k_len = mail.receive(0)
     while m >= 0:
         # Where am I.
+        again = m // AGAIN
+        m = m % AGAIN
         first = m * TILE_ROWS
         offset = call.offset_of(q_len, k_len)
         low, high = call.blocks(first, first + (TILE_ROWS - 1), k_len, offset, BLOCK_N)
@@ -320,12 +446,14 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
         if cut:
             s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
         factor = q_factor * k_scale
-        top = _up(_row_max(s, BLOCK_D) * factor)
-        finite = top
-        if GUARD:
-            finite = gl.where(top == -float("inf"), 0.0, top)
-        weights = gl.exp2(s * factor - (finite - SHIFT)[:, None])
+        top = gl.maximum(_up(_row_max(s, BLOCK_D) * factor), UNSEEN)
+        weights = gl.exp2(s * factor - (top - SHIFT)[:, None])
         row_sum = row_sums(weights)
+        if codes.LAZY:
+            if _too_large(row_sum):
+                top, shrink = _higher(top, row_sum)
+                weights = weights * shrink[:, None]
+                row_sum = row_sum * _beside(row_sum, shrink)
         if not codes.APART:
             keys.wait_full(use + skip + 1, pred=blocks > 1)
         for x in range(skip):
@@ -349,6 +477,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
             factor = q_factor * next_scale
             ratio = unit.to(gl.float32, bitcast=True) * (0x7F000000 - next_unit).to(gl.float32, bitcast=True)
             unit = next_unit
+            careful = (again != 0) | (start >= safe_limit)  # a row may have seen no key yet
             start -= BLOCK_N
             next_scale, next_unit = codes.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
             if crew.IN_TURN:
@@ -380,39 +509,52 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
                     s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
                 elif cut:
                     s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
-            new_top = gl.maximum(top, _up(_row_max(s, BLOCK_D) * factor))
-            finite = new_top
-            if call.MANY_CUTS:
-                finite = gl.where(new_top == -float("inf"), 0.0, new_top)
-            shrink = _two_to(top - finite)
-            top = new_top
-            shrink_sums = gl.convert_layout(shrink, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
-            if not codes.APART:
+            shrink = gl.full((ROWS,), 1.0, gl.float32, S_ROWS)
+            if not codes.LAZY or careful:
+                new_top = gl.maximum(top, _up(_row_max(s, BLOCK_D) * factor))
+                shrink = _two_to(top - new_top)
+                row_sum = row_sum * _beside(row_sum, shrink)
+                top = new_top
+            if not codes.APART and not codes.WEIGHTS_FIRST:
                 keys.wait_full(use + 2, pred=j + 1 < blocks)
-            shrink = shrink * ratio
-            if not codes.APART:
-                acc = _add_values(codes, p, v, acc, issued, pending, shrink)
+                acc = _add_values(codes, p, v, acc, issued, pending, shrink * ratio)
                 values.release(use)
-            pending = shrink
-            weights = gl.exp2(s * factor - (finite - SHIFT)[:, None])
-            row_sum = row_sum * shrink_sums[:, None] + row_sums(weights)
-            # Only now: the registers of the old weights were an operand until the product was done.
+                acc = _pinned(acc)
+            weights = gl.exp2(s * factor - (top - SHIFT)[:, None])
+            sums = row_sums(weights)
             words = _packed(weights)
+            if not codes.APART and codes.WEIGHTS_FIRST:
+                keys.wait_full(use + 2, pred=j + 1 < blocks)
+                acc = _add_values(codes, p, v, acc, issued, pending, shrink * ratio)
+                values.release(use)
+                words = from_here(words)
+            if codes.LAZY:
+                if _too_large(sums):
+                    top, less = _higher(top, sums)
+                    words = _packed(weights * less[:, None])
+                    sums = sums * _beside(sums, less)
+                    row_sum = row_sum * _beside(row_sum, less)
+                    shrink = shrink * less
+            row_sum = row_sum + sums
+            pending = shrink * ratio
             use += 1
 
         # The last product, and where the next tile is while it runs.
-        queries.release(taken)
         values.wait_full(use)
         v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_D, BLOCK_N])
         p = _unpacked(words, P_TILE)
         issued = _issue_values(codes, p, v, acc, 0)
+        total = gl.convert_layout(gl.sum(row_sum, 1), S_ROWS, assert_trivial=True)
+        if codes.LAZY:
+            _report(word, taken, total, again)
+            gl.thread_barrier()
+        queries.release(taken)
         next_m, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
         acc = _add_values(codes, p, v, acc, issued, pending, pending * 0.0 + 1.0)
         values.release(use)
         use += 1
 
         # Finish.
-        total = gl.convert_layout(gl.sum(row_sum, 1), S_ROWS, assert_trivial=True)
         seen = total != 0  # a NaN is seen
         inverse = unit.to(gl.float32, bitcast=True) / gl.where(seen, total, 1.0)
         entry = batch
@@ -422,6 +564,9 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, queries,
         lse_row = result.lse + entry.to(gl.int64) * result.stride_lb + head.to(gl.int64) * result.stride_lh
         gl.store(lse_row + (q_first + r0) + rows, lse, mask=r0 + rows < q_len)
         tma.store_wait(pendings=0)  # of the tile before, long since drained
+        if codes.LAZY:
+            if again != 0:
+                _wait_written()
         for part in gl.static_range(codes.PARTS):
             out = acc[part] * gl.convert_layout(inverse, O_ROWS, assert_trivial=True)[:, None]
             place = staging.index(WARPGROUP * codes.PARTS + part)
@@ -455,7 +600,7 @@ def _forward_fp8_kernel(
     scales_ptr,
     cu_q_ptr,
     cu_k_ptr,
-    counter_ptr,
+    count_ptr,
     lines: gl.int32,
     tiles_m: gl.int32,
     line_group: gl.int32,
@@ -486,6 +631,8 @@ def _forward_fp8_kernel(
     TWO_LEVEL: gl.constexpr,
     APART: gl.constexpr,
     PARTS: gl.constexpr,
+    LAZY: gl.constexpr,
+    WEIGHTS_FIRST: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     IS_PACKED: gl.constexpr,
@@ -498,6 +645,9 @@ def _forward_fp8_kernel(
     values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
     staging = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS * PARTS] + o_desc.block_type.shape, o_desc.layout)
     mail = make_mailbox(WARPGROUPS)
+    gl.static_assert(TWO_LEVEL or not LAZY, "sums in the matrix units are rescaled before weights are known")
+    if LAZY:
+        _declare_vote()
     crew = Crew(WARPGROUPS, IN_TURN, False, False)
     order = Order(lines, tiles_m, line_group, tiles)
     call = Call(
@@ -505,7 +655,8 @@ def _forward_fp8_kernel(
         HAS_LEFT, HAS_RIGHT, IS_PACKED, MANY_CUTS, False,
     )  # fmt: skip
     codes = Codes(
-        query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E, TWO_LEVEL, APART, PARTS
+        query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E,
+        TWO_LEVEL, APART, PARTS, LAZY, WEIGHTS_FIRST,
     )  # fmt: skip
     result = Result(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, lines, lse_ptr, scale,
@@ -515,9 +666,12 @@ def _forward_fp8_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, crew, call, codes, result, mail, queries, keys, values, staging)),
-                (_consumer, (1, crew, call, codes, result, mail, queries, keys, values, staging)),
-                (_producer, (crew, call, order, counter_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc)),
+                (_consumer, (0, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
+                (_consumer, (1, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
+                (
+                    _producer,
+                    (crew, call, codes, order, count_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc),
+                ),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -525,10 +679,13 @@ def _forward_fp8_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, crew, call, codes, result, mail, queries, keys, values, staging)),
-                (_consumer, (1, crew, call, codes, result, mail, queries, keys, values, staging)),
-                (_consumer, (2, crew, call, codes, result, mail, queries, keys, values, staging)),
-                (_producer, (crew, call, order, counter_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc)),
+                (_consumer, (0, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
+                (_consumer, (1, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
+                (_consumer, (2, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
+                (
+                    _producer,
+                    (crew, call, codes, order, count_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc),
+                ),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -546,7 +703,8 @@ def forward_fp8(
     """out `[B, Tq, Hq, D]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, D]` and `[Hq, Nq]`."""
     out, lse = room_for_out(problem, queries)
     if not problem.empty:
-        counter = lse.new_zeros(1, dtype=torch.int32)  # from which the launch draws its tiles
+        # From which the launch draws its tiles, and a word for each of its programs.
+        counter = lse.new_zeros(1 + problem.processors, dtype=torch.int32)
         cu_seqlens = cu_seqlens_q, cu_seqlens_k
         _kernel.launch(**_launch_arguments(problem, queries, keys, *cu_seqlens, config, out, lse, counter))
     return out, lse
@@ -614,6 +772,8 @@ def _launch_arguments(
             config.two_level,  # TWO_LEVEL
             config.apart,  # APART
             config.parts,  # PARTS
+            config.lazy,  # LAZY
+            config.weights_first,  # WEIGHTS_FIRST
             problem.left != UNBOUNDED,  # HAS_LEFT
             problem.right != UNBOUNDED,  # HAS_RIGHT
             packed,  # IS_PACKED

@@ -61,7 +61,7 @@ def draw(counter):
 @gluon.jit
 def drawn(answer):
     """Producer: the number that was asked for. The first tiles are taken without asking."""
-    return _of_lane_0(answer) + gl.num_programs(0)
+    return of_lane_0(answer) + gl.num_programs(0)
 
 
 WORDS = gl.constexpr(7)
@@ -119,7 +119,7 @@ class Mailbox:
     @gluon.jit
     def _read(self, WARPS: gl.constexpr, slot, word: gl.constexpr):
         number = self.words.index(slot * WORDS + word).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
-        return _of_lane_0(gl.sum(number, 0))
+        return of_lane_0(gl.sum(number, 0))
 
 
 @gluon.jit
@@ -134,7 +134,7 @@ def make_mailbox(CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _of_lane_0(x):
+def of_lane_0(x):
     """The value of lane 0; that it is everybody's, where it is, the compiler cannot know."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
