@@ -21,7 +21,7 @@ class GluonFp8Config(NamedTuple):
     apart: bool  # P V of a block is done before Q K of the next begins, to need fewer registers
     parts: int  # in which the columns of P V are computed, to need fewer registers
     lazy: bool  # weights are taken beside the top of the blocks before, where that is high enough
-    weights_first: bool  # before the product that runs meanwhile is added
+    sums_first: bool  # products are added before the next weights are computed, not after: faster at D 64, not at 128
     consumer_registers: int
     producer_registers: int
 
@@ -53,8 +53,8 @@ class TritonFp8Config(NamedTuple):
 # configurations per head dim whose blocks are added in fp32 (benchmarks/results/h200/sweeps, 14 and 15). At D 256
 # sums left to the matrix units would be 1.09 times as fast, and biased (docs/performance.md).
 GLUON = {
-    64: GluonFp8Config(3, 128, 2, 3, 3, False, True, False, 1, True, False, 160, 32),
-    128: GluonFp8Config(2, 128, 2, 3, 3, False, True, False, 1, True, True, 240, 24),
+    64: GluonFp8Config(3, 128, 2, 3, 3, False, True, False, 1, True, True, 160, 32),
+    128: GluonFp8Config(2, 128, 2, 3, 3, False, True, False, 1, True, False, 240, 24),
     256: GluonFp8Config(2, 128, 1, 2, 2, True, True, True, 2, False, False, 240, 24),
 }
 
@@ -68,7 +68,7 @@ TRITON = {
 
 
 # Not timed: where edges are looked for in every block, three warpgroups have too few registers for it.
-GLUON_D64_CUT = GluonFp8Config(2, 128, 2, 3, 3, False, True, False, 1, True, True, 240, 24)
+GLUON_D64_CUT = GluonFp8Config(2, 128, 2, 3, 3, False, True, False, 1, True, False, 240, 24)
 
 
 def configure_gluon(problem: Problem) -> GluonFp8Config:

@@ -111,7 +111,7 @@ def test_sums_over_64k_keys_are_exact(D: int) -> None:
     exact, _ = reference_fp8.attention(problem, queries, keys, rounded=False)
 
     def bias(two_level: bool) -> float:
-        alone = GLUON[D]._replace(two_level=False, apart=False, parts=1, lazy=False, weights_first=False)
+        alone = GLUON[D]._replace(two_level=False, apart=False, parts=1, lazy=False, sums_first=False)
         config = GLUON[D] if two_level else alone
         out, _ = forward_fp8_sm90.forward_fp8(problem, queries, keys, None, None, config)
         return ((out.double() - exact).mean() / exact.mean()).item()

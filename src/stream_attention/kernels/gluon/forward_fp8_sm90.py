@@ -70,12 +70,12 @@ class Codes:
     APART: gl.constexpr
     PARTS: gl.constexpr
     LAZY: gl.constexpr
-    WEIGHTS_FIRST: gl.constexpr
+    SUMS_FIRST: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, query_scales, query_scales_of_head, scales, blocks_of_head, factor,
-        TWO_LEVEL, APART, PARTS, LAZY, WEIGHTS_FIRST,
+        TWO_LEVEL, APART, PARTS, LAZY, SUMS_FIRST,
     ):  # fmt: skip
         self.query_scales = query_scales
         self.query_scales_of_head = query_scales_of_head
@@ -86,7 +86,7 @@ class Codes:
         self.APART = gl.constexpr(APART)
         self.PARTS = gl.constexpr(PARTS)
         self.LAZY = gl.constexpr(LAZY)
-        self.WEIGHTS_FIRST = gl.constexpr(WEIGHTS_FIRST)
+        self.SUMS_FIRST = gl.constexpr(SUMS_FIRST)
 
     @gluon.jit
     def of_queries(self, head, row):
@@ -361,8 +361,8 @@ def _add_values(codes, p, v, acc, issued, pending, shrink):
 
 
 @gluon.jit
-def _pinned(parts):
-    """Sums that are finished here, and not when they are needed."""
+def _finished(parts):
+    """Sums that are finished at this point. Else the assembler adds at the end of the loop, beside nothing else."""
     sums = ()
     for part in gl.static_range(len(parts)):
         sums = sums + (from_here(parts[part]),)  # type: ignore[assignment]
@@ -515,19 +515,15 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, counter,
                 shrink = _two_to(top - new_top)
                 row_sum = row_sum * _beside(row_sum, shrink)
                 top = new_top
-            if not codes.APART and not codes.WEIGHTS_FIRST:
+            if not codes.APART:
                 keys.wait_full(use + 2, pred=j + 1 < blocks)
                 acc = _add_values(codes, p, v, acc, issued, pending, shrink * ratio)
                 values.release(use)
-                acc = _pinned(acc)
+                if codes.SUMS_FIRST:
+                    acc = _finished(acc)
             weights = gl.exp2(s * factor - (top - SHIFT)[:, None])
             sums = row_sums(weights)
             words = _packed(weights)
-            if not codes.APART and codes.WEIGHTS_FIRST:
-                keys.wait_full(use + 2, pred=j + 1 < blocks)
-                acc = _add_values(codes, p, v, acc, issued, pending, shrink * ratio)
-                values.release(use)
-                words = from_here(words)
             if codes.LAZY:
                 if _too_large(sums):
                     top, less = _higher(top, sums)
@@ -632,7 +628,7 @@ def _forward_fp8_kernel(
     APART: gl.constexpr,
     PARTS: gl.constexpr,
     LAZY: gl.constexpr,
-    WEIGHTS_FIRST: gl.constexpr,
+    SUMS_FIRST: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     IS_PACKED: gl.constexpr,
@@ -656,7 +652,7 @@ def _forward_fp8_kernel(
     )  # fmt: skip
     codes = Codes(
         query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E,
-        TWO_LEVEL, APART, PARTS, LAZY, WEIGHTS_FIRST,
+        TWO_LEVEL, APART, PARTS, LAZY, SUMS_FIRST,
     )  # fmt: skip
     result = Result(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, lines, lse_ptr, scale,
@@ -773,7 +769,7 @@ def _launch_arguments(
             config.apart,  # APART
             config.parts,  # PARTS
             config.lazy,  # LAZY
-            config.weights_first,  # WEIGHTS_FIRST
+            config.sums_first,  # SUMS_FIRST
             problem.left != UNBOUNDED,  # HAS_LEFT
             problem.right != UNBOUNDED,  # HAS_RIGHT
             packed,  # IS_PACKED
