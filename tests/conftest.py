@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 sys.path.insert(0, str(Path(__file__).parent / "kernels"))
 
 from gates import unchanged
+from tests.interpreter import quicken
 
 from stream_attention import device
 
@@ -37,6 +38,9 @@ else:
 # Shapes are tiny, and on shared cores threads that wait for each other cost a hundredfold. Times are compared with
 # those of torch in the same process, so one thread is as fair as many.
 torch.set_num_threads(1)
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quicken()
 
 BACKENDS = ("eager",)
 """Backends that the tests of the ops run on; `--backend NAME` (repeatable) names others."""
