@@ -268,7 +268,10 @@ def refused(
 @pytest.mark.slow
 def test_the_demo_runs_to_its_end_and_draws_where_it_is_told(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    said = run("demo.py", "--out", str(tmp_path / "demo.png"))
+    said = run("demo.py", "--longest", "1024", "--out", str(tmp_path / "demo.png"))
+    assert re.findall(r"^ +(\d+) (\w+) +\d\.\de-\d\d ", said, re.MULTILINE) == [
+        (length, dtype) for dtype in ("fp32", "bf16") for length in ("256", "512", "1024")
+    ]
     assert f"The picture: {tmp_path / 'demo.png'}" in said and "Next: `make test`" in said
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
