@@ -64,7 +64,7 @@ def test_integration_gives_what_torch_gives() -> None:
 
 
 def test_training_converges_and_needs_the_attention() -> None:
-    printed = run("train_transformer_block.py", "--pairs", "6", "--steps", "200", "--device", "cpu")
+    printed = run("train_transformer_block.py", "--pairs", "5", "--steps", "150", "--device", "cpu")
     ((with_it, without, chance),) = re.findall(r"with attention (\S+), without (\S+), chance (\S+)\n", printed)
     assert float(with_it) > 0.95
     assert float(without) < 2 * float(chance)
