@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -74,6 +75,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end, and `gc.collect()`, by which memory is measured, walks over all of them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
