@@ -47,6 +47,9 @@ BACKENDS = ("eager",)
 """Backends that the tests of the ops run on; `--backend NAME` (repeatable) names others."""
 
 
+_file = ""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backend", action="append", help="run the tests of the ops on this backend; repeatable")
 
@@ -77,10 +80,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end, and `gc.collect()`, by which memory is measured, walks over all of them."""
-    gc.collect()
-    gc.freeze()
+def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:
+    """Before each file the collector is told to leave alone what is there, most of which stays to the end.
+
+    Otherwise `gc.collect()`, by which memory is measured, walks over every module and test that was ever imported.
+    """
+    global _file
+    if location[0] != _file:
+        _file = location[0]
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture
