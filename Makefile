@@ -17,20 +17,23 @@ OLDEST_HF := transformers==4.56.0
 NUMPY := $(shell grep '^numpy==' constraints.txt)
 WORKERS ?= 2
 PYTEST_ARGS ?=
+# Each pass compiles the tests it collects, and a process what it imports, unless it may keep that.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Parallel workers get one torch thread each: more oversubscribe the cores and make the suite slower, not faster.
 PARALLEL := $(if $(SKIP_NEWER),GATES=changed )OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu" -n $(WORKERS) --dist loadgroup \
 	--doctest-modules tests src/stream_attention/ops src/stream_attention/core src/stream_attention/distributed \
 	src/stream_attention/utils \
 	src/stream_attention/plan.py src/flash_attention
-SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" tests
+# Only files that have the word: to collect them all takes longer than these tests (conftest.py sees that none is missed).
+SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" $$(grep -rlw serial --include='test_*.py' tests)
 # triton.jit chooses between compiler and interpreter when it decorates, so interpreted kernels need their own process.
 INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
 	tests/kernels/triton/test_forward_interpreted.py tests/kernels/triton/test_backward_interpreted.py \
 	tests/kernels/triton/test_append_interpreted.py tests/kernels/triton/test_decode_interpreted.py \
 	tests/kernels/triton/test_few_interpreted.py tests/kernels/triton/test_quantize_fp8_interpreted.py \
 	tests/kernels/triton/test_forward_fp8_interpreted.py tests/ops/test_fp8_interpreted.py \
-	tests/ops/test_recall_interpreted.py tests/ops/test_merge_interpreted.py \
+	tests/ops/test_recall_interpreted.py tests/ops/test_merge_interpreted.py tests/test_interpreter.py \
 	tests/learn/test_02_triton_basics.py tests/learn/test_06_flash_forward.py tests/learn/test_07_causal.py \
 	tests/learn/test_08_backward.py tests/learn/test_10_decode.py
 # The Hopper kernels once more with a newer Triton, which is found before that of .venv. These tests have the version in

@@ -1,6 +1,6 @@
 """make demo: exact attention on this machine's CPU, checked against fp64, timed beside torch, drawn in out/demo.png.
 
-python examples/demo.py [--out out/demo.png]
+python examples/demo.py [--out out/demo.png] [--longest 8192]
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ CASES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=picture, default=PICTURE, metavar="FILE", help=f"the picture; default {PICTURE}")
+    parser.add_argument(
+        "--longest", type=int, choices=LENGTHS, default=LENGTHS[-1], help="where part 3 ends; default %(default)s"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     print("1. One call: causal, 8 query heads on 2 KV heads, ALiBi, dropout; forward and backward.\n")
@@ -82,7 +85,7 @@ def main() -> None:
     show("length", "error", "torch error", "memory", "torch memory")
     measured: dict[str, list[Growth]] = {name: [] for name in DTYPES}
     for name, dtype in DTYPES.items():
-        for length in LENGTHS:
+        for length in LENGTHS[: LENGTHS.index(options.longest) + 1]:
             one = grow(length, dtype)
             measured[name].append(one)
             show(f"{length} {name}", f"{one.error:.1e}", f"{one.dense_error:.1e}", mib(one.bytes), mib(one.dense_bytes))
@@ -162,22 +165,23 @@ def draw(measured: dict[str, list[Growth]], path: Path) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FixedLocator, NullLocator
 
+    lengths = [row.length for row in measured["fp32"]]
     ours, theirs = "#0b6e8f", "#c8553d"
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
     for name, marker in (("bf16", "s"), ("fp32", "o")):
         rows = measured[name]
         dense = {"color": theirs, "lw": 2, "ls": "--", "marker": marker}
-        left.plot(LENGTHS, [row.dense_error for row in rows], **dense, label=f"dense eager, {name}")
+        left.plot(lengths, [row.dense_error for row in rows], **dense, label=f"dense eager, {name}")
         left.plot(
-            LENGTHS, [row.error for row in rows], color=ours, lw=2, marker=marker, label=f"StreamAttention, {name}"
+            lengths, [row.error for row in rows], color=ours, lw=2, marker=marker, label=f"StreamAttention, {name}"
         )
     left.set_title("Largest error against fp64")
     left.legend(frameon=False, loc="center right")
     rows = measured["fp32"]
     right.plot(
-        LENGTHS, [row.dense_bytes / 2**20 for row in rows], color=theirs, lw=2, ls="--", marker="o", label="dense eager"
+        lengths, [row.dense_bytes / 2**20 for row in rows], color=theirs, lw=2, ls="--", marker="o", label="dense eager"
     )
-    right.plot(LENGTHS, [row.bytes / 2**20 for row in rows], color=ours, lw=2, marker="o", label="StreamAttention")
+    right.plot(lengths, [row.bytes / 2**20 for row in rows], color=ours, lw=2, marker="o", label="StreamAttention")
     right.set_title("Peak memory of a call, MiB (fp32)")
     right.legend(frameon=False, loc="upper left")
     last = rows[-1]
@@ -192,9 +196,9 @@ def draw(measured: dict[str, list[Growth]], path: Path) -> None:
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.xaxis.set_major_locator(FixedLocator(LENGTHS))
+        axes.xaxis.set_major_locator(FixedLocator(lengths))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xticklabels([str(length) for length in LENGTHS])
+        axes.set_xticklabels([str(length) for length in lengths])
         axes.set_xlabel("sequence length")
         axes.grid(True, which="major", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 sys.path.insert(0, str(Path(__file__).parent / "kernels"))
 
 from gates import unchanged
+from tests.interpreter import quicken
 
 from stream_attention import device
 
@@ -38,8 +40,14 @@ else:
 # those of torch in the same process, so one thread is as fair as many.
 torch.set_num_threads(1)
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quicken()
+
 BACKENDS = ("eager",)
 """Backends that the tests of the ops run on; `--backend NAME` (repeatable) names others."""
+
+
+_file = ""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +65,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.path.name.endswith("_compiled.py"):
                 item.add_marker(passed)
+    # `make test` looks for tests to run alone in files that have the word.
+    hidden = {
+        item.path for item in items if item.get_closest_marker("serial") and "serial" not in item.path.read_text()
+    }
+    assert not hidden, f"these would be run by no pass: {hidden}"
     # What takes long comes first, so that no worker is left with it at the end.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if torch.cuda.is_available():
@@ -65,6 +78,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:
+    """Before each file the collector is told to leave alone what is there, most of which stays to the end.
+
+    Otherwise `gc.collect()`, by which memory is measured, walks over every module and test that was ever imported.
+    """
+    global _file
+    if location[0] != _file:
+        _file = location[0]
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_integration_gives_what_torch_gives() -> None:
 
 
 def test_training_converges_and_needs_the_attention() -> None:
-    printed = run("train_transformer_block.py", "--pairs", "6", "--steps", "200", "--device", "cpu")
+    printed = run("train_transformer_block.py", "--pairs", "5", "--steps", "150", "--device", "cpu")
     ((with_it, without, chance),) = re.findall(r"with attention (\S+), without (\S+), chance (\S+)\n", printed)
     assert float(with_it) > 0.95
     assert float(without) < 2 * float(chance)
@@ -268,7 +268,10 @@ def refused(
 @pytest.mark.slow
 def test_the_demo_runs_to_its_end_and_draws_where_it_is_told(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    said = run("demo.py", "--out", str(tmp_path / "demo.png"))
+    said = run("demo.py", "--longest", "1024", "--out", str(tmp_path / "demo.png"))
+    assert re.findall(r"^ +(\d+) (\w+) +\d\.\de-\d\d ", said, re.MULTILINE) == [
+        (length, dtype) for dtype in ("fp32", "bf16") for length in ("256", "512", "1024")
+    ]
     assert f"The picture: {tmp_path / 'demo.png'}" in said and "Next: `make test`" in said
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
