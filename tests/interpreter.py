@@ -11,7 +11,11 @@ from typing import Any
 
 
 def quicken() -> None:
-    """To be called once, in a process with `TRITON_INTERPRET=1`."""
+    """To be called once, in a process with `TRITON_INTERPRET=1`. Other releases, whose insides differ, stay as they are."""
+    import triton
+
+    if triton.__version__ != "3.6.0":
+        return
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
