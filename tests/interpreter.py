@@ -11,7 +11,7 @@ from typing import Any
 
 
 def quicken() -> None:
-    """To be called once, in a process with `TRITON_INTERPRET=1`. Other releases, whose insides differ, stay as they are."""
+    """To be called once, in a process with `TRITON_INTERPRET=1`. Other releases than this one stay as they are."""
     import triton
 
     if triton.__version__ != "3.6.0":

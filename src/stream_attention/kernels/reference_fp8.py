@@ -9,8 +9,10 @@ For rows i of queries and j of keys with codes q, k, v and the scales of their b
 
 Only the weights that multiply values are rounded, not those of the denominator. A kernel that streams rounds relative
 to the maximum so far: since that is an integer too, it finds the same codes, but for weights below 2^-14 of the
-largest, which are subnormal, and which it rounds as finely or finer. `rounded=False` leaves the rounding of weights
-out: what is exact for these codes, against which errors are measured (testing/fp8.py).
+largest, which are subnormal, and which it rounds as finely or finer. One that rounds relative to another integer, as
+the Hopper kernel does by sums of 16 weights, has others subnormal: those below 2^-13 of the largest such sum. Either
+way a row loses at most n 2^-17 of its sum. `rounded=False` leaves the rounding of weights out: what is exact for these
+codes, against which errors are measured (testing/fp8.py).
 
 Dense, slow, on any device; no other kernel imports it.
 """

@@ -24,7 +24,8 @@ The rest is what no kernel can avoid, computed from the codes at hand:
   Results on a GPU are allowed that; others, which Triton's interpreter computes, have 23 bits and the second term.
 - `tipped`: a weight so near to the middle between two codes that 2 `off` decide may have either. And one below 2^-13 of
   its row's largest is rounded more finely by a kernel that has not met that one yet. The weights are known, so it is
-  known which. For Gaussian rows this is 0.3 to 0.5 of the earned error at 13 bits, and next to nothing at 23.
+  known which. (Lazy tops may round rows of many equal weights less finely; that is not allowed for.) For Gaussian rows
+  this is 0.3 to 0.5 of the earned error at 13 bits, and next to nothing at 23.
 - `noise`: weights that are off move the output by p_j off_j (v_j - out); a code that is drawn anew may be worse by
   p_j off_j, or by a spacing at most; and sums over a block of 128 keys are off as scores are.
 - `cut`: terms are cut off towards 0. Where those of a block have one sign that is no noise: each loses half a unit of

@@ -50,7 +50,7 @@ class TritonFp8Config(NamedTuple):
 
 
 # NVIDIA H200, 2026-11-16, torch 2.11.0+cu130, Triton 3.6.0, batch * length = 16384, hidden 2048, 8k: the best of 6-14
-# configurations per head dim whose blocks are added in fp32 (benchmarks/results/h200/sweeps, 14 and 15). At D 256
+# configurations per head dim whose blocks are added in fp32 (benchmarks/results/h200/sweeps, 14, 15 and 17). At D 256
 # sums left to the matrix units would be 1.09 times as fast, and biased (docs/performance.md).
 GLUON = {
     64: GluonFp8Config(3, 128, 2, 3, 3, False, True, False, 1, True, True, 160, 32),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -14,10 +17,11 @@ from gpu_tools import BF16, captured, compile_ahead, give_memory_back, keep, wit
 
 from stream_attention import attention, attention_fp8, explain, quantize_fp8, varlen_attention
 from stream_attention.kernels import reference, reference_fp8
+from stream_attention.kernels.fp8_layout import room_for_out
 from stream_attention.kernels.gluon import forward_fp8_sm90
 from stream_attention.kernels.triton import quantize_fp8 as pre_pass
 from stream_attention.testing.fp8 import check_fp8
-from stream_attention.tuning.fp8 import GLUON
+from stream_attention.tuning.fp8 import GLUON, configure_gluon
 
 __all__ = ["give_memory_back"]
 
@@ -44,6 +48,8 @@ NAMED = {
     "large scores": Fp8Call(kind="large scores"),
     "rising scores": Fp8Call(kind="rising scores", Tk=900),
     "jumping scores": Fp8Call(kind="jumping scores", Tq=700, Tk=700, window=CAUSAL),
+    "jumping scores in a window": Fp8Call(kind="jumping scores", D=64, Tq=500, Tk=777, window=(300, 50)),
+    "jumping scores before an odd edge": Fp8Call(kind="jumping scores", Tq=300, Tk=777, window=CAUSAL),
     "jumping scores in packs": Fp8Call(kind="jumping scores", D=64, lengths=((300, 700), (7, 400), (0, 9), (500, 129))),
 }
 
@@ -124,10 +130,47 @@ def test_sums_over_64k_keys_are_exact(D: int) -> None:
 # Tops that are too low
 
 
+def lost_tiles(call: Fp8Call, *tensors: Tensor, **config: Any) -> tuple[int, Tensor, Tensor]:
+    """How many tiles are computed again, out and lse; of other tensors, by a kernel configured otherwise."""
+    query, key, value, *cu = tensors or call.tensors()
+    cu = cu or [None, None]
+    problem = call.stated(query, key, value, *cu)
+    queries, keys = pre_pass.quantize(query, key, value, *cu, problem.q_len, problem.k_len)
+    out, lse = room_for_out(problem, queries)
+    words = lse.new_zeros(1 + problem.processors, dtype=torch.int32)
+    chosen = configure_gluon(problem)._replace(**config)
+    arguments = forward_fp8_sm90._launch_arguments(problem, queries, keys, *cu, chosen, out, lse, words)
+    forward_fp8_sm90._kernel.launch(**arguments)
+    assert not (words[1:] % 16).any(), "a tile is lost still"
+    return int((words[1:] // 16).sum()), out, lse
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Fp8Call(Tq=3000, Tk=3000, Hq=16),
+        Fp8Call(Tq=1000, Tk=1077, window=CAUSAL),
+        Fp8Call(D=64, Tq=1000, Tk=777, window=(100, 30)),
+        Fp8Call(D=64, lengths=((300, 700), (7, 400), (0, 9), (500, 129)), window=CAUSAL),
+        Fp8Call(kind="large scores", Tq=500, Tk=2000),
+    ],
+    ids=["full", "causal", "window", "packed", "large scores"],
+)
+def test_no_tile_is_computed_again_without_need(call: Fp8Call) -> None:
+    assert lost_tiles(call)[0] == 0
+
+
 @pytest.mark.parametrize("D", [64, 128])
 def test_tiles_whose_weights_fp32_cannot_hold_are_computed_again(D: int) -> None:
     """Programs have three tiles and more, of which any may be lost: first, last, one after the other."""
     call = Fp8Call(D=D, Tq=3000, Tk=640, Hq=16, Hkv=2, kind="jumping scores")
+    size = GLUON[D].warpgroups
+    loud = [any(group % 3 == 0 for group in range(first, min(first + size, 47))) for first in range(0, 47, size)]
+    count, *results = lost_tiles(call)
+    assert count == sum(loud) * 2 * 16, "each once that has one of the loud groups of 64 queries"
+    for one in range(1, 3):
+        again = lost_tiles(call, q_slots=one)
+        assert again[0] == count and all(map(torch.equal, again[1:], results)), f"{one} slots of Q"
     query, key, value, *_ = call.tensors()
     first = key.shape[1] // 4
     scores = torch.einsum("bthd,bshd->bhts", query[:, :64].float(), key.float().repeat_interleave(8, 2))
@@ -139,10 +182,41 @@ def test_tiles_whose_weights_fp32_cannot_hold_are_computed_again(D: int) -> None
     for _ in range(20):
         again = run()
         assert torch.equal(again[0], out) and torch.equal(again[1], lse)
-    # Those of other heads are lost or not as they please.
+    # Whether other heads lose tiles changes nothing here.
     query[:, :, 1::2] *= 0.01
     mixed = run()
     assert torch.equal(mixed[0][:, :, ::2], out[:, :, ::2]) and torch.equal(mixed[1][:, ::2], lse[:, ::2])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "pack"])
+def test_rows_of_the_next_sequence_lose_no_tile(packed: bool) -> None:
+    """A tile of 192 rows reaches into the next sequence, whose queries are loud beside keys of this one that jump."""
+    call = Fp8Call(D=64, B=2, Tq=128, Tk=640, kind="jumping scores")
+    query, key, value, *_ = call.tensors()
+    query[1], key[1] = query[0] * 100, key[1] * 1e-4
+    query[0] *= 0.01
+
+    def run(count: int) -> tuple[int, Tensor]:
+        tensors = [t[:count].contiguous() for t in (query, key, value)]
+        if packed:
+            starts = [n * torch.arange(count + 1, device="cuda", dtype=torch.int32) for n in (128, 640)]
+            tensors = [*(t.flatten(0, 1) for t in tensors), *starts]
+        lost, out, _ = lost_tiles(replace(call, B=count, lengths=((128, 640),) * count * packed), *tensors)
+        return lost, out.view(count, *query.shape[1:])[0]
+
+    as_one = torch.cat((query[:1], query[1:]), 1), key[:1].contiguous(), value[:1].contiguous()
+    assert lost_tiles(replace(call, B=1, Tq=256), *as_one)[0] > 0, "they would"
+    both, alone = run(2), run(1)
+    assert both[0] == alone[0] == 0 and torch.equal(both[1], alone[1])
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_key_that_is_nan_reaches_who_sees_it(D: int) -> None:
+    query, key, value, *_ = Fp8Call(D=D, Tq=700, Tk=700).tensors()
+    key[:, 300] = torch.nan
+    out, lse = attention(query, key, value, causal=True, precision="fp8", backend="gluon", return_lse=True)
+    assert out[:, :300].isfinite().all() and lse[..., :300].isfinite().all()
+    assert out[:, 300:].isnan().all() and lse[..., 300:].isnan().all()
 
 
 # What is promised of every kernel

@@ -10,8 +10,9 @@ the order of tiles are those of forward_sm90.py, which explains them. Different 
   e4m3 can hold. It is an integer, so that rescaling by it rounds nothing, and it is lazy (at D 64 and 128): a block is
   weighed beside the top of the blocks before, without a look at its maximum. The sums of 16 weights, which are computed
   anyway, say whether that was too low; if so the warp raises the top by their exponents and divides its weights by the
-  same power of two. Maxima are taken in a first block, and until all rows have seen a key. Where a weight was too
-  large even for fp32, 2**119 above the top, the sum is infinite, and the whole tile is computed again, with maxima.
+  same power of two. Maxima are taken in a first block, and until all rows have seen a key. Where weights were too
+  large even for fp32, 2**120 above the top or 2**116 for 16 of them, the sum is infinite, and the whole tile is
+  computed again, with maxima.
 - Two levels. The FP8 matrix units keep about 14 bits of a sum. So the product P V of a block begins at zero, and is
   added to o in fp32, by the instruction that rescales o.
 - Weights. A lane has pairs of columns of S in its registers, and needs runs of four of P. Which columns a sum goes
@@ -120,7 +121,8 @@ def _load(ring, desc, use, head, row, column):
 
 # A tile is lost where a sum of weights is infinite. A consumer says so by a bit of the program's word in global memory,
 # before it lets go of the tile's queries. The producer waits for that in any case, before it loads others into their
-# place; then it looks, and has the tile computed again. Four tiles at most are on their way, and have a bit each.
+# place; then it looks, and has the tile computed again. Three tiles at most are on their way, so four bits tell them
+# apart; the rest of the word counts tiles that were lost, for tests.
 
 
 @gluon.jit
@@ -130,9 +132,10 @@ def _bit(taken):
 
 
 @gluon.jit
-def _report(word, taken, total, again):
-    """Consumer: whether a tile is lost. One that was computed again is not: where it has such sums, inputs had."""
-    lost = (total == float("inf")) & (again == 0)
+def _report(word, taken, total, exist, again):
+    """Consumer: whether a tile is lost, by rows that exist: others may be of the next sequence. One that was computed
+    again is not lost; where it has such sums, inputs had them."""
+    lost = (total == float("inf")) & exist & (again == 0)
     none = gl.zeros_like(total).to(gl.int32)
     gl.atomic_or(word + none, none + _bit(taken), mask=lost, sem="relaxed")
 
@@ -154,6 +157,7 @@ def _producer(crew, call, codes, order, counter, mail, queries, keys, values, q_
     tile = gl.program_id(0)
     zero = tile * 0
     word = counter + (1 + tile)
+    gl.static_assert(queries.SLOTS <= 2, "three tiles on their way have a name and a bit each, four have not")
     # Each is computed for itself: names that are bound to one tensor before a loop are one variable in it.
     again = tile * 0  # or AGAIN
     looked_at = tile * 0  # tiles of which it is known whether they are lost
@@ -214,7 +218,7 @@ def _producer(crew, call, codes, order, counter, mail, queries, keys, values, q_
             for _ in gl.static_range(queries.SLOTS + 1):
                 if (looked_at < done) & (again == 0):
                     if (lost & _bit(looked_at)) != 0:
-                        gl.atomic_and(word, -1 - _bit(looked_at), sem="relaxed")
+                        gl.atomic_add(word, 16 - _bit(looked_at), sem="relaxed")
                         older = gl.where(looked_at == taken - 2, second_last, third_last)
                         tile = gl.where(looked_at == taken - 1, last, older)
                         again = zero + AGAIN
@@ -362,7 +366,7 @@ def _add_values(codes, p, v, acc, issued, pending, shrink):
 
 @gluon.jit
 def _finished(parts):
-    """Sums that are finished at this point. Else the assembler adds at the end of the loop, beside nothing else."""
+    """Sums that are finished at this point. Else the assembler adds at the end of the loop: faster at D 128, not 64."""
     sums = ()
     for part in gl.static_range(len(parts)):
         sums = sums + (from_here(parts[part]),)  # type: ignore[assignment]
@@ -449,11 +453,6 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, counter,
         top = gl.maximum(_up(_row_max(s, BLOCK_D) * factor), UNSEEN)
         weights = gl.exp2(s * factor - (top - SHIFT)[:, None])
         row_sum = row_sums(weights)
-        if codes.LAZY:
-            if _too_large(row_sum):
-                top, shrink = _higher(top, row_sum)
-                weights = weights * shrink[:, None]
-                row_sum = row_sum * _beside(row_sum, shrink)
         if not codes.APART:
             keys.wait_full(use + skip + 1, pred=blocks > 1)
         for x in range(skip):
@@ -477,7 +476,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, counter,
             factor = q_factor * next_scale
             ratio = unit.to(gl.float32, bitcast=True) * (0x7F000000 - next_unit).to(gl.float32, bitcast=True)
             unit = next_unit
-            careful = (again != 0) | (start >= safe_limit)  # a row may have seen no key yet
+            careful = (again != 0) | (start >= safe_limit)  # or else a row may have seen no key yet
             start -= BLOCK_N
             next_scale, next_unit = codes.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
             if crew.IN_TURN:
@@ -542,7 +541,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, counter,
         issued = _issue_values(codes, p, v, acc, 0)
         total = gl.convert_layout(gl.sum(row_sum, 1), S_ROWS, assert_trivial=True)
         if codes.LAZY:
-            _report(word, taken, total, again)
+            _report(word, taken, total, r0 + rows < q_len, again)
             gl.thread_barrier()
         queries.release(taken)
         next_m, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)

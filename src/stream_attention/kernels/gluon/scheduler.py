@@ -70,7 +70,7 @@ WORDS = gl.constexpr(7)
 @aggregate
 class Mailbox:
     """Two slots through which the producer tells the consumers where their next tile is, in `WORDS` numbers: the tile
-    of queries (-1: no more), batch entry, head, first row and length of the queries, and of the keys."""
+    of queries (-1: no more; FP8 marks some), batch entry, head, first row and length of queries, and of keys."""
 
     words: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
