@@ -20,6 +20,7 @@ from .cache_views import ContiguousKV, Fp8KV, PagedKV, QuantizedKV
 from .errors import refuse
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TAKES_CODES = "attention_fp8(query, kv) takes one, and explain_fp8 says by what."
 
 
 def attention_tensors(
@@ -265,7 +266,7 @@ def decoding(
 ) -> None:
     """Check the tensors of a call on a cache, whose own fields were checked when it was made."""
     if not isinstance(cache, (ContiguousKV, PagedKV, QuantizedKV)):
-        hint = "Make one of tensors: ContiguousKV(key, value)."
+        hint = TAKES_CODES if isinstance(cache, Fp8KV) else "Make one of tensors: ContiguousKV(key, value)."
         refuse("cache", "a ContiguousKV, PagedKV or QuantizedKV", type(cache).__name__, hint, TypeError)
     _tensor("query", query, query)
     if query.dim() != 4:
@@ -402,7 +403,8 @@ def _per_head(alibi_slopes: Tensor | None, sink: Tensor | None, query: Tensor, b
 
 def _tensor(name: str, tensor: Any, query: Tensor) -> None:
     if not isinstance(tensor, Tensor):
-        refuse(name, "a torch.Tensor", type(tensor).__name__, error=TypeError)
+        hint = TAKES_CODES if isinstance(tensor, Fp8KV) else ""
+        refuse(name, "a torch.Tensor", type(tensor).__name__, hint, TypeError)
     if tensor.is_nested:
         refuse(name, "a strided tensor", "a nested one", "Pack it and call varlen_attention.", TypeError)
     if hasattr(tensor, "device_mesh"):

@@ -21,7 +21,9 @@ from stream_attention import (
     UnsupportedProblem,
     attention,
     attention_fp8,
+    decode_attention,
     explain,
+    explain_decode,
     explain_fp8,
     force_backend,
     merge_states,
@@ -444,6 +446,23 @@ def test_codes_of_what_is_refused(bad: dict[str, Any], error: type[Exception], w
     with pytest.raises(error, match=words) as caught:
         quantize_fp8(**({"key": K, "value": V} | bad))
     assert caught.type is error
+
+
+@pytest.mark.parametrize("by", [attention, explain], ids=lambda by: by.__name__)
+def test_codes_where_tensors_belong_are_refused_with_who_takes_them(by: Any) -> None:
+    kv = quantize_fp8(K, V)
+    with pytest.raises(
+        TypeError, match=r"key: expected a torch.Tensor; got Fp8KV. attention_fp8\(query, kv\) takes one"
+    ):
+        by(Q, kv, kv)
+
+
+@pytest.mark.parametrize("by", [decode_attention, explain_decode], ids=lambda by: by.__name__)
+def test_nor_are_they_a_cache_to_decode_from(by: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"cache: expected a ContiguousKV, .*; got Fp8KV. attention_fp8\(query, kv\) takes"
+    ):
+        by(Q[:, :1], quantize_fp8(K, V))
 
 
 ON_CODES: list[tuple[dict[str, Any], type[Exception], str]] = [
