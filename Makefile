@@ -119,6 +119,8 @@ pictures: $(STAMP) ## draw the pictures of docs/pictures anew from the results f
 .PHONY: venv
 venv: $(STAMP) ## build .venv from constraints.txt, if it is missing or out of date
 
+# Bytecode is kept of what is imported, when it is: to compile all of torch takes longer than to unpack it.
+INSTALL := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt
 # torch comes first and alone, so that pip takes exactly this version before anything looser asks for another.
 # A CUDA build of torch brings the one triton it was built for: then our triton pin, meant for CPU builds, steps aside.
 $(STAMP): pyproject.toml constraints.txt
@@ -129,11 +131,11 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "'$(PYTHON)' lacks the venv module (on Debian and Ubuntu: the python3-venv package)." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	grep -v '^triton==' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
+	$(INSTALL) '$(TORCH)'
 	$(BIN)/python -c 'from importlib.metadata import requires; import sys; \
 		sys.exit(not any(r.startswith("triton") for r in requires("torch")))' \
 		|| cp constraints.txt $(VENV)/constraints.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	@touch $@
 
 # A folder of its own, with nothing that Triton itself asks for: all else is that of .venv.
