@@ -372,7 +372,9 @@ def _qkv(query: Tensor, key: Tensor, value: Tensor, q_shape: str, k_shape: str, 
         if tensor.dim() != dims:
             refuse(name, f"shape {shape}", list(tensor.shape))
         if tensor.dtype not in DTYPES:
-            refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype, error=TypeError)
+            codes = tensor.is_floating_point() and tensor.element_size() == 1
+            hint = 'precision="fp8" makes codes of float16 or bfloat16 itself.' if codes else ""
+            refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype, hint, TypeError)
         if tensor.dtype is not query.dtype:
             refuse(name, f"the query's dtype {query.dtype}", tensor.dtype, error=TypeError)
         if tensor.shape[-1] < 1 or tensor.shape[-2] < 1:

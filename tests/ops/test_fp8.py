@@ -394,6 +394,7 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"softcap": 20.0}, ValueError, "softcap: expected 0 with precision=\"fp8\"; got 20.0"),
     ({"dropout_p": 0.1}, ValueError, "dropout_p: expected 0 with precision=\"fp8\"; got 0.1"),
     ({"query": Q.float(), "key": K.float(), "value": V.float()}, TypeError, "query: expected dtype float16 or bf"),
+    ({"query": Q.to(torch.float8_e4m3fn)}, TypeError, 'float8_e4m3fn. precision="fp8" makes codes of float16'),
     ({"query": Q[..., :32], "key": K[..., :32]}, ValueError, r"query: expected D = Dv of 64, 128 or 256 .*, 32\]"),
     ({"value": torch.zeros(2, 7, 2, 128, dtype=BF16)}, ValueError, r"value: expected D = Dv .*\[2, 7, 2, 128\]"),
     ({"query": Q[:, :, :3]}, ValueError, "query: expected a multiple of the 2 KV heads"),
