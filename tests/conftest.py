@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -47,9 +48,6 @@ BACKENDS = ("eager",)
 """Backends that the tests of the ops run on; `--backend NAME` (repeatable) names others."""
 
 
-_file = ""
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backend", action="append", help="run the tests of the ops on this backend; repeatable")
 
@@ -67,7 +65,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(passed)
     # `make test` looks for tests to run alone in files that have the word.
     hidden = {
-        item.path for item in items if item.get_closest_marker("serial") and "serial" not in item.path.read_text()
+        item.path
+        for item in items
+        if item.get_closest_marker("serial") and not re.search(r"\bserial\b", item.path.read_text())
     }
     assert not hidden, f"these would be run by no pass: {hidden}"
     # What takes long comes first, so that no worker is left with it at the end.
@@ -78,6 +78,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+_file = ""  # of the last test
 
 
 def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:

@@ -137,8 +137,8 @@ def emulated(
             finite = new_top.masked_fill(new_top == -math.inf, 0.0)
             if lazy and (row_top > -math.inf).any():  # maxima are for rows that have seen no key, and for a first block
                 lower = torch.where(row_top == -math.inf, finite, row_top)
-                of_16 = torch.exp2(x - (lower - 8)[..., None]).unflatten(-1, (block // 128 or 1, -1, 8)).sum(-2)
-                largest = of_16.amax((-1, -2))
+                of_16 = torch.exp2(x - (lower - 8)[..., None]).unflatten(-1, (-1, 8)).sum(-2)
+                largest = of_16.amax(-1)
                 raised = lower + (largest.frexp().exponent - 8).clamp(min=0)
                 raised = torch.where(largest > 448, raised, lower)
                 new_top = torch.where(largest.isfinite(), torch.where(new_top == -math.inf, new_top, raised), new_top)
@@ -217,7 +217,7 @@ def test_a_correct_kernel_passes_whatever_its_blocks(bits: int, count: int) -> N
 def test_a_row_loses_little_of_its_sum_whatever_the_tops(loud: int) -> None:
     """Many small weights beside a few large ones, in the second block: what becomes 0, and may, is n 2^-17."""
     count, small = 4096, 2.0**-13
-    key = torch.full((1, count, 1, 64), 0.0)
+    key = torch.zeros(1, count, 1, 64)
     key[..., 0] = -13.0
     some = torch.arange(loud) * (8 if loud < 128 else 1) + (count - 256)  # columns of one sum of 16; or a block
     key[:, some] = 0.0

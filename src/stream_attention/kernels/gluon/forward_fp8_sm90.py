@@ -6,13 +6,13 @@ the order of tiles are those of forward_sm90.py, which explains them. Different 
 - Scales. A block of keys has a scale; scores of a block are multiplied with it, the query's and the softmax's in the
   one instruction that takes the top off. The sums o are kept in units of the scale of the values that were added last,
   so a new block costs one multiplication of the factor that they are rescaled with anyway.
-- Tops. Weights are 2**(score - top), and a row's top need not be its maximum: it is there to keep weights within what
-  e4m3 can hold. It is an integer, so that rescaling by it rounds nothing, and it is lazy (at D 64 and 128): a block is
-  weighed beside the top of the blocks before, without a look at its maximum. The sums of 16 weights, which are computed
-  anyway, say whether that was too low; if so the warp raises the top by their exponents and divides its weights by the
-  same power of two. Maxima are taken in a first block, and until all rows have seen a key. Where weights were too
-  large even for fp32, 2**120 above the top or 2**116 for 16 of them, the sum is infinite, and the whole tile is
-  computed again, with maxima.
+- Tops. Weights are 2**(score - top + SHIFT), scores in log2 units, and a row's top need not be its maximum: it is there
+  to keep weights within what e4m3 can hold. It is an integer, so that rescaling by it rounds nothing, and it is lazy
+  (at D 64 and 128): a block is weighed beside the top of the blocks before, without a look at its maximum. The sums of
+  16 weights, which are computed anyway, say whether that was too low; if so each row of the warp raises its top by the
+  exponent of its largest sum and divides its weights by the same power of two. Maxima are taken in a first block, and
+  until all rows have seen a key. Where weights were too large even for fp32, 2**120 above the top or 2**116 for 16 of
+  them, the sum is infinite, and the whole tile is computed again, with maxima.
 - Two levels. The FP8 matrix units keep about 14 bits of a sum. So the product P V of a block begins at zero, and is
   added to o in fp32, by the instruction that rescales o.
 - Weights. A lane has pairs of columns of S in its registers, and needs runs of four of P. Which columns a sum goes
@@ -350,16 +350,15 @@ def _issue_values(codes, p, v, acc, part: gl.constexpr):
 def _add_values(codes, p, v, acc, issued, pending, shrink):
     """The sums, part by part, when their products are done, of which the first was begun. `pending` is what older sums
     are still to be multiplied with where blocks are added in fp32, `shrink` what all of them are where they are not."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     sums = ()
     for part in gl.static_range(codes.PARTS):
         product = warpgroup_mma_wait(0, deps=(issued,))
         if part + 1 < codes.PARTS:
             issued = _issue_values(codes, p, v, acc, part + 1)
         if codes.TWO_LEVEL:
-            added = acc[part] * gl.convert_layout(pending, LAYOUT, assert_trivial=True)[:, None] + product
+            added = acc[part] * _beside(product, pending) + product
         else:
-            added = product * gl.convert_layout(shrink, LAYOUT, assert_trivial=True)[:, None]
+            added = product * _beside(product, shrink)
         sums = sums + (added,)  # type: ignore[assignment]
     return sums
 
@@ -392,7 +391,6 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, counter,
     O_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     P_TILE: gl.constexpr = gl.DotOperandLayout(0, O_TILE, 4)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_TILE)
 
     no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
@@ -563,7 +561,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, counter,
             if again != 0:
                 _wait_written()
         for part in gl.static_range(codes.PARTS):
-            out = acc[part] * gl.convert_layout(inverse, O_ROWS, assert_trivial=True)[:, None]
+            out = acc[part] * _beside(acc[part], inverse)
             place = staging.index(WARPGROUP * codes.PARTS + part)
             if call.IS_PACKED:
                 if r0 + ROWS <= q_len:
