@@ -52,8 +52,8 @@ def _import(module: str) -> ModuleType:
     return import_module(module, __package__)
 
 
-TESTED_TRITON = "3.6"
-"""The Triton with which the Gluon kernels were run. Gluon is experimental, and others may read a kernel otherwise."""
+HOPPER_TRITON = ("3.6", "3.7", "3.8", "3.9")
+"""The Triton releases with which the Gluon kernels were run. Gluon is experimental: another may read a kernel otherwise."""
 
 
 def _gluon_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], ...]:
@@ -64,7 +64,10 @@ def _gluon_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], 
             problem.device.type == "cuda" and problem.arch != 90,
             f"it is for Hopper, compute capability 9.0, not {problem.arch / 10}",
         ),
-        (not _triton_is_tested(), f"it was run with Triton {TESTED_TRITON} alone, not {_triton_version()}"),
+        (
+            triton_release() not in HOPPER_TRITON,
+            f"it is enabled for Triton {HOPPER_TRITON[0]} to {HOPPER_TRITON[-1]}; found {triton_release()}",
+        ),
     )
 
 
@@ -174,12 +177,9 @@ def _gluon_why_named_only(problem: Problem) -> tuple[str, ...]:
 
 
 @cache
-def _triton_version() -> str:
-    return version("triton")
-
-
-def _triton_is_tested() -> bool:
-    return _triton_version().split(".")[:2] == TESTED_TRITON.split(".")
+def triton_release() -> str:
+    """The installed Triton's release, such as "3.6". Plans depend on it."""
+    return ".".join(version("triton").split(".")[:2])
 
 
 def _triton_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], ...]:

@@ -49,7 +49,7 @@ from .launch import even_group, jit, rows_descriptor
 from .pipeline import make_ring, pass_turn, take_turn
 from .scheduler import Order, draw, drawn, make_mailbox, of_lane_0
 from .tiles import LN2, LOG2E, from_here, hide, log2, row_sums
-from .versions import tma_load
+from .versions import barrier, tma_load
 
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 BLOCK = gl.constexpr(ROWS_OF_A_BLOCK)
@@ -540,7 +540,7 @@ def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, counter,
         total = gl.convert_layout(gl.sum(row_sum, 1), S_ROWS, assert_trivial=True)
         if codes.LAZY:
             _report(word, taken, total, r0 + rows < q_len, again)
-            gl.thread_barrier()
+            barrier()
         queries.release(taken)
         next_m, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
         acc = _add_values(codes, p, v, acc, issued, pending, pending * 0.0 + 1.0)

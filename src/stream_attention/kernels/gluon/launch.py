@@ -26,6 +26,7 @@ class Rows:
 
     __slots__ = ("base", "shape", "strides")
     padding = "zero"
+    round_f32_to_tf32 = False  # read from Triton 3.7 on
 
     def __init__(self, base: Tensor, shape: list[int], strides: list[int]) -> None:
         self.base, self.shape, self.strides = base, shape, strides

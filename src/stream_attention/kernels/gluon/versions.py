@@ -1,5 +1,7 @@
-"""Every difference between the Triton versions that the Gluon kernels compile with: 3.6, with which they were run, and
-3.9, with which they only compile."""
+"""Every difference between the Triton releases that the Gluon kernels run with: 3.6 to 3.9.
+
+Each is found by looking for the function, not by the release's number, so a later release that keeps the names works.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,13 +14,14 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
-IS_NEWER = gl.constexpr(hasattr(tma, "async_load"))
+HAS_PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from 3.9 on
+COPIES_WGMMA_OPERANDS = gl.constexpr(hasattr(tma, "async_load"))  # the compiler of 3.8 and 3.9: see kept_in_loop
 
 
 @gluon.jit
 def as_tile_of(desc, memory):
     """The same shared memory, as a tile of a descriptor."""
-    if IS_NEWER:
+    if HAS_PUBLIC_REINTERPRET:
         return memory.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     else:
         return memory._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
@@ -28,7 +31,7 @@ def as_tile_of(desc, memory):
 def kept_in_loop(number):
     """`number`, from which nothing is computed ahead of a loop: the newer compiler keeps the descriptors of 256 columns
     of queries in registers otherwise, and spills them."""
-    if IS_NEWER:
+    if COPIES_WGMMA_OPERANDS:
         return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
     else:
         return number
@@ -38,13 +41,13 @@ def kept_in_loop(number):
 def as_tiles_of(desc, memory, COUNT: gl.constexpr):
     """The same shared memory, as so many tiles of a descriptor."""
     shape: gl.constexpr = [COUNT] + desc.block_type.shape
-    if IS_NEWER:
+    if HAS_PUBLIC_REINTERPRET:
         return memory.reinterpret(desc.dtype, shape, desc.layout)
     else:
         return memory._reinterpret(desc.dtype, shape, desc.layout)
 
 
-if IS_NEWER.value:
+if hasattr(tma, "async_atomic_add"):  # from 3.8 on
     tma_add = tma.async_atomic_add
 else:
     from triton._C.libtriton import ir
@@ -52,7 +55,7 @@ else:
 
     @builtin
     def tma_add(desc, coord, source, _semantic=None):
-        """Add a tile in shared memory to one in global memory, atomically by number. Triton 3.6 can, but has no name
-        for it."""
+        """Add a tile in shared memory to one in global memory, atomically by element. Triton 3.6 and 3.7 can, but have no
+        name for it."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle)
