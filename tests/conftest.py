@@ -59,8 +59,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("GATES") == "changed" and unchanged():
-        passed = pytest.mark.skip(reason="compiled and looked at with these very sources (tests/kernels/gates.py)")
+    if os.environ.get("GATES") != "all" and unchanged():
+        passed = pytest.mark.skip(reason="passed with these very sources and this Triton; GATES=all runs it")
         for item in items:
             if item.path.name.endswith("_compiled.py"):
                 item.add_marker(passed)
