@@ -45,6 +45,9 @@ FORMS = {
 INSTRUCTIONS = {64: 365, 128: 400, 256: 575}
 """An iteration may have, by head dim, where no edge is looked for."""
 
+MARGIN = {"3.6": 0, "3.7": 0, "3.8": 0, "3.9": 8}
+"""And so many more, by Triton's release."""
+
 SPILLS = {
     "3.6": {
         "d64 full": Spills(180, 0),
@@ -53,9 +56,9 @@ SPILLS = {
         "d256 full": Spills(16, 0),
         "d256 packed": Spills(12, 0),
     },
-    "3.7": {},
-    "3.8": {},
-    "3.9": {},
+    "3.7": {"d64 causal": Spills(300), "d128 packed": Spills(64), "d256 full": Spills(404)},
+    "3.8": {"d64 causal": Spills(240, 1)},
+    "3.9": {"d64 causal": Spills(396, 1), "d128 packed": Spills(568), "d256 full": Spills(556)},
 }
 """Spills that are known, by Triton's release. Without a second number they are outside the loop over keys."""
 
@@ -91,7 +94,7 @@ def test_the_machine_code(name: str, kernels: dict[str, Any]) -> None:
     assert made.shared_bytes <= SHARED_BYTES and not made.instructions["HGMMA"] and made.instructions["QGMMA"]
     if name.endswith(("full", "causal")):
         loops = [shortest(blocks, loop) for loop in product_loops(blocks)]
-        assert all(len(code) <= INSTRUCTIONS[dim] for code in loops)
+        assert all(len(code) <= INSTRUCTIONS[dim] + MARGIN[RELEASE] for code in loops)
         names = [one.name for one in loops[0]]
         assert not {"PRMT", "LDS", "STS"} & set(names), "weights change lanes, or are taken apart"
         assert names.count("SHFL") == (4 if dim == 256 else 0), "of the maxima of two rows, where they are taken"
@@ -115,7 +118,7 @@ def test_a_warp_raises_its_tops_for_itself(name: str, kernels: dict[str, Any]) -
 
 
 def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
-    assert SPILLS.keys() == set(HOPPER_TRITON)
+    assert SPILLS.keys() == MARGIN.keys() == set(HOPPER_TRITON)
     assert all(spills.keys() <= set(gated(release)) for release, spills in SPILLS.items())
     assert ran("forward_fp8")["kernels"].keys() == set(gated(FULL))
 
