@@ -16,12 +16,11 @@ from stream_attention import (
     Plan,
     UnsupportedProblem,
     attention,
-    backends,
     explain,
     force_backend,
     quantize_kv,
 )
-from stream_attention.backends import AUTO, BACKENDS, BY_NAME, DECODERS, HOPPER_TRITON
+from stream_attention.backends import AUTO, BACKENDS, BY_NAME, DECODERS, HOPPER_TRITON, triton_release
 from stream_attention.ops.decode import decode_problem
 from stream_attention.plan import plan, plan_decode, requested, spell
 from stream_attention.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
@@ -29,6 +28,8 @@ from stream_attention.tuning import fp8 as fp8_tuning
 from stream_attention.tuning.eager import EagerConfig
 
 PlannedWith = Callable[[str | None], None]
+
+pytestmark = pytest.mark.usefixtures("hopper_triton")
 
 
 def problem(**facts: Any) -> Problem:
@@ -324,7 +325,7 @@ def test_without_triton_eager_computes_on_a_gpu(planned_with: PlannedWith) -> No
 
 def test_the_installed_release_is_read_once_and_shortened() -> None:
     triton = pytest.importorskip("triton")
-    assert backends.triton_release() == ".".join(triton.__version__.split(".")[:2])
+    assert triton_release() == ".".join(triton.__version__.split(".")[:2])
 
 
 @pytest.mark.parametrize(

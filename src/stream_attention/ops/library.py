@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from ..backends import BY_NAME
 from ..plan import Plan, plan
@@ -139,7 +140,7 @@ def _fake_backward(
     )
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(_SingleLevelFunction):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         return _below_autograd(forward_op, arguments)
@@ -166,7 +167,7 @@ class _Attention(torch.autograd.Function):
         _refuse_derivative("forward-mode derivative")
 
 
-class _Backward(torch.autograd.Function):
+class _Backward(_SingleLevelFunction):
     """Makes the backward op a leaf of the graph that says why it has no gradient of its own."""
 
     @staticmethod
@@ -197,9 +198,10 @@ def _refuse_derivative(which: str) -> NoReturn:
 
 def _autograd_kernel(op: Any, function: Any) -> Callable[..., Any]:
     """What `op` does on the Autograd key: one node `function` in the graph, if there is a graph."""
-    # Function.apply would bind the signature anew each call (17 us), and under torch.func would start over at the top
-    # of its levels. Its base class records at the level that dispatched here and no other, as an ATen op does.
-    apply = super(torch.autograd.Function, function).apply
+    # autograd.Function's apply would bind the signature anew each call (17 us), and under torch.func would start over at
+    # the top of its levels. That of its base class, which `function` extends, records at the level that dispatched here
+    # and no other, as an ATen op does.
+    apply = function.apply
 
     def kernel(*arguments: Any) -> Any:
         differentiable = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)

@@ -145,6 +145,17 @@ def rows_of(arch: int, table: tuple[Row[Any], ...], **how: Any) -> list[Compiled
     return [Compiled(arch, row.width, row.causal, Tk=min(row.up_to, LONG), **how) for row in table]
 
 
+def gated(calls: Mapping[str, Compiled], release: str) -> list[str]:
+    """Of calls, those that are compiled with a release of Triton: all, or one of each kind, at D 128 if there is one."""
+    if release == FULL:
+        return list(calls)
+    kinds: dict[Any, str] = {}
+    for name, call in sorted(calls.items(), key=lambda item: item[1].D != 128):
+        width = 0 if call.modifiers or call.arch != 90 else call.D
+        kinds.setdefault((call.arch, call.dtype, call.modifiers, call.Tq, width), name)
+    return [name for name in calls if name in kinds.values()]
+
+
 def faults(kernel: Compiled, product_rows: int, made: Report) -> list[str]:
     """What is wrong with what the compiler made, in sentences; nothing of spills and waits, which may be known.
 

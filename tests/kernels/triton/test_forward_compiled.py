@@ -13,9 +13,23 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing; run without TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
-from compile_gate import BF16, F16, F32, Compiled, faults, named, problem, rows_of, serialised
+from compile_gate import (
+    BF16,
+    F16,
+    F32,
+    RELEASE,
+    Compiled,
+    beyond,
+    faults,
+    gated,
+    named,
+    problem,
+    rows_of,
+    serialised,
+    with_tables,
+)
 
-from stream_attention.backends import BY_NAME
+from stream_attention.backends import BY_NAME, HOPPER_TRITON
 from stream_attention.kernels.triton.dropout import dropout_words
 from stream_attention.kernels.triton.forward import forward
 from stream_attention.kernels.triton.merge import launch_fold, launch_merge
@@ -238,15 +252,29 @@ REST = [
 ]
 KERNELS = {str(kernel): kernel for kernel in (*PLAIN_ROWS, *MASKED_ROWS, *COMPUTED_ROWS, *FLOAT32_ROWS, *REST)}
 
-SPILLS: dict[str, int] = {
-    "sm_90 float32 d128 causal 16384": 352,  # measured: the tiles that spill nothing are slower; see the table
-    "sm_90 bfloat16 d128 causal 4096 window mask bias alibi sink softcap dropout": 56,
-    "sm_90 bfloat16 d256 causal 16384 dropout": 16,
-    "sm_80 float32 d256 full 4096 2/2 heads, 1 queries": 16,
+SPILLS: dict[str, dict[str, int]] = {
+    "3.6": {
+        "sm_90 float32 d128 causal 16384": 352,  # measured: the tiles that spill nothing are slower; see the table
+        "sm_90 bfloat16 d128 causal 4096 window mask bias alibi sink softcap dropout": 56,
+        "sm_90 bfloat16 d256 causal 16384 dropout": 16,
+        "sm_80 float32 d256 full 4096 2/2 heads, 1 queries": 16,
+    },
+    "3.7": {
+    },
+    "3.8": {
+    },
+    "3.9": {
+    },
 }
-"""Bytes that a kernel of the gate is known to spill. Strict: a kernel that spills more or less than its line fails."""
+"""Bytes that a kernel is known to spill, by Triton's release. One that spills more than its line fails, and one that
+has a line and spills nothing."""
 
-SERIALISED = {"sm_90 bfloat16 d64 causal 16384 mask", "sm_90 bfloat16 d64 full 16384 bias"}
+SERIALISED: dict[str, set[str]] = {
+    "3.6": {"sm_90 bfloat16 d64 causal 16384 mask", "sm_90 bfloat16 d64 full 16384 bias"},
+    "3.7": set(),
+    "3.8": set(),
+    "3.9": set(),
+}
 """Kernels whose products wait for each other, and which are faster all the same: 190 against 175 TFLOP/s on the H200
 for the best tile without the warning (2026-11-15, causal 2k, mask)."""
 
@@ -272,20 +300,23 @@ def test_every_row_of_every_table_is_compiled() -> None:
         assert found == {(row.width, row.config) for row in table}, name
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@with_tables
+@pytest.mark.parametrize("name", gated(KERNELS, RELEASE))
 def test_the_compiler_keeps_it_in_registers_and_on_the_matrix_units(name: str) -> None:
     kernel = KERNELS[name]
     config, made = kernel.config(), compiled(kernel)
     figures = f"{name}: {config}: {made}"
     assert not faults(kernel, config.block_m, made), figures
-    assert made.spill_bytes == SPILLS.get(name, 0), figures
-    assert serialised(made) == (name in SERIALISED), figures
+    assert not beyond(made.spill_bytes, SPILLS[RELEASE].get(name, 0)), figures
+    assert serialised(made) == (name in SERIALISED[RELEASE]), figures
     if kernel.dtype is not F32:
         assert (made.instructions["LDGSTS"] > 0) != ("misaligned" in kernel.modifiers), figures
 
 
 def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
-    assert SPILLS.keys() | SERIALISED <= KERNELS.keys()
+    assert SPILLS.keys() == SERIALISED.keys() == set(HOPPER_TRITON)
+    for release in HOPPER_TRITON:
+        assert SPILLS[release].keys() | SERIALISED[release] <= set(gated(KERNELS, release))
 
 
 @pytest.mark.parametrize("arch", [80, 90])
