@@ -1,10 +1,10 @@
-"""Four repairs of Triton's CPU interpreter, applied when `TRITON_INTERPRET=1`.
+"""Five repairs of Triton's CPU interpreter, applied when `TRITON_INTERPRET=1`.
 
 NumPy 2.4 refuses `int(array([x]))`, which breaks `range(tensor)` with Triton 3.6; `tl.dot` on bf16 multiplies the raw
 16-bit patterns as if they were integers, without a word; fp32 becomes bf16 by cutting bits off, where a GPU rounds to
-nearest; and it becomes e4m3 with ties away from 0, carries that get lost and no largest number (`tl.dot` on e4m3 is
-right). The last three are so with Triton 3.6 to 3.9. Each is tried on one number, and repaired where that comes out
-wrong.
+nearest; it becomes e4m3 with ties away from 0, carries that get lost and no largest number (`tl.dot` on e4m3 is right);
+and a comparison of two integers, broadcast, is integers again, which loads and stores of 3.9 refuse as a mask. The last
+four are so with Triton 3.6 to 3.9. Each is tried on one number, and repaired where that comes out wrong.
 """
 
 from __future__ import annotations
@@ -74,6 +74,13 @@ def fix() -> None:
         codes = numbers.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
         return interpreter.TensorHandle(codes.numpy(), target.scalar)
 
+    splat = interpreter.InterpreterBuilder.create_splat
+
+    def splat_of_its_type(self: Any, block: Any, scalar: Any) -> Any:
+        if scalar.data.dtype != np.bool_:
+            return splat(self, block, scalar)
+        return interpreter.TensorHandle(np.full(block.shape, scalar.data.item()), tl.int1)
+
     one, zero = handle(np.uint16(0x3F80), tl.bfloat16), handle(np.float32(0), tl.float32)
     almost_3, too_large = handle(np.float32(2.999), tl.float32), handle(np.float32(1000), tl.float32)
     interpreter._patch_lang_tensor = patch_tensor_and_index
@@ -83,4 +90,7 @@ def fix() -> None:
         interpreter.InterpreterBuilder.cast_impl = cast_by_rounding
     if builder.create_fp_to_fp(too_large, tl.float8e4nv, None).data.item() != 0x7E:
         interpreter.InterpreterBuilder.create_fp_to_fp = convert_by_rounding
+    number = handle(np.int32(1), tl.int32)
+    if builder.create_splat(tl.block_type(tl.int1, [1]), builder.create_icmpEQ(number, number)).data.dtype != np.bool_:
+        interpreter.InterpreterBuilder.create_splat = splat_of_its_type
     _fixed = True
