@@ -9,8 +9,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
-NEWER := $(VENV)/triton-newer
-NEWER_TRITON := $(shell grep '^triton==' constraints-newer.txt)
 TORCH := $(shell grep '^torch==' constraints.txt)
 HF := $(VENV)/transformers
 OLDEST_HF := transformers==4.56.0
@@ -21,7 +19,7 @@ PYTEST_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 # Parallel workers get one torch thread each: more oversubscribe the cores and make the suite slower, not faster.
-PARALLEL := $(if $(SKIP_NEWER),GATES=changed )OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu" -n $(WORKERS) --dist loadgroup \
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu" -n $(WORKERS) --dist loadgroup \
 	--doctest-modules tests src/stream_attention/ops src/stream_attention/core src/stream_attention/distributed \
 	src/stream_attention/utils \
 	src/stream_attention/plan.py src/flash_attention
@@ -36,10 +34,6 @@ INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $
 	tests/ops/test_recall_interpreted.py tests/ops/test_merge_interpreted.py tests/test_interpreter.py \
 	tests/learn/test_02_triton_basics.py tests/learn/test_06_flash_forward.py tests/learn/test_07_causal.py \
 	tests/learn/test_08_backward.py tests/learn/test_10_decode.py
-# The Hopper kernels once more with a newer Triton, which is found before that of .venv. These tests have the version in
-# their names: should another Triton be found, none of them is run, and pytest calls that an error.
-COMPILED_NEWER := PYTHONPATH=$(CURDIR)/$(NEWER) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
-	-k '$(subst triton==,,$(NEWER_TRITON))' tests/kernels/gluon
 
 .PHONY: help
 help: ## list the commands
@@ -50,20 +44,21 @@ demo: $(STAMP) ## run the demonstration on this machine's CPU
 	$(BIN)/python examples/demo.py
 
 .PHONY: test
-test: $(STAMP) $(if $(SKIP_NEWER),,$(NEWER)/.stamp) ## run every CPU test: in parallel, interpreted, with a newer Triton, time and memory alone
+test: $(STAMP) ## run every CPU test: in parallel, interpreted, time and memory alone; GATES=all compiles every kernel
 	@set -o pipefail; mkdir -p out; failed=0; \
 	$(PARALLEL) $(PYTEST_ARGS) 2>&1 | tee out/test-parallel.log || failed=1; \
 	$(INTERPRETED) $(PYTEST_ARGS) 2>&1 | tee out/test-interpreted.log || failed=1; \
-	$(if $(SKIP_NEWER),echo "left out",$(COMPILED_NEWER) $(PYTEST_ARGS)) 2>&1 | tee out/test-newer.log || failed=1; \
 	$(SERIAL) $(PYTEST_ARGS) 2>&1 | tee out/test-serial.log || failed=1; \
-	echo; for pass in parallel interpreted newer serial; do echo "$$pass: $$(tail -n 1 out/test-$$pass.log)"; done; \
+	echo; for pass in parallel interpreted serial; do echo "$$pass: $$(tail -n 1 out/test-$$pass.log)"; done; \
 	exit $$failed
 
 .PHONY: gates
-gates: $(STAMP) ## compile and look at every kernel, and record that these sources passed, so that CI need not
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS) \
-		$$(find tests/kernels -name 'test_*_compiled.py')
-	$(BIN)/python tests/kernels/gates.py
+gates: $(STAMP) ## compile every kernel with the installed Triton, check the machine code, and record that it passed
+	$(BIN)/python tests/kernels/gates.py -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+.PHONY: gates-all
+gates-all: $(STAMP) ## the same with every Triton release that the Hopper kernels are enabled for (4 GB under .venv)
+	$(BIN)/python tests/kernels/gates.py --all -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 .PHONY: check
 check: $(STAMP) ## lint, formatting and types
@@ -136,12 +131,6 @@ $(STAMP): pyproject.toml constraints.txt
 		sys.exit(not any(r.startswith("triton") for r in requires("torch")))' \
 		|| cp constraints.txt $(VENV)/constraints.txt
 	$(INSTALL) -e '.[dev]'
-	@touch $@
-
-# A folder of its own, with nothing that Triton itself asks for: all else is that of .venv.
-$(NEWER)/.stamp: constraints-newer.txt | $(STAMP)
-	rm -rf $(NEWER)
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(NEWER) '$(NEWER_TRITON)'
 	@touch $@
 
 .PHONY: clean

@@ -9,7 +9,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent / "kernels"))
 from gates import unchanged
 from tests.interpreter import quicken
 
-from stream_attention import device
+from stream_attention import backends, device
+from stream_attention.plan import plan, plan_decode
 
 try:
     from hypothesis import HealthCheck, settings
@@ -58,8 +59,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("GATES") == "changed" and unchanged():
-        passed = pytest.mark.skip(reason="compiled and looked at with these very sources (tests/kernels/gates.py)")
+    if os.environ.get("GATES") != "all" and unchanged():
+        passed = pytest.mark.skip(reason="passed with these very sources and this Triton; GATES=all runs it")
         for item in items:
             if item.path.name.endswith("_compiled.py"):
                 item.add_marker(passed)
@@ -96,7 +97,32 @@ def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:
 
 
 @pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def planned_with() -> Iterator[Callable[[str | None], None]]:
+    """Sets the Triton release for which calls are planned, such as "3.6"; None: none is installed."""
+
+    def forget_plans() -> None:
+        plan.cache_clear()
+        plan_decode.cache_clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def with_release(release: str | None) -> None:
+            patch.setattr(backends, "triton_release", lambda: release)
+            patch.setattr(backends, "find_spec", lambda name: release)
+            forget_plans()
+
+        yield with_release
+    forget_plans()
+
+
+@pytest.fixture
+def hopper_triton(planned_with: Callable[[str | None], None]) -> None:
+    """Calls are planned for a Triton release that the Hopper kernels are enabled for, whatever is installed."""
+    planned_with(backends.HOPPER_TRITON[0])
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch, hopper_triton: None) -> Iterator[None]:
     """Tensors in this block may be on a GPU that is not there: they have no data."""
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

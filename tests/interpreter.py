@@ -1,28 +1,52 @@
-"""Triton's interpreter (3.6.0) with less of its own bookkeeping, which is most of what an interpreted kernel takes.
+"""Triton's interpreter with less of its own bookkeeping, which is most of what an interpreted kernel takes.
 
 What a kernel computes and what is refused stay as they are: this leaves out what is computed and thrown away, does once
-what is done again at every step, and remembers what depends on a shape or a dtype alone.
+what is done again at every step, and remembers what depends on a shape or a dtype alone. Each change is made to
+functions whose source is known, that of Triton 3.6.0 to 3.9.0; where another release has another, it is left out.
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from builtins import tuple as plain_tuple
+from collections.abc import Callable
 from typing import Any
+
+KNOWN = {
+    "TritonSemantic.binary_op_sanitize_overflow_impl": ("bdd7f3e24aa645ab", "1ad65a10738d191c"),
+    "_patch_lang": ("e5beeba74ada4829",),
+    "_LangPatchScope": ("1b26f629cd7367a8",),
+    "_get_np_dtype": ("8f20d41e3207891a",),
+    "block_type.__init__": ("403f4b016ec5c2c3",),
+    "tensor.__init__": ("d9b043b5c9897657",),
+}
+"""Digests of the functions that are changed, or that a change relies on."""
 
 
 def quicken() -> None:
-    """To be called once, in a process with `TRITON_INTERPRET=1`. Other releases than this one stay as they are."""
-    import triton
-
-    if triton.__version__ != "3.6.0":
-        return
+    """To be called once, in a process with `TRITON_INTERPRET=1`."""
+    from triton.language import core
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
-    TritonSemantic.binary_op_sanitize_overflow_impl = _overflow(TritonSemantic.binary_op_sanitize_overflow_impl)
-    interpreter._patch_lang = _patched_once(interpreter)
-    interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
-    _remember_shapes()
+    if known(TritonSemantic.binary_op_sanitize_overflow_impl):
+        TritonSemantic.binary_op_sanitize_overflow_impl = _overflow(TritonSemantic.binary_op_sanitize_overflow_impl)
+    if known(interpreter._patch_lang, interpreter._LangPatchScope):
+        interpreter._patch_lang = _patched_once(interpreter)
+    if known(interpreter._get_np_dtype):
+        interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+    if known(core.block_type.__init__, core.tensor.__init__):
+        _remember_shapes(core)
+
+
+def known(*functions: Callable[..., Any]) -> bool:
+    """Whether all of these are as in a release that was looked at."""
+    return all(digest(function) in KNOWN.get(function.__qualname__, ()) for function in functions)
+
+
+def digest(function: Callable[..., Any]) -> str:
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
 
 
 def _overflow(check: Any) -> Any:
@@ -75,10 +99,8 @@ def _by_name(np_dtype: Any) -> Any:
     return remembered
 
 
-def _remember_shapes() -> None:
+def _remember_shapes(core: Any) -> None:
     """Nobody writes to a shape, so tensors and types of one shape may share it."""
-    from triton.language import core
-
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
     types: dict[Any, Any] = {}
     tensors: dict[Any, Any] = {}

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import os
 import re
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from stream_attention import Plan, UnsupportedProblem, attention, backends, explain, force_backend
-from stream_attention.backends import AUTO, BACKENDS, BY_NAME
-from stream_attention.plan import plan, requested, spell
+from stream_attention import (
+    ContiguousKV,
+    Plan,
+    UnsupportedProblem,
+    attention,
+    backends,
+    explain,
+    force_backend,
+    quantize_kv,
+)
+from stream_attention.backends import AUTO, BACKENDS, BY_NAME, DECODERS, HOPPER_TRITON
+from stream_attention.ops.decode import decode_problem
+from stream_attention.plan import plan, plan_decode, requested, spell
 from stream_attention.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
 from stream_attention.tuning import fp8 as fp8_tuning
 from stream_attention.tuning.eager import EagerConfig
+
+PlannedWith = Callable[[str | None], None]
 
 
 def problem(**facts: Any) -> Problem:
@@ -268,12 +280,51 @@ def test_a_tile_is_forced_on_the_kernel_of_fp8_too() -> None:
     assert planned.config == fp8_tuning.TRITON[128]._replace(block_m=64) and planned.forced == (("block_m", 64),)
 
 
-def test_gluon_wants_triton_in_the_version_it_was_run_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = pytest.importorskip("triton").__version__
-    monkeypatch.setattr(backends, "TESTED_TRITON", "2.0")
-    assert BY_NAME["gluon"].why_not(large()) == (f"it was run with Triton 2.0 alone, not {version}",)
-    monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
-    assert BY_NAME["gluon"].why_not(large()) == ("Triton is not installed",)
+RELEASES = [
+    *((release, ()) for release in HOPPER_TRITON),
+    ("3.5", ("it is enabled for Triton 3.6 to 3.9; found 3.5",)),
+    ("4.0", ("it is enabled for Triton 3.6 to 3.9; found 4.0",)),
+    (None, ("Triton is not installed",)),
+]
+"""Triton releases, each with what Gluon has against it."""
+
+
+@pytest.mark.parametrize(("release", "reasons"), RELEASES)
+@pytest.mark.parametrize("facts", [{}, {"backward": True}, {"fp8": True}], ids=str)
+def test_gluon_is_for_releases_that_it_was_run_with(
+    planned_with: PlannedWith, facts: dict[str, Any], release: str | None, reasons: tuple[str, ...]
+) -> None:
+    planned_with(release)
+    assert BY_NAME["gluon"].why_not(large(**facts)) == reasons
+    if release is not None:  # without Triton nobody computes in FP8, and eager does the rest
+        assert plan(large(**facts)).backend == ("triton" if reasons else "gluon")
+        assert plan(large(**facts)).passed_over == ((("gluon", reasons),) if reasons else ())
+
+
+@pytest.mark.parametrize(("release", "reasons"), RELEASES)
+def test_so_it_is_for_caches(planned_with: PlannedWith, release: str | None, reasons: tuple[str, ...]) -> None:
+    planned_with(release)
+    cache = quantize_kv(ContiguousKV(*torch.zeros(2, 2, 1024, 8, 128, dtype=torch.float16)), "int4")
+    stated = decode_problem(torch.zeros(2, 1, 32, 128, dtype=torch.float16), cache, -1)
+    stated = stated._replace(device=torch.device("cuda"), arch=90, processors=132)
+    planned = plan_decode(stated, None, False)
+    assert DECODERS["gluon"].why_not(stated, None) == reasons
+    assert planned.backend == ("eager" if release is None else "triton" if reasons else "gluon")
+    assert planned.passed_over[:1] == ((("gluon", reasons),) if reasons else ())
+
+
+def test_without_triton_eager_computes_on_a_gpu(planned_with: PlannedWith) -> None:
+    planned_with(None)
+    planned = plan(large())
+    assert planned.backend == "eager"
+    assert planned.passed_over == (("gluon", ("Triton is not installed",)), ("triton", ("Triton is not installed",)))
+    with pytest.raises(UnsupportedProblem, match="Triton is not installed"):
+        plan(large(), "gluon")
+
+
+def test_the_installed_release_is_read_once_and_shortened() -> None:
+    triton = pytest.importorskip("triton")
+    assert backends.triton_release() == ".".join(triton.__version__.split(".")[:2])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""The C modules that Triton 3.6 builds when a kernel is first launched, built ahead and without a driver.
+"""The C modules that Triton 3.6 and 3.7 build when a kernel is first launched, built ahead and without a driver.
 
-One serves all kernels of a signature, one the whole process. They name the driver's library and are linked against one
-that is empty: its symbols are looked up when the module is loaded, where the driver is.
+One serves the whole process; with 3.6 there is another for each signature. They name the driver's library and are
+linked against one that is empty: its symbols are looked up when the module is loaded, where the driver is.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _LIBRARY = "libcuda.so.1"
 
 def why_not() -> str | None:
     """Why none can be built ahead; None if they can."""
-    if triton.__version__.split(".")[:2] != ["3", "6"]:
-        return f"those of Triton {triton.__version__} are not known"
+    if not hasattr(driver, "compile_module_from_src"):  # from 3.8 on
+        return (
+            f"Triton {triton.__version__} has one C module for all kernels and looks for it by the folder of the CUDA "
+            "driver, so the first launch of a machine builds it, once"
+        )
     if which("gcc") is None:
         return "there is no gcc"
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
@@ -58,8 +61,9 @@ def missing(compiled: Any) -> list[Module]:
         modules.append(Module(src, name))
         return SimpleNamespace(launch=None)
 
-    with patch.multiple(driver, compile_module_from_src=note, library_dirs=list):
-        driver.CudaLauncher(compiled.src, compiled.metadata)
+    if hasattr(driver, "make_launcher"):  # 3.6
+        with patch.multiple(driver, compile_module_from_src=note, library_dirs=list):
+            driver.CudaLauncher(compiled.src, compiled.metadata)
     return [module for module in modules if module.cache.get_file(module.file) is None]
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import make_backend
 
 from ..backends import BY_NAME
 from ..kernels.offline import Form, launching_for
@@ -108,24 +108,33 @@ def launch_case(
 
 
 def _compile(form: Form) -> Any:
-    log = StringIO()
-    with triton.knobs.nvidia.scope(), redirect_stdout(log):
-        triton.knobs.nvidia.dump_ptxas_log = True
+    with _assembler_log() as log:
         compiled = form.compile()
     compiled.assembler_log = log.getvalue()  # empty where Triton's cache had it
     return compiled
 
 
+def _assemble(compiled: Any) -> str:
+    """Assemble once more as Triton does, with the options of its release, and return the assembler's log."""
+    target = compiled.metadata.target
+    backend = make_backend(target)
+    with _assembler_log() as log:
+        options = backend.parse_options(compiled.metadata._asdict())
+        backend.make_cubin(compiled.asm["ptx"], {}, options, target.arch)
+    return log.getvalue()
+
+
+@contextmanager
+def _assembler_log() -> Iterator[StringIO]:
+    log = StringIO()
+    with triton.knobs.nvidia.scope(), redirect_stdout(log):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        yield log
+
+
 def report(compiled: Any) -> Report:
     """Read the assembler's report, assembling again if it is not there, and count what is in the kernel."""
-    arch = f"sm_{compiled.metadata.target.arch}" + ("a" if compiled.metadata.target.arch >= 90 else "")
-    log = compiled.assembler_log
-    if not log:
-        with tempfile.TemporaryDirectory() as folder:
-            ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-            ptx.write_text(compiled.asm["ptx"])
-            ptxas = Path(get_ptxas(compiled.metadata.target.arch).path)
-            log = _run(ptxas, "-v", f"--gpu-name={arch}", ptx, "-o", cubin)
+    log = compiled.assembler_log or _assemble(compiled)
     sass = disassemble(compiled)
     opcodes = re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+)", sass, re.MULTILINE)
     return Report(

@@ -14,19 +14,15 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
+from compile_gate import beyond
 
-from stream_attention.testing.offline import Report, compiling_for
-
-VERSION = ".".join(triton.__version__.split(".")[:2])
-NEWER = "3.9"
-"""Another Triton with which the kernels compile: `make test` runs the gates once more with it."""
+from stream_attention.testing.offline import Report
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that a program may use on Hopper."""
@@ -82,16 +78,6 @@ class Spills(NamedTuple):
 NO_SPILLS = Spills()
 
 
-@contextmanager
-def compiling() -> Iterator[list[Any]]:
-    """As `compiling_for` a Hopper, so that every kernel has its report."""
-    with compiling_for(90) as launched, triton.knobs.compilation.scope():
-        if VERSION == NEWER:
-            # What is cached would be assembled again for its report, without the options that this Triton adds.
-            triton.knobs.compilation.always_compile = True
-        yield launched
-
-
 def fingerprint(sass: str) -> str:
     """What tells one program from another: its instructions, without where they lie."""
     lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", sass, re.MULTILINE)
@@ -109,6 +95,13 @@ def ran(stem: str, by: str = "gluon") -> dict[str, Any]:
     )
     found: dict[str, Any] = json.loads(file.read_text())
     return found
+
+
+def differs(sass: str, name: str, its: dict[str, Any]) -> str:
+    """Says so if a kernel is not the machine code that ran; nothing of another Triton than the one it ran with."""
+    if its["triton"] != triton.__version__ or fingerprint(sass) == its["kernels"][name]:
+        return ""
+    return f"{name}: not what ran on the GPU at {its['commit']}; run it there"
 
 
 def as_file(commit: str, kernels: dict[str, str]) -> str:
@@ -293,7 +286,7 @@ def faults_of_any(made: Report, blocks: list[Block], consumers: int, known: Spil
     `known` are not; a line that is there for a kernel without any is."""
     loops = product_loops(blocks)
     found = [f"the assembler makes products wait for each other: {one}" for one in made.warnings if "(C75" in one]
-    if made.spill_bytes > known.bytes or (known.bytes and not made.spill_bytes):
+    if beyond(made.spill_bytes, known.bytes):
         found.append(f"spills {made.spill_bytes} bytes where {known.bytes} are known")
     if len(loops) != consumers:
         found.append(f"has {len(loops)} loops with products for {consumers} consumers")

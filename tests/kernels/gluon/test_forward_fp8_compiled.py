@@ -12,13 +12,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing; run without TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
-import triton
+from compile_gate import FULL, RELEASE, with_tables
 from fp8_cases import CAUSAL, Fp8Call, launch_offline
 from sass_gate import (
     SHARED_BYTES,
-    VERSION,
     Spills,
     as_file,
+    differs,
     faults_of_any,
     fingerprint,
     parse,
@@ -27,7 +27,7 @@ from sass_gate import (
     shortest,
 )
 
-from stream_attention.backends import TESTED_TRITON
+from stream_attention.backends import HOPPER_TRITON
 from stream_attention.testing.offline import compiling_for, disassemble, report
 from stream_attention.tuning.fp8 import configure_gluon
 
@@ -45,13 +45,27 @@ FORMS = {
 INSTRUCTIONS = {64: 365, 128: 400, 256: 575}
 """An iteration may have, by head dim, where no edge is looked for."""
 
+MARGIN = {"3.6": 0, "3.7": 0, "3.8": 0, "3.9": 8}
+"""And so many more, by Triton's release."""
+
 SPILLS = {
-    "d64 full": Spills(180, 0),
-    "d64 causal": Spills(196, 3),
-    "d128 packed": Spills(64, 0),
-    "d256 full": Spills(16, 0),
-    "d256 packed": Spills(12, 0),
+    "3.6": {
+        "d64 full": Spills(180, 0),
+        "d64 causal": Spills(196, 3),
+        "d128 packed": Spills(64, 0),
+        "d256 full": Spills(16, 0),
+        "d256 packed": Spills(12, 0),
+    },
+    "3.7": {"d64 causal": Spills(300), "d128 packed": Spills(64), "d256 full": Spills(404)},
+    "3.8": {"d64 causal": Spills(240, 1)},
+    "3.9": {"d64 causal": Spills(396, 1), "d128 packed": Spills(568), "d256 full": Spills(556)},
 }
+"""Spills that are known, by Triton's release. Without a second number they are outside the loop over keys."""
+
+
+def gated(release: str) -> list[str]:
+    """Forms that are compiled with a release of Triton: all, or one of each head dim, and all that is plain at 128."""
+    return list(FORMS) if release == FULL else ["d64 causal", "d128 full", "d128 causal", "d128 packed", "d256 full"]
 
 
 @pytest.fixture(scope="module")
@@ -67,19 +81,20 @@ def compiled(name: str, kept: dict[str, Any]) -> tuple[Any, str]:
     return kept[name]
 
 
-@pytest.mark.skipif(VERSION != TESTED_TRITON, reason=f"the limits are those of Triton {TESTED_TRITON}")
+@with_tables
 @pytest.mark.xdist_group("fp8 on Hopper")
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", gated(RELEASE))
 def test_the_machine_code(name: str, kernels: dict[str, Any]) -> None:
     made, sass = compiled(name, kernels)
+    assert not differs(sass, name, ran("forward_fp8"))
     dim = FORMS[name].D
     blocks = parse(sass)
     warpgroups = configure_gluon(FORMS[name].stated(*FORMS[name].tensors("cpu"))).warpgroups
-    assert not faults_of_any(made, blocks, warpgroups, SPILLS.get(name, Spills()))
+    assert not faults_of_any(made, blocks, warpgroups, SPILLS[RELEASE].get(name, Spills()))
     assert made.shared_bytes <= SHARED_BYTES and not made.instructions["HGMMA"] and made.instructions["QGMMA"]
     if name.endswith(("full", "causal")):
         loops = [shortest(blocks, loop) for loop in product_loops(blocks)]
-        assert all(len(code) <= INSTRUCTIONS[dim] for code in loops)
+        assert all(len(code) <= INSTRUCTIONS[dim] + MARGIN[RELEASE] for code in loops)
         names = [one.name for one in loops[0]]
         assert not {"PRMT", "LDS", "STS"} & set(names), "weights change lanes, or are taken apart"
         assert names.count("SHFL") == (4 if dim == 256 else 0), "of the maxima of two rows, where they are taken"
@@ -90,7 +105,7 @@ def test_the_machine_code(name: str, kernels: dict[str, Any]) -> None:
 
 
 @pytest.mark.xdist_group("fp8 on Hopper")
-@pytest.mark.parametrize("name", [name for name in FORMS if FORMS[name].D < 256])
+@pytest.mark.parametrize("name", [name for name in gated(RELEASE) if FORMS[name].D < 256])
 def test_a_warp_raises_its_tops_for_itself(name: str, kernels: dict[str, Any]) -> None:
     """Others do not come there: it would wait for them at a barrier for ever."""
     blocks = parse(compiled(name, kernels)[1])
@@ -102,11 +117,10 @@ def test_a_warp_raises_its_tops_for_itself(name: str, kernels: dict[str, Any]) -
         assert not {"BAR", "LDS", "STS", "SYNCS"} & {one.name for one in raising[0].code}
 
 
-@pytest.mark.skipif(triton.__version__ != ran("forward_fp8")["triton"], reason="the kernels ran with another Triton")
-@pytest.mark.xdist_group("fp8 on Hopper")
-@pytest.mark.parametrize("name", FORMS)
-def test_it_is_the_machine_code_that_ran(name: str, kernels: dict[str, Any]) -> None:
-    assert fingerprint(compiled(name, kernels)[1]) == ran("forward_fp8")["kernels"][name]
+def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
+    assert SPILLS.keys() == MARGIN.keys() == set(HOPPER_TRITON)
+    assert all(spills.keys() <= set(gated(release)) for release, spills in SPILLS.items())
+    assert ran("forward_fp8")["kernels"].keys() == set(gated(FULL))
 
 
 if __name__ == "__main__":

@@ -6,14 +6,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
+from stream_attention.backends import HOPPER_TRITON, triton_release
 from stream_attention.problem import Inputs, Problem, state_problem
 from stream_attention.testing.offline import Report
 from stream_attention.tuning.triton import Row, configure_backward, configure_forward
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+RELEASE = triton_release()
+"""The compiler that is looked at. What it is known to do is a table under this name, in the test that reads it."""
+
+FULL = "3.6"
+"""The release with which every kernel is compiled; with the others, for the sake of time, one of each kind."""
+
+with_tables = pytest.mark.skipif(
+    RELEASE not in HOPPER_TRITON,
+    reason=f"nothing is known of what Triton {RELEASE} makes of these kernels: add it to RELEASES of "
+    "tests/kernels/gates.py, write its tables, and run `make gates-all`",
+)
+"""For tests that read such a table."""
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 """Shared memory a program may use, by architecture."""
@@ -147,6 +162,11 @@ def faults(kernel: Compiled, product_rows: int, made: Report) -> list[str]:
     if added := atomics(made):
         found.append(f"adds in no fixed order, by {', '.join(added)}")
     return found
+
+
+def beyond(spilt: int, known: int) -> bool:
+    """Whether spills, in bytes, are not as they are known: there are more, or a line for a kernel without any."""
+    return spilt > known or (known > 0 and spilt == 0)
 
 
 def atomics(made: Report) -> list[str]:

@@ -13,10 +13,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing; run without TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
-from sass_gate import VERSION, as_file, fingerprint, ran
+from compile_gate import FULL, RELEASE, beyond, with_tables
+from sass_gate import as_file, differs, fingerprint, ran
 
 from stream_attention import ContiguousKV, PagedKV, quantize_kv
-from stream_attention.backends import DECODERS, TESTED_TRITON
+from stream_attention.backends import DECODERS
 from stream_attention.cache_views import KVCache
 from stream_attention.cache_views.codes import Coding
 from stream_attention.kernels.triton.decode import decode
@@ -183,12 +184,17 @@ CALLS = {
 }
 
 
+SPILLS: dict[str, dict[str, int]] = {"3.6": {}, "3.7": {}, "3.8": {}, "3.9": {}}
+"""Bytes that the kernel that computes is known to spill, by Triton's release."""
+
+
+@with_tables
 @pytest.mark.parametrize("name", CALLS)
 def test_the_machine_code_is_as_it_should_be(name: str) -> None:
     call = CALLS[name]
     config, (computing, merging) = call.kernels()
     found = report(computing)
-    assert found.spill_bytes == 0 and report(merging).spill_bytes == 0
+    assert not beyond(found.spill_bytes, SPILLS[RELEASE].get(name, 0)) and report(merging).spill_bytes == 0
     assert found.warps == config.num_warps
     assert found.shared_bytes <= SHARED_BYTES[call.arch]
     ops = found.instructions
@@ -225,19 +231,22 @@ MEASURED = {
 }
 
 
-def fingerprints(name: str) -> dict[str, str]:
+def kernels_of(name: str) -> dict[str, Any]:
     _, kernels = MEASURED[name].kernels()
     does = ("computes", "merges")[: len(kernels)]
-    return {f"{name}: {it}": fingerprint(disassemble(one)) for it, one in zip(does, kernels, strict=True)}
+    return {f"{name}: {it}": one for it, one in zip(does, kernels, strict=True)}
 
 
-@pytest.mark.skipif(VERSION != TESTED_TRITON, reason=f"what was measured was compiled by Triton {TESTED_TRITON}")
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize(
+    "name", MEASURED if RELEASE == FULL else ["b1 32/8 d128 8192", "b8 16/2 d64 32768", "paged 16", "int4"]
+)
 def test_the_machine_code_is_what_was_measured(name: str) -> None:
     its = ran("decode", by="triton")
-    for kernel, found in fingerprints(name).items():
-        assert found == its["kernels"][kernel], f"{kernel}: not what ran on the GPU at {its['commit']}; run it there"
+    for kernel, made in kernels_of(name).items():
+        assert report(made).spill_bytes == 0, kernel
+        assert not differs(disassemble(made), kernel, its)
 
 
 if __name__ == "__main__":
-    print(as_file(sys.argv[1], {kernel: found for name in MEASURED for kernel, found in fingerprints(name).items()}))
+    found = {kernel: fingerprint(disassemble(made)) for name in MEASURED for kernel, made in kernels_of(name).items()}
+    print(as_file(sys.argv[1], found))

@@ -1,8 +1,10 @@
-"""Four repairs of Triton's CPU interpreter (3.6.0), applied when `TRITON_INTERPRET=1`.
+"""Four repairs of Triton's CPU interpreter, applied when `TRITON_INTERPRET=1`.
 
-NumPy 2.4 refuses `int(array([x]))`, which breaks `range(tensor)`; `tl.dot` on bf16 multiplies the raw 16-bit patterns
-as if they were integers, without a word; fp32 becomes bf16 by cutting bits off, where a GPU rounds to nearest; and it
-becomes e4m3 with ties away from 0, carries that get lost and no largest number (`tl.dot` on e4m3 is right).
+NumPy 2.4 refuses `int(array([x]))`, which breaks `range(tensor)` with Triton 3.6; `tl.dot` on bf16 multiplies the raw
+16-bit patterns as if they were integers, without a word; fp32 becomes bf16 by cutting bits off, where a GPU rounds to
+nearest; and it becomes e4m3 with ties away from 0, carries that get lost and no largest number (`tl.dot` on e4m3 is
+right). The last three are so with Triton 3.6 to 3.9. Each is tried on one number, and repaired where that comes out
+wrong.
 """
 
 from __future__ import annotations
@@ -39,6 +41,11 @@ def fix() -> None:
             tensor, "__bool__", lambda self: bool(self.handle.data.item()) if self.handle.data.size == 1 else True
         )
 
+    builder = interpreter.interpreter_builder
+
+    def handle(number: Any, dtype: Any) -> Any:
+        return interpreter.TensorHandle(np.array([[number]]), dtype)
+
     def as_float32(handle: Any) -> Any:
         if not handle.dtype.scalar.is_bf16():
             return handle
@@ -67,8 +74,13 @@ def fix() -> None:
         codes = numbers.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
         return interpreter.TensorHandle(codes.numpy(), target.scalar)
 
+    one, zero = handle(np.uint16(0x3F80), tl.bfloat16), handle(np.float32(0), tl.float32)
+    almost_3, too_large = handle(np.float32(2.999), tl.float32), handle(np.float32(1000), tl.float32)
     interpreter._patch_lang_tensor = patch_tensor_and_index
-    interpreter.InterpreterBuilder.create_dot = create_dot_in_float32
-    interpreter.InterpreterBuilder.cast_impl = cast_by_rounding
-    interpreter.InterpreterBuilder.create_fp_to_fp = convert_by_rounding
+    if builder.create_dot(one, one, zero, None, 0).data.item() != 1.0:
+        interpreter.InterpreterBuilder.create_dot = create_dot_in_float32
+    if builder.cast_impl(almost_3, tl.bfloat16).data.item() != 0x4040:
+        interpreter.InterpreterBuilder.cast_impl = cast_by_rounding
+    if builder.create_fp_to_fp(too_large, tl.float8e4nv, None).data.item() != 0x7E:
+        interpreter.InterpreterBuilder.create_fp_to_fp = convert_by_rounding
     _fixed = True
