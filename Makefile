@@ -1,4 +1,5 @@
 # Two commands: `make demo` runs it, `make test` tests it. Both build .venv on first use and reuse it afterwards.
+# PYTHON chooses the interpreter; TORCH=2.15.0 and TRITON=3.9.0 choose versions (default: what is at hand, else the newest).
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -8,8 +9,9 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.stamp
-TORCH := $(shell grep '^torch==' constraints.txt)
+CHOSEN := $(TORCH:%=-torch-%)$(TRITON:%=-triton-%)
+DEMO := $(VENV)/.demo$(CHOSEN)
+DEV := $(VENV)/.dev$(CHOSEN)
 HF := $(VENV)/transformers
 OLDEST_HF := transformers==4.56.0
 NUMPY := $(shell grep '^numpy==' constraints.txt)
@@ -40,11 +42,11 @@ help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: $(STAMP) ## run the demonstration on this machine's CPU
+demo: $(DEMO) ## run the demonstration on this machine's CPU
 	$(BIN)/python examples/demo.py
 
 .PHONY: test
-test: $(STAMP) ## run every CPU test: in parallel, interpreted, time and memory alone; GATES=all compiles every kernel
+test: $(DEV) ## run every CPU test: in parallel, interpreted, time and memory alone; GATES=all compiles every kernel
 	@set -o pipefail; mkdir -p out; failed=0; \
 	$(PARALLEL) $(PYTEST_ARGS) 2>&1 | tee out/test-parallel.log || failed=1; \
 	$(INTERPRETED) $(PYTEST_ARGS) 2>&1 | tee out/test-interpreted.log || failed=1; \
@@ -53,21 +55,21 @@ test: $(STAMP) ## run every CPU test: in parallel, interpreted, time and memory 
 	exit $$failed
 
 .PHONY: gates
-gates: $(STAMP) ## compile every kernel with the installed Triton, check the machine code, and record that it passed
+gates: $(DEV) ## compile every kernel with the installed Triton, check the machine code, and record that it passed
 	$(BIN)/python tests/kernels/gates.py -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 .PHONY: gates-all
-gates-all: $(STAMP) ## the same with every Triton release that the Hopper kernels are enabled for (4 GB under .venv)
+gates-all: $(DEV) ## the same with every Triton release that the Hopper kernels are enabled for (4 GB under .venv)
 	$(BIN)/python tests/kernels/gates.py --all -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 .PHONY: check
-check: $(STAMP) ## lint, formatting and types
+check: $(DEV) ## lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 .PHONY: format
-format: $(STAMP) ## apply formatting and the safe lint fixes
+format: $(DEV) ## apply formatting and the safe lint fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -82,7 +84,7 @@ test-gpu: ## run the GPU tests with PYTHON's own torch and triton; installs noth
 
 # Each release in a folder of its own, with what it asks for, which is found before that of .venv; the newest is looked up.
 .PHONY: test-hf
-test-hf: $(STAMP) ## run the tests of transformers' models with its oldest supported release and with its newest
+test-hf: $(DEV) ## run the tests of transformers' models with its oldest supported release and with its newest
 	@failed=0; for release in $(OLDEST_HF) transformers; do \
 		rm -rf $(HF); \
 		$(BIN)/python -m pip install -q --disable-pip-version-check --target $(HF) $$release $(NUMPY); \
@@ -99,38 +101,48 @@ sanitize: ## watch the memory accesses of a sample of Hopper kernels, on a GPU w
 		$(PYTHON) tests/kernels/gluon/sanitized.py --backward
 
 .PHONY: bench-cpu
-bench-cpu: $(STAMP) ## measure this machine's CPU, some minutes, and keep the figures in out/cpu.json
+bench-cpu: $(DEV) ## measure this machine's CPU, some minutes, and keep the figures in out/cpu.json
 	@mkdir -p out
 	$(BIN)/python -m stream_attention.cli.benchmark --device cpu --suite cpu --out out/cpu.json
 
 .PHONY: docs
-docs: $(STAMP) ## build the documentation site into out/site; a broken link is an error
+docs: $(DEV) ## build the documentation site into out/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 .PHONY: pictures
-pictures: $(STAMP) ## draw the pictures of docs/pictures anew from the results files
+pictures: $(DEV) ## draw the pictures of docs/pictures anew from the results files
 	$(BIN)/python -m tools.pictures
 
 .PHONY: venv
-venv: $(STAMP) ## build .venv from constraints.txt, if it is missing or out of date
+venv: $(DEV) ## build .venv for development, if it is missing or out of date
 
-# Bytecode is kept of what is imported, when it is: to compile all of torch takes longer than to unpack it.
-INSTALL := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt
-# torch comes first and alone, so that pip takes exactly this version before anything looser asks for another.
-# A CUDA build of torch brings the one triton it was built for: then our triton pin, meant for CPU builds, steps aside.
-$(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "The versions in constraints.txt need Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
-			"Name another one: make PYTHON=python3.11 ..." >&2; exit 1; }
-	@$(PYTHON) -c 'import venv, ensurepip' || { \
-		echo "'$(PYTHON)' lacks the venv module (on Debian and Ubuntu: the python3-venv package)." >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	grep -v '^triton==' constraints.txt > $(VENV)/constraints.txt
-	$(INSTALL) '$(TORCH)'
-	$(BIN)/python -c 'from importlib.metadata import requires; import sys; \
-		sys.exit(not any(r.startswith("triton") for r in requires("torch")))' \
-		|| cp constraints.txt $(VENV)/constraints.txt
-	$(INSTALL) -e '.[dev]'
+.PHONY: lock
+lock: $(DEV) ## resolve constraints.txt anew: every dependency but torch and Triton; UPGRADE=1 takes the newest versions
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 --extra dev --no-build --no-annotate \
+		$(if $(UPGRADE),--upgrade) --custom-compile-command "make lock" -o constraints.txt pyproject.toml
+
+.PHONY: wheel
+wheel: $(DEV) ## build the wheel into dist
+	rm -rf dist build
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist
+	@echo "In another environment: pip install $$(ls dist/*.whl)"
+
+.PHONY: fresh
+fresh: ## make demo and make test as a stranger has them: a clean clone, Debian's Python, nothing inherited; 30 minutes
+	$(PYTHON) tools/fresh.py public
+
+.PHONY: fresh-all
+fresh-all: ## the same with a local CPU wheel of torch, the newest torch and the oldest supported one
+	$(PYTHON) tools/fresh.py
+
+# `demo` is what the demonstration needs, `dev` all the rest. A stamp names the versions that were asked for: others, or
+# another Python, are installed over what is there.
+$(DEMO): pyproject.toml constraints.txt tools/environment.py
+	$(PYTHON) tools/environment.py demo --venv $(VENV) $(TORCH:%=--torch %) $(TRITON:%=--triton %)
+	@rm -f $(VENV)/.demo* $(VENV)/.dev*; touch $@
+
+$(DEV): $(DEMO)
+	$(PYTHON) tools/environment.py dev --venv $(VENV) $(TORCH:%=--torch %) $(TRITON:%=--triton %)
 	@touch $@
 
 .PHONY: clean

@@ -51,7 +51,7 @@ from .facts import Call, Scores
 from .launch import chunks_descriptor, even_group, jit, numbers_descriptor, rows_descriptor, scales_late
 from .pipeline import make_ring
 from .scheduler import Order, draw, drawn, make_mailbox
-from .versions import as_tiles_of, tma_add, tma_load
+from .versions import COMPILE_OPTIONS, as_tiles_of, tma_add, tma_load
 
 KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
 UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
@@ -571,4 +571,4 @@ def _lines_in_cache(problem: Problem, lines: int) -> int:
     return even_group(lines, fitting)
 
 
-_kernel = Kernel(_backward_kernel)
+_kernel = Kernel(_backward_kernel, **COMPILE_OPTIONS)

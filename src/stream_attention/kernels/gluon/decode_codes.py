@@ -50,7 +50,7 @@ from .decode_tiles import (
 )
 from .launch import jit
 from .tiles import log2
-from .versions import barrier, copy_async
+from .versions import COMPILE_OPTIONS, barrier, copy_async
 
 _INT4 = gl.constexpr("""{
 .reg .b32 w;
@@ -631,4 +631,4 @@ def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]
     }
 
 
-codes_kernel = Kernel(_codes_kernel)
+codes_kernel = Kernel(_codes_kernel, **COMPILE_OPTIONS)

@@ -49,7 +49,7 @@ from .launch import even_group, jit, rows_descriptor
 from .pipeline import make_ring, pass_turn, take_turn
 from .scheduler import Order, draw, drawn, make_mailbox, of_lane_0
 from .tiles import LN2, LOG2E, from_here, hide, log2, row_sums
-from .versions import barrier, tma_load
+from .versions import COMPILE_OPTIONS, barrier, tma_load
 
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 BLOCK = gl.constexpr(ROWS_OF_A_BLOCK)
@@ -792,4 +792,4 @@ def _lines_in_cache(problem: Problem, lines: int) -> int:
     return even_group(lines, max(1, (32 << 20) // max(1, size)) * problem.group)
 
 
-_kernel = Kernel(_forward_fp8_kernel)
+_kernel = Kernel(_forward_fp8_kernel, **COMPILE_OPTIONS)

@@ -51,7 +51,7 @@ from .launch import Rows, even_group, jit, rows_descriptor, scales_late
 from .pipeline import load_rows, make_ring, pass_turn, take_turn
 from .scheduler import Order, draw, drawn, make_mailbox
 from .tiles import LN2, LOG2E, clear_unseen, dropout_keep, from_here, hide, row_sums
-from .versions import as_tile_of, kept_in_loop, tma_load
+from .versions import COMPILE_OPTIONS, as_tile_of, kept_in_loop, tma_load
 
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 
@@ -665,4 +665,4 @@ def _lines_in_cache(problem: Problem, lines: int) -> int:
     return even_group(lines, fitting)
 
 
-_kernel = Kernel(_forward_kernel)
+_kernel = Kernel(_forward_kernel, **COMPILE_OPTIONS)

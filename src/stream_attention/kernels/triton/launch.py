@@ -41,10 +41,15 @@ def name_steadily(function: Any) -> None:
 
 
 class Kernel:
-    """A jit function whose compiled forms are kept by device, pointers (dtype, alignment), constants and options."""
+    """A jit function whose compiled forms are kept by device, pointers (dtype, alignment), constants and options.
 
-    def __init__(self, function: Any) -> None:
+    `compile_options` hold for every launch. Products and sums are fused: that is Triton's default up to 3.9, which
+    warns, and not from 3.10 on.
+    """
+
+    def __init__(self, function: Any, **compile_options: Any) -> None:
         self.function = function
+        self.compile_options = {"enable_fp_fusion": True, **compile_options}
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
     def launch(
@@ -76,7 +81,7 @@ class Kernel:
         if isinstance(self.function, JITCallable):  # not an interpreted one
             name_steadily(self.function)
         # Compiles if need be, and launches. Nothing comes back from the interpreter or an offline compilation.
-        kernel = self.function[(grid,)](*arguments, **options)
+        kernel = self.function[(grid,)](*arguments, **options, **self.compile_options)
         if kernel is not None:
             self.compiled[key] = kernel
 

@@ -1,0 +1,1 @@
+"""The Hopper kernels compiled by several Triton releases, side by side on one GPU."""

@@ -1,0 +1,198 @@
+"""Compare the speed of the Hopper kernels between Triton releases.
+
+    python -m benchmarks.releases --triton 3.9.0=/tmp/triton-3.9.0 --rounds 3 --out releases.json
+
+The first release is the one this Python has; each `--triton VERSION=FOLDER` adds one, unpacked in a folder. Releases
+take turns, a fresh process each (a process has one Triton), `--rounds` times. A cell's time is the median over all
+rounds. Ratios mean speed: above 1.00 the added release is faster. Before it is timed, every call is compared with SDPA
+in fp32 on the same random inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+SHORT = (1024, 8192)
+TOKENS, HIDDEN = 16384, 2048
+
+
+def cells(short: bool) -> list[tuple[str, int, bool, int, str]]:
+    """Name, head dim, causal, length and direction: the grid of the suites `forward` and `backward`, or 24 of it."""
+    return [
+        (f"d{dim} {'causal' if causal else 'full'} {length} {direction}", dim, causal, length, direction)
+        for direction in ("forward", "backward")
+        for dim in (64, 128, 256)
+        for causal in (False, True)
+        for length in (SHORT if short else LENGTHS)
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.releases", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--triton", action="append", default=[], metavar="VERSION=FOLDER")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--repeats", type=int, default=20, metavar="N", help="timed calls a cell and round")
+    parser.add_argument("--short", action="store_true", help="24 cells instead of 72")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # the process of one round
+    options = parser.parse_args()
+    if options.measure:
+        options.out.write_text(json.dumps(measure(options.short, options.repeats)))
+        return 0
+    folders = {"": ""} | dict(one.split("=", 1) for one in options.triton)
+    rounds: dict[str, list[dict[str, Any]]] = {}
+    for number in range(options.rounds):
+        for folder in folders.values():
+            found = in_a_process(folder, options)
+            rounds.setdefault(found["versions"]["triton"], []).append(found)
+            print(f"round {number + 1} of {options.rounds}: Triton {found['versions']['triton']}", flush=True)
+    if missing := set(folders) - {""} - set(rounds):
+        print(f"asked for Triton {', '.join(missing)}; measured {', '.join(rounds)}", file=sys.stderr)
+        return 1
+    result = combined(rounds, options)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
+    return 0
+
+
+def in_a_process(folder: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One round with the Triton of a folder, or with the installed one."""
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary, "round.json")
+        path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "benchmarks.releases", "--measure", "--out", str(out)]
+        command += ["--repeats", str(options.repeats), *(["--short"] if options.short else [])]
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True)
+        return json.loads(out.read_text())
+
+
+def measure(short: bool, repeats: int) -> dict[str, Any]:
+    """Microseconds of every cell with this process's Triton."""
+    import torch
+
+    from stream_attention.benchmark.results import conditions
+
+    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    found: dict[str, dict[str, float]] = {}
+    for name, dim, causal, length, direction in cells(short):
+        heads, batch = HIDDEN // dim, TOKENS // length
+        tensors = [
+            torch.randn(batch, length, heads, dim, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            for _ in range(3)
+        ]
+        grad = torch.randn_like(tensors[0])
+        call = check(tensors, grad, causal, direction)
+        for _ in range(3):
+            call()
+        times = []
+        for _ in range(repeats):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(2_000_000)  # the host gets ahead
+            flush.zero_()
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        operations = 4 * batch * heads * length * length * dim * (0.5 if causal else 1)
+        found[name] = {
+            "us": statistics.median(times),
+            "flop": operations * (2.5 if direction == "backward" else 1),
+        }
+    return conditions("cuda") | {"cells": found}
+
+
+def check(tensors: list[Any], grad: Any, causal: bool, direction: str) -> Any:
+    """The call that is timed, after its results agreed with SDPA's in fp32 on one batch entry and two heads."""
+    import torch
+
+    from stream_attention import attention
+
+    def ours() -> Any:
+        return attention(*tensors, causal=causal, backend="gluon")
+
+    out = ours()
+    exact = [t[:1, :, :2].detach().float().requires_grad_() for t in tensors]
+    wide = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in exact), is_causal=causal)
+    wide = wide.transpose(1, 2)
+    pairs = [(out[:1, :, :2], wide)]
+    if direction == "backward":
+        theirs = torch.autograd.grad(wide, exact, grad[:1, :, :2].float())
+        pairs += [
+            (one[:1, :, :2], other)
+            for one, other in zip(torch.autograd.grad(ours(), tensors, grad), theirs, strict=True)
+        ]
+    for got, expected in pairs:
+        error = ((got.float() - expected).norm() / expected.norm()).item()
+        assert error < 1e-2, f"relative error {error:.1e}: a wrong kernel is not timed"
+    if direction == "forward":
+        plain = [t.detach() for t in tensors]
+        return lambda: attention(*plain, causal=causal, backend="gluon")
+    return lambda: torch.autograd.grad(out, tensors, grad, retain_graph=True)
+
+
+def combined(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> dict[str, Any]:
+    """All rounds as one results file."""
+    first, *others = rounds
+    names = list(rounds[first][0]["cells"])
+    us = {
+        release: {name: statistics.median(one["cells"][name]["us"] for one in its) for name in names}
+        for release, its in rounds.items()
+    }
+    return {
+        **{key: value for key, value in rounds[first][0].items() if key != "cells"},
+        "baseline": first,
+        "how": f"{options.rounds} rounds of alternating processes, medians of {options.repeats} calls by CUDA events, "
+        "L2 cleared before each; a cell's time is the median of its rounds",
+        "us": {
+            release: {name: [one["cells"][name]["us"] for one in its] for name in names}
+            for release, its in rounds.items()
+        },
+        "tflops": {
+            release: {name: rounds[first][0]["cells"][name]["flop"] / us[release][name] / 1e6 for name in names}
+            for release in rounds
+        },
+        "speed": {release: {name: us[first][name] / us[release][name] for name in names} for release in others},
+        "geometric_mean": {
+            release: {
+                direction: _mean([us[first][n] / us[release][n] for n in names if n.endswith(direction)])
+                for direction in ("forward", "backward")
+            }
+            for release in others
+        },
+    }
+
+
+def _mean(ratios: list[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
+def table(result: dict[str, Any]) -> str:
+    """Speed of every release over the first, a line a cell."""
+    releases = list(result["speed"])
+    lines = [f"{'':26}{result['baseline']:>9} TFLOP/s  " + "".join(f"{one:>8}" for one in releases)]
+    for name, tflops in result["tflops"][result["baseline"]].items():
+        lines.append(
+            f"{name:26}{tflops:9.0f}          " + "".join(f"{result['speed'][one][name]:8.3f}" for one in releases)
+        )
+    for direction in ("forward", "backward"):
+        means = "".join(f"{result['geometric_mean'][one][direction]:8.3f}" for one in releases)
+        lines.append(f"{'geometric mean ' + direction:26}{'':19}{means}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

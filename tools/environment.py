@@ -1,0 +1,233 @@
+"""Build the environment of `make demo` and `make test`: a Python with torch, this package and what the step needs.
+
+    python3 tools/environment.py demo|dev [--venv .venv] [--torch 2.15.0] [--triton 3.9.0] [--dry-run]
+
+`demo` installs torch, this package and matplotlib. `dev` adds the extra `dev`: tests, linters, documentation.
+Which torch: the one that is asked for; else one that this Python or the environment already has; else one that pip
+finds without an index (a wheel in PIP_FIND_LINKS); else the newest of the index. All else is pinned in constraints.txt.
+
+Standard library only: it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
+PYTHON = (3, 11)  # as in pyproject.toml; a test compares them
+TORCH = (2, 11)
+TRITON_FOR_CPU_BUILDS = "3.6.0"
+"""CPU builds of torch bring no Triton, and tests compile and interpret kernels. The recorded machine code is of this."""
+
+INDEX_SECONDS = 6
+CUDA_SIZE = "about 2.5 GB to download, 6 GB on disk"
+CPU_SIZE = "about 0.2 GB to unpack"
+
+
+class Refused(Exception):
+    """Why the environment cannot be built, and what to do."""
+
+
+class Choice(NamedTuple):
+    """Which torch, and how it gets there."""
+
+    requirement: str  # for pip; empty where nothing is to be installed
+    why: str
+    site: str = ""  # the folder that has it, if it is another Python's
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=("demo", "dev"))
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", metavar="DIR")
+    parser.add_argument("--torch", default="", metavar="VERSION", help="default: what is at hand, else the newest")
+    parser.add_argument("--triton", default="", metavar="VERSION", help="default: the one that torch brings")
+    parser.add_argument("--dry-run", action="store_true", help="say which torch would be used, and install nothing")
+    options = parser.parse_args()
+    try:
+        build(options)
+    except Refused as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:
+        print(f"\n{' '.join(map(str, error.cmd))}\nended with {error.returncode}; its message is above.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def build(options: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    check_python(sys.version_info[:3], _has_module("venv") and _has_module("ensurepip"))
+    python = make_venv(options.venv)
+    choice = choose(options.torch, installed(python), own_torch(), lambda: local_torch(python), lambda: newest(python))
+    print(f"torch: {choice.why}", flush=True)
+    if options.dry_run:
+        return
+    if choice.site:
+        borrow(python, choice.site)
+    if choice.requirement:
+        pip(python, "install", choice.requirement)
+    pinned = ("-c", str(CONSTRAINTS))
+    editable = ("--no-deps", "-e", str(ROOT))
+    brings_triton = triton_of_torch(python)
+    if options.step == "demo":
+        pip(python, "install", "-q", *pinned, "matplotlib")
+        pip(python, "install", "-q", *editable)
+    else:
+        print("the extra dev: about 0.2 GB to download", flush=True)
+        triton = "" if brings_triton else f"triton=={options.triton or TRITON_FOR_CPU_BUILDS}"
+        pip(python, "install", *pinned, *filter(None, [triton]), "-e", f"{ROOT}[dev]")
+    if options.triton and brings_triton:
+        pip(python, "install", "--no-deps", f"triton=={options.triton}")
+    print(f"{options.venv.name} is ready for {options.step}, after {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def check_python(version: tuple[int, ...], can_venv: bool) -> None:
+    """Refuse a Python that cannot work."""
+    found = ".".join(map(str, version))
+    if version[:2] < PYTHON:
+        needed = ".".join(map(str, PYTHON))
+        raise Refused(f"Python {needed} or newer is needed; {sys.executable} is {found}.\nTry: make PYTHON=python{needed} demo")
+    if not can_venv:
+        raise Refused(
+            f"{sys.executable} cannot make virtual environments: the module venv or ensurepip is missing.\n"
+            "On Debian and Ubuntu: sudo apt install python3-venv"
+        )
+
+
+def make_venv(folder: Path) -> Path:
+    """The Python of the virtual environment, which is made if it is not there or was made by another Python."""
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    same = f"version = {'.'.join(map(str, sys.version_info[:3]))}"
+    config = folder / "pyvenv.cfg"
+    inside = Path(sys.prefix).resolve() == folder.resolve()
+    if not inside and not (python.exists() and config.exists() and same in config.read_text(encoding="utf-8")):
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    return python
+
+
+def choose(asked: str, there: str, own: tuple[str, str], local, newest) -> Choice:  # type: ignore[no-untyped-def]
+    """Which torch to use. `there` is the environment's, `own` this Python's with its folder, or empty strings;
+    `local` and `newest` say what pip finds without an index and with one."""
+    if asked:
+        if not supported(asked):
+            raise Refused(f"torch {_dotted(TORCH)} or newer is needed; TORCH={asked} was asked for.")
+        if same_release(there, asked):
+            return Choice("", f"{there}, installed already")
+        return Choice(f"torch=={asked}", f"{asked}, as asked. A CUDA build is {CUDA_SIZE}")
+    if supported(there):
+        return Choice("", f"{there}, installed already")
+    version, site = own
+    if supported(version):
+        return Choice("", f"{version}, which {sys.executable} has already; nothing to download", site)
+    if supported(version := local()):
+        return Choice(f"torch=={version}", f"{version}, a wheel that pip finds on this machine; {CPU_SIZE}")
+    version = newest()
+    return Choice(f"torch=={version}", f"{version}, the newest of the package index; {CUDA_SIZE}")
+
+
+def supported(version: str) -> bool:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return bool(numbers) and tuple(map(int, numbers.groups())) >= TORCH  # type: ignore[union-attr]
+
+
+def same_release(found: str, asked: str) -> bool:
+    """Whether 2.13.0+cpu is what `2.13.0` asks for."""
+    return found == asked or found.partition("+")[0] == asked
+
+
+def installed(python: Path) -> str:
+    """The torch of an environment, or nothing."""
+    code = "from importlib import metadata\ntry: print(metadata.version('torch'))\nexcept Exception: pass"
+    return subprocess.run([str(python), "-c", code], capture_output=True, text=True).stdout.strip()
+
+
+def own_torch() -> tuple[str, str]:
+    """The torch of this Python and the folder it is in, or empty strings."""
+    try:
+        found = metadata.distribution("torch")
+    except metadata.PackageNotFoundError:
+        return "", ""
+    return found.version, str(found.locate_file(""))
+
+
+def local_torch(python: Path) -> str:
+    """The torch that pip finds without an index, or nothing."""
+    wanted = f"torch>={_dotted(TORCH)}"
+    done = _pip(python, "install", "--dry-run", "--no-index", "--no-deps", "--ignore-installed", wanted)
+    found = re.search(r"Would install torch-(\S+)", done.stdout)
+    return found[1] if found else ""
+
+
+def newest(python: Path) -> str:
+    """The newest torch of the index for this Python; refuses if there is none, or no answer."""
+    try:
+        done = _pip(python, "index", "versions", "torch", "--retries", "0", "--timeout", str(INDEX_SECONDS - 1))
+        found = re.search(r"^torch \((\S+)\)", done.stdout, re.MULTILINE)
+        why = done.stderr.strip().splitlines()[-1:] or ["pip found no torch"]
+    except subprocess.TimeoutExpired:
+        found, why = None, [f"no answer within {INDEX_SECONDS} s"]
+    version = found[1] if found else ""
+    if not supported(version):
+        raise Refused(
+            f"pip finds no torch {_dotted(TORCH)} or newer for Python {sysconfig.get_python_version()}"
+            f"{f' (newest: {version})' if version else ''}: {why[0]}\n"
+            "- without a network: put a wheel of torch into a folder and set PIP_FIND_LINKS to it\n"
+            "- behind a proxy or a mirror: pip config set global.index-url URL\n"
+            "- a Python that is too new for torch: make PYTHON=python3.12 demo"
+        )
+    return version
+
+
+def triton_of_torch(python: Path) -> bool:
+    """Whether the environment's torch asks for a Triton of its own, as CUDA builds do."""
+    code = "from importlib import metadata\nprint(*(metadata.requires('torch') or []), sep='\\n')"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
+    return any(line.startswith("triton") for line in done.stdout.splitlines())
+
+
+def borrow(python: Path, site: str) -> None:
+    """Let an environment find the packages of another Python, after its own."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    Path(own, "borrowed.pth").write_text(f"{site}\n", encoding="utf-8")
+
+
+def pip(python: Path, *arguments: str) -> None:
+    """Run pip, whose progress is shown. Bytecode is made when a module is imported: all of torch would take 40 s."""
+    subprocess.run([*_command(python), arguments[0], "--no-compile", *arguments[1:]], check=True)
+
+
+def _pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*_command(python), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=INDEX_SECONDS)
+
+
+def _command(python: Path) -> list[str]:
+    return [str(python), "-m", "pip", "--disable-pip-version-check"]
+
+
+def _has_module(name: str) -> bool:
+    try:
+        __import__(name)
+    except ImportError:
+        return False
+    return True
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
