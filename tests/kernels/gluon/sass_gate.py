@@ -269,15 +269,15 @@ def _left_by_wait(one: Instruction) -> int | None:
     return int(one.operands[-1], 16) if one.opcode.startswith("WARPGROUP.DEPBAR") else None
 
 
-def faults(made: Report, sass: str, consumers: int, known: Spills = NO_SPILLS) -> list[str]:
+def faults(made: Report, sass: str, consumers: int, known: Spills = NO_SPILLS, tail_limit: int = TAIL) -> list[str]:
     """What is wrong with a forward of so many consumer warpgroups, in sentences."""
     blocks = parse(sass)
     found = faults_of_any(made, blocks, consumers, known)
     for code in (shortest(blocks, loop) for loop in product_loops(blocks)):
         if (share := overlap(code)) < OVERLAP:
             found.append(f"waits for its products before the maxima: {share:.0%} of them run beside one")
-        if (behind := tail(code)) > TAIL:
-            found.append(f"has {behind} multiplications and conversions behind its exponentials, {TAIL} at most")
+        if (behind := tail(code)) > tail_limit:
+            found.append(f"has {behind} multiplications and conversions behind its exponentials, {tail_limit} at most")
     return found
 
 

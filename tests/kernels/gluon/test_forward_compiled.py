@@ -18,6 +18,7 @@ from compile_gate import F16, FULL, RELEASE, Compiled, problem, with_tables
 from sass_gate import (
     NO_SPILLS,
     SHARED_BYTES,
+    TAIL,
     Iteration,
     Spills,
     as_file,
@@ -201,14 +202,12 @@ SPILLS = {
         "sm_90 bfloat16 d256 causal 4096 window": Spills(136),
     },
     "3.9": {
-        "sm_90 bfloat16 d256 causal 4096 window": Spills(92),
-        "sm_90 bfloat16 d256 causal 4096 dropout": Spills(144, 8),
+        "sm_90 bfloat16 d256 causal 4096 dropout": Spills(76, 4),
     },
 }
 """Spills that are known, by Triton's release: a kernel that spills more than its line fails, and one without a line
-that spills at all. Without a second number they are once per tile, outside the loop over keys. From 3.7 on Triton has
-ptxas allocate registers with less effort (--regAllocOptLevel=2); 3.8 and 3.9 copy the weights before a product, which
-the 160 registers of three warpgroups have no room for."""
+that spills at all. Without a second number they are once per tile, outside the loop over keys. Triton 3.8 and 3.9 copy
+the weights before a product, which the 160 registers of three warpgroups have no room for."""
 
 ITERATIONS = {
     "sm_90 bfloat16 d64 full 4096": Iteration(414, 12, 66),
@@ -225,6 +224,10 @@ MARGIN = {"3.6": 8, "3.7": 8, "3.8": 32, "3.9": 32}
 """Instructions by which an iteration may differ from its line, by Triton's release: slots and barriers elsewhere shift
 it by a few, the copies of 3.8 and 3.9 by a few more."""
 
+
+TAILS = {"3.6": TAIL, "3.7": TAIL, "3.8": TAIL, "3.9": TAIL + 4}
+"""Multiplications and conversions behind the last exponential, at most, by Triton's release: 3.9 has 43 in the dropout of
+D 128."""
 
 RAN = ran("forward")
 RAN_JOINING = ran("shards")
@@ -279,7 +282,7 @@ def test_every_configuration_is_compiled(release: str) -> None:
 def test_the_machine_code_is_as_it_should_be(name: str) -> None:
     config, made, sass = compiled(KERNELS[name])
     figures = f"{name}: {config}: {made}"
-    assert not faults(made, sass, config.warpgroups, SPILLS[RELEASE].get(name, NO_SPILLS)), figures
+    assert not faults(made, sass, config.warpgroups, SPILLS[RELEASE].get(name, NO_SPILLS), TAILS[RELEASE]), figures
     assert made.shared_bytes <= SHARED_BYTES, figures
     assert made.registers == launch_registers(config), figures
     assert not made.instructions["HMMA"], figures
@@ -294,7 +297,7 @@ def test_the_machine_code_is_as_it_should_be(name: str) -> None:
 
 def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
     assert KERNELS.keys() == RAN["kernels"].keys() | RAN_JOINING["kernels"].keys()
-    assert SPILLS.keys() == MARGIN.keys() == set(HOPPER_TRITON)
+    assert SPILLS.keys() == MARGIN.keys() == TAILS.keys() == set(HOPPER_TRITON)
     assert all(spills.keys() <= gated(release).keys() for release, spills in SPILLS.items())
     assert ITERATIONS.keys() == {str(kernel) for kernel in PLAIN}
 

@@ -260,10 +260,18 @@ SPILLS: dict[str, dict[str, int]] = {
         "sm_80 float32 d256 full 4096 2/2 heads, 1 queries": 16,
     },
     "3.7": {
+        "sm_90 float32 d128 causal 16384": 352,
     },
     "3.8": {
+        "sm_80 bfloat16 d128 causal 16384": 8,
+        "sm_90 float32 d128 causal 16384": 380,
     },
     "3.9": {
+        "sm_90 bfloat16 d256 full 16384": 16,
+        "sm_80 bfloat16 d128 causal 16384": 8,
+        "sm_90 float32 d64 causal 16384": 64,
+        "sm_90 float32 d128 causal 16384": 232,
+        "sm_90 float32 d256 causal 16384": 8,
     },
 }
 """Bytes that a kernel is known to spill, by Triton's release. One that spills more than its line fails, and one that

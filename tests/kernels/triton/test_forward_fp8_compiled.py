@@ -11,9 +11,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing; run without TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
-from compile_gate import SHARED_KIB, atomics
+from compile_gate import RELEASE, SHARED_KIB, atomics, beyond, with_tables
 from fp8_cases import BASE, CAUSAL, F16, Fp8Call
 
+from stream_attention.backends import HOPPER_TRITON
 from stream_attention.kernels.fp8_layout import HEAD_DIMS
 from stream_attention.kernels.triton.forward_fp8 import forward_fp8
 from stream_attention.testing.offline import Report, compiling_for, report
@@ -40,8 +41,13 @@ KERNELS = {  # of every architecture the kernel that needs most, and of the one 
 PRODUCTS = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
 """The matrix instruction of FP8, by architecture."""
 
-SPILLS = {"sm_89 d128 packed, window of both sides": 16, "sm_120 d128 packed, window of both sides": 28}
-"""Bytes that a kernel is known to spill, stores and loads; all of them outside its loops."""
+SPILLS: dict[str, dict[str, int]] = {
+    "3.6": {"sm_89 d128 packed, window of both sides": 16, "sm_120 d128 packed, window of both sides": 28},
+    "3.7": {},
+    "3.8": {},
+    "3.9": {},
+}
+"""Bytes that a kernel is known to spill, stores and loads, by Triton's release; all of them outside its loops."""
 
 
 def compiled(arch: int, call: Fp8Call) -> Report:
@@ -58,6 +64,12 @@ def test_a_tile_of_queries_has_whole_blocks_and_a_block_of_keys_one_scale() -> N
         assert 128 % config.block_m == 0 and 128 % config.block_n == 0 and config.block_n % 32 == 0
 
 
+def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
+    assert SPILLS.keys() == set(HOPPER_TRITON)
+    assert all(spills.keys() <= KERNELS.keys() for spills in SPILLS.values())
+
+
+@with_tables
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_the_compiler_makes_of_it(name: str) -> None:
     arch, call = KERNELS[name]
@@ -67,5 +79,6 @@ def test_what_the_compiler_makes_of_it(name: str) -> None:
     assert made.shared_bytes <= SHARED_KIB[89] * 1024, f"{made.shared_bytes / 1024:g} KiB of shared memory"
     assert made.registers <= 255
     assert arch == 100 or not atomics(made), "adds in no fixed order"  # sm_100 allocates tensor memory by such
-    assert made.spill_bytes == SPILLS.get(name, 0), f"{made.spill_bytes} bytes of spills, {made.registers} registers"
+    figures = f"{made.spill_bytes} bytes of spills, {made.registers} registers"
+    assert not beyond(made.spill_bytes, SPILLS[RELEASE].get(name, 0)), figures
     assert not [warning for warning in made.warnings if "(C75" in warning], "Hopper's products wait for each other"

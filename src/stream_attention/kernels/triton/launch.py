@@ -43,7 +43,7 @@ def name_steadily(function: Any) -> None:
 class Kernel:
     """A jit function whose compiled forms are kept by device, pointers (dtype, alignment), constants and options.
 
-    `compile_options` hold for every launch. Products and sums are fused: that is Triton's default up to 3.9, which
+    `compile_options` hold for every launch that does not say otherwise. Products and sums are fused: that is Triton's default up to 3.9, which
     warns, and not from 3.10 on.
     """
 
@@ -81,7 +81,7 @@ class Kernel:
         if isinstance(self.function, JITCallable):  # not an interpreted one
             name_steadily(self.function)
         # Compiles if need be, and launches. Nothing comes back from the interpreter or an offline compilation.
-        kernel = self.function[(grid,)](*arguments, **options, **self.compile_options)
+        kernel = self.function[(grid,)](*arguments, **{**self.compile_options, **options})
         if kernel is not None:
             self.compiled[key] = kernel
 
