@@ -198,7 +198,7 @@ def _refuse_derivative(which: str) -> NoReturn:
 
 def _autograd_kernel(op: Any, function: Any) -> Callable[..., Any]:
     """What `op` does on the Autograd key: one node `function` in the graph, if there is a graph."""
-    # autograd.Function's apply would bind the signature anew each call (17 us), and under torch.func would start over at
+    # autograd.Function.apply would bind the signature anew each call (17 us), and under torch.func would start over at
     # the top of its levels. That of its base class, which `function` extends, records at the level that dispatched here
     # and no other, as an ATen op does.
     apply = function.apply

@@ -226,8 +226,8 @@ it by a few, the copies of 3.8 and 3.9 by a few more."""
 
 
 TAILS = {"3.6": TAIL, "3.7": TAIL, "3.8": TAIL, "3.9": TAIL + 4}
-"""Multiplications and conversions behind the last exponential, at most, by Triton's release: 3.9 has 43 in the dropout of
-D 128."""
+"""Multiplications and conversions behind the last exponential, at most, by Triton's release: 3.9 has 43 at D 128 with
+dropout."""
 
 RAN = ran("forward")
 RAN_JOINING = ran("shards")

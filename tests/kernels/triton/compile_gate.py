@@ -146,7 +146,7 @@ def rows_of(arch: int, table: tuple[Row[Any], ...], **how: Any) -> list[Compiled
 
 
 def gated(calls: Mapping[str, Compiled], release: str) -> list[str]:
-    """Of calls, those that are compiled with a release of Triton: all, or one of each kind, at D 128 if there is one."""
+    """Of calls, those that are compiled with a release of Triton: all, or one of each kind, at D 128 if possible."""
     if release == FULL:
         return list(calls)
     kinds: dict[Any, str] = {}

@@ -184,7 +184,12 @@ CALLS = {
 }
 
 
-SPILLS: dict[str, dict[str, int]] = {"3.6": {}, "3.7": {}, "3.8": {}, "3.9": {}}
+SPILLS: dict[str, dict[str, int]] = {
+    "3.6": {},
+    "3.7": {},
+    "3.8": {},
+    "3.9": {"rows d64": 8, "pages of 16": 8, "pages of 256": 8, "b8 16/2 d64 32768: computes": 8},
+}
 """Bytes that the kernel that computes is known to spill, by Triton's release."""
 
 
@@ -237,13 +242,14 @@ def kernels_of(name: str) -> dict[str, Any]:
     return {f"{name}: {it}": one for it, one in zip(does, kernels, strict=True)}
 
 
+@with_tables
 @pytest.mark.parametrize(
     "name", MEASURED if RELEASE == FULL else ["b1 32/8 d128 8192", "b8 16/2 d64 32768", "paged 16", "int4"]
 )
 def test_the_machine_code_is_what_was_measured(name: str) -> None:
     its = ran("decode", by="triton")
     for kernel, made in kernels_of(name).items():
-        assert report(made).spill_bytes == 0, kernel
+        assert not beyond(report(made).spill_bytes, SPILLS[RELEASE].get(kernel, 0)), kernel
         assert not differs(disassemble(made), kernel, its)
 
 

@@ -45,7 +45,11 @@ SPILLS: dict[str, dict[str, int]] = {
     "3.6": {"sm_89 d128 packed, window of both sides": 16, "sm_120 d128 packed, window of both sides": 28},
     "3.7": {},
     "3.8": {},
-    "3.9": {},
+    "3.9": {
+        "sm_89 d128 packed, window of both sides": 56,
+        "sm_90 d256 packed, window of both sides": 8,
+        "sm_120 d128 packed, window of both sides": 188,
+    },
 }
 """Bytes that a kernel is known to spill, stores and loads, by Triton's release; all of them outside its loops."""
 

@@ -43,8 +43,8 @@ def name_steadily(function: Any) -> None:
 class Kernel:
     """A jit function whose compiled forms are kept by device, pointers (dtype, alignment), constants and options.
 
-    `compile_options` hold for every launch that does not say otherwise. Products and sums are fused: that is Triton's default up to 3.9, which
-    warns, and not from 3.10 on.
+    `compile_options` hold for every launch that does not say otherwise. Products and sums are fused: that is Triton's
+    default up to 3.9, which warns, and not from 3.10 on.
     """
 
     def __init__(self, function: Any, **compile_options: Any) -> None:
