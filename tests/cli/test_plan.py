@@ -58,6 +58,7 @@ def test_it_prints_what_explain_prints_for_the_tensors_themselves(capsys: pytest
 
 
 @needs_triton
+@pytest.mark.usefixtures("hopper_triton")
 @pytest.mark.parametrize("count", [[], ["--processors", "132"]], ids=["H200's", "told"])
 def test_a_gpu_that_is_not_here_is_planned_by_its_compute_capability(
     count: list[str], capsys: pytest.CaptureFixture[str]
@@ -72,6 +73,7 @@ def test_a_gpu_that_is_not_here_is_planned_by_its_compute_capability(
 
 
 @needs_triton
+@pytest.mark.usefixtures("hopper_triton")
 @pytest.mark.parametrize(
     ("arch", "config"), [("90", "gluon: 2 warpgroups of "), ("89", "triton: tiles of 128 queries")]
 )

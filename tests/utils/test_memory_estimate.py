@@ -137,6 +137,7 @@ def on_h200(**options: Any) -> AttentionMemory:
     return estimate_attention_memory(1, 8192, 32, 128, kv_heads=8, gpu=H200, **options)
 
 
+@pytest.mark.usefixtures("hopper_triton")
 def test_a_gpu_holds_nothing_but_the_results_in_a_forward() -> None:
     plain = on_h200(causal=True)
     query, keys = 8192 * 32 * 128 * 2, 8192 * 8 * 128 * 2
