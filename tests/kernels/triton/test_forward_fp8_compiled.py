@@ -43,8 +43,8 @@ PRODUCTS = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
 
 SPILLS: dict[str, dict[str, int]] = {
     "3.6": {"sm_89 d128 packed, window of both sides": 16, "sm_120 d128 packed, window of both sides": 28},
-    "3.7": {},
-    "3.8": {},
+    "3.7": {"sm_89 d128 packed, window of both sides": 28, "sm_120 d128 packed, window of both sides": 200},
+    "3.8": {"sm_120 d128 packed, window of both sides": 192},
     "3.9": {
         "sm_89 d128 packed, window of both sides": 56,
         "sm_90 d256 packed, window of both sides": 8,
