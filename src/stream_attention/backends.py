@@ -53,7 +53,7 @@ def _import(module: str) -> ModuleType:
 
 
 HOPPER_TRITON = ("3.6", "3.7", "3.8", "3.9")
-"""The Triton releases with which the Gluon kernels were run. Gluon is experimental: another may read a kernel otherwise."""
+"""The Triton releases with which the Gluon kernels were run. Gluon is experimental: others may compile it otherwise."""
 
 
 def _gluon_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], ...]:

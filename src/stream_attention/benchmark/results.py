@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def conditions(device: str) -> dict[str, Any]:
     """Commit, date, versions and machine."""
     return {
         "commit": _commit(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "versions": {
             "stream_attention": __version__,
             "python": platform.python_version(),

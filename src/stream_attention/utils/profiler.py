@@ -17,7 +17,7 @@ from ..errors import refuse
 from .allocator import Reading, allocator_of
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 MIB = 1 << 20
 
