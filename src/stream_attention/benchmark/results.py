@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..device import cpu_name
 from .form import lacking
 from .summary import capital, span
 from .timing import CLOCKS
@@ -67,14 +68,9 @@ def _installed(package: str) -> str | None:
 
 
 def _cpu() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    listing = Path("/proc/cpuinfo")
-    if listing.exists():
-        names = [line.split(":", 1)[1].strip() for line in listing.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
     return {
         "device": "cpu",
-        "name": model,
+        "name": cpu_name(),
         "threads": torch.get_num_threads(),
         "isa": torch.backends.cpu.get_cpu_capability(),
     }
