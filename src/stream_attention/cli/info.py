@@ -28,7 +28,8 @@ import torch
 
 from .. import __version__
 from ..backends import BACKENDS, HOPPER_TRITON, triton_release
-from ..device import arch, cpu_name, processors
+from ..benchmark.results import cpu_name
+from ..device import arch, processors
 from ..integration.hf import OLDEST
 from ..ops.explain import problems_of_call
 from ..ops.fp8 import in_fp8
@@ -305,7 +306,7 @@ def _driver() -> dict[str, Any] | None:
         return None
     query = [command, "--query-gpu=driver_version,name", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(query, capture_output=True, encoding="utf-8", errors="replace", timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     listed = [line.split(", ", 1) for line in done.stdout.splitlines() if ", " in line]
