@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,11 +242,11 @@ SCRIPT = PROBES.format(hidden={"triton", *POSIX_MODULES} - {"posix"}, names=POSI
 NAMES = re.findall(r"^def probe_(\w+)", SCRIPT, re.MULTILINE)
 
 
-def python(script: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def python(script: str, *flags: str, arguments: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON")}
-    env |= {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", **variables}
+    env |= {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *flags, "-c", script], env=env, capture_output=True, encoding="utf-8", timeout=300
+        [sys.executable, *flags, "-c", script, *arguments], env=env, capture_output=True, encoding="utf-8", timeout=300
     )
 
 
@@ -266,6 +266,41 @@ def test_without_triton_and_posix(without_posix: dict[str, Any], probe: str) -> 
 @pytest.mark.xdist_group("without_posix")
 def test_what_was_hidden_stayed_hidden(without_posix: dict[str, Any]) -> None:
     assert without_posix["seen"] == []
+
+
+OTHER_PACKAGE = """
+import importlib.metadata, sys
+import torch
+
+version = importlib.metadata.version
+
+
+def other(package):
+    if package == "triton":
+        raise importlib.metadata.PackageNotFoundError(package)
+    return version(package)
+
+
+importlib.metadata.version = other
+sys.path.insert(0, sys.argv[1])
+from stream_attention import attention
+from stream_attention.backends import triton_release
+from stream_attention.cli.info import main
+
+q = torch.randn(1, 9, 2, 8)
+attention(q, q, q)
+print(triton_release())
+sys.exit(main([]))
+"""
+
+
+def test_a_triton_of_another_package_has_its_version_in_its_module(tmp_path: Path) -> None:
+    """triton-windows and pytorch-triton-rocm bring the module `triton`, and there is no package of that name."""
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("__version__ = '3.6.0.post26'\n")
+    done = python(OTHER_PACKAGE, arguments=[str(tmp_path)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("3.6\n") and ", Triton 3.6\n" in done.stdout
 
 
 # A torch without torch.distributed

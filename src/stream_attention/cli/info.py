@@ -108,7 +108,7 @@ def collect(details: bool = True) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "hip": torch.version.hip,
             "cudnn": _cudnn() if details else None,
-            "triton": None if find_spec("triton") is None else _installed("triton") or "version unknown",
+            "triton": None if find_spec("triton") is None else _installed("triton") or triton_release(),
         },
         "extras": {package: _installed(package) for package in EXTRAS},
         "peers": {peer: (_imported if details else _found)(*names) for peer, names in PEERS.items()},
