@@ -11,11 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy
 import pytest
 
 from .outputs import ROOT
 
+numpy = pytest.importorskip("numpy")
 triton = pytest.importorskip("triton")  # before TRITON_INTERPRET is set: its own functions choose when it is imported
 
 LEARN = ROOT / "learn"
