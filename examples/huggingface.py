@@ -40,7 +40,7 @@ def main() -> None:
     try:
         model = llama(options)
     except ImportError:
-        parser.error('transformers is not installed: pip install "stream-attention[hf]"')
+        parser.error("transformers is not installed: pip install transformers")
 
     ids = torch.randint(1, VOCABULARY, (2, options.length), device=options.device)
     mask = torch.ones_like(ids)

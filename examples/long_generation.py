@@ -23,7 +23,7 @@ try:
     from stream_attention.integration.caches import StreamBoundedCache, StreamQuantizedCache
     from stream_attention.integration.hf import register
 except ImportError:
-    raise SystemExit('This example needs transformers: pip install "stream-attention[hf]"') from None
+    raise SystemExit("This example needs transformers: pip install transformers") from None
 
 VOCABULARY = 1000
 

@@ -27,7 +27,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PYTHON = (3, 11)  # as in pyproject.toml; a test compares them
 TORCH = (2, 11)
 TRITON_FOR_CPU_BUILDS = "3.6.0"
-"""CPU builds of torch bring no Triton, and tests compile and interpret kernels. The recorded machine code is of this."""
+"""CPU builds of torch bring no Triton, and tests compile and interpret kernels. It is the one that ran on the H200."""
 
 INDEX_SECONDS = 6
 CUDA_SIZE = "about 2.5 GB to download, 6 GB on disk"
@@ -60,7 +60,9 @@ def main() -> int:
         print(f"\n{error}", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:
-        print(f"\n{' '.join(map(str, error.cmd))}\nended with {error.returncode}; its message is above.", file=sys.stderr)
+        print(
+            f"\n{' '.join(map(str, error.cmd))}\nended with {error.returncode}; its message is above.", file=sys.stderr
+        )
         return 1
     return 0
 
@@ -97,7 +99,9 @@ def check_python(version: tuple[int, ...], can_venv: bool) -> None:
     found = ".".join(map(str, version))
     if version[:2] < PYTHON:
         needed = ".".join(map(str, PYTHON))
-        raise Refused(f"Python {needed} or newer is needed; {sys.executable} is {found}.\nTry: make PYTHON=python{needed} demo")
+        raise Refused(
+            f"Python {needed} or newer is needed; {sys.executable} is {found}.\nTry: make PYTHON=python{needed} demo"
+        )
     if not can_venv:
         raise Refused(
             f"{sys.executable} cannot make virtual environments: the module venv or ensurepip is missing.\n"

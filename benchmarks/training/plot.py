@@ -17,7 +17,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('a picture needs matplotlib: pip install "stream-attention[bench]"') from error
+        raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
     losses = {run["name"]: run["losses"] for run in results["runs"]}
     peer, other = losses["sdpa, seed 0"], losses["sdpa, seed 1"]
     steps = range(1, len(peer) + 1)

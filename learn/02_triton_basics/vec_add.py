@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ from torch import Tensor
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 import triton
 import triton.language as tl
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import checking
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -100,6 +105,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=10, help="elements of the vectors; default 10")
     parser.add_argument("--block", type=int, default=4, help="elements of a program, a power of two; default 4")
     options = parser.parse_args(argv)
+    if INTERPRETED:
+        checking.require_interpreter()
     where = "in Triton's interpreter, on the CPU" if INTERPRETED else f"on {torch.cuda.get_device_name()}"
     print(f"Kernels run {where}.\n")
     show_add(options.length, options.block)

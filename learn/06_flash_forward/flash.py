@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,9 @@ from torch import Tensor
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 import triton
 import triton.language as tl
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import checking
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -137,6 +142,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--block-m", type=int, default=32, help="queries of a tile, a power of two; default 32")
     parser.add_argument("--block-n", type=int, default=32, help="keys of a tile, a power of two; default 32")
     options = parser.parse_args(argv)
+    if INTERPRETED:
+        checking.require_interpreter()
     where = "in Triton's interpreter, on the CPU" if INTERPRETED else f"on {torch.cuda.get_device_name()}"
     print(f"The kernel runs {where}.\n")
     tq, tk = options.length, options.length * 3 // 2

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import checking
 import measured
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
@@ -114,6 +115,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--keys", type=int, default=500)
     parser.add_argument("--block", type=int, default=32)
     flags = parser.parse_args(argv)
+    if INTERPRETED:
+        checking.require_interpreter()
     where = "in Triton's interpreter, on the CPU" if INTERPRETED else f"on {torch.cuda.get_device_name()}"
     print(f"The kernels run {where}.\n")
     torch.manual_seed(0)

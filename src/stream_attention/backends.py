@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ def _import(module: str) -> ModuleType:
 
 
 HOPPER_TRITON = ("3.6", "3.7", "3.8", "3.9")
-"""The Triton releases with which the Gluon kernels were run. Gluon is experimental: another may read a kernel otherwise."""
+"""The Triton releases with which the Gluon kernels were run. Gluon is experimental: others may compile it otherwise."""
 
 
 def _gluon_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], ...]:
@@ -179,7 +179,11 @@ def _gluon_why_named_only(problem: Problem) -> tuple[str, ...]:
 @cache
 def triton_release() -> str:
     """The installed Triton's release, such as "3.6". Plans depend on it."""
-    return ".".join(version("triton").split(".")[:2])
+    try:
+        found = version("triton")
+    except PackageNotFoundError:  # the module of another package: triton-windows, pytorch-triton-rocm
+        found = str(import_module("triton").__version__)
+    return ".".join(found.split(".")[:2])
 
 
 def _triton_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def measure(lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
         "ways": {"standard": "softmax(Q K^T * D^-0.5) V in torch", "streaming": "stream_attention.attention"},
         "machine": {"device": "cpu", "threads": 1},
         "versions": {"torch": torch.__version__, "stream_attention": __version__},
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
+        "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         "command": "python -m tools.pictures --measure",
         "rows": rows,
     }

@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def conditions(device: str) -> dict[str, Any]:
     """Commit, date, versions and machine."""
     return {
         "commit": _commit(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "versions": {
             "stream_attention": __version__,
             "python": platform.python_version(),
@@ -47,7 +47,7 @@ def _commit() -> dict[str, Any]:
     def git(*words: str) -> str | None:
         here = Path(__file__).parent
         try:
-            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=30)
+            done = subprocess.run(["git", *words], cwd=here, capture_output=True, encoding="utf-8", timeout=30)
         except OSError:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
@@ -66,15 +66,20 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _cpu() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    listing = Path("/proc/cpuinfo")
+def cpu_name() -> str:
+    """What this machine's CPU calls itself; where the system does not say, its instruction set."""
+    listing = Path("/proc/cpuinfo")  # Linux
     if listing.exists():
-        names = [line.split(":", 1)[1].strip() for line in listing.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
+        for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cpu() -> dict[str, Any]:
     return {
         "device": "cpu",
-        "name": model,
+        "name": cpu_name(),
         "threads": torch.get_num_threads(),
         "isa": torch.backends.cpu.get_cpu_capability(),
     }
@@ -93,7 +98,7 @@ def _gpu() -> dict[str, Any]:
 
 def save(results: dict[str, Any], path: Path) -> None:
     """Write a results file. A number that is not finite is null there: JSON has no word for it."""
-    path.write_text(json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
+    path.write_text(json.dumps(_finite(results), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:
@@ -106,7 +111,7 @@ def _finite(value: Any) -> Any:
 
 def load(path: Path) -> dict[str, Any]:
     """What a results file holds; a ValueError says what it lacks to be one."""
-    found: dict[str, Any] = json.loads(path.read_text())
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if missing := lacking(found):
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         told = f"{', '.join(missing[:8])}{more}"
@@ -255,7 +260,7 @@ _VERDICT = "error allowed rms_error right ran unavailable failed".split()
 
 def save_csv(results: dict[str, Any], path: Path) -> None:
     """One row per cell and provider."""
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.DictWriter(file, ("cell", "direction", *_SHAPE, "provider", *_FIGURES, *_VERDICT))
         rows.writeheader()
         for cell in results["cells"]:

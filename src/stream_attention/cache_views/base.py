@@ -15,7 +15,7 @@ from .codes import Coding
 from .write import Rotary, check_new, rotate
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 class Cache(ABC):

@@ -137,7 +137,7 @@ def writable_file(flag: str, path: Path | None) -> None:
     _in_a_folder(flag, path)
     try:
         was_there = path.exists()
-        path.open("a").close()
+        path.open("ab").close()
         if not was_there:
             path.unlink()
     except OSError as error:

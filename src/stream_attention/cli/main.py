@@ -12,7 +12,7 @@ from .. import __version__
 from .ending import quiet
 
 COMMANDS = {
-    "info": ("info", "versions, GPUs, backends with their reasons, and a self-check of about a second"),
+    "info": ("info", "what is enabled on this machine, what is not, and the command that would enable it"),
     "plan": ("plan", "which kernel would run for a call of given shapes, and why not another"),
     "cluster": ("cluster", "what attention takes on many GPUs, by scheme, and which one to take: a prediction"),
     "warmup": ("warmup", "compile kernels into Triton's cache ahead of their first call, also without a GPU"),

@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
     if not kernels:
         raise Refused(f"nothing to compile: {'; '.join(f'{call} is for {why}' for why, call in without.items())}")
     to_compile = [kernel for kernel in kernels if not kernel.cached]
-    workers = min(options.workers or len(os.sched_getaffinity(0)), max(1, len(to_compile)))
+    workers = min(options.workers or _cores(), max(1, len(to_compile)))
     made = _compiled(to_compile, gpu, workers)
     found = {
         "arch": gpu.arch,
@@ -91,6 +91,13 @@ def _run(options: argparse.Namespace) -> int:
     print(json.dumps(found, indent=1) if options.json else _text(found))
     late = sum(call["compiled"] for call in (found["first_calls"] or {"cached": []})["cached"])
     return 1 if found["failed"] or late else 0
+
+
+def _cores() -> int:
+    """How many this process may use; where the system does not say, all there are."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _check_cache() -> None:

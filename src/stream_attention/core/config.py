@@ -170,7 +170,7 @@ class StreamAttentionConfig:
         try:
             import yaml
         except ImportError:
-            raise ImportError('from_yaml needs PyYAML: pip install "stream-attention[bench]"') from None
+            raise ImportError("from_yaml needs PyYAML: pip install pyyaml") from None
         try:
             values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:

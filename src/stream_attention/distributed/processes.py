@@ -55,8 +55,7 @@ def initialize(backend: str | None = None, *, timeout_s: float = TIMEOUT_S) -> N
         timeout_s: how long ranks wait for each other, here and in the calls after it, unless a group was made with
             another timeout (NCCL) or `Processes` are told another (gloo).
     """
-    if not dist.is_available():
-        refuse("torch.distributed", "a build of torch with it", "one without", "Install a build for Linux.")
+    _check_build()
     if dist.is_initialized():
         refuse("initialize", "one call, before any other", "a process group that is there already")
     missing = [name for name in _VARIABLES if name not in os.environ]
@@ -85,6 +84,12 @@ def initialize(backend: str | None = None, *, timeout_s: float = TIMEOUT_S) -> N
             "must be running, with this MASTER_ADDR and MASTER_PORT, and able to reach that host."
         ) from error
     _told[dist.group.WORLD] = timeout_s
+
+
+def _check_build() -> None:
+    if not dist.is_available():
+        hint = "Type: pip install --force-reinstall torch"
+        refuse("torch.distributed", "a build of torch with it", "one without", hint)
 
 
 def transport_of(group: Group = None) -> Transport:
@@ -125,7 +130,8 @@ class Processes(Transport):
         self, group: Group = None, *, timeout_s: float | None = None, recorder: Recorder | None = None
     ) -> None:
         _check_kind(group)
-        if not dist.is_available() or not dist.is_initialized():
+        _check_build()
+        if not dist.is_initialized():
             refuse(
                 "group", "an initialised torch.distributed", "none", "Call stream_attention.distributed.initialize()"
             )

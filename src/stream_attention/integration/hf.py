@@ -105,9 +105,7 @@ def _check_version() -> None:
     try:
         from transformers import __version__
     except ImportError:
-        raise ImportError(
-            'stream_attention.integration.hf needs transformers: pip install "stream-attention[hf]"'
-        ) from None
+        raise ImportError("stream_attention.integration.hf needs transformers: pip install transformers") from None
     version = tuple(int(part) for part in __version__.split(".")[:2])
     if version < OLDEST:
         raise ImportError(

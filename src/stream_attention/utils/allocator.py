@@ -7,6 +7,7 @@ every allocation of a kernel too, however short. To read a peak is to begin a ne
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -135,13 +136,13 @@ def resident_bytes() -> int | None:
     """What this process has in host memory."""
     if not _STATM.exists():
         return None
-    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(_STATM.read_text(encoding="utf-8").split()[1]) * mmap.PAGESIZE
 
 
 def _used_bytes() -> int | None:
     """What is in use of the machine's memory and could not be given to anyone else."""
     if not _MEMINFO.exists():
         return None
-    lines = (line.split() for line in _MEMINFO.read_text().splitlines())  # MemTotal: 123 kB
+    lines = (line.split() for line in _MEMINFO.read_text(encoding="utf-8").splitlines())  # MemTotal: 123 kB
     kib = {words[0]: int(words[1]) for words in lines}
     return (kib["MemTotal:"] - kib["MemAvailable:"]) * 1024

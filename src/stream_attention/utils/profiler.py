@@ -17,7 +17,7 @@ from ..errors import refuse
 from .allocator import Reading, allocator_of
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 MIB = 1 << 20
 
@@ -218,7 +218,7 @@ class MemoryProfiler:
         """The report as JSON, also written to `path` where one is given."""
         text = json.dumps(self.report(), indent=1)
         if path is not None:
-            Path(path).write_text(text + "\n")
+            Path(path).write_text(text + "\n", encoding="utf-8")
         return text
 
     def plot(self, path: str | Path) -> None:

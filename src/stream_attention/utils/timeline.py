@@ -19,7 +19,7 @@ def draw(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plot: expected matplotlib; got none. pip install 'stream-attention[bench]'") from error
+        raise ImportError("plot: expected matplotlib; got none. pip install matplotlib") from error
 
     start = points[0][0]
     times = [at - start for at, _ in points]

@@ -73,7 +73,7 @@ else:
 
     @builtin
     def tma_add(desc, coord, source, _semantic=None):
-        """Add a tile in shared memory to one in global memory, atomically by element. Triton 3.6 and 3.7 can, but have no
-        name for it."""
+        """Add a tile in shared memory to one in global memory, atomically by element. Triton 3.6 and 3.7 can, but have
+        no name for it."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle)
