@@ -52,10 +52,10 @@ def draw(
     """A few templates (modifiers, dtypes, head dims) in random sizes.
 
     A problem that would need one more than `variants` compiled forms is drawn again. Those and the kernels of the cases
-    in `also` are compiled here, in parallel. RANDOM_PROBLEMS=300 in the environment draws fewer, and half the variants.
+    in `also` are compiled here, in parallel. RANDOM_PROBLEMS=300 in the environment draws fewer, of half the templates.
     """
     if fewer := int(os.environ.get("RANDOM_PROBLEMS", "0")):
-        problems, variants = min(problems, fewer), variants // 2
+        problems, templates, variants = min(problems, fewer), templates // 2, variants // 2
     device = torch.cuda.get_device_properties(0)
     arch, processors = 10 * device.major + device.minor, device.multi_processor_count
     rng = Random(seed)
