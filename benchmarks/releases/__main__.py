@@ -45,9 +45,17 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--repeats", type=int, default=20, metavar="N", help="timed calls a cell and round")
     parser.add_argument("--short", action="store_true", help="24 cells instead of 72")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go")
+    parser.add_argument(
+        "--show", type=Path, metavar="FILE", help="print a results file as a table of Markdown, and end"
+    )
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # the process of one round
     options = parser.parse_args()
+    if options.show:
+        print(markdown(json.loads(options.show.read_text())))
+        return 0
+    if options.out is None:
+        parser.error("say where the results go: --out FILE")
     if options.measure:
         options.out.write_text(json.dumps(measure(options.short, options.repeats)))
         return 0
@@ -191,6 +199,24 @@ def table(result: dict[str, Any]) -> str:
     for direction in ("forward", "backward"):
         means = "".join(f"{result['geometric_mean'][one][direction]:8.3f}" for one in releases)
         lines.append(f"{'geometric mean ' + direction:26}{'':19}{means}")
+    return "\n".join(lines)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Speed of every release over the first, lowest to highest over the lengths."""
+    lines = []
+    for release, speed in result["speed"].items():
+        lines += [f"| Triton {release} over {result['baseline']} | forward | backward |", "|---|---|---|"]
+        for kind in dict.fromkeys(" ".join(name.split()[:2]) for name in speed):
+            spans = []
+            for direction in ("forward", "backward"):
+                its = [
+                    ratio for name, ratio in speed.items() if name.startswith(f"{kind} ") and name.endswith(direction)
+                ]
+                spans.append(f"{min(its):.2f}-{max(its):.2f}")
+            lines.append(f"| {kind} | {' | '.join(spans)} |")
+        means = [f"{result['geometric_mean'][release][direction]:.3f}" for direction in ("forward", "backward")]
+        lines.append(f"| geometric mean | {' | '.join(means)} |")
     return "\n".join(lines)
 
 
