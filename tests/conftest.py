@@ -108,7 +108,7 @@ def planned_with() -> Iterator[Callable[[str | None], None]]:
 
         def with_release(release: str | None) -> None:
             patch.setattr(backends, "triton_release", lambda: release)
-            patch.setattr(backends, "find_spec", lambda name: release)
+            patch.setattr(backends, "HAS_TRITON", release is not None)
             forget_plans()
 
         yield with_release

@@ -52,6 +52,9 @@ def _import(module: str) -> ModuleType:
     return import_module(module, __package__)
 
 
+HAS_TRITON = find_spec("triton") is not None
+"""Looked up once: torch.compile of torch 2.11 cannot trace the search."""
+
 HOPPER_TRITON = ("3.6", "3.7", "3.8", "3.9")
 """The Triton releases with which the Gluon kernels were run. Gluon is experimental: others may compile it otherwise."""
 
@@ -128,7 +131,7 @@ def _triton_fp8_why_not(problem: Problem) -> tuple[str, ...]:
 
 
 def _gluon_why_not(problem: Problem) -> tuple[str, ...]:
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return ("Triton is not installed",)
     if problem.fp8:
         return _gluon_fp8_why_not(problem)
@@ -201,7 +204,7 @@ def _interpreter_hint(problem: Problem | DecodeProblem) -> str:
 
 
 def _triton_why_not(problem: Problem) -> tuple[str, ...]:
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return ("Triton is not installed",)
     if problem.fp8:
         return _triton_fp8_why_not(problem)
@@ -225,7 +228,7 @@ def _triton_why_named_only(problem: Problem | DecodeProblem) -> tuple[str, ...]:
 
 def runs_triton(device: torch.device) -> bool:
     """Whether Triton kernels run on a device: a GPU that they are for, or a CPU under the interpreter."""
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return False
     if device.type == "cuda":
         return not 0 < arch(device) < 80
@@ -234,7 +237,7 @@ def runs_triton(device: torch.device) -> bool:
 
 def makes_fp8_codes(device: torch.device) -> bool:
     """Whether a kernel makes codes of FP8 on a device; elsewhere torch does."""
-    return device.type == "cuda" and arch(device) >= 89 and find_spec("triton") is not None
+    return device.type == "cuda" and arch(device) >= 89 and HAS_TRITON
 
 
 def interpreting() -> bool:
@@ -342,7 +345,7 @@ def _codes_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
 
 
 def _gluon_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tuple[str, ...]:
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return ("Triton is not installed",)
     coding, dims = problem.coding, (problem.head_dim, problem.value_dim)
     if coding is None:
@@ -374,7 +377,7 @@ def _gluon_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tup
 
 
 def _triton_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tuple[str, ...]:
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return ("Triton is not installed",)
     dims = (problem.head_dim, problem.value_dim)
     reasons = (

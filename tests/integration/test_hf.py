@@ -339,6 +339,8 @@ def gradients(model: Any, checkpointed: bool) -> Tensor:
         flat = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     finally:
         model.gradient_checkpointing_disable()
+        if hasattr(model, "_require_grads_hook"):  # which that leaves behind, and torch 2.11 does not compile
+            model.disable_input_require_grads()
         model.eval()
     return torch.cat(flat)
 

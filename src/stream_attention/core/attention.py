@@ -169,7 +169,7 @@ class StreamAttention(nn.Module):
         """(hidden_states,) or (query, key, value), however they were passed."""
         explicit = [t for t in (query, key, value) if t is not None]
         given = [*args, *([hidden_states] if hidden_states is not None else []), *explicit]
-        one_way = bool(args) + (hidden_states is not None) + bool(explicit) == 1
+        one_way = (len(args) > 0) + (hidden_states is not None) + (len(explicit) > 0) == 1
         features = self.config.num_heads * self.config.head_dim
         dims = [t.dim() if isinstance(t, Tensor) else None for t in given]
         if not one_way or len(given) not in (1, 3) or (explicit and len(given) != 3) or dims not in ([3], [4, 4, 4]):

@@ -104,7 +104,8 @@ class CpuAllocator:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when the first profiler starts, which else chatters
         from torch.profiler import ProfilerActivity, profile
 
-        self._listener = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        # The one cycle is all there is; without the last argument torch 2.11 warns of others.
+        self._listener = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         self._listener.__enter__()
 
     def _heard(self) -> list[int]:

