@@ -131,7 +131,7 @@ before = set(sys.modules)
 
 import stream_attention
 
-assert asked == [], f"the import asked for {asked}"
+assert set(asked) <= {"triton"}, f"the import asked for {asked}"  # is it there: looked up once, never imported
 added = set(sys.modules) - before
 foreign = {name.partition(".")[0] for name in added} - set(sys.stdlib_module_names) - {"torch", "stream_attention"}
 assert not foreign, f"the import brought in {sorted(foreign)}"

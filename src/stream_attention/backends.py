@@ -55,8 +55,8 @@ def _import(module: str) -> ModuleType:
 HAS_TRITON = find_spec("triton") is not None
 """Looked up once: torch.compile of torch 2.11 cannot trace the search."""
 
-HOPPER_TRITON = ("3.6", "3.7", "3.8", "3.9")
-"""The Triton releases with which the Gluon kernels were run. Gluon is experimental: others may compile it otherwise."""
+HOPPER_TRITON = ("3.6", "3.8", "3.9")
+"""The Triton releases with which the Gluon kernels ran on a GPU. Gluon is experimental: others may differ."""
 
 
 def _gluon_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], ...]:
@@ -69,7 +69,7 @@ def _gluon_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], 
         ),
         (
             triton_release() not in HOPPER_TRITON,
-            f"it is enabled for Triton {HOPPER_TRITON[0]} to {HOPPER_TRITON[-1]}; found {triton_release()}",
+            f"it is enabled for Triton {', '.join(HOPPER_TRITON)}; found {triton_release()}",
         ),
     )
 

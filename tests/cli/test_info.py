@@ -131,6 +131,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
             (tmp_path / "triton").mkdir()
             (tmp_path / "triton" / "__init__.py").touch()
         forget()
+        monkeypatch.setattr(backends, "HAS_TRITON", triton is not None)
         return cli.collect(details=False)
 
     yield collected
@@ -164,11 +165,10 @@ def test_on_hopper_everything_is_on(machine: Any, triton: str) -> None:
     )
 
 
-@pytest.mark.parametrize("triton", ["3.5.1", "4.0.0"])
+@pytest.mark.parametrize("triton", ["3.5.1", "3.7.1", "4.0.0"])
 def test_a_triton_that_gluon_is_not_enabled_for_says_what_to_type(machine: Any, triton: str) -> None:
     rows = rows_of(machine((9, 0), triton))
-    least, most = backends.HOPPER_TRITON[0], backends.HOPPER_TRITON[-1]
-    why = f"it is enabled for Triton {least} to {most}; found {triton[:3]}"
+    why = f"it is enabled for Triton {', '.join(backends.HOPPER_TRITON)}; found {triton[:3]}"
     assert rows["gluon"] == f"Hopper kernels off: {why} -> pip install {cli.TORCH}"
     assert rows["triton"].endswith(" on") and rows["FP8"].endswith(" on: triton")
 

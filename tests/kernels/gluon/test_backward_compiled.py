@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 
 import torch
 from compile_gate import F16, FULL, RELEASE, Compiled, problem, with_tables
+from gates import GATED_TRITON
 from sass_gate import NO_SPILLS, SHARED_BYTES, Spills, as_file, differs, faults_of_any, fingerprint, parse, ran
 
-from stream_attention.backends import HOPPER_TRITON
 from stream_attention.kernels.gluon import backward
 from stream_attention.problem import Inputs, Problem, Wanted
 from stream_attention.testing.offline import compiling_for, disassemble, report
@@ -174,13 +174,13 @@ def test_the_machine_code_is_as_it_should_be(name: str) -> None:
 
 
 def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
-    assert SPILLS.keys() == set(HOPPER_TRITON)
+    assert SPILLS.keys() == set(GATED_TRITON)
     launches = {release: {launch for name in gated(release) for launch in names(name)} for release in SPILLS}
     assert all(spills.keys() <= launches[release] for release, spills in SPILLS.items())
     assert ran("backward")["kernels"].keys() == launches[FULL]
 
 
-@pytest.mark.parametrize("release", HOPPER_TRITON)
+@pytest.mark.parametrize("release", GATED_TRITON)
 def test_plain_loops_of_wide_heads_do_not_spill(release: str) -> None:
     for name in (str(call) for call in PLAIN if call.D > 64):
         assert all(SPILLS[release].get(launch, NO_SPILLS).in_loop == 0 for launch in names(name))

@@ -15,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton")
 
 from compile_gate import F16, FULL, RELEASE, Compiled, problem, with_tables
+from gates import GATED_TRITON
 from sass_gate import (
     NO_SPILLS,
     SHARED_BYTES,
@@ -32,7 +33,6 @@ from sass_gate import (
     shortest,
 )
 
-from stream_attention.backends import HOPPER_TRITON
 from stream_attention.kernels.gluon import forward, forward_into
 from stream_attention.problem import Inputs, Problem
 from stream_attention.testing.offline import Report, compiling_for, disassemble, report
@@ -271,7 +271,7 @@ def compiled(kernel: Compiled) -> tuple[GluonConfig, Report, str]:
     return config, report(itself), disassemble(itself)
 
 
-@pytest.mark.parametrize("release", HOPPER_TRITON)
+@pytest.mark.parametrize("release", GATED_TRITON)
 def test_every_configuration_is_compiled(release: str) -> None:
     configs = {config_of(kernel)[0] for kernel in gated(release).values()}
     assert {configure(one) for one in PROBLEMS} <= configs
@@ -297,7 +297,7 @@ def test_the_machine_code_is_as_it_should_be(name: str) -> None:
 
 def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
     assert KERNELS.keys() == RAN["kernels"].keys() | RAN_JOINING["kernels"].keys()
-    assert SPILLS.keys() == MARGIN.keys() == TAILS.keys() == set(HOPPER_TRITON)
+    assert SPILLS.keys() == MARGIN.keys() == TAILS.keys() == set(GATED_TRITON)
     assert all(spills.keys() <= gated(release).keys() for release, spills in SPILLS.items())
     assert ITERATIONS.keys() == {str(kernel) for kernel in PLAIN}
 

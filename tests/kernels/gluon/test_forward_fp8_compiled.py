@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from compile_gate import FULL, RELEASE, with_tables
 from fp8_cases import CAUSAL, Fp8Call, launch_offline
+from gates import GATED_TRITON
 from sass_gate import (
     SHARED_BYTES,
     Spills,
@@ -27,7 +28,6 @@ from sass_gate import (
     shortest,
 )
 
-from stream_attention.backends import HOPPER_TRITON
 from stream_attention.testing.offline import compiling_for, disassemble, report
 from stream_attention.tuning.fp8 import configure_gluon
 
@@ -118,7 +118,7 @@ def test_a_warp_raises_its_tops_for_itself(name: str, kernels: dict[str, Any]) -
 
 
 def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
-    assert SPILLS.keys() == MARGIN.keys() == set(HOPPER_TRITON)
+    assert SPILLS.keys() == MARGIN.keys() == set(GATED_TRITON)
     assert all(spills.keys() <= set(gated(release)) for release, spills in SPILLS.items())
     assert ran("forward_fp8")["kernels"].keys() == set(gated(FULL))
 

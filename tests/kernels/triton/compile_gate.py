@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from gates import GATED_TRITON
 from torch import Tensor
 
-from stream_attention.backends import HOPPER_TRITON, triton_release
+from stream_attention.backends import triton_release
 from stream_attention.problem import Inputs, Problem, state_problem
 from stream_attention.testing.offline import Report
 from stream_attention.tuning.triton import Row, configure_backward, configure_forward
@@ -24,7 +25,7 @@ FULL = "3.6"
 """The release with which every kernel is compiled; with the others, for the sake of time, one of each kind."""
 
 with_tables = pytest.mark.skipif(
-    RELEASE not in HOPPER_TRITON,
+    RELEASE not in GATED_TRITON,
     reason=f"nothing is known of what Triton {RELEASE} makes of these kernels: add it to RELEASES of "
     "tests/kernels/gates.py, write its tables, and run `make gates-all`",
 )

@@ -38,8 +38,8 @@ from compile_gate import (
     serialised,
     with_tables,
 )
+from gates import GATED_TRITON
 
-from stream_attention.backends import HOPPER_TRITON
 from stream_attention.kernels.triton.arguments import tile_width
 from stream_attention.kernels.triton.backward import backward
 from stream_attention.kernels.triton.rows import PAD
@@ -378,8 +378,8 @@ def streams(call: Compiled, kernel: str, tile: Tile, made: Report) -> bool:
 
 
 def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
-    assert SPILLS.keys() == SERIALISED.keys() == set(HOPPER_TRITON)
-    for release in HOPPER_TRITON:
+    assert SPILLS.keys() == SERIALISED.keys() == set(GATED_TRITON)
+    for release in GATED_TRITON:
         assert SPILLS[release].keys() | SERIALISED[release].keys() <= set(gated(CALLS, release))
 
 

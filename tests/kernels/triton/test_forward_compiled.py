@@ -28,8 +28,9 @@ from compile_gate import (
     serialised,
     with_tables,
 )
+from gates import GATED_TRITON
 
-from stream_attention.backends import BY_NAME, HOPPER_TRITON
+from stream_attention.backends import BY_NAME
 from stream_attention.kernels.triton.dropout import dropout_words
 from stream_attention.kernels.triton.forward import forward
 from stream_attention.kernels.triton.merge import launch_fold, launch_merge
@@ -322,8 +323,8 @@ def test_the_compiler_keeps_it_in_registers_and_on_the_matrix_units(name: str) -
 
 
 def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
-    assert SPILLS.keys() == SERIALISED.keys() == BESIDE.keys() == set(HOPPER_TRITON)
-    for release in HOPPER_TRITON:
+    assert SPILLS.keys() == SERIALISED.keys() == BESIDE.keys() == set(GATED_TRITON)
+    for release in GATED_TRITON:
         assert SPILLS[release].keys() | SERIALISED[release] <= set(gated(KERNELS, release))
 
 

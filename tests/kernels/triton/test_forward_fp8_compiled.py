@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 from compile_gate import RELEASE, SHARED_KIB, atomics, beyond, with_tables
 from fp8_cases import BASE, CAUSAL, F16, Fp8Call
+from gates import GATED_TRITON
 
-from stream_attention.backends import HOPPER_TRITON
 from stream_attention.kernels.fp8_layout import HEAD_DIMS
 from stream_attention.kernels.triton.forward_fp8 import forward_fp8
 from stream_attention.testing.offline import Report, compiling_for, report
@@ -69,7 +69,7 @@ def test_a_tile_of_queries_has_whole_blocks_and_a_block_of_keys_one_scale() -> N
 
 
 def test_what_is_known_of_kernels_is_of_kernels_that_there_are() -> None:
-    assert SPILLS.keys() == set(HOPPER_TRITON)
+    assert SPILLS.keys() == set(GATED_TRITON)
     assert all(spills.keys() <= KERNELS.keys() for spills in SPILLS.values())
 
 
