@@ -87,6 +87,17 @@ def test_every_console_script_points_at_a_function_in_the_wheel(installed: Path,
     assert int(declared) >= 1
 
 
+@needs_wheel
+def test_the_wheel_installs_by_its_file_name_with_its_extras(wheel: Path, installed: Path, tmp_path: Path) -> None:
+    """pip checks what the extras ask for against what the tests' environment has, and asks no index."""
+    pip = ("-m", "pip", "--python", str(installed), "install", "--no-index")
+    printed = run(sys.executable, *pip, f"{wheel}[hf,bench]", cwd=tmp_path)
+    for name in ("torch", "transformers", "matplotlib", "pyyaml", "rich"):
+        assert re.search(rf"already satisfied: {name}\b", printed), printed
+    wrong = subprocess.run([sys.executable, *pip, f"{wheel}[nonsense]"], capture_output=True, text=True)
+    assert "does not provide the extra 'nonsense'" in wrong.stderr + wrong.stdout
+
+
 # What the README promises
 
 

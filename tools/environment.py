@@ -30,7 +30,7 @@ TRITON_FOR_CPU_BUILDS = "3.6.0"
 """CPU builds of torch bring no Triton, and tests compile and interpret kernels. It is the one that ran on the H200."""
 
 INDEX_SECONDS = 6
-CUDA_SIZE = "about 2.5 GB to download, 6 GB on disk"
+CUDA_SIZE = "about 3 GB to download, 6 GB on disk"
 CPU_SIZE = "about 0.2 GB to unpack"
 
 
