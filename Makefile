@@ -9,7 +9,7 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CHOSEN := $(TORCH:%=-torch-%)$(TRITON:%=-triton-%)
+CHOSEN := -$(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:3], sep=".")')$(TORCH:%=-torch-%)$(TRITON:%=-triton-%)
 DEMO := $(VENV)/.demo$(CHOSEN)
 DEV := $(VENV)/.dev$(CHOSEN)
 HF := $(VENV)/transformers
@@ -59,7 +59,7 @@ gates: $(DEV) ## compile every kernel with the installed Triton, check the machi
 	$(BIN)/python tests/kernels/gates.py -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 .PHONY: gates-all
-gates-all: $(DEV) ## the same with every Triton release that the Hopper kernels are enabled for (4 GB under .venv)
+gates-all: $(DEV) ## the same with Triton 3.6, 3.7, 3.8 and 3.9 (4 GB under .venv)
 	$(BIN)/python tests/kernels/gates.py --all -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 .PHONY: check
@@ -89,7 +89,7 @@ test-hf: $(DEV) ## run the tests of transformers' models with its oldest support
 		rm -rf $(HF); \
 		$(BIN)/python -m pip install -q --disable-pip-version-check --target $(HF) $$release $(NUMPY); \
 		echo "$$(basename $(HF)/transformers-*.dist-info .dist-info):"; \
-		PYTHONPATH=$(CURDIR)/$(HF) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadgroup \
+		PYTHONPATH="$(CURDIR)/$(HF)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadgroup \
 			tests/integration $(PYTEST_ARGS) || failed=1; \
 	done; exit $$failed
 
@@ -135,11 +135,12 @@ fresh: ## make demo and make test as a stranger has them: a clean clone, Debian'
 fresh-all: ## the same with a local CPU wheel of torch, the newest torch and the oldest supported one
 	$(PYTHON) tools/fresh.py
 
-# `demo` is what the demonstration needs, `dev` all the rest. A stamp names the versions that were asked for: others, or
-# another Python, are installed over what is there.
+# `demo` is what the demonstration needs, `dev` all the rest. A stamp names the Python and the versions that were asked for;
+# others are installed over what is there, and the old stamps go first: an installation may be interrupted.
 $(DEMO): pyproject.toml constraints.txt tools/environment.py
+	@rm -f $(VENV)/.demo* $(VENV)/.dev*
 	$(PYTHON) tools/environment.py demo --venv $(VENV) $(TORCH:%=--torch %) $(TRITON:%=--triton %)
-	@rm -f $(VENV)/.demo* $(VENV)/.dev*; touch $@
+	@touch $@
 
 $(DEV): $(DEMO)
 	$(PYTHON) tools/environment.py dev --venv $(VENV) $(TORCH:%=--torch %) $(TRITON:%=--triton %)

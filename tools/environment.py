@@ -4,7 +4,8 @@
 
 `demo` installs torch, this package and matplotlib. `dev` adds the extra `dev`: tests, linters, documentation.
 Which torch: the one that is asked for; else one that this Python or the environment already has; else one that pip
-finds without an index (a wheel in PIP_FIND_LINKS); else the newest of the index. All else is pinned in constraints.txt.
+finds without an index (a wheel in PIP_FIND_LINKS); else the newest of the index. What the extras need is pinned in
+constraints.txt; what torch itself needs is not.
 
 Standard library only: it runs before anything is installed.
 """
@@ -17,6 +18,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +32,8 @@ TRITON_FOR_CPU_BUILDS = "3.6.0"
 """CPU builds of torch bring no Triton, and tests compile and interpret kernels. It is the one that ran on the H200."""
 
 INDEX_SECONDS = 6
+DROPPED = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_QUIET", "PIP_CONSTRAINT", "PYTHONPATH", "PYTHONHOME")
+"""Variables that would make pip install elsewhere, hide what it says, or pin against us."""
 CUDA_SIZE = "about 3 GB to download, 6 GB on disk"
 CPU_SIZE = "about 0.2 GB to unpack"
 
@@ -70,8 +74,13 @@ def main() -> int:
 def build(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     check_python(sys.version_info[:3], _has_module("venv") and _has_module("ensurepip"))
+    if options.dry_run and not fits(options.venv):
+        with tempfile.TemporaryDirectory() as folder:
+            python = make_venv(Path(folder, "venv"))
+            print(f"torch: {chosen(options.torch, python).why}")
+            return
     python = make_venv(options.venv)
-    choice = choose(options.torch, installed(python), own_torch(), lambda: local_torch(python), lambda: newest(python))
+    choice = chosen(options.torch, python)
     print(f"torch: {choice.why}", flush=True)
     if options.dry_run:
         return
@@ -79,18 +88,19 @@ def build(options: argparse.Namespace) -> None:
         borrow(python, choice.site)
     if choice.requirement:
         pip(python, "install", choice.requirement)
+    if not _runs(python, "import torch"):
+        raise Refused(f"torch is installed in {options.venv}, and importing it fails:\n  {python} -c 'import torch'")
     pinned = ("-c", str(CONSTRAINTS))
-    editable = ("--no-deps", "-e", str(ROOT))
-    brings_triton = triton_of_torch(python)
+    # Built with the environment's own setuptools: an isolated build would fetch another one.
+    pip(python, "install", "-q", *pinned, "setuptools", "wheel", "matplotlib")
     if options.step == "demo":
-        pip(python, "install", "-q", *pinned, "matplotlib")
-        pip(python, "install", "-q", *editable)
+        pip(python, "install", "-q", "--no-build-isolation", "--no-deps", "-e", str(ROOT))
     else:
         print("the extra dev: about 0.2 GB to download", flush=True)
-        triton = "" if brings_triton else f"triton=={options.triton or TRITON_FOR_CPU_BUILDS}"
-        pip(python, "install", *pinned, *filter(None, [triton]), "-e", f"{ROOT}[dev]")
-    if options.triton and brings_triton:
-        pip(python, "install", "--no-deps", f"triton=={options.triton}")
+        triton = [] if _runs(python, "import triton") else [f"triton=={TRITON_FOR_CPU_BUILDS}"]
+        pip(python, "install", "--no-build-isolation", *pinned, *triton, "-e", f"{ROOT}[dev]")
+    if options.triton:
+        pip(python, "install", "-q", "--no-deps", f"triton=={options.triton}")
     print(f"{options.venv.name} is ready for {options.step}, after {time.perf_counter() - began:.0f} s", flush=True)
 
 
@@ -110,14 +120,28 @@ def check_python(version: tuple[int, ...], can_venv: bool) -> None:
 
 
 def make_venv(folder: Path) -> Path:
-    """The Python of the virtual environment, which is made if it is not there or was made by another Python."""
-    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    same = f"version = {'.'.join(map(str, sys.version_info[:3]))}"
-    config = folder / "pyvenv.cfg"
-    inside = Path(sys.prefix).resolve() == folder.resolve()
-    if not inside and not (python.exists() and config.exists() and same in config.read_text(encoding="utf-8")):
+    """The Python of the virtual environment, which is made if it is not there, not whole, or of another Python."""
+    if not fits(folder):
+        if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
+            raise Refused(f"{folder} is no virtual environment and not empty. Name another folder, or remove it.")
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-    return python
+    return _python(folder)
+
+
+def fits(folder: Path) -> bool:
+    """Whether a folder is a virtual environment of this Python's version that has pip."""
+    config = folder / "pyvenv.cfg"
+    if Path(sys.prefix).resolve() == folder.resolve():
+        return True
+    same = f"version = {'.'.join(map(str, sys.version_info[:3]))}"
+    if not config.exists() or same not in config.read_text(encoding="utf-8").splitlines():
+        return False
+    return _python(folder).exists() and _runs(_python(folder), "import pip")
+
+
+def chosen(asked: str, python: Path) -> Choice:
+    """`choose` for an environment as it is."""
+    return choose(asked, installed(python), own_torch(), lambda: local_torch(python), lambda: newest(python))
 
 
 def choose(asked: str, there: str, own: tuple[str, str], local, newest) -> Choice:  # type: ignore[no-untyped-def]
@@ -134,7 +158,8 @@ def choose(asked: str, there: str, own: tuple[str, str], local, newest) -> Choic
     version, site = own
     if supported(version):
         return Choice("", f"{version}, which {sys.executable} has already; nothing to download", site)
-    if supported(version := local()):
+    version = local()
+    if supported(version):
         return Choice(f"torch=={version}", f"{version}, a wheel that pip finds on this machine; {CPU_SIZE}")
     version = newest()
     return Choice(f"torch=={version}", f"{version}, the newest of the package index; {CUDA_SIZE}")
@@ -168,7 +193,10 @@ def own_torch() -> tuple[str, str]:
 def local_torch(python: Path) -> str:
     """The torch that pip finds without an index, or nothing."""
     wanted = f"torch>={_dotted(TORCH)}"
-    done = _pip(python, "install", "--dry-run", "--no-index", "--no-deps", "--ignore-installed", wanted)
+    try:
+        done = _pip(python, "install", "--dry-run", "--no-index", "--no-deps", "--ignore-installed", wanted)
+    except subprocess.TimeoutExpired:  # PIP_FIND_LINKS may name a place that is far away
+        return ""
     found = re.search(r"Would install torch-(\S+)", done.stdout)
     return found[1] if found else ""
 
@@ -178,7 +206,7 @@ def newest(python: Path) -> str:
     try:
         done = _pip(python, "index", "versions", "torch", "--retries", "0", "--timeout", str(INDEX_SECONDS - 1))
         found = re.search(r"^torch \((\S+)\)", done.stdout, re.MULTILINE)
-        why = done.stderr.strip().splitlines()[-1:] or ["pip found no torch"]
+        why = re.findall(r"^(?:WARNING|ERROR): (.*)", done.stderr, re.MULTILINE) or ["pip found no torch"]
     except subprocess.TimeoutExpired:
         found, why = None, [f"no answer within {INDEX_SECONDS} s"]
     version = found[1] if found else ""
@@ -186,39 +214,46 @@ def newest(python: Path) -> str:
         raise Refused(
             f"pip finds no torch {_dotted(TORCH)} or newer for Python {sysconfig.get_python_version()}"
             f"{f' (newest: {version})' if version else ''}: {why[0]}\n"
-            "- without a network: put a wheel of torch into a folder and set PIP_FIND_LINKS to it\n"
+            "- without a network: on a machine that has one, pip download -d wheels -c constraints.txt torch matplotlib "
+            "setuptools wheel; then PIP_NO_INDEX=1 PIP_FIND_LINKS=$PWD/wheels make demo\n"
             "- behind a proxy or a mirror: pip config set global.index-url URL\n"
             "- a Python that is too new for torch: make PYTHON=python3.12 demo"
         )
     return version
 
 
-def triton_of_torch(python: Path) -> bool:
-    """Whether the environment's torch asks for a Triton of its own, as CUDA builds do."""
-    code = "from importlib import metadata\nprint(*(metadata.requires('torch') or []), sep='\\n')"
-    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
-    return any(line.startswith("triton") for line in done.stdout.splitlines())
-
-
 def borrow(python: Path, site: str) -> None:
     """Let an environment find the packages of another Python, after its own."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     own = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    Path(own, "borrowed.pth").write_text(f"{site}\n", encoding="utf-8")
+    # Not the bare path: of a folder that is added so, .pth files count too, and with them a torch built in place.
+    Path(own, "borrowed.pth").write_text(f"import site; site.addsitedir({site!r})\n", encoding="utf-8")
 
 
 def pip(python: Path, *arguments: str) -> None:
     """Run pip, whose progress is shown. Bytecode is made when a module is imported: all of torch would take 40 s."""
-    subprocess.run([*_command(python), arguments[0], "--no-compile", *arguments[1:]], check=True)
+    subprocess.run([*_command(python), arguments[0], "--no-compile", *arguments[1:]], check=True, env=_environment())
 
 
 def _pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [*_command(python), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=INDEX_SECONDS)
+    return subprocess.run(command, capture_output=True, text=True, timeout=INDEX_SECONDS, env=_environment())
 
 
 def _command(python: Path) -> list[str]:
     return [str(python), "-m", "pip", "--disable-pip-version-check"]
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in DROPPED}
+
+
+def _python(folder: Path) -> Path:
+    return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+
+def _runs(python: Path, code: str) -> bool:
+    return subprocess.run([str(python), "-c", code], capture_output=True, env=_environment()).returncode == 0
 
 
 def _has_module(name: str) -> bool:

@@ -2,7 +2,8 @@
 
     python3 tools/fresh.py [public local newest oldest] [--keep]
 
-Each case is a clean clone of HEAD in a temporary folder, with an empty HOME and no variable of this shell:
+Each case is a clean clone of HEAD in a temporary folder, with an empty HOME and no variable of this shell (what stands in
+/etc/pip.conf still holds):
 
   public   Debian's own /usr/bin/python3 and the package index alone
   local    the same, with a CPU wheel of torch that PIP_FIND_LINKS offers (--wheels, default: this shell's own)
@@ -35,8 +36,11 @@ CASES = {"public": {}, "local": {}, "newest": {"TORCH": "2.15.0"}, "oldest": {"T
 VERSIONS = """
 import json, platform
 from importlib.metadata import version
+def its(name):
+    try: return version(name)
+    except Exception: return None
 names = ("torch", "triton", "numpy", "transformers", "pip")
-print(json.dumps({"python": platform.python_version(), **{name: version(name) for name in names}}))
+print(json.dumps({"python": platform.python_version(), **{name: its(name) for name in names}}))
 """
 
 
@@ -52,8 +56,12 @@ def main() -> int:
     if changed := _git("status", "--porcelain"):
         print(f"A clone has what is committed. Commit these first:\n{changed}", file=sys.stderr)
         return 2
+    cases = options.cases or list(CASES)
+    if "local" in cases and not options.wheels:
+        print("local: say where a CPU wheel of torch is: --wheels DIR, or PIP_FIND_LINKS", file=sys.stderr)
+        return 2
     failed = False
-    for case in options.cases or list(CASES):
+    for case in cases:
         row = run(case, options)
         failed |= any(step["exit"] for step in row["steps"])
         found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
@@ -70,8 +78,6 @@ def run(case: str, options: argparse.Namespace) -> dict[str, Any]:
     home.mkdir()
     env = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
     if case == "local":
-        if not options.wheels:
-            raise SystemExit("local: say where a CPU wheel of torch is: --wheels DIR")
         env["PIP_FIND_LINKS"] = options.wheels
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
     words = [f"PYTHON={options.python}", *(f"{name}={value}" for name, value in CASES[case].items())]
@@ -92,7 +98,10 @@ def run(case: str, options: argparse.Namespace) -> dict[str, Any]:
         if done.returncode:
             print("\n".join(text.splitlines()[-40:]))
             break
-    versions = subprocess.run([str(clone / ".venv/bin/python"), "-c", VERSIONS], capture_output=True, text=True).stdout
+    python = clone / ".venv" / "bin" / "python"
+    versions = ""
+    if python.exists():
+        versions = subprocess.run([str(python), "-c", VERSIONS], capture_output=True, text=True).stdout
     row = {
         "commit": _git("rev-parse", "HEAD"),
         "date": time.strftime("%Y-%m-%d"),

@@ -4,8 +4,8 @@
 
 The first release is the one this Python has; each `--triton VERSION=FOLDER` adds one, unpacked in a folder. Releases
 take turns, a fresh process each (a process has one Triton), `--rounds` times. A cell's time is the median over all
-rounds. Ratios mean speed: above 1.00 the added release is faster. Before it is timed, every call is compared with SDPA
-in fp32 on the same random inputs.
+rounds. Ratios mean speed: above 1.00 the added release is faster. Every cell is first checked against SDPA in fp32, on
+one batch entry and two heads of the same random inputs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -59,7 +60,13 @@ def main() -> int:
     if options.measure:
         options.out.write_text(json.dumps(measure(options.short, options.repeats)))
         return 0
+    if wrong := [one for one in options.triton if not re.fullmatch(r"[\d.]+=.+", one)]:
+        parser.error(f"--triton: expected VERSION=FOLDER; got {wrong[0]!r}")
     folders = {"": ""} | dict(one.split("=", 1) for one in options.triton)
+    for version, folder in folders.items():
+        if version and not list(Path(folder).glob(f"triton-{version}.dist-info")):
+            parser.error(f"--triton: {folder} has no Triton {version}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     rounds: dict[str, list[dict[str, Any]]] = {}
     for number in range(options.rounds):
         for folder in folders.values():

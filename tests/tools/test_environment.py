@@ -114,7 +114,7 @@ def test_the_torch_of_the_chosen_python_is_borrowed(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools/environment.py"), "demo", "--venv", str(folder), "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"torch: \S+, which \S+ has already; nothing to download\n", done.stdout)
+    assert re.fullmatch(r"torch: \S+, which .+ has already; nothing to download\n", done.stdout)
     environment.borrow(folder / "bin" / "python", environment.own_torch()[1])
     assert environment.installed(folder / "bin" / "python") == environment.own_torch()[0]
 
@@ -170,7 +170,7 @@ def test_every_python_resolves_with_every_extra(resolutions: Any, python: str, t
         pytest.skip(f"the package index does not answer: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
     found = dict(re.findall(r"^([\w.-]+)==(\S+)", done.stdout, re.MULTILINE))
-    assert environment.supported(found["torch"]) and found["numpy"] < "2.4"
+    assert environment.supported(found["torch"]) and tuple(map(int, found["numpy"].split(".")[:2])) < (2, 4)
     assert {"transformers", "matplotlib", "mkdocs", "pytest"} <= found.keys()
 
 
@@ -185,7 +185,11 @@ def test_a_pin_that_excludes_a_declared_python_is_seen(
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     monkeypatch.setenv("UV_OFFLINE", "1")  # the other resolutions have fetched what there is to know
     done = resolve("3.11.2", "", *EXTRAS)
-    assert done.returncode != 0 and ("pymdown-extensions" in done.stderr or "fetch" in done.stderr)
+    if resolutions["3.11.2", "newest torch"].returncode:
+        pytest.skip("the package index does not answer")
+    assert done.returncode != 0 and "pymdown-extensions==13.0 depends on Python>=3.11.5" in " ".join(
+        done.stderr.split()
+    )
 
 
 # What `make fresh` wrote
