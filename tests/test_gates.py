@@ -79,5 +79,15 @@ def test_the_sources_are_there() -> None:
     assert all(source.exists() for source in gates.SOURCES)
 
 
+@pytest.mark.parametrize("arguments", [["-k", "decode"], ["-kdecode"], ["--lf"], ["tests/x.py::test_one"], ["-m", "a"]])
+def test_a_selection_is_not_recorded(arguments: list[str]) -> None:
+    assert gates.is_selection(["-n", "2", "--dist", "loadgroup", *arguments], 0)
+
+
+def test_all_of_them_are_no_selection() -> None:
+    assert not gates.is_selection(["-n", "2", "--dist", "loadgroup", "-q", "-x"], 0)
+    assert gates.is_selection([], 1)
+
+
 def test_every_enabled_release_is_gated() -> None:
     assert set(HOPPER_TRITON) <= set(gates.GATED_TRITON)

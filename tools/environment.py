@@ -214,8 +214,8 @@ def newest(python: Path) -> str:
         raise Refused(
             f"pip finds no torch {_dotted(TORCH)} or newer for Python {sysconfig.get_python_version()}"
             f"{f' (newest: {version})' if version else ''}: {why[0]}\n"
-            "- without a network: on a machine that has one, pip download -d wheels -c constraints.txt torch matplotlib "
-            "setuptools wheel; then PIP_NO_INDEX=1 PIP_FIND_LINKS=$PWD/wheels make demo\n"
+            "- without a network: where there is one, pip download -d wheels -c constraints.txt torch matplotlib \\\n"
+            "  setuptools wheel; here, PIP_NO_INDEX=1 PIP_FIND_LINKS=$PWD/wheels make demo\n"
             "- behind a proxy or a mirror: pip config set global.index-url URL\n"
             "- a Python that is too new for torch: make PYTHON=python3.12 demo"
         )

@@ -2,8 +2,8 @@
 
     python3 tools/fresh.py [public local newest oldest] [--keep]
 
-Each case is a clean clone of HEAD in a temporary folder, with an empty HOME and no variable of this shell (what stands in
-/etc/pip.conf still holds):
+Each case is a clean clone of HEAD in a temporary folder, with an empty HOME and no variable of this shell. What stands
+in /etc/pip.conf still holds.
 
   public   Debian's own /usr/bin/python3 and the package index alone
   local    the same, with a CPU wheel of torch that PIP_FIND_LINKS offers (--wheels, default: this shell's own)

@@ -115,8 +115,27 @@ def test_the_torch_of_the_chosen_python_is_borrowed(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"torch: \S+, which .+ has already; nothing to download\n", done.stdout)
-    environment.borrow(folder / "bin" / "python", environment.own_torch()[1])
-    assert environment.installed(folder / "bin" / "python") == environment.own_torch()[0]
+    assert not folder.exists(), "a dry run makes nothing"
+    python = environment.make_venv(folder)
+    assert environment.fits(folder) and not environment.installed(python)
+    environment.borrow(python, environment.own_torch()[1])
+    assert environment.installed(python) == environment.own_torch()[0]
+    (folder / "pyvenv.cfg").write_text("version = 3.11.99\n")
+    assert not environment.fits(folder), "of another Python"
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(environment.Refused, match="is no virtual environment and not empty"):
+        environment.make_venv(tmp_path)
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_pip_is_not_told_to_install_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_USER", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
+    assert "PIP_USER" not in environment._environment()
+    assert environment._environment()["PIP_FIND_LINKS"] == "/wheels"
 
 
 # Versions
@@ -187,9 +206,8 @@ def test_a_pin_that_excludes_a_declared_python_is_seen(
     done = resolve("3.11.2", "", *EXTRAS)
     if resolutions["3.11.2", "newest torch"].returncode:
         pytest.skip("the package index does not answer")
-    assert done.returncode != 0 and "pymdown-extensions==13.0 depends on Python>=3.11.5" in " ".join(
-        done.stderr.split()
-    )
+    said = " ".join(done.stderr.split())
+    assert done.returncode != 0 and "pymdown-extensions==13.0 depends on Python>=3.11.5" in said
 
 
 # What `make fresh` wrote
