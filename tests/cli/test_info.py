@@ -72,7 +72,8 @@ def test_without_a_gpu_it_says_why_there_is_none_and_what_that_turns_off(found: 
     assert found["gpus"] == [] and found["why_no_gpu"] and found["backends"]["auto"] == "eager"
     assert found["fp8"]["auto"] is None
     rows = rows_of(found)
-    assert rows["gpu"] == f"none: {found['why_no_gpu']}"
+    told = rows["gpu"].removeprefix("none: ").removesuffix(" ...")  # torch's own words, as far as the line goes
+    assert told and found["why_no_gpu"].startswith(told)
     assert rows["gluon"] == "Hopper kernels off: no CUDA device"
     assert rows["triton"] == "GPU kernels off: no CUDA device"
     assert rows["FP8"] == 'precision="fp8" off: no CUDA device'
