@@ -51,7 +51,7 @@ test: $(DEV) ## run every CPU test: in parallel, interpreted, time and memory al
 	$(PARALLEL) $(PYTEST_ARGS) 2>&1 | tee out/test-parallel.log || failed=1; \
 	$(INTERPRETED) $(PYTEST_ARGS) 2>&1 | tee out/test-interpreted.log || failed=1; \
 	$(SERIAL) $(PYTEST_ARGS) 2>&1 | tee out/test-serial.log || failed=1; \
-	echo; for pass in parallel interpreted serial; do echo "$$pass: $$(tail -n 1 out/test-$$pass.log)"; done; \
+	echo; for pass in parallel interpreted serial; do echo "$$pass: $$(grep -E '(passed|failed|error|ran).* in [0-9.]+s' out/test-$$pass.log | tail -n 1)"; done; \
 	exit $$failed
 
 .PHONY: gates
