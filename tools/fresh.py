@@ -53,7 +53,7 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.cases) - set(CASES):
         parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    if changed := _git("status", "--porcelain"):
+    if changed := _git("status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}"):
         print(f"A clone has what is committed. Commit these first:\n{changed}", file=sys.stderr)
         return 2
     cases = options.cases or list(CASES)
