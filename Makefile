@@ -9,7 +9,7 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CHOSEN := -$(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:3], sep=".")')$(TORCH:%=-torch-%)$(TRITON:%=-triton-%)
+CHOSEN := -$(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:3], sep=".")' 2>/dev/null)$(TORCH:%=-torch-%)$(TRITON:%=-triton-%)
 DEMO := $(VENV)/.demo$(CHOSEN)
 DEV := $(VENV)/.dev$(CHOSEN)
 HF := $(VENV)/transformers
@@ -123,8 +123,8 @@ lock: $(DEV) ## resolve constraints.txt anew: every dependency but torch and Tri
 
 .PHONY: wheel
 wheel: $(DEV) ## build the wheel into dist
-	rm -rf dist build
-	$(BIN)/python -m build --wheel --no-isolation --outdir dist
+	@rm -rf dist build; mkdir -p out
+	@$(BIN)/python -m build --wheel --no-isolation --outdir dist > out/wheel.log 2>&1 || { cat out/wheel.log; exit 1; }
 	@echo "In another environment: pip install $$(ls dist/*.whl)"
 
 .PHONY: fresh
@@ -138,6 +138,7 @@ fresh-all: ## the same with a local CPU wheel of torch, the newest torch and the
 # `demo` is what the demonstration needs, `dev` all the rest. A stamp names the Python and the versions that were asked for;
 # others are installed over what is there, and the old stamps go first: an installation may be interrupted.
 $(DEMO): pyproject.toml constraints.txt tools/environment.py
+	@command -v "$(PYTHON)" > /dev/null || { echo "There is no '$(PYTHON)' here. Name one that is: make PYTHON=python3 ..." >&2; exit 1; }
 	@rm -f $(VENV)/.demo* $(VENV)/.dev*
 	$(PYTHON) tools/environment.py demo --venv $(VENV) $(TORCH:%=--torch %) $(TRITON:%=--triton %)
 	@touch $@

@@ -74,6 +74,7 @@ def main() -> int:
 def build(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     check_python(sys.version_info[:3], _has_module("venv") and _has_module("ensurepip"))
+    check_torch(options.torch)
     if options.dry_run and not fits(options.venv):
         with tempfile.TemporaryDirectory() as folder:
             python = make_venv(Path(folder, "venv"))
@@ -119,6 +120,15 @@ def check_python(version: tuple[int, ...], can_venv: bool) -> None:
         )
 
 
+def check_torch(asked: str) -> None:
+    """Refuse a TORCH that cannot work."""
+    if asked and not supported(asked):
+        raise Refused(
+            f"TORCH: expected a version of torch, {_dotted(TORCH)} or newer; got {asked!r}.\n"
+            "Try: make TORCH=2.15.0 demo, or leave TORCH out for one that is at hand, or the newest"
+        )
+
+
 def make_venv(folder: Path) -> Path:
     """The Python of the virtual environment, which is made if it is not there, not whole, or of another Python."""
     if not fits(folder):
@@ -148,10 +158,11 @@ def choose(asked: str, there: str, own: tuple[str, str], local, newest) -> Choic
     """Which torch to use. `there` is the environment's, `own` this Python's with its folder, or empty strings;
     `local` and `newest` say what pip finds without an index and with one."""
     if asked:
-        if not supported(asked):
-            raise Refused(f"torch {_dotted(TORCH)} or newer is needed; TORCH={asked} was asked for.")
         if same_release(there, asked):
             return Choice("", f"{there}, installed already")
+        version = local()
+        if same_release(version, asked):
+            return Choice(f"torch=={version}", f"{version}, a wheel that pip finds on this machine; {CPU_SIZE}")
         return Choice(f"torch=={asked}", f"{asked}, as asked. A CUDA build is {CUDA_SIZE}")
     if supported(there):
         return Choice("", f"{there}, installed already")
@@ -204,9 +215,11 @@ def local_torch(python: Path) -> str:
 def newest(python: Path) -> str:
     """The newest torch of the index for this Python; refuses if there is none, or no answer."""
     try:
-        done = _pip(python, "index", "versions", "torch", "--retries", "0", "--timeout", str(INDEX_SECONDS - 1))
+        # One more try: only then pip says that a connection broke, and why.
+        done = _pip(python, "index", "versions", "torch", "--retries", "1", "--timeout", str(INDEX_SECONDS // 2))
         found = re.search(r"^torch \((\S+)\)", done.stdout, re.MULTILINE)
-        why = re.findall(r"^(?:WARNING|ERROR): (.*)", done.stderr, re.MULTILINE) or ["pip found no torch"]
+        lines = re.findall(r"^(?:WARNING|ERROR): (.*)", done.stderr, re.MULTILINE)
+        why = [line for line in lines if "experimental command" not in line] or ["pip found no torch"]
     except subprocess.TimeoutExpired:
         found, why = None, [f"no answer within {INDEX_SECONDS} s"]
     version = found[1] if found else ""
