@@ -80,3 +80,10 @@ def test_the_gpu_tests_passed_with_the_newest_release(which: str, passed: int) -
     summary = json.loads((FILE.parent / "triton-3.9" / f"gpu_tests_{which}.json").read_text(encoding="utf-8"))
     assert summary["versions"]["triton"].startswith("3.9.")
     assert summary["passed"] >= passed and not summary["failed"] and not summary["error"]
+
+
+def test_the_readme_says_what_the_newest_release_costs() -> None:
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    means, speed = RESULT["geometric_mean"]["3.9.0"].values(), RESULT["speed"]["3.9.0"].values()
+    (mean,) = {f"{one:.2f}" for one in means}
+    assert f"at {mean} of that speed on average and at {min(speed):.2f} in the slowest cell" in readme

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -216,6 +217,20 @@ def test_a_pin_that_excludes_a_declared_python_is_seen(
 
 
 # What `make fresh` wrote
+
+
+def test_strangers_ran_the_two_commands() -> None:
+    rows = json.loads(fresh.RESULTS.read_text(encoding="utf-8"))
+    assert rows.keys() == fresh.CASES.keys()
+    for case, row in rows.items():
+        assert [step["command"].split()[:2] for step in row["steps"]] == [["make", "demo"], ["make", "test"]], case
+        assert all(step["exit"] == 0 and step["seconds"] > 0 for step in row["steps"]), case
+        tests = row["steps"][1]["tests"]
+        assert tests.keys() == {"parallel", "interpreted", "serial"}, case
+        assert all(re.search(r"\d+ passed", line) and "failed" not in line for line in tests.values()), case
+        assert row["versions"]["python"].startswith("3.11") and environment.supported(row["versions"]["torch"]), case
+    assert rows["oldest"]["versions"]["torch"].startswith(OLDEST_TORCH)
+    assert "+cpu" in rows["local"]["versions"]["torch"]
 
 
 def test_the_log_of_a_run_is_read() -> None:
