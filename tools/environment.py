@@ -20,6 +20,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -154,24 +155,23 @@ def chosen(asked: str, python: Path) -> Choice:
     return choose(asked, installed(python), own_torch(), lambda: local_torch(python), lambda: newest(python))
 
 
-def choose(asked: str, there: str, own: tuple[str, str], local, newest) -> Choice:  # type: ignore[no-untyped-def]
+def choose(asked: str, there: str, own: tuple[str, str], local: Callable[[], str], newest: Callable[[], str]) -> Choice:
     """Which torch to use. `there` is the environment's, `own` this Python's with its folder, or empty strings;
     `local` and `newest` say what pip finds without an index and with one."""
-    if asked:
-        if same_release(there, asked):
-            return Choice("", f"{there}, installed already")
-        version = local()
-        if same_release(version, asked):
-            return Choice(f"torch=={version}", f"{version}, a wheel that pip finds on this machine; {CPU_SIZE}")
-        return Choice(f"torch=={asked}", f"{asked}, as asked. A CUDA build is {CUDA_SIZE}")
-    if supported(there):
+
+    def fine(version: str) -> bool:
+        return same_release(version, asked) if asked else supported(version)
+
+    if fine(there):
         return Choice("", f"{there}, installed already")
     version, site = own
-    if supported(version):
+    if fine(version) and not there:  # what is there would be found first
         return Choice("", f"{version}, which {sys.executable} has already; nothing to download", site)
     version = local()
-    if supported(version):
+    if fine(version):
         return Choice(f"torch=={version}", f"{version}, a wheel that pip finds on this machine; {CPU_SIZE}")
+    if asked:
+        return Choice(f"torch=={asked}", f"{asked}, as asked. A CUDA build is {CUDA_SIZE}")
     version = newest()
     return Choice(f"torch=={version}", f"{version}, the newest of the package index; {CUDA_SIZE}")
 
@@ -229,7 +229,7 @@ def newest(python: Path) -> str:
             f"{f' (newest: {version})' if version else ''}: {why[0]}\n"
             "- without a network: where there is one, pip download -d wheels -c constraints.txt torch matplotlib \\\n"
             "  setuptools wheel; here, PIP_NO_INDEX=1 PIP_FIND_LINKS=$PWD/wheels make demo\n"
-            "- behind a proxy or a mirror: pip config set global.index-url URL\n"
+            "- behind a proxy or a mirror: tell pip of it; pip config --help says how\n"
             "- a Python that is too new for torch: make PYTHON=python3.12 demo"
         )
     return version

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import statistics
@@ -22,20 +21,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+import torch
+
+from stream_attention.benchmark.cells import SUITES, Cell, flops
+from stream_attention.benchmark.results import conditions
+
 SHORT = (1024, 8192)
-TOKENS, HIDDEN = 16384, 2048
+"""Lengths of the 24 cells of `--short`."""
 
 
-def cells(short: bool) -> list[tuple[str, int, bool, int, str]]:
-    """Name, head dim, causal, length and direction: the grid of the suites `forward` and `backward`, or 24 of it."""
-    return [
-        (f"d{dim} {'causal' if causal else 'full'} {length} {direction}", dim, causal, length, direction)
-        for direction in ("forward", "backward")
-        for dim in (64, 128, 256)
-        for causal in (False, True)
-        for length in (SHORT if short else LENGTHS)
-    ]
+def cells(short: bool) -> dict[str, Cell]:
+    """The cells of the suites `forward` and `backward`, or 24 of them."""
+    found = [cell for direction in ("forward", "backward") for cell in SUITES[direction]()]
+    return {f"{cell.name} {cell.direction}": cell for cell in found if not short or cell.case.Tq in SHORT}
 
 
 def main() -> int:
@@ -95,21 +93,15 @@ def in_a_process(folder: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def measure(short: bool, repeats: int) -> dict[str, Any]:
     """Microseconds of every cell with this process's Triton."""
-    import torch
-
-    from stream_attention.benchmark.results import conditions
-
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     found: dict[str, dict[str, float]] = {}
-    for name, dim, causal, length, direction in cells(short):
-        heads, batch = HIDDEN // dim, TOKENS // length
-        tensors = [
-            torch.randn(batch, length, heads, dim, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-            for _ in range(3)
-        ]
+    for name, cell in cells(short).items():
+        case = cell.case
+        shape = (case.B, case.Tq, case.Hq, case.D)
+        tensors = [torch.randn(shape, dtype=case.dtype, device=case.device, requires_grad=True) for _ in range(3)]
         grad = torch.randn_like(tensors[0])
-        call = check(tensors, grad, causal, direction)
+        call = check(tensors, grad, case.causal, cell.direction)
         for _ in range(3):
             call()
         times = []
@@ -122,18 +114,12 @@ def measure(short: bool, repeats: int) -> dict[str, Any]:
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) * 1e3)
-        operations = 4 * batch * heads * length * length * dim * (0.5 if causal else 1)
-        found[name] = {
-            "us": statistics.median(times),
-            "flop": operations * (2.5 if direction == "backward" else 1),
-        }
+        found[name] = {"us": statistics.median(times), "flop": flops(case, cell.direction)}
     return conditions("cuda") | {"cells": found}
 
 
 def check(tensors: list[Any], grad: Any, causal: bool, direction: str) -> Any:
     """The call that is timed, after its results agreed with SDPA's in fp32 on one batch entry and two heads."""
-    import torch
-
     from stream_attention import attention
 
     def ours() -> Any:
@@ -183,16 +169,14 @@ def combined(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespac
         "speed": {release: {name: us[first][name] / us[release][name] for name in names} for release in others},
         "geometric_mean": {
             release: {
-                direction: _mean([us[first][n] / us[release][n] for n in names if n.endswith(direction)])
+                direction: statistics.geometric_mean(
+                    us[first][name] / us[release][name] for name in names if name.endswith(direction)
+                )
                 for direction in ("forward", "backward")
             }
             for release in others
         },
     }
-
-
-def _mean(ratios: list[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, ratios)))
 
 
 def table(result: dict[str, Any]) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from benchmarks.releases import __main__ as releases
+
+from stream_attention.benchmark.cells import flops
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "benchmarks" / "results" / "h200" / "releases.json"
@@ -20,7 +23,7 @@ RESULT = json.loads(FILE.read_text(encoding="utf-8"))
 def one_round(triton: str, us: float) -> dict[str, Any]:
     return {
         "versions": {"triton": triton},
-        "cells": {name: {"us": us, "flop": 1e12} for name, *_ in releases.cells(short=True)},
+        "cells": {name: {"us": us, "flop": 1e12} for name in releases.cells(short=True)},
     }
 
 
@@ -56,8 +59,11 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch, causal: bo
 
 def test_the_results_are_of_the_whole_grid_and_of_one_machine() -> None:
     assert RESULT["baseline"] == "3.6.0" and RESULT["machine"]["name"] == "NVIDIA H200"
-    names = [name for name, *_ in releases.cells(short=False)]
-    assert all(list(its) == names for its in RESULT["us"].values())
+    cells = releases.cells(short=False)
+    assert len(cells) == 72 and all(its.keys() == cells.keys() for its in RESULT["us"].values())
+    for name, cell in cells.items():
+        us = statistics.median(RESULT["us"]["3.6.0"][name])
+        assert RESULT["tflops"]["3.6.0"][name] == pytest.approx(flops(cell.case, cell.direction) / us / 1e6)
     assert all(len(rounds) == 3 for its in RESULT["us"].values() for rounds in its.values())
 
 

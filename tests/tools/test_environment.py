@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -52,6 +53,8 @@ def chosen(asked: str = "", there: str = "", own: str = "", local: str = "", new
         ({"own": "2.12.1", "local": "2.13.0"}, "", "/site", "has already; nothing to download"),
         ({"own": "2.10.0"}, "torch==2.15.0", "", "the newest"),
         ({"there": "2.13.0+cpu"}, "", "", "installed already"),
+        ({"there": "2.10.0", "own": "2.12.1"}, "torch==2.15.0", "", "the newest"),
+        ({"asked": "2.12.1", "own": "2.12.1"}, "", "/site", "has already; nothing to download"),
         ({"asked": "2.13.0", "there": "2.13.0+cpu"}, "", "", "installed already"),
         ({"asked": "2.13.0", "local": "2.13.0+cpu"}, "torch==2.13.0+cpu", "", "a wheel that pip finds on this machine"),
         ({"asked": "2.11.0", "there": "2.13.0+cpu", "own": "2.15.0"}, "torch==2.11.0", "", "as asked"),
@@ -144,6 +147,25 @@ def test_pip_is_not_told_to_install_elsewhere(monkeypatch: pytest.MonkeyPatch) -
     assert environment._environment()["PIP_FIND_LINKS"] == "/wheels"
 
 
+@pytest.mark.parametrize("step", ["demo", "dev"])
+def test_the_demonstration_installs_what_it_needs_and_no_more(
+    step: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(environment, "pip", lambda python, *words: commands.append(words))
+    monkeypatch.setattr(environment, "make_venv", lambda folder: folder / "bin" / "python")
+    monkeypatch.setattr(environment, "chosen", lambda asked, python: chosen(local="2.13.0+cpu"))
+    monkeypatch.setattr(environment, "_runs", lambda python, code: code == "import torch")  # a CPU build: no Triton
+    options = {"step": step, "venv": tmp_path, "torch": "", "triton": "", "dry_run": False}
+    environment.build(argparse.Namespace(**options))
+    said, constraints = capsys.readouterr().out, str(ROOT / "constraints.txt")
+    asked = [word for words in commands for word in words[1:] if not word.startswith("-") and word != constraints]
+    first = ["torch==2.13.0+cpu", "setuptools", "wheel", "matplotlib"]
+    assert asked == first + ([str(ROOT)] if step == "demo" else ["triton==3.6.0", f"{ROOT}[dev]"])
+    assert said.startswith("torch: 2.13.0+cpu, a wheel that pip finds on this machine; about 0.2 GB")
+    assert ("--no-deps" in commands[-1]) == (step == "demo")
+
+
 # Versions
 
 
@@ -225,6 +247,7 @@ def test_strangers_ran_the_two_commands() -> None:
     for case, row in rows.items():
         assert [step["command"].split()[:2] for step in row["steps"]] == [["make", "demo"], ["make", "test"]], case
         assert all(step["exit"] == 0 and step["seconds"] > 0 for step in row["steps"]), case
+        assert row["steps"][1]["seconds"] < 12 * 60, "CI runs this step, and has 12 minutes"
         tests = row["steps"][1]["tests"]
         assert tests.keys() == {"parallel", "interpreted", "serial"}, case
         assert all(re.search(r"\d+ passed", line) and "failed" not in line for line in tests.values()), case
