@@ -118,9 +118,7 @@ def options(
     query: Tensor,
 ) -> None:
     """Check what is not a tensor of the maths."""
-    for name, flag in (("causal", causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool):
-            refuse(name, "a bool", _describe(flag), error=TypeError)
+    flags(causal=causal, return_lse=return_lse)
     if deterministic is not None and not isinstance(deterministic, bool):
         refuse("deterministic", "a bool, or None to follow torch", deterministic, error=TypeError)
     if window is not None:
@@ -148,6 +146,13 @@ def options(
             refuse("seed", "an int of 64 bits", seed)
 
 
+def flags(**given: Any) -> None:
+    """Check what is either True or False."""
+    for name, flag in given.items():
+        if not isinstance(flag, bool):
+            refuse(name, "a bool", _describe(flag), error=TypeError)
+
+
 def precision(
     precision: str | None,
     rotate: bool,
@@ -165,7 +170,7 @@ def precision(
     if precision not in (None, "fp8"):
         error = ValueError if isinstance(precision, str) else TypeError
         refuse("precision", '"fp8", or None for that of the tensors', _describe(precision), error=error)
-    _rotate(rotate)
+    flags(rotate=rotate)
     if precision is None:
         refuse("rotate", 'False without precision="fp8"', rotate, "Scores of rotated tensors are the same.")
     tensors = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sink": sink}
@@ -193,7 +198,7 @@ def fp8_keys(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | None
         refuse("value", f"the key's dtype {key.dtype}", value.dtype, error=TypeError)
     if value.shape != key.shape:
         refuse("value", f"the key's shape {list(key.shape)}", list(value.shape))
-    _rotate(rotate)
+    flags(rotate=rotate)
     if cu_seqlens is not None:
         _offsets("cu_seqlens", cu_seqlens, key)
     elif max_seqlen is not None:
@@ -249,11 +254,6 @@ def _fp8_tensors(tensors: dict[str, Tensor], where: str, otherwise: str) -> None
         refuse(wanted[0], f"a tensor without a gradient {where}", "one that wants it", hint)
     if torch._C._are_functorch_transforms_active():
         refuse("query" if "query" in tensors else "key", f"a plain call {where}", "one inside of torch.func")
-
-
-def _rotate(rotate: Any) -> None:
-    if not isinstance(rotate, bool):
-        refuse("rotate", "a bool", _describe(rotate), error=TypeError)
 
 
 def decoding(

@@ -92,6 +92,11 @@ def test_explicit_queries_keys_and_values_are_attended_only(kv_heads: int, q_len
     assert torch.equal(attend(*tensors, causal=False), attention(*tensors))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_fourth_argument_is_causal(causal: bool) -> None:
+    assert torch.equal(module()(*qkv(), causal), attention(*qkv(), causal=causal))
+
+
 def test_parameters_are_those_the_config_asks_for() -> None:
     linear = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight", "out_proj.bias"}
     assert set(module().state_dict()) == linear
@@ -544,6 +549,10 @@ X = hidden()
         ((qkv()[0][..., :2, :], *qkv()[1:]), {}, "query: expected [B, Tq, num_heads=4, head_dim=8]"),
         (qkv(kv_heads=3), {}, "key: expected heads that divide num_heads=4"),
         ((X,), {"causal": 1}, "causal: expected a bool; got 1 (int)"),
+        ((*qkv(), True), {"causal": True}, "causal: expected it once; got the fourth argument and a keyword"),
+        ((*qkv(), X), {}, "causal: expected a bool; got torch.float32 tensor of shape [2, 6, 32]"),
+        ((*qkv(), True, False), {}, "inputs: expected hidden states"),
+        ((X, True), {}, "inputs: expected hidden states"),
         ((X,), {"use_cache": "no"}, "use_cache: expected a bool; got 'no' (str)"),
         ((X,), {"output_attentions": 0}, "output_attentions: expected a bool; got 0 (int)"),
     ],

@@ -101,18 +101,18 @@ class FlashAttentionV3(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None = None,
         causal: bool = True,
+        attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Attend.
 
         Args:
             query: `[B, Tq, Hq, D]`.
             key, value: `[B, Tk, Hkv, D]` and `[B, Tk, Hkv, Dv]`; Hkv divides Hq.
+            causal: query i sees keys j <= i + Tk - Tq, as everywhere in this library, not as in SDPA.
             attention_mask: bool (True = attend), integers 0 and 1 (1 = attend) or floating (added to the scores);
                 `[B, Tk]`, `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`. Two dims are always
                 `[B, Tk]`: one mask `[Tq, Tk]` for the whole batch is `attention_mask[None]`.
-            causal: query i sees keys j <= i + Tk - Tq, as everywhere in this library, not as in SDPA.
 
         Returns:
             `[B, Tq, Hq, Dv]` in the query's dtype, under autocast in its dtype; 0 for a query that sees no key.
