@@ -7,9 +7,10 @@ values of a tensor on an accelerator: that would be a synchronisation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from inspect import Parameter, signature
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,77 @@ from .errors import refuse
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TAKES_CODES = "attention_fp8(query, kv) takes one, and explain_fp8 says by what."
+
+_ADDED = "added to the scores, -inf hides a key"
+_ATTENDS = "boolean, True = attend"
+FOREIGN = {
+    # what other libraries call an argument -> what it is called here, and what to know about it
+    "is_causal": {"causal": "aligned bottom-right"},
+    "attn_mask": {"mask": _ATTENDS, "bias": f"floating, {_ADDED}", "attention_mask": f"{_ATTENDS}; floating: {_ADDED}"},
+    "attn_bias": {"bias": _ADDED, "attention_mask": f"floating, {_ADDED}"},
+    "attention_mask": {"mask": f"{_ATTENDS}; padding [B, Tk] is padding[:, None, None]", "bias": f"floating, {_ADDED}"},
+    "mask": {"attention_mask": _ATTENDS},
+    "bias": {"attention_mask": f"floating, {_ADDED}"},
+    "softmax_scale": {"scale": "None is D ** -0.5"},
+    "sm_scale": {"scale": "None is D ** -0.5"},
+    "window_size": {"window": "a tuple (left, right), -1 = unbounded"},
+    "dropout": {"dropout_p": "a probability; 0.0 outside of training"},
+    "return_attn_probs": {"return_lse": "returns (out, lse); the weights are never held"},
+    "return_softmax_lse": {"return_lse": "returns (out, lse)"},
+}
+"""Keywords that a caller may know from elsewhere."""
+
+MOST_HEADS = 256
+"""A call with more heads than this, each with keys of its own, has its lengths where the heads belong."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def refuses_foreign(function: Function) -> Function:
+    """For a function with `*unexpected` or `**foreign`, which are there for `unexpected` to refuse in words: its
+    signature, as `help` and `inspect` show it, without the two."""
+    whole = signature(function)
+    shown = [p for p in whole.parameters.values() if p.name not in ("unexpected", "foreign")]
+    function.__signature__ = whole.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
+
+
+def unexpected(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Iterable[str]) -> NoReturn:
+    """Refuse positional arguments or keywords that a function does not have."""
+    name, own = function.__qualname__.removesuffix(".forward"), signature(function).parameters
+    if arguments:
+        taken = [p.name for p in own.values() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        others = ", ".join(p.name for p in own.values() if p.kind is Parameter.KEYWORD_ONLY and p.annotation != "None")
+        meant = f", as in causal={arguments[0]}" if isinstance(arguments[0], bool) else f": {others}"
+        raise TypeError(
+            f"{name}() takes {len(taken)} positional arguments, {', '.join(taken)}; got {len(taken) + len(arguments)}. "
+            f"The others are passed by name{meant}"
+        )
+    own_names = [name for name, p in own.items() if p.annotation != "None"]  # what may only be None is refused anyway
+    for keyword in keywords:
+        here = [f"`{ours}` here ({note})" for ours, note in FOREIGN.get(keyword, {}).items() if ours in own_names]
+        if here:
+            raise TypeError(f"{name}(): `{keyword}` is called {' or '.join(here)}")
+        if keyword == "enable_gqa":
+            raise TypeError(f"{name}(): leave `enable_gqa` out: Hq may be any multiple of Hkv here")
+    raise TypeError(f"{name}() got an unexpected keyword argument {next(iter(keywords))!r}")
+
+
+def looks_transposed(query: Tensor, key: Tensor, by_strides: bool = True) -> bool:
+    """Whether a dense call that was checked looks as if its tensors were `[B, H, T, D]`.
+
+    As many KV heads as query heads, and either more than `MOST_HEADS`, or 8 for each of several queries, of which there
+    are at least as many as keys. In the second case, `by_strides`, query and key also lie as `[B, T, H, D]` does after
+    `.transpose(1, 2)`: the stride of dim 1 is smaller than that of dim 2.
+    """
+    (q_len, heads), (k_len, kv_heads) = query.shape[1:3], key.shape[1:3]
+    if not type(q_len) is type(heads) is type(k_len) is int or heads != kv_heads:  # symbolic sizes are not asked
+        return False
+    if heads > MOST_HEADS:
+        return True
+    if q_len < 2 or heads < 8 * q_len or k_len > q_len:
+        return False
+    return not by_strides or all(t.shape[1] == 1 or t.stride(1) < t.stride(2) for t in (query, key))
 
 
 def attention_tensors(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stream_attention import (
+    FlashAttentionV3,
     StreamAttention,
     StreamAttentionConfig,
     StreamMultiheadAttention,
@@ -560,6 +561,21 @@ X = hidden()
 def test_bad_calls_are_refused(arguments: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         module()(*arguments, **options)
+
+
+@pytest.mark.parametrize("attend", [module(), module().attention, FlashAttentionV3()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [
+        ("is_causal", "(): `is_causal` is called `causal` here (aligned bottom-right)"),
+        ("attn_mask", "(): `attn_mask` is called `attention_mask` here (boolean, True = attend; floating: added"),
+        ("mask", "(): `mask` is called `attention_mask` here"),
+        ("softmax_scale", "() got an unexpected keyword argument 'softmax_scale'"),
+    ],
+)
+def test_keywords_of_others_are_refused_with_their_name_here(attend: nn.Module, keyword: str, words: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(type(attend).__name__ + words)):
+        attend(*qkv(), **{keyword: True})
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

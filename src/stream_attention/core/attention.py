@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import refuse
-from ..validate import DTYPES, flags
+from ..validate import DTYPES, flags, refuses_foreign, unexpected
 from ._measure import check_counts, median_ms, random_qkv, rates
 from .config import StreamAttentionConfig
 from .fused_online_attention import FusedOnlineAttention
@@ -92,6 +92,7 @@ class StreamAttention(nn.Module):
             refuse("enabled", "False with enable_distributed=False", enabled)
         self.attention.set_distributed(enabled, process_group)
 
+    @refuses_foreign
     def forward(
         self,
         *args: Any,
@@ -105,6 +106,7 @@ class StreamAttention(nn.Module):
         key: Tensor | None = None,
         value: Tensor | None = None,
         causal: bool | None = None,
+        **foreign: Any,
     ) -> Any:
         """Attend: one positional tensor is `hidden_states`, three are `query`, `key` and `value`; a fourth argument is
         `causal`.
@@ -112,8 +114,9 @@ class StreamAttention(nn.Module):
         Args:
             hidden_states: `[B, T, num_heads * head_dim]`.
             attention_mask: bool (True = attend), integers 0 and 1 (1 = attend) or floating (added to the scores);
-                `[B, Tk]`, `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`. Tk counts the cache too. Two
-                dims are always `[B, Tk]`: one mask `[Tq, Tk]` for the whole batch is `attention_mask[None]`.
+                `[B, Tk]`, `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`. Tk counts the cache too. One
+                mask `[Tq, Tk]` for the whole batch is `attention_mask[None]`. Where B = Tq > 1 two dims are refused,
+                since they could be either: padding is `attention_mask[:, None, None]`.
             position_ids: refused: there is no position embedding here to apply them to.
             past_key_value: keys and values `[B, T, Hkv, D]` that stand before those of this call.
             use_cache: also return the keys and values, those of `past_key_value` included.
@@ -131,6 +134,8 @@ class StreamAttention(nn.Module):
             ValueError, TypeError: a bad argument, before any work.
             UnsupportedProblem: tiles are forced and the Triton kernel cannot compute this; the message says why.
         """
+        if foreign:
+            unexpected(StreamAttention.forward, (), foreign)
         if len(args) == 4:
             if causal is not None:
                 refuse("causal", "it once", "the fourth argument and a keyword", error=TypeError)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+import warnings
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -19,11 +21,46 @@ _FAR = 1 << 40
 """A window side beyond every position, which the ops' integers still hold."""
 
 
+class Options(TypedDict, total=False):
+    """To a type checker: the keywords of `attention` and `varlen_attention`, but for those of one of them."""
+
+    causal: bool
+    window: tuple[int, int] | None
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    softcap: float
+    scale: float | None
+    dropout_p: float
+    seed: int | Tensor | None
+    deterministic: bool | None
+    precision: str | None
+    rotate: bool
+    backend: str
+
+
+class DenseOptions(Options, total=False):
+    mask: Tensor | None
+    bias: Tensor | None
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[DenseOptions]
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[DenseOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[DenseOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@validate.refuses_foreign
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
+    *unexpected: Any,
     causal: bool = False,
     window: tuple[int, int] | None = None,
     mask: Tensor | None = None,
@@ -39,14 +76,16 @@ def attention(
     precision: str | None = None,
     rotate: bool = False,
     backend: str = "auto",
-) -> Any:
+    **foreign: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention in one streaming pass over the keys, O(N) memory, differentiable in every float argument.
 
     The order of the maths: scale, softcap, + bias + ALiBi, causal and window and mask, softmax with the sink,
     dropout, times V. Everything composes. A row that sees no key gives 0, with zero gradients.
 
     Args:
-        query: `[B, Tq, Hq, D]`, fp16, bf16, fp32 or fp64; any strides with a contiguous last dim.
+        query: `[B, Tq, Hq, D]`, fp16, bf16, fp32 or fp64; any strides with a contiguous last dim. Tensors that look
+            like `[B, H, T, D]` are computed as they are, with a warning, once in a process.
         key: `[B, Tk, Hkv, D]`; query head h reads KV head h // (Hq / Hkv).
         value: `[B, Tk, Hkv, Dv]`.
         causal: query i sees keys j <= i + Tk - Tq (bottom-right).
@@ -83,6 +122,8 @@ def attention(
     >>> attention(query, key[:, :, :2], value[:, :, :2], causal=True, window=(63, 0)).shape
     torch.Size([2, 128, 8, 64])
     """
+    if unexpected or foreign:
+        validate.unexpected(attention, unexpected, foreign)
     facts = None
     if (
         not torch.compiler.is_compiling()
@@ -120,10 +161,30 @@ def attention(
         precision,
         rotate,
     )
+    if not _warned_of_layout and not torch.compiler.is_compiling() and validate.looks_transposed(query, key):
+        _warn_of_layout(query)
     out, lse = call(arguments) if precision is None else call_fp8(arguments, rotate)
     if facts is not None:
         recall.remember(facts, arguments, out, lse)
     return (out, lse) if return_lse else out
+
+
+_warned_of_layout = False
+"""Whether this process was told that tensors look transposed: once is enough, and every call would ask."""
+
+
+def _warn_of_layout(query: Tensor) -> None:
+    """Warn who called `attention` that the layout looks wrong. Our own callers have checked theirs."""
+    global _warned_of_layout
+    if sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] == "stream_attention":
+        return
+    _warned_of_layout = True
+    _, q_len, heads, _ = query.shape
+    warnings.warn(
+        f"attention: query {list(query.shape)} looks like [B, H, T, D]; expected [B, T, H, D]. It is computed as "
+        f"Tq={q_len}, Hq={heads}. Pass query, key and value as x.transpose(1, 2); a view is fine",
+        stacklevel=3,
+    )
 
 
 def prepare_attention(

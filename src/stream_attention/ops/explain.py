@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import validate
 from ..plan import Plan, plan
 from ..problem import Inputs, Problem, gradient_of
 from .attention import attention, prepare_attention
@@ -21,7 +22,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
 
     Takes the arguments of `attention`, or those of `varlen_attention` where `cu_seqlens` are among them. Computes
     nothing. If an input requires a gradient, the plan of the backward is printed too (where the LSE is returned, as
-    if a gradient came through it).
+    if a gradient came through it). A last line says where the tensors look like `[B, H, T, D]`: more than 256 heads, or
+    8 for each query, with as many KV heads and no more keys than queries.
 
     Returns:
         The `Plan` of the forward.
@@ -38,7 +40,10 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
     not       triton: ...
     """
     problems, backend = problems_of_call(query, key, value, **arguments)
-    return print_plans(problems, backend)
+    planned = print_plans(problems, backend)
+    if query.dim() == 4 and validate.looks_transposed(query, key, by_strides=False):
+        print(f"layout    looks transposed: {list(query.shape)} is read as [B, T, H, D]; pass x.transpose(1, 2)")
+    return planned
 
 
 def problems_of_call(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[list[Problem], str]:
@@ -49,6 +54,8 @@ def problems_of_call(query: Tensor, key: Tensor, value: Tensor, **arguments: Any
     try:
         bound = signature(op).bind(query, key, value, **arguments)
     except TypeError as error:
+        if unknown := arguments.keys() - signature(op).parameters.keys():
+            validate.unexpected(op, (), sorted(unknown))
         raise TypeError(f"{op.__name__}() {error}") from None
     bound.apply_defaults()
     if bound.arguments["seed"] is None:
