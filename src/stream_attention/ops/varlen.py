@@ -6,6 +6,7 @@ from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import validate
 from ..plan import requested
@@ -187,7 +188,8 @@ def prepare_varlen(
 
 def longest(name: str, cu_seqlens: Tensor, rows: int, told: int | None) -> int:
     """The longest sequence: as told, or read from the offsets. Offsets are checked whenever they are read."""
-    on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    has_values = not torch.compiler.is_compiling() and not isinstance(cu_seqlens, FakeTensor)
+    on_host = cu_seqlens.device.type == "cpu" and has_values
     if told is not None and not on_host:
         return min(told, rows)
     return validate.cu_seqlens_values(name, cu_seqlens.tolist(), rows, told)
