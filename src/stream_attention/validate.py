@@ -163,6 +163,29 @@ def varlen_tensors(
     _per_head(alibi_slopes, sink, query, cu_seqlens_q.shape[0] - 1, query.shape[1])
 
 
+def nested_tensors(query: Any, key: Any, value: Any, mask: Tensor | None, bias: Tensor | None) -> None:
+    """Check the tensors of a dense call whose query is a nested tensor, but not what is checked of their rows."""
+    for name, refused in (("mask", mask), ("bias", bias)):
+        if refused is not None:
+            refuse(name, "None beside nested tensors", "a value", "Pad them: x.to_padded_tensor(0.0).")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not getattr(tensor, "is_nested", False):
+            refuse(name, "a nested tensor as the query is", _describe(tensor), error=TypeError)
+        if tensor.layout is not torch.jagged:
+            hint = "torch.nested.nested_tensor(..., layout=torch.jagged) makes one."
+            refuse(name, "a nested tensor of layout torch.jagged", tensor.layout, hint, TypeError)
+        ragged = tensor._ragged_idx
+        if tensor.dim() != 4 or ragged != 1:
+            hint = "Pass x.transpose(1, 2)." if tensor.dim() == 4 and ragged == 2 else ""
+            refuse(name, "[B, j, H, D] with ragged j", f"{tensor.dim()} dims, of which dim {ragged} is ragged", hint)
+        if tensor.lengths() is not None:
+            refuse(name, "rows without gaps between the sequences", "gaps", "Call .contiguous() on it first.")
+    if key.shape[0] != query.shape[0] or value.shape[:2] != key.shape[:2]:
+        sizes = ", ".join(str(list(t.shape)) for t in (query, key, value))
+        hint = "nested_tensor_from_jagged(rows, key.offsets()) makes value of the key's lengths."
+        refuse("key and value", "the query's B, and the same lengths in both", sizes, hint)
+
+
 def cu_seqlens_values(name: str, offsets: list[int], rows: int, longest: int | None) -> int:
     """Check cumulative lengths that are known on the host; returns the longest sequence, or what was passed for it."""
     lengths = [late - early for early, late in pairwise(offsets)]
@@ -480,7 +503,8 @@ def _tensor(name: str, tensor: Any, query: Tensor) -> None:
         hint = TAKES_CODES if isinstance(tensor, Fp8KV) else ""
         refuse(name, "a torch.Tensor", type(tensor).__name__, hint, TypeError)
     if tensor.is_nested:
-        refuse(name, "a strided tensor", "a nested one", "Pack it and call varlen_attention.", TypeError)
+        hint = "Where the query is a jagged nested tensor, so are key and value. Else pack it: varlen_attention."
+        refuse(name, "a strided tensor", "a nested one", hint, TypeError)
     if hasattr(tensor, "device_mesh"):
         refuse(name, "a plain tensor", "a DTensor", "Pass its local shard, .to_local().", TypeError)
     if tensor.layout is not torch.strided:

@@ -786,7 +786,7 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"key": K.to("meta")}, ValueError, "key: expected the query's device cpu; got meta"),
     ({"mask": torch.ones(7, dtype=torch.bool, device="meta")}, ValueError, "mask: expected the query's device"),
     ({"query": Q.to_sparse()}, TypeError, "query: expected a strided tensor"),
-    ({"query": torch.nested.nested_tensor([Q[0], Q[0, :2]], layout=torch.jagged)}, TypeError, "varlen_attention"),
+    ({"key": torch.nested.nested_tensor([Q[0], Q[0, :2]], layout=torch.jagged)}, TypeError, "varlen_attention"),
     ({"query": Q.mT.contiguous().mT}, ValueError, r"query: expected a contiguous last dim.*\.contiguous\(\)"),
     ({"value": torch.zeros(2, 7, 2, 16)[..., ::2]}, ValueError, "value: expected a contiguous last dim"),
     ({"mask": torch.zeros(5, 7)}, TypeError, r"mask: expected dtype torch.bool \(True = attend\).*`bias`"),

@@ -700,13 +700,6 @@ def test_fake_tensors_run_forward_and_backward_and_compute_nothing(forwards: lis
 # Refusals
 
 
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_nested_tensors_are_refused_with_the_way_out(layout: torch.layout) -> None:
-    nested = torch.nested.nested_tensor([torch.randn(3, HQ, D), torch.randn(5, HQ, D)], layout=layout)
-    with pytest.raises(TypeError, match=r"query: expected a strided tensor; got a nested one.*varlen_attention"):
-        attention(nested, nested, nested)
-
-
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
 def test_dtensors_are_refused_with_the_way_out() -> None:
     from torch.distributed.device_mesh import DeviceMesh

@@ -330,7 +330,7 @@ class FusedOnlineAttention(nn.Module):
             return_lse=return_lse,
             backend=self.backend,
         )
-        if torch.compiler.is_compiling() or self.distributed:
+        if torch.compiler.is_compiling() or self.distributed or query.is_nested:
             return result, None
         out = result[0] if return_lse else result
         return result, _Facts(

@@ -86,7 +86,8 @@ def attention(
 
     Args:
         query: `[B, Tq, Hq, D]`, fp16, bf16, fp32 or fp64; any strides with a contiguous last dim. Tensors that look
-            like `[B, H, T, D]` are computed as they are, with a warning, once in a process.
+            like `[B, H, T, D]` are computed as they are, with a warning, once in a process. A jagged nested tensor
+            `[B, j, Hq, D]`, beside such keys and values, is a pack as of `varlen_attention`; so are the results.
         key: `[B, Tk, Hkv, D]`; query head h reads KV head h // (Hq / Hkv).
         value: `[B, Tk, Hkv, Dv]`.
         causal: query i sees keys j <= i + Tk - Tq (bottom-right).
@@ -142,6 +143,29 @@ def attention(
         repeat = recall.known(facts)
         if repeat is not None:
             return repeat(query, key, value, return_lse)
+    if getattr(query, "is_nested", False):
+        from .nested import nested_attention
+
+        return nested_attention(
+            query,
+            key,
+            value,
+            mask,
+            bias,
+            causal=causal,
+            window=window,
+            alibi_slopes=alibi_slopes,
+            sink=sink,
+            softcap=softcap,
+            scale=scale,
+            dropout_p=dropout_p,
+            seed=seed,
+            deterministic=deterministic,
+            return_lse=return_lse,
+            precision=precision,
+            rotate=rotate,
+            backend=backend,
+        )
     arguments = prepare_attention(
         query,
         key,

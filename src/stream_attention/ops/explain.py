@@ -14,6 +14,7 @@ from ..problem import Inputs, Problem, gradient_of
 from .attention import attention, prepare_attention
 from .fp8 import in_fp8
 from .library import problem_of
+from .nested import packed as packed_nested
 from .varlen import prepare_varlen, varlen_attention
 
 
@@ -49,6 +50,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
 def problems_of_call(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[list[Problem], str]:
     """What a call would have to compute: its forward and, where a gradient is wanted, its backward; and the backend
     it asks for. Reads no tensor's values, so meta tensors pose the problem of tensors that nobody allocates."""
+    if getattr(query, "is_nested", False):
+        tensors, packing = packed_nested(query, key, value, arguments.pop("mask", None), arguments.pop("bias", None))
+        return problems_of_call(*tensors, **(arguments | packing))
     packed = "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments
     op, prepare = (varlen_attention, prepare_varlen) if packed else (attention, prepare_attention)
     try:
