@@ -187,10 +187,9 @@ def test_what_gluon_computes_forward_alone_goes_back_by_triton(facts: dict[str, 
         ),
         ({"dtype": torch.float32}, "it multiplies float16 and bfloat16"),
         ({"q_start": 1 << 30}, "it counts positions in 32 bits, up to 2**30"),
-        ({"head_dim": 32, "value_dim": 32}, "from 40 to 256, or values of 72 to 128 beside 136 to 256, not (32, 32)"),
-        ({"head_dim": 100, "value_dim": 100}, "equal multiples of 8 from 40 to 256"),
-        ({"head_dim": 264, "value_dim": 264}, "equal multiples of 8 from 40 to 256"),
-        ({"value_dim": 64}, "equal multiples of 8 from 40 to 256"),
+        ({"head_dim": 32, "value_dim": 32}, "values of 65 to 128 beside 129 to 256, not (32, 32)"),
+        ({"head_dim": 264, "value_dim": 264}, "head dims from 33 to 256"),
+        ({"value_dim": 64}, "head dims from 33 to 256"),
         ({"mask": True}, "masks and biases are read by the Triton kernel"),
         ({"bias": torch.float32}, "masks and biases are read by the Triton kernel"),
         ({"q_stride": 2}, "it takes positions one after another"),
@@ -397,10 +396,70 @@ def test_each_feature_that_needs_the_blocked_pass_is_named(facts: dict[str, Any]
     assert len(config.because) == 1 and reason in config.because[0]
 
 
-@pytest.mark.parametrize("device", ["cuda", "mps"])
-def test_an_accelerator_runs_the_blocked_pass_and_hears_nothing_of_a_cpu(device: str) -> None:
-    config = eager_config(device=torch.device(device))
+def test_an_accelerator_runs_the_blocked_pass_and_hears_nothing_of_a_cpu() -> None:
+    config = eager_config(device=torch.device("mps"))
     assert config.path == "blocked" and not config.because and "CPU" not in str(config)
+
+
+@pytest.mark.parametrize(
+    ("facts", "path"),
+    [
+        ({}, "cuda_flash"),
+        ({"head_dim": 84, "value_dim": 84}, "cuda_flash"),
+        ({"right": 0}, "cuda_flash"),
+        ({"backward": True}, "cuda_flash"),
+        ({"head_dim": 320, "value_dim": 320}, "cuda_efficient"),
+        ({"value_dim": 64}, "cuda_efficient"),
+        ({"dtype": torch.float32}, "cuda_efficient"),
+        ({"dtype": torch.float16, "arch": 75}, "cuda_efficient"),
+    ],
+    ids=str,
+)
+def test_plain_torch_on_a_gpu_is_one_of_sdpas_kernels(facts: dict[str, Any], path: str) -> None:
+    config = plan(on_h200(**facts), "eager").config
+    assert config.path == path and "as SDPA runs it" in str(config)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"dtype": torch.float64}, "take no float64"),
+        ({"arch": 75, "dtype": torch.bfloat16}, "take bfloat16 from compute capability 8.0 on"),
+        ({"left": 3}, "let NaN through a window"),
+        ({"right": 0, "q_start": 1}, "align causal bottom-right"),
+        ({"right": 0, "q_len": 4097, "q_start": -1}, "give rows without a key another LSE"),
+        ({"scale": 0.0}, "want a positive scale"),
+        ({"mask": True}, "give masked rows NaN"),
+        ({"bias": torch.float32}, "give masked rows NaN"),
+        ({"alibi": True}, "have no ALiBi"),
+        ({"sink": True}, "have no sink"),
+        ({"softcap": 2.0}, "have no softcap"),
+        ({"dropout_p": 0.1}, "draw their own dropout mask"),
+        ({"partial": True}, "round partial outputs"),
+        ({"backward": True, "lse_grad": True}, "have no gradient through the LSE"),
+        ({"backward": True, "deterministic": True}, "add gradients in any order"),
+    ],
+    ids=str,
+)
+def test_what_sdpas_kernels_lack_is_blocked_and_named(facts: dict[str, Any], reason: str) -> None:
+    config = plan(on_h200(**facts), "eager").config
+    assert config.path == "blocked"
+    assert len(config.because) == 1 and reason in config.because[0]
+    assert "because torch's CUDA kernels" in str(config)
+
+
+@pytest.mark.parametrize("dims", [(84, 84), (7, 7), (255, 255), (84, 88), (100, 33)], ids=str)
+def test_head_dims_that_are_no_multiple_of_8_are_padded_for_our_kernels(dims: tuple[int, int]) -> None:
+    pytest.importorskip("triton")
+    planned = plan(on_h200(head_dim=dims[0], value_dim=dims[1], addressable=False))
+    assert planned.backend in ("gluon", "triton") and planned.padded_from == dims
+    assert (planned.problem.head_dim, planned.problem.value_dim) == tuple(-(-dim // 8) * 8 for dim in dims)
+    assert f"D={dims[0]} Dv={dims[1]}" in str(planned) and "head dims padded with zeros to" in str(planned)
+
+
+def test_padded_tensors_are_copies_that_tma_can_read(hopper_triton: None) -> None:
+    for dims, backend in (((84, 84), "gluon"), ((88, 88), "triton"), ((88, 84), "triton")):  # a dim of 88 is not copied
+        assert plan(on_h200(head_dim=dims[0], value_dim=dims[1], addressable=False)).backend == backend
 
 
 def test_packed_sequences_are_planned_one_by_one() -> None:

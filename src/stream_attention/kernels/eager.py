@@ -28,6 +28,7 @@ from torch import Tensor
 from ..problem import UNBOUNDED, Gradients, Inputs, Problem, Wanted
 from ..state import EMPTY, add_sink
 from ..tuning.eager import EagerConfig, configure
+from . import torch_cuda
 from .dropout import keep, line_words
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -40,6 +41,8 @@ def forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tens
         return _packed_forward(problem, inputs)
     if config.path == "blocked":
         return _blocked_forward(problem, inputs, config)
+    if config.path != "flash":
+        return torch_cuda.forward(problem, inputs, config.path)
     query, key, value = (t.transpose(1, 2) for t in inputs[:3])
     out, lse = _flash_forward(query, key, value, 0.0, problem.right == 0, scale=problem.scale)
     return out.transpose(1, 2), lse.contiguous()
@@ -62,6 +65,8 @@ def backward(
         delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(1, 2)  # [B, Hq, Tq]
         delta = delta if grad_lse is None else delta - grad_lse
         return _blocked_backward(problem, inputs, config, lse, delta, grad_out, wanted)
+    if config.path != "flash":
+        return torch_cuda.backward(problem, inputs, config.path, out, lse, grad_out)
     tensors = (t.transpose(1, 2) for t in (grad_out, *inputs[:3], out))
     grads = _flash_backward(*tensors, lse, 0.0, problem.right == 0, scale=problem.scale)
     return Gradients(*(grad.transpose(1, 2) for grad in grads))
