@@ -282,8 +282,8 @@ def test_a_tile_is_forced_on_the_kernel_of_fp8_too() -> None:
 
 RELEASES = [
     *((release, ()) for release in HOPPER_TRITON),
-    ("3.5", ("it is enabled for Triton 3.6, 3.8, 3.9; found 3.5",)),
-    ("4.0", ("it is enabled for Triton 3.6, 3.8, 3.9; found 4.0",)),
+    ("3.5", ("it is enabled for Triton 3.6, 3.7, 3.8, 3.9; found 3.5",)),
+    ("4.0", ("it is enabled for Triton 3.6, 3.7, 3.8, 3.9; found 4.0",)),
     (None, ("Triton is not installed",)),
 ]
 """Triton releases, each with what Gluon has against it."""

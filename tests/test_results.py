@@ -53,6 +53,7 @@ def test_every_provider_was_right_before_it_was_timed() -> None:
                 "decode",
                 "caches",
                 "small",
+                "head-dims",
             )
         ),
     )
@@ -66,6 +67,15 @@ def test_every_provider_was_right_before_it_was_timed() -> None:
 def test_triton_is_never_slower_than_sdpa_flash(direction: str) -> None:
     ratios = narrow(speedups("sdpa flash", direction))
     assert min(ratios.values()) >= 1.0, ratios
+
+
+def test_other_head_dims_are_at_least_as_fast_as_sdpa() -> None:
+    for cell in results("h200/head-dims")["cells"]:
+        times = {name: one["median_ms"] for name, one in cell["providers"].items()}
+        ours = cell["providers"]["stream"]["ran"]
+        assert ours.startswith("gluon" if cell["problem"]["D"] <= 256 else "eager: torch's memory-efficient kernel")
+        assert times["sdpa"] / times["stream"] >= (1.3 if cell["problem"]["D"] <= 256 else 0.98), cell["name"]
+        assert cell["direction"] == "backward" or times["blocked"] / times["stream"] >= 5, cell["name"]
 
 
 TIMED_AGAIN = {"d64 causal 512"}
@@ -180,6 +190,7 @@ def test_a_training_step_at_64k_tokens_is_within_its_memory_bar(of: str, most: f
         ("hf", 11),
         ("caches", 12),
         ("memory", 18),
+        ("torch_cuda", 29),
         ("learn", 18),
     ],
 )

@@ -55,7 +55,7 @@ def _import(module: str) -> ModuleType:
 HAS_TRITON = find_spec("triton") is not None
 """Looked up once: torch.compile of torch 2.11 cannot trace the search."""
 
-HOPPER_TRITON = ("3.6", "3.8", "3.9")
+HOPPER_TRITON = ("3.6", "3.7", "3.8", "3.9")
 """The Triton releases with which the Gluon kernels ran on a GPU. Gluon is experimental: others may differ."""
 
 
