@@ -165,6 +165,19 @@ def test_ranks_with_other_queries_are_told_at_once(pool: Any) -> None:
         assert words in reply.error and f"[2, {1 + (rank == 1)}, 4, 5] on rank {rank}" in reply.error
 
 
+def with_options_on_rank_1(rank: int, groups: Any, name: str) -> Tensor:
+    mine = parts_of([3, 3, 3, 3])[0][rank]
+    other: dict[str, Any] = {"sink": normal(4), "causal": False, "softcap": 3.0, "scale": 0.5}
+    return tree_decode_attention(normal(2, 1, 4, 8), mine, **({name: other[name]} if rank == 1 else {}))
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("name", ["sink", "causal", "softcap", "scale"])
+def test_ranks_with_other_options_are_told_at_once(pool: Any, name: str) -> None:
+    for reply in pool.run(with_options_on_rank_1, name=name):
+        assert f"ValueError: {name}: expected the same on all 4 ranks" in reply.error
+
+
 # Refusals
 
 

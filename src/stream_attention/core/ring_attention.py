@@ -181,6 +181,7 @@ class RingAttention(nn.Module):
 
     def _request(self, query: Any, key: Any, value: Any, mask: Any, bias: Any, causal: bool, seed: Any) -> Request:
         request = prepare(
+            "ring_attention",
             query,
             key,
             value,
