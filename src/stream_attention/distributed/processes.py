@@ -60,18 +60,16 @@ def initialize(backend: str | None = None, *, timeout_s: float = TIMEOUT_S) -> N
     _check_build()
     if dist.is_initialized():
         refuse("initialize", "one call, before any other", "a process group that is there already")
-    missing = [name for name in _VARIABLES if name not in os.environ]
+    missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing:
         refuse("environment", f"{', '.join(_VARIABLES)}", f"no {', '.join(missing)}", _LAUNCH)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        if not os.environ[name].isdecimal():
-            refuse(name, "a number in the environment", repr(os.environ[name]), _LAUNCH)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = launched("RANK", 0), launched("WORLD_SIZE", 1)
     if not rank < size:
         refuse("RANK", f"below WORLD_SIZE={size}", rank, _LAUNCH)
+    launched("MASTER_PORT", 0, 65535)
     _seconds(timeout_s)
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    local_rank = launched("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else rank
+    local_size = launched("LOCAL_WORLD_SIZE", 1) if "LOCAL_WORLD_SIZE" in os.environ else size
     gpus = torch.cuda.device_count()
     if backend is None:
         backend = "nccl" if gpus >= local_size and dist.is_nccl_available() else "gloo"
@@ -80,12 +78,26 @@ def initialize(backend: str | None = None, *, timeout_s: float = TIMEOUT_S) -> N
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout_s:g} s"
         raise CommunicationError(
-            f"initialize: the {size} processes did not meet at {address} within {timeout_s:g} s: {error}. All of them "
-            "must be running, with this MASTER_ADDR and MASTER_PORT, and able to reach that host."
+            f"initialize: the {size} processes did not meet at {where}: {_first_line(error)}. All of them must be "
+            "running, with this MASTER_ADDR and MASTER_PORT, and able to reach that host."
         ) from error
     _told[dist.group.WORLD] = timeout_s
+
+
+def launched(name: str, least: int, most: int | None = None) -> int:
+    """A variable that torchrun sets, as the number from `least` to `most` that it has to be."""
+    text = os.environ.get(name, "")
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        expected = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
+        refuse(name, f"{expected} in the environment", repr(text), _LAUNCH)
+    return int(text)
+
+
+def _first_line(error: Exception) -> str:
+    """Without the stack of C++ frames that torch writes below it."""
+    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def _check_build() -> None:
@@ -102,8 +114,8 @@ def transport_of(group: Group = None) -> Transport:
     if isinstance(group, Transport):
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
-        size = os.environ.get("WORLD_SIZE", "1")
-        if size != "1":
+        size = launched("WORLD_SIZE", 1) if "WORLD_SIZE" in os.environ else 1
+        if size > 1:
             hint = "Call stream_attention.distributed.initialize() first."
             refuse("group", f"a process group of the {size} processes (WORLD_SIZE={size})", "none initialised", hint)
         return VirtualRanks(1)
@@ -280,7 +292,7 @@ class _Run:
         limit = "the timeout of the group" if self.nccl else f"{self.transport.timeout_s:g} s"
         raise CommunicationError(
             f"{type(communication).__name__} {number} of rank {self.rank} with rank {names} failed within "
-            f"{limit}: {error}. Either one of these ranks has died or raised: look at its "
+            f"{limit}: {_first_line(error)}. Either one of these ranks has died or raised: look at its "
             f"output first. Or it makes other calls (this rank is in {self.name}): every rank of the group must make "
             "the same ones in the same order. "
             "This group cannot be used any more; start the job again (torchrun --max-restarts does so by itself)."
