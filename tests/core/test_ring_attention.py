@@ -165,11 +165,6 @@ def test_a_cache_is_stored_and_copied_with_its_positions() -> None:
     [
         ({"enable_ring_attention": False}, "enable_ring_attention: expected True for RingAttention; got False"),
         ({"enable_flash_attention": False}, "enable_flash_attention: expected True for RingAttention"),
-        (
-            {"ring_attention_block_size": 64},
-            "ring_attention_block_size: expected 2048, its default: .*; got 64. Shards",
-        ),
-        ({"ring_attention_overlap_size": 0}, "ring_attention_overlap_size: expected 256, its default"),
         ({"enable_distributed": False}, "process_group: expected None with enable_distributed=False; got VirtualRanks"),
     ],
     ids=str,

@@ -25,9 +25,6 @@ from ._masks import split_mask
 from ._ranks import check_heads, check_length, checked_config
 from .config import StreamAttentionConfig
 
-PLANNED = {"ring_attention_block_size": 2048, "ring_attention_overlap_size": 256}
-"""Fields that have nothing to decide: shards travel whole, and are on their way while the ones before are computed."""
-
 
 class RingCache(tuple[Tensor, Tensor]):
     """`(key, value)` of one rank, and which calls they came from: the position of a row depends on all ranks' calls."""
@@ -48,7 +45,7 @@ class RingAttention(nn.Module):
 
     Read of the config: `num_heads`, `head_dim`, the tiles, `dropout`, `gradient_checkpointing`, `max_sequence_length`
     (of all ranks' keys together), `enable_ring_attention`, and `enable_distributed`: False computes on this process
-    alone. `ring_attention_block_size` and `ring_attention_overlap_size` are refused unless they are at their defaults.
+    alone. There is no size of blocks: shards travel whole, while the ones before are computed.
 
     Args:
         config: copied.
@@ -74,10 +71,6 @@ class RingAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.config = checked_config(config, "RingAttention", "enable_ring_attention")
-        for name, planned in PLANNED.items():
-            if getattr(config, name) != planned:
-                hint = "Shards travel whole, and while the one before is computed."
-                refuse(name, f"{planned}, its default: there is nothing to set", getattr(config, name), hint)
         check_layout(layout)
         if rotate not in get_args(Rotation):
             refuse("rotate", " or ".join(map(repr, get_args(Rotation))), repr(rotate))
