@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -126,7 +127,8 @@ class RingAttention(nn.Module):
         `tree_decode_attention` sends less.
 
         Args:
-            past_key_values: what an earlier call returned; or `(key, value)`, shards in the order of ranks.
+            past_key_values: what an earlier call returned; or `(key, value)`, shards in the order of ranks, such as
+                each rank's part after `KVCompressor.compress`.
             use_cache: False returns None in place of the cache.
 
         Returns:
@@ -142,6 +144,9 @@ class RingAttention(nn.Module):
             check_heads(self.config, q, k)
             if q.shape[1] != k.shape[1]:
                 refuse("key", f"as many new rows as the query's {q.shape[1]}", k.shape[1])
+        for past, *fresh in zip(pasts, *columns[1:], strict=True):
+            if past is not None:
+                _check_past(past, fresh)
         keys, values = (
             [new if past is None else torch.cat((past[i], new), dim=1) for past, new in zip(pasts, column, strict=True)]
             for i, column in enumerate(columns[1:])
@@ -217,6 +222,20 @@ class RingAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.config.num_heads}, head_dim={self.config.head_dim}, layout={self.layout!r}"
+
+
+def _check_past(past: Any, new: Sequence[Tensor]) -> None:
+    """Refuse a rank's cache that is no pair of tensors like its new keys and values."""
+    if not isinstance(past, (list, tuple)) or len(past) != 2 or not all(isinstance(one, Tensor) for one in past):
+        sides = past if isinstance(past, (list, tuple)) else [past]
+        hint = "Of codes pass compressor.decompress(keys, values), or decode from a QuantizedKV: tree_decode_attention."
+        found = ", ".join(type(one).__name__ for one in sides)
+        refuse("past_key_values", "a pair of tensors [B, T, Hkv, D] for each rank", found, hint, error=TypeError)
+    for old, fresh in zip(past, new, strict=True):
+        batch, _, *rest = fresh.shape
+        if old.dim() != 4 or (old.shape[0], *old.shape[2:]) != (batch, *rest):
+            expected = f"[{batch}, T, {', '.join(map(str, rest))}], as of the new rows"
+            refuse("past_key_values", expected, list(old.shape))
 
 
 def _runs_of_calls(calls: tuple[tuple[int, ...], ...]) -> tuple[tuple[Run, ...], ...]:
