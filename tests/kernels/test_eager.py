@@ -167,6 +167,24 @@ def test_poison_is_hidden_wherever_tiles_end(tile: int, softcap: float) -> None:
     torch.testing.assert_close(poisoned_grads[:3], clean_grads[:3])
 
 
+@pytest.mark.parametrize("tile", [2, 5, 64])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (3, 2)}, {"mask": (2, 1, 9, 9)}], ids=str)
+def test_a_nan_in_a_bias_reaches_what_its_row_sees_as_in_the_reference(options: dict[str, Any], tile: int) -> None:
+    case = Case(B=2, Tq=9, Tk=9, Hq=4, Hkv=2, D=8, Dv=8, dtype=F64, bias=(2, 1, 9, 9), sink=True, **options)
+    query, key, value, named = make(case)
+    named["bias"][1, 0, 4, 3:6] = named["bias"][0, 0, 6] = NAN
+    named.pop("deterministic")
+    tensors = [t.requires_grad_() for t in (query, key, value, named["bias"])]
+    outputs = reference.attention(query, key, value, **named)
+    inputs, its = random_inputs(case)
+    inputs = inputs._replace(bias=named["bias"].detach())
+    grads = output_gradients(inputs)
+    expected = (*outputs, *torch.autograd.grad(outputs, tensors, grads))
+    found, found_grads = both_ways(stated(inputs, **its), inputs, EagerConfig("blocked", 1, tile, tile), grads)
+    torch.testing.assert_close((*found, *found_grads[:4]), expected, equal_nan=True)
+    assert all(x.isnan().any() and x.isfinite().any() for x in expected)
+
+
 # Shards: positions are explicit, so any shard of a call means what it means in the whole
 
 

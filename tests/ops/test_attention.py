@@ -637,6 +637,54 @@ def test_nan_that_a_query_sees_is_not_swallowed(backend: str) -> None:
     assert out[0, 3:].isnan().all() and out[1].isfinite().all()
 
 
+def test_a_nan_in_a_bias_hides_nothing(backend: str) -> None:
+    """Only -inf hides. A NaN is a score like any other, and the row that sees it has no answer."""
+    query, key, value = leaves(*qkv())
+    for bias in leaves(torch.full((6, 8), NAN), torch.full((1, 1, 1, 1), NAN), torch.full((8,), NAN)):
+        out, lse = attention(query, key, value, bias=bias, return_lse=True, backend=backend)
+        assert out.isnan().all() and lse.isnan().all()
+        grads = torch.autograd.grad(out, (query, key, value, bias), normal(*out.shape))
+        assert all(grad.isnan().all() for grad in grads)
+    one = torch.zeros(2, 1, 6, 8)
+    one[1, 0, 3, 2], one[0, 0, 1, 4], one[0, 0, 1, 5] = NAN, NAN, -INF
+    rows = torch.zeros(2, 6, dtype=torch.bool)
+    rows[1, 3] = rows[0, 1] = True
+    out, lse = attention(query, key, value, bias=one, return_lse=True, backend=backend)
+    assert torch.equal(out.isnan(), rows[:, :, None, None].expand_as(out))
+    assert torch.equal(lse.isnan(), rows[:, None].expand_as(lse))
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "mask", "padding"])
+def test_a_nan_in_a_bias_where_a_key_is_hidden_reaches_nothing(backend: str, name: str) -> None:
+    ahead = torch.arange(2, 8)[:, None] - torch.arange(8)  # six queries, eight keys
+    mask, padding = normal(6, 8) > 0, torch.arange(8) < torch.tensor([[5], [8]])
+    hides: dict[str, tuple[dict[str, Any], Tensor]] = {
+        "causal": ({"causal": True}, ahead < 0),
+        "window": ({"window": (2, 1)}, (ahead > 2) | (ahead < -1)),
+        "mask": ({"mask": mask}, ~mask),
+        "padding": ({"mask": padding[:, None, None]}, ~padding[:, None, None]),
+    }
+    options, hidden = hides[name]
+    clean = normal(2, 4, 6, 8)
+    results = []
+    for bias in leaves(clean, clean.masked_fill(hidden, NAN)):
+        query, key, value = leaves(*qkv())
+        out, lse = attention(query, key, value, **options, bias=bias, return_lse=True, backend=backend)
+        torch.autograd.backward((out, lse), (normal(*out.shape, seed=8), normal(*lse.shape, seed=9)))
+        results.append((out, lse, query.grad, key.grad, value.grad, bias.grad))
+    for plain, poisoned in zip(*results, strict=True):
+        assert torch.equal(plain, poisoned)
+    assert not results[0][-1][hidden.expand(2, 4, 6, 8)].any()
+
+
+def test_a_nan_in_a_mapped_bias_stays_in_its_call(backend: str) -> None:
+    query, key, value = qkv()
+    biases = torch.zeros(3, 6, 8)
+    biases[1] = NAN
+    out = torch.vmap(lambda bias: attention(query, key, value, bias=bias, backend=backend))(biases)
+    assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
+
+
 # Dropout
 
 

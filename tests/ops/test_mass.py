@@ -87,6 +87,20 @@ def test_a_row_counts_what_its_weight_says_and_one_of_weight_0_may_hold_anything
     torch.testing.assert_close(by_head.sum(-1), per_head.sum(-1).view(2, 2, 2).sum(2))
 
 
+def test_a_nan_in_a_bias_reaches_the_keys_that_its_row_sees_and_no_other() -> None:
+    query, key, bias = drawn(2, 6, 4, 8), drawn(2, 6, 2, 8, seed=1), drawn(2, 1, 6, 6, seed=2)
+    bias[0, 0, 1, 4] = NAN  # hidden
+    bias[1, 0, 3, 1] = NAN
+    without = torch.ones(2, 4, 6)
+    without[1, :, 3] = 0.0
+    rest = attention_mass(query, key, causal=True, bias=bias, row_weights=without)
+    exact = reference.attention_mass(query, key, causal=True, bias=bias.nan_to_num(), row_weights=without)
+    torch.testing.assert_close(rest.double(), exact, atol=1e-6, rtol=1e-5)
+    rest[1, :, :4] = NAN
+    mass = attention_mass(query, key, causal=True, bias=bias)
+    torch.testing.assert_close(mass, rest, equal_nan=True)
+
+
 def test_query_heads_that_share_a_key_are_summed_or_not() -> None:
     query, key = drawn(2, 5, 6, 8), drawn(2, 9, 2, 8, seed=1)
     each = attention_mass(query, key, causal=True, per_query_head=True)

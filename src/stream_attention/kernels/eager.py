@@ -13,7 +13,8 @@ K, V, Q and dO that a tile hides altogether are zeroed before a product, as 0 * 
 
 The passes over a tile are chosen for what torch vectorises on a CPU (AMD EPYC, AVX-512, one core, a tile of 2 MiB,
 2026-11-15): exp2 takes 0.2 ms whatever it is given, exp 0.4 ms and up to 15 ms where results are 0 or denormal;
-a minimum takes 0.05 ms, masked_fill 1.3 ms; amax of bytes 0.005 ms, any and all 0.1 ms.
+a minimum takes 0.05 ms, masked_fill 1.3 ms; amax of bytes 0.005 ms, any and all 0.1 ms; a comparison of order takes
+two thirds of one of equality.
 """
 
 from __future__ import annotations
@@ -222,13 +223,13 @@ def _blocked_backward(
         for rows in tiles.row_blocks():
             q, g = tiles.rows_of(tiles.q, rows), tiles.rows_of(folded_grad, rows)
             row_lse = tiles.fold_rows(lse, rows).clamp_min(torch.finfo(lse.dtype).min)
-            row_delta = tiles.fold_rows(delta, rows)
+            row_delta = tiles.fold_rows(delta, rows).masked_fill(row_lse.isnan(), 0.0)  # weights there are NaN or 0
             dq_sum = torch.zeros_like(q)
             for cols in tiles.col_blocks(rows):
                 tile = tiles.score(q, rows, cols, with_slope=True)
                 k, v = (tiles.clean_keys(x[:, cols], tile) for x in (tiles.k, tiles.v))
                 seeing_q, seeing_g = tiles.clean_queries(q, tile), tiles.clean_queries(g, tile)
-                weight = _exp_(tile.scores.sub_(row_lse))
+                weight = tiles.weights(tile, row_lse)
                 d_weight = torch.bmm(seeing_g, v.transpose(1, 2))
                 kept = weight
                 if problem.dropout_p:
@@ -267,8 +268,8 @@ def key_mass(
 ) -> Tensor:
     """sum_i w_i exp(s_ij - lse_i) of each key j, over all rows i that share it: `[B, Hkv, Tk]`, or `[B, Hq, Tk]`.
 
-    `row_weights` are like lse, `[B, Hq, Tq]`; a row of weight 0 is not looked at, whatever it holds. Of the value only
-    its place in `inputs` is used.
+    `row_weights` are like lse, `[B, Hq, Tq]`; a row of weight 0 is not looked at, whatever it or its bias holds. Of the
+    value only its place in `inputs` is used.
     """
     heads = problem.q_heads if per_query_head else problem.kv_heads
     mass = lse.new_zeros(problem.batch, heads, problem.k_len)
@@ -281,9 +282,11 @@ def key_mass(
                 counted = tiles.fold_rows(row_weights, rows)
                 q, row_lse = q.masked_fill(counted == 0, 0.0), row_lse.masked_fill(counted == 0, torch.inf)
             for cols in tiles.col_blocks(rows):
-                weight = _exp_(tiles.score(q, rows, cols).scores.sub_(row_lse))
+                weight = tiles.weights(tiles.score(q, rows, cols), row_lse)
                 if counted is not None:
                     weight.mul_(counted)
+                    if problem.bias is not None:  # which may be NaN in a row of weight 0, and 0 * NaN is NaN
+                        weight.masked_fill_(counted == 0, 0.0)
                 by_head = weight.view(q.shape[0] // problem.kv_heads, heads, -1, weight.shape[-1])
                 mass[tiles.batch, :, cols] += by_head.sum(2)
     return mass
@@ -311,6 +314,7 @@ def _in_dtype_of(inputs: Inputs, grads: Gradients) -> Gradients:
 
 class _Tile(NamedTuple):
     scores: Tensor  # [B*Hkv, group*m, n], -inf where hidden
+    visible: Tensor | None  # bool, broadcastable to [B, Hq, m, n]; None: everything is
     unseen_keys: Tensor | None  # bool [B, Hkv, n], dims may be 1: keys no query of the tile sees; None: there is none
     blind_queries: Tensor | None  # bool [B, Hq, m], likewise: queries that see no key of the tile
     softcap_slope: Tensor | None  # derivative of the cap, like scores
@@ -379,7 +383,7 @@ class _Tiles:
         """The scores of a tile: q arrives scaled; then softcap, bias, ALiBi, and -inf where hidden."""
         p = self.problem
         visible = self._visible(rows, cols)
-        tile = _Tile(q, *self._out_of_sight(visible), None)
+        tile = _Tile(q, visible, *self._out_of_sight(visible), None)
         keys = self.clean_keys(self.k[:, cols], tile)
         folded = torch.bmm(self.clean_queries(q, tile), keys.transpose(1, 2))
         scores, slope = self.unfold(folded), None
@@ -407,6 +411,13 @@ class _Tiles:
             if not torch.isnan(scores.amax()):  # a minimum lets NaN through
                 return
         scores.masked_fill_(~visible, EMPTY)
+
+    def weights(self, tile: _Tile, row_lse: Tensor) -> Tensor:
+        """exp(score - LSE), in place of the scores; 0 where hidden, also in a row whose LSE is NaN."""
+        weight = _exp_(tile.scores.sub_(row_lse))
+        if tile.visible is not None and self._some_on_host(row_lse.isnan()):
+            self.unfold(weight).masked_fill_(~tile.visible, 0.0)
+        return weight
 
     def distance(self, rows: slice, cols: slice) -> Tensor:
         """How far apart a query and a key stand, `[m, n]`."""
@@ -439,7 +450,8 @@ class _Tiles:
         if self.inputs.mask is not None:
             seen.append(self.tile_of(self.inputs.mask, rows, cols))
         if self.inputs.bias is not None:
-            seen.append(self.tile_of(self.inputs.bias, rows, cols) > EMPTY)
+            bias = self.tile_of(self.inputs.bias, rows, cols)
+            seen.append(~(bias < torch.finfo(bias.dtype).min))  # -inf alone hides; NaN does not
         visible = None
         for one in seen:
             visible = one if visible is None else visible & one
