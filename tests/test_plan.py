@@ -387,7 +387,6 @@ def test_torchs_flash_op_computes_what_it_can(facts: dict[str, Any]) -> None:
         ({"softcap": 2.0}, "has no softcap"),
         ({"dropout_p": 0.1}, "draws its own dropout mask"),
         ({"partial": True, "dtype": torch.bfloat16}, "rounds partial outputs"),
-        ({"backward": True, "lse_grad": True}, "has no gradient through the LSE"),
     ],
     ids=str,
 )
@@ -395,6 +394,14 @@ def test_each_feature_that_needs_the_blocked_pass_is_named(facts: dict[str, Any]
     config = eager_config(**facts)
     assert config.path == "blocked"
     assert len(config.because) == 1 and reason in config.because[0]
+
+
+def test_a_gradient_of_the_lse_keeps_the_flash_op_and_has_tiles_for_what_it_cannot_take() -> None:
+    config = eager_config(backward=True, lse_grad=True)
+    assert config.path == "flash" and not config.because
+    assert config[1:4] == eager_config(backward=True, alibi=True)[1:4]
+    assert str(config).startswith("torch's CPU flash op; a gradient of the LSE that it cannot take: blocked pass")
+    assert str(eager_config(backward=True)) == "torch's CPU flash op"
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])

@@ -21,7 +21,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stream_attention import attention, explain, force_backend, merge_states
+from stream_attention import attention, explain, force_backend, merge_states, varlen_attention
 from stream_attention.kernels import reference
 from stream_attention.plan import plan
 from stream_attention.testing import Case, Report, check_case, make, random_case, why_not
@@ -336,6 +336,63 @@ def test_a_gradient_through_the_lse_alone(backend: str) -> None:
     expected = torch.autograd.grad(reference.attention(query, key, value)[1].sum(), (query, key), retain_graph=True)
     torch.testing.assert_close(found[:2], expected)
     assert not found[2].any()
+
+
+def _lse_gradients(lse: Tensor) -> dict[str, Tensor]:
+    """Gradients of an LSE by name, "none" excepted."""
+    some = normal(*lse.shape, seed=5, dtype=lse.dtype)
+    return {"zero": torch.zeros_like(lse), "some": some, "partly zero": some.relu(), "huge": 1e6 * some}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("dout", ["dense", "zero rows", "zero"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"Hkv": 1}, {"Tq": 40}, {"softcap": 2.0}, {"D": 1, "Dv": 1}, {"lengths": (3, 0, 40, 24)}],
+    ids=str,
+)
+def test_a_gradient_of_the_lse_leaves_the_bits_of_dv_alone(
+    dtype: torch.dtype, dout: str, options: dict[str, Any]
+) -> None:
+    """dV does not depend on it, and one of 0 changes nothing at all."""
+    lengths = options.get("lengths")
+    packed: dict[str, Any] = {"lengths_q": lengths, "lengths_k": lengths, "tail": 3} if lengths else {}
+    sizes = {"Tq": 67, "Tk": 67, "Hq": 4, "Hkv": 2} | {n: x for n, x in options.items() if n != "lengths"} | packed
+    case = Case(B=2, **({"D": 16, "Dv": 16, "dtype": dtype} | sizes))
+    query, key, value, named = make(case)
+    tensors = leaves(query, key, value)
+    op = varlen_attention if lengths else attention
+    out, lse = op(*tensors, **named, return_lse=True, backend="eager")
+    grad_out = normal(*out.shape, seed=4, dtype=dtype)
+    grad_out = grad_out * {"dense": 1.0, "zero": 0.0}.get(dout, 1.0)
+    if dout == "zero rows":
+        grad_out[..., ::3, :, :] = 0.0
+    plain = torch.autograd.grad(out, tensors, grad_out, retain_graph=True)
+    assert plain[2].any() == (dout != "zero")
+    for name, grad_lse in _lse_gradients(lse).items():
+        grads = torch.autograd.grad((out, lse), tensors, (grad_out, grad_lse), retain_graph=True)
+        assert torch.equal(grads[2], plain[2]), f"dV, a gradient of the LSE that is {name}"
+        for which in (0, 1):
+            assert torch.equal(grads[which], plain[which]) == (name == "zero"), f"{'QK'[which]}, {name}"
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-6])
+def test_a_gradient_of_the_lse_is_exact_beside_a_small_one_of_the_output(dtype: torch.dtype, size: float) -> None:
+    query, key, value = leaves(*qkv(Tq=40, Tk=40, dtype=dtype))
+    out, lse = attention(query, key, value, causal=True, return_lse=True, backend="eager")
+    grads = normal(*out.shape, seed=4, dtype=dtype) * size, normal(*lse.shape, seed=5, dtype=lse.dtype)
+    found = torch.autograd.grad((out, lse), (query, key), grads)
+
+    def dense(work: torch.dtype) -> tuple[Tensor, ...]:
+        tensors = leaves(*(t.to(work) for t in (query, key, value)))
+        outputs = reference.attention(*tensors, causal=True, compute_dtype=work)
+        arriving = [grad.to(x.dtype) for grad, x in zip(grads, outputs, strict=True)]
+        return torch.autograd.grad(outputs, tensors[:2], arriving)
+
+    for ours, truth, plain in zip(found, dense(F64), dense(dtype), strict=True):
+        allowed = 3 * (plain - truth).abs().max() + torch.finfo(dtype).eps * truth.abs().max()
+        assert (ours - truth).abs().max() <= allowed
 
 
 def test_an_expanded_gradient_is_taken(backend: str) -> None:

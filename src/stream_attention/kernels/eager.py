@@ -31,8 +31,8 @@ from ..state import EMPTY, add_sink
 from ..tuning.eager import EagerConfig, configure
 from .dropout import keep, line_words
 
-_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_flash_forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tens
     if config.path == "blocked":
         return _blocked_forward(problem, inputs, config)
     query, key, value = (t.transpose(1, 2) for t in inputs[:3])
-    out, lse = _flash_forward(query, key, value, 0.0, problem.right == 0, scale=problem.scale)
+    out, lse = _flash_forward_op(query, key, value, 0.0, problem.right == 0, scale=problem.scale)
     return out.transpose(1, 2), lse.contiguous()
 
 
@@ -60,12 +60,40 @@ def backward(
     if problem.packed:
         return _packed_backward(problem, inputs, out, lse, grad_out, grad_lse, wanted)
     if config.path == "blocked":
-        delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(1, 2)  # [B, Hq, Tq]
-        delta = delta if grad_lse is None else delta - grad_lse
-        return _blocked_backward(problem, inputs, config, lse, delta, grad_out, wanted)
+        return _blocked_backward(problem, inputs, config, out, lse, grad_out, grad_lse, wanted)
+    if grad_lse is None or not grad_lse.any():
+        return _flash_backward(problem, inputs, out, lse, grad_out)
+    # dV does not depend on the gradient of the LSE: it is the flash op's either way, and has the same bits.
+    out_less_grad = _less_lse_gradient(out, grad_out, grad_lse)
+    if out_less_grad is not None:
+        return _flash_backward(problem, inputs, out_less_grad, lse, grad_out)
+    d_value = _flash_backward(problem, inputs, out, lse, grad_out).value if wanted.value else None
+    if wanted.query or wanted.key:
+        others = wanted._replace(value=False)
+        grads = _blocked_backward(problem, inputs, config, out, lse, grad_out, grad_lse, others)
+        return grads._replace(value=d_value)
+    return Gradients(value=d_value)
+
+
+def _flash_backward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor) -> Gradients:
     tensors = (t.transpose(1, 2) for t in (grad_out, *inputs[:3], out))
-    grads = _flash_backward(*tensors, lse, 0.0, problem.right == 0, scale=problem.scale)
+    grads = _flash_backward_op(*tensors, lse, 0.0, problem.right == 0, scale=problem.scale)
     return Gradients(*(grad.transpose(1, 2) for grad in grads))
+
+
+def _less_lse_gradient(out: Tensor, grad_out: Tensor, grad_lse: Tensor) -> Tensor | None:
+    """An output whose dO . O is that of `out` less `grad_lse`; None where no such output exists.
+
+    The flash op takes no gradient of the LSE, but reads `out` for delta = dO . O alone. A row's largest element of dO
+    carries it: the error of delta is eps * (|dO . O| + |dLSE|), as that of a difference. An output of half precision
+    cannot hold it, nor one whose row of dO is 0.
+    """
+    if out.dtype is not grad_lse.dtype:
+        return None
+    place = grad_out.abs().argmax(-1, keepdim=True)
+    arriving = grad_lse.transpose(1, 2).unsqueeze(-1)  # [B, Tq, Hq, 1]
+    carried = torch.where(arriving == 0, 0.0, arriving / grad_out.gather(-1, place))
+    return out.scatter_add(-1, place, -carried) if carried.isfinite().all() else None
 
 
 class _Sequence(NamedTuple):
@@ -201,12 +229,15 @@ def _blocked_backward(
     problem: Problem,
     inputs: Inputs,
     config: EagerConfig,
+    out: Tensor,
     lse: Tensor,
-    delta: Tensor,
     grad_out: Tensor,
+    grad_lse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
     """Gradients from the saved LSE and `delta = rowsum(dO * O) - dLSE`, both `[B, Hq, Tq]`."""
+    delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    delta = delta if grad_lse is None else delta - grad_lse
     dq, dk, dv = (
         torch.zeros_like(t, dtype=problem.out_dtype) if want else None
         for t, want in zip(inputs[:3], wanted[:3], strict=True)

@@ -21,7 +21,10 @@ TINY_SCALE = 1e-30
 
 
 class EagerConfig(NamedTuple):
-    """`path` is "flash" (torch's CPU flash op), "blocked" (our pass over tiles) or "sequences" (each by itself)."""
+    """`path` is "flash" (torch's CPU flash op), "blocked" (our pass over tiles) or "sequences" (each by itself).
+
+    With "flash" the tiles, if any, are those of dQ and dK where the op cannot take the gradient of the LSE.
+    """
 
     path: str
     block_b: int = 0
@@ -30,11 +33,12 @@ class EagerConfig(NamedTuple):
     because: tuple[str, ...] = ()  # why not the flash op, on a CPU, where one might expect it
 
     def __str__(self) -> str:
-        if self.path == "flash":
-            return "torch's CPU flash op"
         if self.path == "sequences":
             return "one sequence after the other, each by torch's CPU flash op if it can or else by the blocked pass"
         tile = f"blocked pass, tiles of {self.block_b} x {self.block_q} x {self.block_k} (batch x queries x keys)"
+        if self.path == "flash":
+            rest = f"; a gradient of the LSE that it cannot take: {tile}" if self.block_b else ""
+            return f"torch's CPU flash op{rest}"
         return f"{tile}, because torch's CPU flash op {', '.join(self.because)}" if self.because else tile
 
 
@@ -43,7 +47,10 @@ def configure(problem: Problem) -> EagerConfig:
     if problem.packed:
         return EagerConfig("sequences")
     reasons = why_not_flash(problem)
-    return blocked(problem, reasons) if reasons else EagerConfig("flash")
+    if not reasons and not problem.lse_grad:
+        return EagerConfig("flash")
+    tiles = blocked(problem, reasons)
+    return tiles if reasons else tiles._replace(path="flash")
 
 
 def blocked(problem: Problem, reasons: tuple[str, ...] = ("was not asked",)) -> EagerConfig:
@@ -82,7 +89,6 @@ def why_not_flash(problem: Problem) -> tuple[str, ...]:
         (problem.softcap != 0.0, "has no softcap"),
         (problem.dropout_p != 0.0, "draws its own dropout mask"),
         (problem.partial and problem.dtype is not problem.state_dtype, "rounds partial outputs"),
-        (problem.lse_grad, "has no gradient through the LSE"),
         (steep, "keeps too coarse an LSE for gradients at a scale above D ** -0.5"),
     )
     return tuple(reason for applies, reason in reasons if applies)
