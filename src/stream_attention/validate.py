@@ -20,6 +20,9 @@ from .cache_views import ContiguousKV, Fp8KV, PagedKV, QuantizedKV
 from .errors import refuse
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST, SMALLEST = 2.3e38, 1.2e-38
+"""Of a scale and of a softcap, whatever the dtype of the tensors: kernels take them in fp32, and in units of log2."""
+
 TAKES_CODES = "attention_fp8(query, kv) takes one, and explain_fp8 says by what."
 
 
@@ -134,6 +137,13 @@ def options(
         refuse("softcap", "0 (off) or a positive number", softcap)
     if scale is not None:
         _real("scale", scale)
+        if abs(scale) > LARGEST:
+            refuse("scale", f"a number that fp32 holds, of at most {LARGEST:g}", scale)
+    if softcap:
+        least = max(SMALLEST, abs(scale or 0.0) / LARGEST)  # their quotient is in fp32 too
+        if not least <= softcap <= LARGEST:
+            hint = "A cap that no score reaches is 0." if softcap > 1 else ""
+            refuse("softcap", f"0 (off) or a number that fp32 holds, from {least:g} to {LARGEST:g}", softcap, hint)
     _real("dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         refuse("dropout_p", "a probability in [0, 1)", dropout_p)

@@ -920,6 +920,15 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"softcap": NAN}, ValueError, "softcap: expected a finite number"),
     ({"softcap": INF}, ValueError, "softcap: expected a finite number"),
     ({"softcap": None}, TypeError, "softcap: expected a number"),
+    ({"softcap": 1e39}, ValueError, r"softcap: .* from 1.2e-38 to 2.3e\+38; got 1e\+39. A cap that no score"),
+    ({"softcap": 1e-50}, ValueError, "softcap: expected 0 .* or a number that fp32 holds, from 1.2e-38 .*; got 1e-50"),
+    ({"softcap": 1e-40}, ValueError, "softcap: expected 0 .* or a number that fp32 holds"),
+    ({"softcap": 1e-30, "scale": 1e9}, ValueError, "softcap: .* from 4.34783e-30 to"),
+    ({"softcap": 10**40}, ValueError, "softcap: expected 0 .* or a number that fp32 holds"),
+    ({"scale": 1.7e308}, ValueError, r"scale: expected a number that fp32 holds, of at most 2.3e\+38; got 1.7e\+308"),
+    ({"scale": -1e39}, ValueError, "scale: expected a number that fp32 holds"),
+    ({"scale": 10**40}, ValueError, "scale: expected a number that fp32 holds"),
+    ({"query": Q.double(), "key": K.double(), "value": V.double(), "scale": 1e39}, ValueError, "scale: .* fp32 holds"),
     ({"scale": NAN}, ValueError, "scale: expected a finite number; got nan"),
     ({"scale": INF}, ValueError, "scale: expected a finite number"),
     ({"scale": "1"}, TypeError, "scale: expected a number"),
@@ -979,6 +988,21 @@ def test_ints_are_numbers(number: int) -> None:
     query, key, value = qkv()
     expected = attention(query, key, value, scale=float(number), softcap=float(number))
     assert torch.equal(attention(query, key, value, scale=number, softcap=number), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16", "fp32", "fp64"])
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 2.3e38}, {"softcap": 1.2e-38}, {"softcap": 1e-29, "scale": 1e9}, {"scale": 1e-300}, {"scale": -1e-45}],
+    ids=str,
+)
+def test_numbers_at_the_ends_of_what_is_taken_mean_what_they_say(dtype: torch.dtype, options: dict[str, float]) -> None:
+    query, key, value = leaves(*qkv(dtype=dtype))
+    with torch.no_grad():
+        query[:, 2] = 0.0  # 0 divided by a cap that is 0, or times a scale that is infinite, would be NaN
+    out = attention(query, key, value, **options, backend="eager")
+    torch.testing.assert_close(out, attention(query, key, value, **options, backend="reference"))
+    assert not any(grad.isnan().any() for grad in torch.autograd.grad(out.sum(), (query, key, value)))
 
 
 # Threads

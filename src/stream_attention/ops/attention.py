@@ -56,7 +56,7 @@ def attention(
             a huge number: the LSE of such a row has no digits left for the gradient.
         alibi_slopes: `[Hq]` or `[B, Hq]`: adds -slope * |i + Tk - Tq - j|.
         sink: `[Hq]`: one extra logit per head in the denominator, with no value.
-        softcap: c > 0 turns scaled scores s into c * tanh(s / c).
+        softcap: c > 0 turns scaled scores s into c * tanh(s / c); a number that fp32 holds, as is the scale.
         scale: default D ** -0.5; 0.0 is a legal scale.
         dropout_p: probability in [0, 1) of dropping an attention weight; survivors are scaled by 1 / (1 - p).
         seed: an int, or an int64 tensor (seed, offset) on the query's device; None draws one there.
