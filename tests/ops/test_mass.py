@@ -203,6 +203,16 @@ def test_memory_grows_with_the_length() -> None:
     assert peaks[2] < 2.6 * peaks[1] and peaks[2] < 8192**2 / 8, peaks
 
 
+def test_a_window_costs_the_masses_and_what_it_sees() -> None:
+    length = 1 << 20
+    query, key = drawn(1, 1, 1, 64), drawn(1, 1, 1, 64, seed=1).expand(-1, length, -1, -1)
+    mass: list[Tensor] = []
+    peak = peak_bytes(lambda: mass.append(attention_mass(query, key, window=(3, 0))))
+    assert peak < 1.1 * mass[0].numel() * 4, f"{peak} bytes, {mass[0].numel() * 4} of them the masses"
+    torch.testing.assert_close(mass[0][..., -4:], torch.full((1, 1, 4), 0.25))
+    assert not mass[0][..., :-4].any()
+
+
 def test_it_costs_no_more_than_an_attention_of_the_same_pass() -> None:
     """The pass leaves out P V of the blocked forward, and the running maximum."""
     query, key = drawn(1, 1024, 4, 64), drawn(1, 1024, 4, 64, seed=1)

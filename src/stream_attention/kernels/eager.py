@@ -178,6 +178,7 @@ def _packed_backward(
 
 
 def _blocked_forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tensor, Tensor]:
+    problem, inputs, _ = _without_unseen_keys(problem, inputs)
     query = inputs.query
     out = query.new_empty(*query.shape[:-1], problem.value_dim, dtype=problem.out_dtype)
     lse = query.new_empty(problem.batch, problem.q_heads, problem.q_len, dtype=problem.state_dtype)
@@ -247,6 +248,8 @@ def _blocked_backward(
     d_slopes = slopes.new_zeros(slopes.shape, dtype=lse.dtype) if slopes is not None and wanted.alibi_slopes else None
     d_sink = _sink_gradient(sink, lse, delta) if sink is not None and wanted.sink else None
     keep_scale = 1.0 / (1.0 - problem.dropout_p)
+    problem, inputs, keys = _without_unseen_keys(problem, inputs)
+    bias_sum = d_bias[..., keys] if d_bias is not None and d_bias.shape[3] > 1 else d_bias
 
     for tiles in _batches(problem, inputs, config):
         dk_sum, dv_sum = torch.zeros_like(tiles.k), torch.zeros_like(tiles.v)
@@ -269,8 +272,8 @@ def _blocked_backward(
                 if dv is not None:
                     dv_sum[:, cols].baddbmm_(kept.transpose(1, 2), seeing_g)
                 d_score = d_weight.sub_(tiles.clean_queries(row_delta, tile)).mul_(weight)
-                if d_bias is not None:
-                    _add_reduced(tiles.tile_of(d_bias, rows, cols), tiles.unfold(d_score))
+                if bias_sum is not None:
+                    _add_reduced(tiles.tile_of(bias_sum, rows, cols), tiles.unfold(d_score))
                 if d_slopes is not None:
                     by_head = -(tiles.unfold(d_score) * tiles.distance(rows, cols)).sum((2, 3))
                     _add_reduced(tiles.batch_of(d_slopes), by_head)
@@ -284,7 +287,7 @@ def _blocked_backward(
                 dq[tiles.batch, rows] = tiles.unfold(dq_sum.mul_(problem.scale)).transpose(1, 2).to(dq.dtype)
         for grad, total in ((dk, dk_sum), (dv, dv_sum)):
             if grad is not None:
-                grad[tiles.batch] = total.unflatten(0, (-1, problem.kv_heads)).transpose(1, 2).to(grad.dtype)
+                grad[tiles.batch, keys] = total.unflatten(0, (-1, problem.kv_heads)).transpose(1, 2).to(grad.dtype)
     grads = Gradients(dq, dk, dv, d_bias, d_slopes, d_sink)
     return grads if problem.partial else _in_dtype_of(inputs, grads)
 
@@ -304,6 +307,8 @@ def key_mass(
     """
     heads = problem.q_heads if per_query_head else problem.kv_heads
     mass = lse.new_zeros(problem.batch, heads, problem.k_len)
+    problem, inputs, keys = _without_unseen_keys(problem, inputs)
+    in_sight = mass[..., keys]
     for tiles in _batches(problem, inputs, config):
         for rows in tiles.row_blocks():
             q = tiles.rows_of(tiles.q, rows)
@@ -319,7 +324,7 @@ def key_mass(
                     if problem.bias is not None:  # which may be NaN in a row of weight 0, and 0 * NaN is NaN
                         weight.masked_fill_(counted == 0, 0.0)
                 by_head = weight.view(q.shape[0] // problem.kv_heads, heads, -1, weight.shape[-1])
-                mass[tiles.batch, :, cols] += by_head.sum(2)
+                in_sight[tiles.batch, :, cols] += by_head.sum(2)
     return mass
 
 
@@ -349,6 +354,34 @@ class _Tile(NamedTuple):
     unseen_keys: Tensor | None  # bool [B, Hkv, n], dims may be 1: keys no query of the tile sees; None: there is none
     blind_queries: Tensor | None  # bool [B, Hq, m], likewise: queries that see no key of the tile
     softcap_slope: Tensor | None  # derivative of the cap, like scores
+
+
+def _keys_in_sight(problem: Problem, rows: slice) -> slice:
+    """The keys that some of these rows can see by position."""
+    p = problem
+    first_row, last_row = p.q_start + rows.start * p.q_stride, p.q_start + (rows.stop - 1) * p.q_stride
+    start, stop = 0, p.k_len
+    if p.left != UNBOUNDED:
+        start = max(start, -(-(first_row - p.left - p.k_start) // p.k_stride))
+    if p.right != UNBOUNDED:
+        stop = min(stop, (last_row + p.right - p.k_start) // p.k_stride + 1)
+    return slice(start, max(start, stop))
+
+
+def _without_unseen_keys(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs, slice]:
+    """The same problem without keys before and after those in sight, and where these are.
+
+    A query against a long cache with a window costs what it sees: nothing has the size of the cache. Positions are
+    explicit, so nothing else changes.
+    """
+    keys = _keys_in_sight(problem, slice(0, problem.q_len))
+    if keys == slice(0, problem.k_len):
+        return problem, inputs, keys
+    count = keys.stop - keys.start
+    narrowed = problem._replace(k_len=count, k_start=problem.k_start + keys.start * problem.k_stride)
+    mask, bias = (x if x is None or x.shape[3] == 1 else x[..., keys] for x in (inputs.mask, inputs.bias))
+    its = inputs._replace(key=inputs.key[:, keys], value=inputs.value[:, keys], mask=mask, bias=bias)
+    return narrowed, its, keys
 
 
 def _batches(problem: Problem, inputs: Inputs, config: EagerConfig) -> Iterator[_Tiles]:
@@ -400,15 +433,9 @@ class _Tiles:
 
     def col_blocks(self, rows: slice) -> Iterator[slice]:
         """The blocks of keys that some row of the block can see by position; tiles out of sight are never visited."""
-        p = self.problem
-        first_row, last_row = p.q_start + rows.start * p.q_stride, p.q_start + (rows.stop - 1) * p.q_stride
-        start, stop = 0, p.k_len
-        if p.left != UNBOUNDED:
-            start = max(start, -(-(first_row - p.left - p.k_start) // p.k_stride))
-        if p.right != UNBOUNDED:
-            stop = min(stop, (last_row + p.right - p.k_start) // p.k_stride + 1)
-        for block in range(start, stop, self.config.block_k):
-            yield slice(block, min(block + self.config.block_k, stop))
+        keys = _keys_in_sight(self.problem, rows)
+        for start in range(keys.start, keys.stop, self.config.block_k):
+            yield slice(start, min(start + self.config.block_k, keys.stop))
 
     def score(self, q: Tensor, rows: slice, cols: slice, with_slope: bool = False) -> _Tile:
         """The scores of a tile: q arrives scaled; then softcap, bias, ALiBi, and -inf where hidden."""
