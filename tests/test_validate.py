@@ -74,3 +74,15 @@ def test_a_number_that_fp32_does_not_hold_is_refused(name: str, option: str, num
     words = rf"{option}: expected .*number that fp32 holds.*; got {re.escape(str(number))}"
     with pytest.raises(ValueError, match=f"^{words}"):
         function(*arguments, **options, **{option: number})
+
+
+@pytest.mark.parametrize("name", ["ring_attention", "ulysses_attention", "query_sharded_attention"])
+@pytest.mark.parametrize("shape", [(1, 8, 0, 64), (1, 8, 2, 0)], ids=["no heads", "D 0"])
+def test_ranks_share_at_least_one_head_of_one_dim(name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"query: expected at least one head and one head dim; got \[1, 8, "):
+        CALLS[name][0](*(torch.ones(shape) for _ in range(3)))
+
+
+def test_codes_of_fp8_have_at_least_one_head() -> None:
+    with pytest.raises(ValueError, match='query: expected at least one head with precision="fp8"'):
+        attention(*(torch.ones(1, 8, 0, 64).half() for _ in range(3)), precision="fp8", backend="reference")

@@ -543,6 +543,54 @@ def test_zero_sizes(backend: str, sizes: tuple[int, int, int], options: dict[str
         check(replace(case, **modifiers), backend)
 
 
+NO_HEADS = {
+    "no heads": {"Hq": 0, "Hkv": 0},
+    "no query heads": {"Hq": 0},
+    "D 0": {"D": 0},
+    "Dv 0": {"Dv": 0},
+    "D and Dv 0": {"D": 0, "Dv": 0},
+    "nothing": {"Hq": 0, "Hkv": 0, "D": 0, "Dv": 0},
+}
+
+
+@pytest.mark.parametrize("named", ["auto", "eager", "reference"])
+@pytest.mark.parametrize("name", NO_HEADS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "sink": True},
+        {"window": (2, 1), "alibi": "BH", "softcap": 3.0, "dtype": BF16},
+        {"dropout_p": 0.5, "scale": 0.7, "dtype": F64},
+        {"mask": (2, 1, 5, 7), "bias": (2, 1, 1, 7), "bias_hides": True},
+    ],
+    ids=["plain", "causal sink", "window alibi softcap", "dropout", "mask bias"],
+)
+def test_no_heads_and_head_dims_of_zero(named: str, name: str, options: dict[str, Any]) -> None:
+    """Scores of no dims are 0, so that a row is the mean of the values that it sees."""
+    shape = {"B": 2, "Tq": 5, "Tk": 7, "Hq": 4, "Hkv": 2, "D": 8, "Dv": 8} | NO_HEADS[name]
+    for lse_grad in (False, True):
+        check_case(Case(**shape, **options, lse_grad=lse_grad), named)
+    if "mask" not in options:
+        check_case(Case(**(shape | {"Tq": 7}), **options), named)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", NO_HEADS)
+def test_no_heads_and_head_dims_of_zero_are_those_of_torch(name: str, causal: bool) -> None:
+    heads = {"Hq": 4, "Hkv": 2, "D": 8, "Dv": 8} | NO_HEADS[name]
+    query, key = normal(2, 6, heads["Hq"], heads["D"]), normal(2, 6, heads["Hkv"], heads["D"], seed=1)
+    tensors = leaves(query, key, normal(2, 6, heads["Hkv"], heads["Dv"], seed=2))
+    out = attention(*tensors, causal=causal)
+    theirs = leaves(*tensors)
+    expected = F.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in theirs), is_causal=causal, enable_gqa=heads["Hkv"] > 0
+    ).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    grads = torch.autograd.grad(out.sum(), tensors)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), theirs))
+
+
 def _empty_rows() -> dict[str, tuple[dict[str, Any], list[int]]]:
     """How a row may come to see nothing, of six rows and four keys, and which rows then do."""
     mask = torch.ones(6, 4, dtype=torch.bool)
@@ -872,10 +920,9 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"value": V[:, :, :1]}, ValueError, "value: expected the key's length and heads"),
     ({"key": K[..., :7]}, ValueError, "key: expected the query's head dim D=8"),
     ({"query": Q[:, :, :3]}, ValueError, r"query: .* multiple of the 2 KV heads as Hq; got \[2, 5, 3, 8\] beside key"),
-    ({"query": Q[:, :, :0]}, ValueError, "query: expected at least one head"),
-    ({"key": K[:, :, :0], "value": V[:, :, :0]}, ValueError, "key: expected at least one head"),
-    ({"query": Q[..., :0], "key": K[..., :0]}, ValueError, "at least one head and one head dim"),
-    ({"value": V[..., :0]}, ValueError, "value: expected at least one head and one head dim"),
+    ({"key": K[:, :, :0], "value": V[:, :, :0]}, ValueError, r"query: expected no heads, .*; got .* beside key"),
+    ({"value": V[:, :, :0]}, ValueError, "value: expected the key's length and heads"),
+    ({"query": Q[..., :0]}, ValueError, "key: expected the query's head dim D=0"),
     ({"query": Q.int()}, TypeError, "query: expected dtype float16, bfloat16, float32 or float64; got torch.int32"),
     ({"query": Q.to(torch.complex64)}, TypeError, "query: expected dtype"),
     ({"query": Q.to(torch.float8_e4m3fn)}, TypeError, "query: expected dtype"),

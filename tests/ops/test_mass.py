@@ -114,6 +114,12 @@ def test_no_queries_no_keys_no_batch() -> None:
     assert attention_mass(drawn(0, 3, 2, 4), drawn(0, 5, 1, 4)).shape == (0, 1, 5)
 
 
+def test_no_heads_and_no_dims() -> None:
+    assert attention_mass(drawn(1, 3, 0, 4), drawn(1, 5, 0, 4)).shape == (1, 0, 5)
+    assert torch.equal(attention_mass(drawn(1, 3, 0, 4), drawn(1, 5, 2, 4)), torch.zeros(1, 2, 5))
+    torch.testing.assert_close(attention_mass(drawn(1, 3, 4, 0), drawn(1, 5, 2, 0)), torch.full((1, 2, 5), 6 / 5))
+
+
 def test_no_gradient_flows_and_autocast_rounds_the_inputs_alone() -> None:
     query, key = drawn(1, 8, 2, 16).requires_grad_(), drawn(1, 8, 2, 16, seed=1)
     assert not attention_mass(query, key).requires_grad

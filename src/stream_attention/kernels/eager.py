@@ -37,6 +37,10 @@ _flash_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 
 def forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tensor, Tensor]:
     """out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, Dv]` and `[Hq, Nq]`."""
+    if problem.q_heads == 0:
+        *lead, rows, heads, _ = inputs.query.shape
+        out = inputs.query.new_empty(*lead, rows, heads, problem.value_dim, dtype=problem.out_dtype)
+        return out, inputs.query.new_empty(*lead, heads, rows, dtype=problem.state_dtype)
     if problem.packed:
         return _packed_forward(problem, inputs)
     if config.path == "blocked":
@@ -57,6 +61,9 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """The gradients that are `wanted`, in the inputs' dtypes. What is summed is summed in the LSE's dtype."""
+    if problem.q_heads == 0:
+        sources = zip(_differentiable(inputs), wanted, strict=True)
+        return Gradients(*(torch.zeros_like(t) if t is not None and want else None for t, want in sources))
     if problem.packed:
         return _packed_backward(problem, inputs, out, lse, grad_out, grad_lse, wanted)
     if config.path == "blocked":
@@ -307,6 +314,8 @@ def key_mass(
     """
     heads = problem.q_heads if per_query_head else problem.kv_heads
     mass = lse.new_zeros(problem.batch, heads, problem.k_len)
+    if problem.q_heads == 0:
+        return mass
     problem, inputs, keys = _without_unseen_keys(problem, inputs)
     in_sight = mass[..., keys]
     for tiles in _batches(problem, inputs, config):
@@ -342,10 +351,13 @@ def _add_reduced(target: Tensor, tile: Tensor) -> None:
 
 
 def _in_dtype_of(inputs: Inputs, grads: Gradients) -> Gradients:
-    sources = (inputs.query, inputs.key, inputs.value, inputs.bias, inputs.alibi_slopes, inputs.sink)
     return Gradients(
-        *(g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, sources, strict=True)),
+        *(g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, _differentiable(inputs), strict=True)),
     )
+
+
+def _differentiable(inputs: Inputs) -> tuple[Tensor | None, ...]:
+    return inputs.query, inputs.key, inputs.value, inputs.bias, inputs.alibi_slopes, inputs.sink
 
 
 class _Tile(NamedTuple):
@@ -425,7 +437,8 @@ class _Tiles:
 
     def unfold(self, x: Tensor) -> Tensor:
         """`[B*Hkv, group*m, ...]` to `[B, Hq, m, ...]`, a view."""
-        return x.view(-1, self.problem.q_heads, x.shape[1] // self.problem.group, *x.shape[2:])
+        p = self.problem
+        return x.view(x.shape[0] // p.kv_heads, p.q_heads, x.shape[1] // p.group, *x.shape[2:])
 
     def row_blocks(self) -> Iterator[slice]:
         for start in range(0, self.problem.q_len, self.config.block_q):

@@ -149,7 +149,7 @@ def prepare_attention(
     """Check a call of `attention` and turn it into arguments of the library op; nothing is computed."""
     backend = requested(backend)
     query, key, value = in_autocast_dtype(query, key, value)
-    validate.attention_tensors(query, key, value, mask, bias, alibi_slopes, sink)
+    validate.attention_tensors(query, key, value, mask, bias, alibi_slopes, sink, may_be_empty=True)
     validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, query)
     if precision is not None or rotate is not False:
         validate.precision(precision, rotate, query, key, value, mask, bias, alibi_slopes, sink, softcap, dropout_p)
@@ -189,7 +189,7 @@ def op_arguments(
         left,
         right,
         float(softcap),
-        inputs.query.shape[-1] ** -0.5 if scale is None else float(scale),
+        max(inputs.query.shape[-1], 1) ** -0.5 if scale is None else float(scale),
         float(dropout_p),
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         backend,

@@ -58,11 +58,12 @@ def blocked(problem: Problem, reasons: tuple[str, ...] = ("was not asked",)) -> 
     budget = TILE_ELEMENTS["cpu" if problem.device.type == "cpu" else "accelerator"]
     block_q, block_k = min(BLOCK_Q, max(problem.q_len, 1)), min(BLOCK_K, max(problem.k_len, 1))
     # Narrow the tile before the batch: rows first (they cost nothing but loop overhead), then keys, down to 64 x 128.
-    while problem.q_heads * block_q * block_k > budget and block_q > 64:
+    heads = max(problem.q_heads, 1)
+    while heads * block_q * block_k > budget and block_q > 64:
         block_q //= 2
-    while problem.q_heads * block_q * block_k > budget and block_k > 128:
+    while heads * block_q * block_k > budget and block_k > 128:
         block_k //= 2
-    block_b = max(1, min(problem.batch, budget // (problem.q_heads * block_q * block_k)))
+    block_b = max(1, min(problem.batch, budget // (heads * block_q * block_k)))
     return EagerConfig("blocked", block_b, block_q, block_k, reasons if problem.device.type == "cpu" else ())
 
 
@@ -73,11 +74,11 @@ def why_not_flash(problem: Problem) -> tuple[str, ...]:
     # bound for it, whoever computes the backward: in 6, 25 and 43 of 60 draws at 3, 7 and 14 times the default scale
     # (fp32, D 128, normal inputs, torch 2.13, 2026-11-15). With our own forward in none, and at the default scale in
     # none of 600. Half types round more than that.
-    steep = problem.scale > 1.001 * problem.head_dim**-0.5 and problem.dtype is problem.state_dtype
+    steep = problem.scale > 1.001 * max(problem.head_dim, 1) ** -0.5 and problem.dtype is problem.state_dtype
     top_left = problem.right == 0 and same_positions and problem.k_len <= problem.q_len
     reasons = (
         (problem.device.type != "cpu", "runs on the CPU alone"),
-        (problem.empty, "divides by zero on empty inputs"),
+        (problem.empty or problem.head_dim == 0, "divides by zero on empty inputs"),
         (problem.head_dim != problem.value_dim, "wants D = Dv"),
         (problem.left != UNBOUNDED, "has no window"),
         (problem.right != UNBOUNDED and not top_left, "aligns causal top-left"),
