@@ -374,6 +374,8 @@ def test_torchs_flash_op_computes_what_it_can(facts: dict[str, Any]) -> None:
         ({"batch": 0}, "empty inputs"),
         ({"q_len": 0}, "empty inputs"),
         ({"k_len": 0}, "empty inputs"),
+        ({"q_heads": 0, "kv_heads": 0}, "empty inputs"),
+        ({"head_dim": 0, "value_dim": 0}, "empty inputs"),
         ({"value_dim": 16}, "wants D = Dv"),
         ({"left": 3}, "has no window"),
         ({"right": 3}, "aligns causal top-left"),
@@ -386,7 +388,6 @@ def test_torchs_flash_op_computes_what_it_can(facts: dict[str, Any]) -> None:
         ({"softcap": 2.0}, "has no softcap"),
         ({"dropout_p": 0.1}, "draws its own dropout mask"),
         ({"partial": True, "dtype": torch.bfloat16}, "rounds partial outputs"),
-        ({"backward": True, "lse_grad": True}, "has no gradient through the LSE"),
     ],
     ids=str,
 )
@@ -394,6 +395,14 @@ def test_each_feature_that_needs_the_blocked_pass_is_named(facts: dict[str, Any]
     config = eager_config(**facts)
     assert config.path == "blocked"
     assert len(config.because) == 1 and reason in config.because[0]
+
+
+def test_a_gradient_of_the_lse_keeps_the_flash_op_and_has_tiles_for_what_it_cannot_take() -> None:
+    config = eager_config(backward=True, lse_grad=True)
+    assert config.path == "flash" and not config.because
+    assert config[1:4] == eager_config(backward=True, alibi=True)[1:4]
+    assert str(config).startswith("torch's CPU flash op; a gradient of the LSE that it cannot take: blocked pass")
+    assert str(eager_config(backward=True)) == "torch's CPU flash op"
 
 
 def test_an_accelerator_runs_the_blocked_pass_and_hears_nothing_of_a_cpu() -> None:
@@ -465,6 +474,22 @@ def test_padded_tensors_are_copies_that_tma_can_read(hopper_triton: None) -> Non
 def test_packed_sequences_are_planned_one_by_one() -> None:
     config = eager_config(packed=True)
     assert config.path == "sequences" and "one sequence after the other" in str(config)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"q_heads": 0, "kv_heads": 0}, {"q_heads": 0}, {"head_dim": 0}, {"value_dim": 0}, {"head_dim": 0, "value_dim": 0}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "more", [{}, {"backward": True}, {"packed": True}, {"q_len": 1}, {"q_heads": 0, "k_len": 0}], ids=str
+)
+def test_no_heads_and_no_dims_are_left_to_eager_on_a_gpu(facts: dict[str, Any], more: dict[str, Any]) -> None:
+    for head_dim in (64, 128):
+        sizes = {"head_dim": head_dim, "value_dim": head_dim, "kv_heads": 4, "q_heads": 8}
+        planned = plan(on_h200(**{**sizes, **more, **facts}))
+        assert planned.backend == "eager"
+        assert [name for name, _ in planned.passed_over] == ["gluon", "triton"]
 
 
 @pytest.mark.parametrize("empty", ["batch", "q_len", "k_len"])

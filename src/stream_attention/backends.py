@@ -213,9 +213,10 @@ def _triton_why_not(problem: Problem) -> tuple[str, ...]:
         *_triton_reasons(problem),
         (problem.last_position >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
         (
-            max(dims) > 256,
-            f"it takes head dims up to 256, not {dims}",
+            any(not 0 < dim <= 256 for dim in dims),
+            f"it takes head dims from 1 to 256, not {dims}",
         ),
+        (problem.q_heads == 0, "there is no head to compute"),
     )
     return tuple(reason for applies, reason in reasons if applies)
 

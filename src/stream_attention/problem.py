@@ -120,7 +120,7 @@ class Problem(NamedTuple):
     @property
     def group(self) -> int:
         """Query heads per KV head."""
-        return self.q_heads // self.kv_heads
+        return self.q_heads // max(self.kv_heads, 1)
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -140,7 +140,7 @@ class Problem(NamedTuple):
     @property
     def empty(self) -> bool:
         """There is no score to compute."""
-        return min(self.batch, self.q_len, self.k_len) <= 0
+        return min(self.batch, self.q_len, self.k_len, self.q_heads) <= 0
 
     def __str__(self) -> str:
         kind = "packed" if self.packed else "dense"
