@@ -41,8 +41,9 @@ def decode_attention(
     """Attention of the newest tokens of each row over everything its cache holds.
 
     The tokens are appended first, so a row's length counts them: query t of row b stands at position
-    `lengths[b] - Tq + t`. A row whose length is 0 returns 0. No gradient flows through it. Nothing synchronises:
-    lengths and pages are read on the device, so a CUDA graph of a call serves a cache that grows.
+    `lengths[b] - Tq + t`, before position 0 if the row has fewer keys than queries, and sees what it sees in
+    `attention`. A row whose length is 0 returns 0. No gradient flows through it. Nothing synchronises: lengths and
+    pages are read on the device, so a CUDA graph of a call serves a cache that grows.
 
     Args:
         query: `[B, Tq, Hq, D]`, fp16, bf16, fp32 or fp64; Tq is 1, or a few that were guessed ahead.
@@ -50,7 +51,7 @@ def decode_attention(
         causal: a query sees no key behind it. `window=(left, right)`, `alibi_slopes`, `sink`, `softcap`, `scale`: as in
             `attention`.
         tree_mask: bool `[B, Tq, Tq]`: which of the new tokens each of them sees, in place of `causal` among them; they
-            see all older ones.
+            see all older ones. A query before position 0 is no token of its row and sees nothing.
         num_splits: parts of a row's keys that run side by side and are merged, at most one for each block of keys;
             None: planned to fill the GPU.
         batch_invariant: keys are split in the same places whatever the batch, so that a row's result has the same bits

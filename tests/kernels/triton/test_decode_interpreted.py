@@ -42,7 +42,9 @@ from stream_attention.tuning.decode import INVARIANT_KEYS
 
 # An empty row takes log2(0) and infinities meet in products, on the way to a result that does not hold them.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:divide by zero encountered in log2:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning"
+    "ignore:divide by zero encountered in log2:RuntimeWarning",
+    "ignore:invalid value encountered:RuntimeWarning",
+    "ignore:All-NaN slice encountered:RuntimeWarning",
 )
 
 NAN, INF = math.nan, math.inf
@@ -128,6 +130,7 @@ def test_nan_that_is_seen_shows(which: str, num_splits: int) -> None:
 PLAIN = DecodeCase()
 HEADS = replace(PLAIN, Hq=4, Hkv=2)
 SPLIT = replace(PLAIN, num_splits=3)
+FEW_KEYS = replace(PLAIN, Tq=7, causal=False, lengths=(2, 0, 9, 7, 1))
 INT8 = replace(PLAIN, dtype=BF16, codes=Codes("int8", group=16, residual=8))
 EVERYTHING: dict[str, Any] = {
     "Hq": 4,
@@ -155,6 +158,11 @@ CASES: dict[str, DecodeCase] = {
     "groups of three, five queries": replace(PLAIN, Hq=6, Hkv=2, Tq=5),
     "every head has its key": replace(PLAIN, Hq=3, Hkv=3),
     "not causal": replace(PLAIN, Tq=4, causal=False),
+    "not causal, fewer keys than queries": FEW_KEYS,
+    "not causal, fewer keys than queries, in pages": replace(FEW_KEYS, page=4, num_splits=2),
+    "not causal, fewer keys than queries, window": replace(FEW_KEYS, window=(3, 2)),
+    "not causal, fewer keys than queries, alibi and sink": replace(FEW_KEYS, alibi="BH", sink=True),
+    "tree, fewer keys than queries": replace(FEW_KEYS, tree=True),
     "window": replace(PLAIN, Tq=2, window=(20, 0)),
     "window of itself": replace(PLAIN, Tq=2, window=(0, 0)),
     "window both ways": replace(PLAIN, Tq=4, causal=False, window=(4, 1)),
@@ -209,6 +217,12 @@ def test_agreement_in_16_bits(name: str, dtype: torch.dtype) -> None:
 
 
 CODED: dict[str, DecodeCase] = {
+    **{
+        f"not causal, fewer keys than queries, {format}": replace(
+            FEW_KEYS, Tq=40, lengths=(2, 0, 37, 40, 1), dtype=BF16, codes=Codes(format, 16, 0), page=page
+        )
+        for format, page in (("fp8", None), ("int8", 32), ("int4", None))
+    },
     "fp8": replace(INT8, codes=Codes("fp8", 16, 8), Hq=4, Hkv=2),
     "int8": INT8,
     "int4": replace(INT8, codes=Codes("int4", 16, 8)),
