@@ -14,7 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from stream_attention import ContiguousKV, PagedKV, UnsupportedProblem, decode_attention, explain_decode, quantize_kv
+from stream_attention import (
+    ContiguousKV,
+    PagedKV,
+    UnsupportedProblem,
+    decode_attention,
+    decode_workspace,
+    explain_decode,
+    quantize_kv,
+)
 from stream_attention.cache_views import KVCache
 from stream_attention.kernels import reference
 from stream_attention.ops import decode as remembering
@@ -272,7 +280,7 @@ def test_a_page_that_is_not_there_is_no_other_rows_page() -> None:
     x = rows((9, 9), q_len=1)
     cache = paged(x, 4)
     cache.page_table[1, 1] = -1
-    out = decode_attention(x.query, cache)
+    out = decode_attention(x.query, cache, validate=False)
     assert out[1].isnan().all()
     torch.testing.assert_close(out[:1], expected(x, causal=True)[0][:1], rtol=1e-9, atol=1e-9)
 
@@ -359,7 +367,81 @@ def test_a_length_beyond_the_capacity_is_the_capacity() -> None:
     query = torch.randn(1, 2, 2, 8)
     full, beyond = (ContiguousKV(key, value, torch.tensor([n], dtype=torch.int32)) for n in (8, 12))
     for options in ({"window": (2, 0)}, {"alibi_slopes": torch.ones(2)}):
-        assert torch.equal(decode_attention(query, full, **options), decode_attention(query, beyond, **options))
+        out = decode_attention(query, beyond, **options, validate=False)
+        assert torch.equal(decode_attention(query, full, **options), out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [-1, 10**6])
+def test_a_length_out_of_range_is_refused_on_a_cpu(kind: str, length: int) -> None:
+    x = rows((9, 30), q_len=1, dtype=torch.float32)
+    cache = of_kind(x, kind)
+    assert cache.lengths is not None
+    cache.lengths[1] = length
+    for asked in ({}, {"validate": True}):
+        with pytest.raises(ValueError, match=f"lengths: expected from 0 to the capacity, .*; got {length} in row 1"):
+            decode_attention(x.query, cache, **asked)
+        with pytest.raises(ValueError, match=f"got {length} in row 1"):
+            explain_decode(x.query, cache, **asked)
+    assert decode_attention(x.query, cache, validate=False)[0].isfinite().all()
+    with pytest.raises(TypeError, match="validate: expected True, False or None; got 'yes'"):
+        decode_attention(x.query, cache, validate="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["paged", "int4 paged"])
+@pytest.mark.parametrize("entry", [-1, 10**6])
+def test_a_page_that_does_not_exist_is_refused_on_a_cpu_unless_a_window_hides_it(kind: str, entry: int) -> None:
+    x = rows((40, 30), q_len=3, dtype=torch.float32)
+    cache = of_kind(x, kind)
+    assert not isinstance(cache, ContiguousKV) and cache.page_table is not None
+    whole = decode_attention(x.query, cache, window=(11, 0))  # of row 1 from position 16 on
+    cache.page_table[1, 1] = entry
+    with pytest.raises(ValueError, match=rf"page_table: expected pages from 0 to .*; got {entry} at \[1, 1\]"):
+        decode_attention(x.query, cache)
+    with pytest.raises(ValueError, match=rf"got {entry} at \[1, 1\]"):
+        decode_attention(x.query, cache, window=(12, 0))
+    assert torch.equal(decode_attention(x.query, cache, window=(11, 0)), whole)
+    assert decode_attention(x.query, cache, validate=False)[1].isnan().all()
+
+
+WANTED = ("query", "key", "value", "sink", "alibi_slopes")
+
+
+@pytest.mark.parametrize("which", WANTED)
+def test_what_requires_a_gradient_is_refused(which: str) -> None:
+    key, value, query = torch.randn(2, 20, 2, 16), torch.randn(2, 20, 2, 16), torch.randn(2, 1, 4, 16)
+    given = {"query": query, "key": key, "value": value, "sink": torch.zeros(4), "alibi_slopes": torch.zeros(4)}
+    given[which].requires_grad_()
+    cache = ContiguousKV(given["key"], given["value"])
+    options = {name: given[name] for name in ("sink", "alibi_slopes")}
+    name = "cache" if which in ("key", "value") else which
+    for call in (decode_attention, explain_decode):
+        with pytest.raises(
+            ValueError, match=rf"{name}: expected no gradient .* torch.no_grad\(\), or use attention\(\)"
+        ):
+            call(query, cache, **options)
+    for without in (torch.no_grad(), torch.inference_mode()):
+        with without:
+            assert not decode_attention(query, cache, **options).requires_grad
+    assert given[which].requires_grad and decode_workspace(query, cache).numel() == 0
+
+
+def test_a_gradient_of_codes_is_refused() -> None:
+    cache = quantize_kv(ContiguousKV(*torch.randn(2, 1, 64, 1, 16)), "int4", group=16, residual=0)
+    assert cache.key.zero is not None
+    query = torch.randn(1, 1, 2, 16)
+    for tensor in (cache.value_window, cache.key.scale, cache.key.zero):
+        tensor.requires_grad_()
+        with pytest.raises(ValueError, match="cache: expected no gradient to be wanted"):
+            decode_attention(query, cache)
+        tensor.requires_grad_(False)
+    assert decode_attention(query, cache).isfinite().all()
+
+
+def test_torch_func_is_refused_a_gradient() -> None:
+    cache = ContiguousKV(*torch.randn(2, 1, 20, 1, 8))
+    with pytest.raises(ValueError, match="query: expected no gradient to be wanted"):
+        torch.func.grad(lambda query: decode_attention(query, cache).sum())(torch.randn(1, 1, 2, 8))
 
 
 def test_an_invariant_row_has_its_bits_in_every_batch_on_a_cpu_too() -> None:

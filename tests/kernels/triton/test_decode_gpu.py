@@ -278,6 +278,33 @@ def test_steps_of_a_static_cache_share_a_launch() -> None:
     assert len(_by_layout) == 2  # the other returns the LSE
 
 
+def test_a_call_that_was_made_before_refuses_a_gradient_and_looks_if_asked() -> None:
+    query, cache, _ = made("paged")
+    assert isinstance(cache, PagedKV)
+    first = decode(query, cache)
+    assert same_bits(decode(query, cache), first)
+    wanting = query.clone().requires_grad_()
+    with pytest.raises(ValueError, match="query: expected no gradient to be wanted"):
+        decode(wanting, cache)
+    with torch.no_grad():
+        assert same_bits(decode(wanting, cache), first)
+    rows = made("contiguous")[1]
+    assert isinstance(rows, ContiguousKV)
+    its = ContiguousKV(rows.key.clone(), rows.value, rows.lengths)
+    for _ in range(2):
+        decode(query, its)
+    its.key.requires_grad_()
+    with pytest.raises(ValueError, match="cache: expected no gradient to be wanted"):
+        decode(query, its)
+    assert same_bits(decode(query, cache, validate=True), first)
+    lengths = cache.lengths.clone()
+    lengths[0] = cache.capacity + 1
+    beyond = replace(cache, lengths=lengths)
+    decode(query, beyond)
+    with pytest.raises(ValueError, match="lengths: expected from 0 to the capacity"):
+        decode(query, beyond, validate=True)
+
+
 # CUDA graphs, over caches that grow
 
 GROWING = ("contiguous", "paged", "fp8", "int8 paged", "fp8 in Gluon", "int8 paged in Gluon")
