@@ -65,6 +65,11 @@ class Cache(ABC):
     def addresses(self) -> tuple[int, ...]:
         """Of all its tensors; 0 for one that it does not have."""
 
+    @property
+    @abstractmethod
+    def requires_grad(self) -> bool:
+        """Whether a tensor that it holds requires a gradient, which nothing here gives it."""
+
     def __repr__(self) -> str:
         kind = f"pages of {self.page_size}" if self.page_size else "rows"
         coded = "" if self.coding is None else f" in {self.coding.format}"
@@ -108,12 +113,6 @@ class Cache(ABC):
     @property
     def dtype(self) -> torch.dtype:
         return self._plain()[0].dtype
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether keys or values require a gradient, which nothing here gives them."""
-        key, value = self._plain()
-        return key.requires_grad or value.requires_grad
 
     @property
     def nbytes(self) -> int:

@@ -42,6 +42,10 @@ class ContiguousKV(Cache):
     def addresses(self) -> tuple[int, ...]:
         return self.key.data_ptr(), self.value.data_ptr(), 0 if self.lengths is None else self.lengths.data_ptr()
 
+    @property
+    def requires_grad(self) -> bool:
+        return self.key.requires_grad or self.value.requires_grad
+
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         checks.span(start, stop, self.capacity)
         return self.key[:, start:stop], self.value[:, start:stop]
@@ -101,6 +105,10 @@ class PagedKV(Cache):
     def addresses(self) -> tuple[int, ...]:
         tensors = self.key_pages, self.value_pages, self.page_table, self.lengths
         return tuple(t.data_ptr() for t in tensors)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.key_pages.requires_grad or self.value_pages.requires_grad
 
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         checks.span(start, stop, self.capacity)

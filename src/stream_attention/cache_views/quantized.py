@@ -91,8 +91,8 @@ class QuantizedKV(Cache):
 
     @property
     def requires_grad(self) -> bool:
-        scales = (t for side in (self.key, self.value) for t in (side.scale, side.zero) if t is not None)
-        return super().requires_grad or any(t.requires_grad for t in scales)
+        held = (self.key_window, self.value_window, self.key.scale, self.value.scale, self.key.zero, self.value.zero)
+        return any(t is not None and t.requires_grad for t in held)
 
     @property
     def batch(self) -> int:
