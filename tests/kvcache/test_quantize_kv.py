@@ -129,6 +129,53 @@ def test_a_cache_shorter_than_its_window_is_not_quantized() -> None:
     assert torch.equal(cache.tile(0, 128)[0], KEY) and cache.capacity == 128 + 63
 
 
+# Inf and NaN
+
+BAD = [torch.inf, -torch.inf, torch.nan]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+@pytest.mark.parametrize("per", ["channel", "token"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_a_group_that_holds_inf_or_nan_reads_as_nan_and_no_other_does(
+    format: str, dtype: torch.dtype, per: str, bad: float
+) -> None:
+    """Made at once, and grown token by token. Token 21 is one of the block from 16 to 31."""
+    x = KEY.to(dtype)
+    with_bad = x.clone()
+    with_bad[1, 21, 0, 5] = bad
+    how: dict[str, Any] = {"group": 16, "residual": 8, "keys": per, "values": per}
+    of_group = torch.zeros(x.shape, dtype=torch.bool)
+    of_group[(1, slice(16, 32), 0, 5) if per == "channel" else (1, 21, 0, slice(16))] = True
+    room = torch.zeros_like(x)
+    grown = quantize_kv(ContiguousKV(room, room.clone(), torch.zeros(2, dtype=torch.int32)), format, **how)
+    for token in with_bad.split(1, 1):
+        grown.append(token, token)
+    clean = quantize_kv(ContiguousKV(x, x), format, **how).tile(0, 128)
+    for cache in (quantize_kv(ContiguousKV(with_bad, with_bad), format, **how), grown):
+        for got, want in zip(cache.tile(0, 128), clean, strict=True):
+            assert got[of_group].isnan().all() and torch.equal(got[~of_group], want[~of_group])
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_inf_that_is_seen_shows_in_the_attention(format: str, side: str, bad: float) -> None:
+    """In the rows that see its group, unless a window hides all of that."""
+    sides = {"key": KEY.clone(), "value": VALUE.clone()}
+    sides[side][1, 21, 0, 5] = bad
+    caches = [quantize_kv(ContiguousKV(*x), format, group=16, residual=8) for x in ((KEY, VALUE), sides.values())]
+    query = torch.randn(2, 1, 4, 32, generator=torch.Generator().manual_seed(1))
+    (clean, found), (clean_hidden, hidden) = (
+        [decode_attention(query, cache, **how) for cache in caches] for how in ({}, {"window": (95, 0)})
+    )
+    heads, channels = (slice(2), slice(None)) if side == "key" else (slice(2), slice(16))
+    assert not found[1, :, heads, channels].isfinite().any()
+    found[1, :, heads, channels] = clean[1, :, heads, channels]
+    assert torch.equal(found, clean) and torch.equal(hidden, clean_hidden)
+
+
 # Error, against theory
 
 

@@ -206,6 +206,26 @@ def test_a_workspace_serves_a_hundred_calls(kind: str) -> None:
         assert same_bits(decode(query, cache, workspace=workspace), first) and not torch.equal(other, first)
 
 
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp8 in Gluon", "int8 in Gluon", "int4 in Gluon"])
+def test_inf_in_codes_that_are_seen_shows(kind: str, side: str) -> None:
+    """Its group is NaN, and no more than that; a window that hides the group hides it."""
+    decode, _ = by(kind)
+    sides = {"key": normal(2, 1024, 2, 128, seed=1), "value": normal(2, 1024, 2, 128, seed=2)}
+    query = normal(2, 1, 8, 128)
+    outs = []
+    for bad in (0.0, torch.inf):
+        sides[side][1, 70, 0, 5] = bad  # one of the block from 64 to 127
+        cache = quantize_kv(ContiguousKV(**sides), kind.split()[0])
+        outs.append((decode(query, cache), decode(query, cache, window=(895, 0))))
+    (clean, clean_hidden), (found, hidden) = outs
+    seen = found[1, :, :4]
+    assert seen[..., :64].isnan().all() and seen[..., 64:].isnan().all() == (side == "key")
+    assert side == "key" or seen[..., 64:].isfinite().all()
+    assert same_bits(found[0], clean[0]) and same_bits(found[1, :, 4:], clean[1, :, 4:])
+    assert same_bits(hidden, clean_hidden)
+
+
 # Caches that are made anew for each call
 
 

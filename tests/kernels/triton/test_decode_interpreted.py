@@ -126,6 +126,25 @@ def test_nan_that_is_seen_shows(which: str, num_splits: int) -> None:
     assert lse[0].isnan().all() == (which != "value") and lse[1].isfinite().all()
 
 
+@pytest.mark.parametrize("bad", [INF, NAN], ids=str)
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_inf_in_codes_that_are_seen_shows(format: str, side: str, bad: float) -> None:
+    """All of its group is NaN; a window that hides the group hides that."""
+    sides = {"key": normal(2, 80, 1, 32, seed=1, dtype=BF16), "value": normal(2, 80, 1, 32, seed=2, dtype=BF16)}
+    query = normal(2, 1, 2, 32, dtype=BF16)
+    clean, found, clean_hidden, hidden = [], [], [], []
+    for outs, outs_hidden in ((clean, clean_hidden), (found, hidden)):
+        cache = quantize_kv(ContiguousKV(**sides), format, group=32, residual=8)
+        for num_splits in (None, 3):
+            outs.append(decode(query, cache, num_splits=num_splits))
+            outs_hidden.append(decode(query, cache, num_splits=num_splits, window=(47, 0)))
+        sides[side][0, 21, 0, 5] = bad  # one of the block from 0 to 31
+    for one, other in zip(found, clean, strict=True):
+        assert one[0].isnan().all() and same_bits(one[1], other[1])
+    assert all(map(same_bits, hidden, clean_hidden))
+
+
 # Agreement with fp64, within what is earned
 
 PLAIN = DecodeCase()
