@@ -1,7 +1,7 @@
 """Every check of user input, in one place.
 
 A check names the argument, says what was expected and what came, and runs before any work. Nothing here reads the
-values of a tensor on an accelerator: that would be a synchronisation.
+values of a tensor on an accelerator, unless a caller asks for that synchronisation by `validate=True`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .backends import FP8_HEAD_DIMS
-from .cache_views import ContiguousKV, Fp8KV, PagedKV, QuantizedKV
+from .cache_views import ContiguousKV, Fp8KV, KVCache, PagedKV, QuantizedKV, checks
 from .errors import refuse
+from .problem import UNBOUNDED
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST, SMALLEST = 2.3e38, 1.2e-38
@@ -256,13 +257,19 @@ def _fp8_tensors(tensors: dict[str, Tensor], where: str, otherwise: str) -> None
     if len({tensor.shape[-1] for tensor in tensors.values()}) > 1:
         refuse("value", f"D = Dv of 64, 128 or 256 {where}", list(tensors["value"].shape))
     wanted = [name for name, tensor in tensors.items() if torch.is_grad_enabled() and tensor.requires_grad]
-    if forward_ad._current_level >= 0:
-        wanted += [name for name, tensor in tensors.items() if forward_ad.unpack_dual(tensor).tangent is not None]
+    wanted += _with_tangent(tensors)
     if wanted:
         hint = f"FP8 is for inference: use torch.no_grad(), or {otherwise}."
         refuse(wanted[0], f"a tensor without a gradient {where}", "one that wants it", hint)
     if torch._C._are_functorch_transforms_active():
         refuse("query" if "query" in tensors else "key", f"a plain call {where}", "one inside of torch.func")
+
+
+def _with_tangent(tensors: dict[str, Tensor]) -> list[str]:
+    """Names of those that forward-mode differentiation has given a tangent."""
+    if forward_ad._current_level < 0:
+        return []
+    return [name for name, tensor in tensors.items() if forward_ad.unpack_dual(tensor).tangent is not None]
 
 
 def _rotate(rotate: Any) -> None:
@@ -312,8 +319,38 @@ def decoding(
             refuse("out", f"{query.dtype} of shape {list(shape)}", f"{out.dtype} of shape {list(out.shape)}")
         if out.is_neg():
             refuse("out", "a tensor of its own numbers", "a negated view", "Call out.resolve_neg().")
-        if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        if checks.has_shared_places(out):
             refuse("out", "a place for every number", f"an expanded tensor, strides {out.stride()}")
+
+
+def lengths_and_pages(cache: KVCache, q_len: int, left: int, look: bool | None) -> None:
+    """Check the values of a cache's lengths, and that the pages are there which `q_len` queries see that look `left`
+    positions back: if asked to `look`, by default on a CPU."""
+    lengths = cache.lengths
+    if lengths is None:
+        return
+    if checks.looks(look, lengths):
+        first = None if left == UNBOUNDED else (lengths.long() - q_len - left).clamp_(min=0)
+        cache.validate(first=first)
+
+
+def without_gradient(function: str, differentiable: str, **given: Any) -> None:
+    """Refuse tensors, and a cache of tensors, that require a gradient while gradients are on: none would come."""
+    if not torch.is_grad_enabled():
+        return
+    for name, one in given.items():
+        if getattr(one, "requires_grad", False):
+            hint = f"No gradient flows through {function}: call it under torch.no_grad(), or use {differentiable}."
+            refuse(name, "no gradient to be wanted", "requires_grad=True while gradients are on", hint)
+
+
+def without_tangent(query: Tensor, cache: KVCache, alibi_slopes: Tensor | None, sink: Tensor | None) -> None:
+    """Refuse forward-mode differentiation of a call on a cache that a kernel computes."""
+    tensors = {"query": query, **{name: getattr(cache, name) for name in cache.STORES}}
+    tensors |= {name: t for name, t in (("alibi_slopes", alibi_slopes), ("sink", sink)) if t is not None}
+    for name in _with_tangent(tensors):
+        hint = 'Kernels compute none: pass backend="eager", or use attention().'
+        refuse(name, "a tensor without a tangent", "one of forward-mode differentiation", hint)
 
 
 def splits(num_splits: Any, batch_invariant: Any) -> None:

@@ -54,6 +54,30 @@ def test_without_causal_new_tokens_see_each_other() -> None:
     torch.testing.assert_close(out, attention(query, key, value))
 
 
+def test_without_causal_a_part_shorter_than_the_queries_is_seen_whole() -> None:
+    """Of a row that holds fewer tokens than there are queries, in a part with lengths."""
+    parts, key, value = parts_of([2, 5])
+    lengths = [torch.full((2,), part.capacity, dtype=torch.int32) for part in parts]
+    parts = [ContiguousKV(part.key, part.value, its) for part, its in zip(parts, lengths, strict=True)]
+    query = normal(2, 4, 4, 8, seed=2)
+    out = tree_decode_attention(query, parts, group=VirtualRanks(2), causal=False)[0]
+    torch.testing.assert_close(out, attention(query, key, value))
+
+
+def test_what_requires_a_gradient_is_refused() -> None:
+    parts, key, _ = parts_of([5, 4])
+    query = normal(2, 1, 4, 8, seed=2).requires_grad_()
+    with pytest.raises(
+        ValueError, match=r"query: expected no gradient .* under torch.no_grad\(\), or use ring_attention"
+    ):
+        tree_decode_attention(query, parts, group=VirtualRanks(2))
+    with torch.no_grad():
+        assert not tree_decode_attention(query, parts, group=VirtualRanks(2))[0].requires_grad
+    key = parts[0].key.clone().requires_grad_()
+    with pytest.raises(ValueError, match="cache: expected no gradient to be wanted"):
+        tree_decode_attention(query.detach(), [ContiguousKV(key, parts[0].value), parts[1]], group=VirtualRanks(2))
+
+
 def test_rows_of_a_batch_may_have_lengths_of_their_own() -> None:
     """Slots behind a row's length hold NaN, and one row has nothing on the first rank."""
     key, value = normal(2, 12, 2, 8), normal(2, 12, 2, 5, seed=1)

@@ -73,6 +73,9 @@ def tree_decode_attention(
     options: dict[str, Any] = {"softcap": softcap, "scale": scale, "backend": backend}
     for its_query, its_cache in zip(queries, caches, strict=True):
         validate.decoding(its_query, its_cache, None, None, sink, None)
+        validate.without_gradient(
+            "tree_decode_attention", "ring_attention()", query=its_query, cache=its_cache, sink=sink
+        )
         validate.options(causal, None, softcap, scale, 0.0, None, None, return_lse, its_query)
     last = transport.size - 1
     if last in transport.ranks and causal and queries[-1].shape[1] > caches[-1].capacity:

@@ -175,7 +175,8 @@ def _masked(
 
 def _decodes(query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> bool:
     """Whether a call is one that `decode_attention` computes: it has no gradient, no dropout and tiles of its own."""
-    graph = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    tensors = (query, key, value) if how["sink"] is None else (query, key, value, how["sink"])
+    graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return not graph and not how["dropout_p"] and how["backend"] == "auto"
 
 
