@@ -7,9 +7,10 @@ values of a tensor on an accelerator, unless a caller asks for that synchronisat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from inspect import Parameter, signature
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,77 @@ LARGEST, SMALLEST = 2.3e38, 1.2e-38
 """Of a scale and of a softcap, whatever the dtype of the tensors: kernels take them in fp32, and in units of log2."""
 
 TAKES_CODES = "attention_fp8(query, kv) takes one, and explain_fp8 says by what."
+
+_ADDED = "added to the scores, -inf hides a key"
+_ATTENDS = "boolean, True = attend"
+FOREIGN = {
+    # what other libraries call an argument -> what it is called here, and what to know about it
+    "is_causal": {"causal": "aligned bottom-right"},
+    "attn_mask": {"mask": _ATTENDS, "bias": f"floating, {_ADDED}", "attention_mask": f"{_ATTENDS}; floating: {_ADDED}"},
+    "attn_bias": {"bias": _ADDED, "attention_mask": f"floating, {_ADDED}"},
+    "attention_mask": {"mask": f"{_ATTENDS}; padding [B, Tk] is padding[:, None, None]", "bias": f"floating, {_ADDED}"},
+    "mask": {"attention_mask": _ATTENDS},
+    "bias": {"attention_mask": f"floating, {_ADDED}"},
+    "softmax_scale": {"scale": "None is D ** -0.5"},
+    "sm_scale": {"scale": "None is D ** -0.5"},
+    "window_size": {"window": "a tuple (left, right), -1 = unbounded"},
+    "dropout": {"dropout_p": "a probability; 0.0 outside of training"},
+    "return_attn_probs": {"return_lse": "returns (out, lse); the weights are never held"},
+    "return_softmax_lse": {"return_lse": "returns (out, lse)"},
+}
+"""Keywords that a caller may know from elsewhere."""
+
+MOST_HEADS = 256
+"""A call with more heads than this, each with keys of its own, has its lengths where the heads belong."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def refuses_foreign(function: Function) -> Function:
+    """For a function with `*unexpected` or `**foreign`, which are there for `unexpected` to refuse in words: its
+    signature, as `help` and `inspect` show it, without the two."""
+    whole = signature(function)
+    shown = [p for p in whole.parameters.values() if p.name not in ("unexpected", "foreign")]
+    function.__signature__ = whole.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
+
+
+def unexpected(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Iterable[str]) -> NoReturn:
+    """Refuse positional arguments or keywords that a function does not have."""
+    name, own = function.__qualname__.removesuffix(".forward"), signature(function).parameters
+    if arguments:
+        taken = [p.name for p in own.values() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        others = ", ".join(p.name for p in own.values() if p.kind is Parameter.KEYWORD_ONLY and p.annotation != "None")
+        meant = f", as in causal={arguments[0]}" if isinstance(arguments[0], bool) else f": {others}"
+        raise TypeError(
+            f"{name}() takes {len(taken)} positional arguments, {', '.join(taken)}; got {len(taken) + len(arguments)}. "
+            f"The others are passed by name{meant}"
+        )
+    own_names = [name for name, p in own.items() if p.annotation != "None"]  # what may only be None is refused anyway
+    for keyword in keywords:
+        here = [f"`{ours}` here ({note})" for ours, note in FOREIGN.get(keyword, {}).items() if ours in own_names]
+        if here:
+            raise TypeError(f"{name}(): `{keyword}` is called {' or '.join(here)}")
+        if keyword == "enable_gqa":
+            raise TypeError(f"{name}(): leave `enable_gqa` out: Hq may be any multiple of Hkv here")
+    raise TypeError(f"{name}() got an unexpected keyword argument {next(iter(keywords))!r}")
+
+
+def looks_transposed(query: Tensor, key: Tensor, by_strides: bool = True) -> bool:
+    """Whether a dense call that was checked looks as if its tensors were `[B, H, T, D]`.
+
+    As many KV heads as query heads, and either more than `MOST_HEADS`, or 8 for each of several queries, of which there
+    are at least as many as keys. In the second case, `by_strides`, query and key also lie as `[B, T, H, D]` does after
+    `.transpose(1, 2)`: the stride of dim 1 is smaller than that of dim 2.
+    """
+    (q_len, heads), (k_len, kv_heads) = query.shape[1:3], key.shape[1:3]
+    if not type(q_len) is type(heads) is type(k_len) is int or heads != kv_heads:  # symbolic sizes are not asked
+        return False
+    if heads > MOST_HEADS:
+        return True
+    if q_len < 2 or heads < 8 * q_len or k_len > q_len:
+        return False
+    return not by_strides or all(t.shape[1] == 1 or t.stride(1) < t.stride(2) for t in (query, key))
 
 
 def attention_tensors(
@@ -97,6 +169,29 @@ def varlen_tensors(
     _per_head(alibi_slopes, sink, query, cu_seqlens_q.shape[0] - 1, query.shape[1])
 
 
+def nested_tensors(query: Any, key: Any, value: Any, mask: Tensor | None, bias: Tensor | None) -> None:
+    """Check the tensors of a dense call whose query is a nested tensor, but not what is checked of their rows."""
+    for name, refused in (("mask", mask), ("bias", bias)):
+        if refused is not None:
+            refuse(name, "None beside nested tensors", "a value", "Pad them: x.to_padded_tensor(0.0).")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not getattr(tensor, "is_nested", False):
+            refuse(name, "a nested tensor as the query is", _describe(tensor), error=TypeError)
+        if tensor.layout is not torch.jagged:
+            hint = "torch.nested.nested_tensor(..., layout=torch.jagged) makes one."
+            refuse(name, "a nested tensor of layout torch.jagged", tensor.layout, hint, TypeError)
+        ragged = tensor._ragged_idx
+        if tensor.dim() != 4 or ragged != 1:
+            hint = "Pass x.transpose(1, 2)." if tensor.dim() == 4 and ragged == 2 else ""
+            refuse(name, "[B, j, H, D] with ragged j", f"{tensor.dim()} dims, of which dim {ragged} is ragged", hint)
+        if tensor.lengths() is not None:
+            refuse(name, "rows without gaps between the sequences", "gaps", "Call .contiguous() on it first.")
+    if key.shape[0] != query.shape[0] or value.shape[:2] != key.shape[:2]:
+        sizes = ", ".join(str(list(t.shape)) for t in (query, key, value))
+        hint = "nested_tensor_from_jagged(rows, key.offsets()) makes value of the key's lengths."
+        refuse("key and value", "the query's B, and the same lengths in both", sizes, hint)
+
+
 def cu_seqlens_values(name: str, offsets: list[int], rows: int, longest: int | None) -> int:
     """Check cumulative lengths that are known on the host; returns the longest sequence, or what was passed for it."""
     lengths = [late - early for early, late in pairwise(offsets)]
@@ -124,9 +219,7 @@ def options(
     query: Tensor,
 ) -> None:
     """Check what is not a tensor of the maths."""
-    for name, flag in (("causal", causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool):
-            refuse(name, "a bool", _describe(flag), error=TypeError)
+    flags(causal=causal, return_lse=return_lse)
     if deterministic is not None and not isinstance(deterministic, bool):
         refuse("deterministic", "a bool, or None to follow torch", deterministic, error=TypeError)
     if window is not None:
@@ -161,6 +254,13 @@ def options(
             refuse("seed", "an int of 64 bits", seed)
 
 
+def flags(**given: Any) -> None:
+    """Check what is either True or False."""
+    for name, flag in given.items():
+        if not isinstance(flag, bool):
+            refuse(name, "a bool", _describe(flag), error=TypeError)
+
+
 def precision(
     precision: str | None,
     rotate: bool,
@@ -178,7 +278,7 @@ def precision(
     if precision not in (None, "fp8"):
         error = ValueError if isinstance(precision, str) else TypeError
         refuse("precision", '"fp8", or None for that of the tensors', _describe(precision), error=error)
-    _rotate(rotate)
+    flags(rotate=rotate)
     if precision is None:
         refuse("rotate", 'False without precision="fp8"', rotate, "Scores of rotated tensors are the same.")
     tensors = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sink": sink}
@@ -206,7 +306,7 @@ def fp8_keys(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | None
         refuse("value", f"the key's dtype {key.dtype}", value.dtype, error=TypeError)
     if value.shape != key.shape:
         refuse("value", f"the key's shape {list(key.shape)}", list(value.shape))
-    _rotate(rotate)
+    flags(rotate=rotate)
     if cu_seqlens is not None:
         _offsets("cu_seqlens", cu_seqlens, key)
     elif max_seqlen is not None:
@@ -270,11 +370,6 @@ def _with_tangent(tensors: dict[str, Tensor]) -> list[str]:
     if forward_ad._current_level < 0:
         return []
     return [name for name, tensor in tensors.items() if forward_ad.unpack_dual(tensor).tangent is not None]
-
-
-def _rotate(rotate: Any) -> None:
-    if not isinstance(rotate, bool):
-        refuse("rotate", "a bool", _describe(rotate), error=TypeError)
 
 
 def decoding(
@@ -463,7 +558,8 @@ def _tensor(name: str, tensor: Any, query: Tensor) -> None:
         hint = TAKES_CODES if isinstance(tensor, Fp8KV) else ""
         refuse(name, "a torch.Tensor", type(tensor).__name__, hint, TypeError)
     if tensor.is_nested:
-        refuse(name, "a strided tensor", "a nested one", "Pack it and call varlen_attention.", TypeError)
+        hint = "Where the query is a jagged nested tensor, so are key and value. Else pack it: varlen_attention."
+        refuse(name, "a strided tensor", "a nested one", hint, TypeError)
     if hasattr(tensor, "device_mesh"):
         refuse(name, "a plain tensor", "a DTensor", "Pass its local shard, .to_local().", TypeError)
     if tensor.layout is not torch.strided:

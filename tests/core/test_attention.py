@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stream_attention import (
+    FlashAttentionV3,
     StreamAttention,
     StreamAttentionConfig,
     StreamMultiheadAttention,
@@ -90,6 +91,11 @@ def test_explicit_queries_keys_and_values_are_attended_only(kv_heads: int, q_len
     assert torch.equal(attend(*tensors), expected)
     assert torch.equal(attend(**dict(zip(("query", "key", "value"), tensors, strict=True))), expected)
     assert torch.equal(attend(*tensors, causal=False), attention(*tensors))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_fourth_argument_is_causal(causal: bool) -> None:
+    assert torch.equal(module()(*qkv(), causal), attention(*qkv(), causal=causal))
 
 
 def test_parameters_are_those_the_config_asks_for() -> None:
@@ -544,6 +550,10 @@ X = hidden()
         ((qkv()[0][..., :2, :], *qkv()[1:]), {}, "query: expected [B, Tq, num_heads=4, head_dim=8]"),
         (qkv(kv_heads=3), {}, "key: expected heads that divide num_heads=4"),
         ((X,), {"causal": 1}, "causal: expected a bool; got 1 (int)"),
+        ((*qkv(), True), {"causal": True}, "causal: expected it once; got the fourth argument and a keyword"),
+        ((*qkv(), X), {}, "causal: expected a bool; got torch.float32 tensor of shape [2, 6, 32]"),
+        ((*qkv(), True, False), {}, "inputs: expected hidden states"),
+        ((X, True), {}, "inputs: expected hidden states"),
         ((X,), {"use_cache": "no"}, "use_cache: expected a bool; got 'no' (str)"),
         ((X,), {"output_attentions": 0}, "output_attentions: expected a bool; got 0 (int)"),
     ],
@@ -551,6 +561,21 @@ X = hidden()
 def test_bad_calls_are_refused(arguments: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         module()(*arguments, **options)
+
+
+@pytest.mark.parametrize("attend", [module(), module().attention, FlashAttentionV3()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [
+        ("is_causal", "(): `is_causal` is called `causal` here (aligned bottom-right)"),
+        ("attn_mask", "(): `attn_mask` is called `attention_mask` here (boolean, True = attend; floating: added"),
+        ("mask", "(): `mask` is called `attention_mask` here"),
+        ("softmax_scale", "() got an unexpected keyword argument 'softmax_scale'"),
+    ],
+)
+def test_keywords_of_others_are_refused_with_their_name_here(attend: nn.Module, keyword: str, words: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(type(attend).__name__ + words)):
+        attend(*qkv(), **{keyword: True})
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -63,6 +63,11 @@ def test_it_is_attention_as_this_library_means_it(
         torch.testing.assert_close(torch.zeros_like(wanted) if got is None else got, wanted)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_fourth_argument_is_causal(causal: bool) -> None:
+    torch.testing.assert_close(FlashAttentionV3()(*qkv(), causal), attention(*qkv(), causal=causal))
+
+
 @pytest.mark.parametrize("rank", [2, 3])
 def test_masks_of_lower_rank(rank: int) -> None:
     mask = shown(9, 6)[:, 0, 1] if rank == 2 else shown(9, 6)[:, 0]
@@ -238,10 +243,11 @@ def test_bad_calls_are_refused(fields: dict[str, Any], tensors: list[Any], words
             {"attention_mask": torch.ones(2, 6, 6, dtype=torch.bool)},
             "[B, Tq, Tk] = [2, 9, 6]",
         ),
+        ({"causal": torch.ones(2, 6)}, "causal: expected a bool; got torch.float32 tensor of shape [2, 6]"),
         ({"attention_mask": [True]}, "attention_mask: expected a torch.Tensor or None; got list"),
         ({"attention_mask": torch.ones(2, 9, 7)}, "[B, Tq, Tk] = [2, 9, 6]"),
     ],
-    ids=["causal", "a square mask", "a list", "too many keys"],
+    ids=["causal", "a square mask", "a mask as causal", "a list", "too many keys"],
 )
 def test_bad_options_are_refused_in_the_words_of_the_other_modules(options: dict[str, Any], words: str) -> None:
     for attend in (FlashAttentionV3(), FusedOnlineAttention(HEADS, DIM)):

@@ -127,15 +127,24 @@ def test_a_float_mask_is_added_whatever_its_sign_and_has_a_gradient() -> None:
     assert added.grad is not None and added.grad.abs().sum() > 0
 
 
-def test_a_mask_of_two_dims_is_padding_even_where_it_is_square() -> None:
-    tensors = [t[:, :2] for t in qkv()]  # B = Tq = Tk = 2
-    mask = torch.tensor([[True, False], [True, True]])
+@pytest.mark.parametrize("width", [6, 1])
+def test_a_mask_of_two_dims_that_could_be_either_is_refused_with_both_spellings(width: int) -> None:
+    query, key, value = qkv(2)  # B = Tq = 2
+    mask = torch.tensor([[True] * 5 + [False], [False] + [True] * 5])[:, -width:]
     attend, options = module(), {"causal": False}
-    padding = attend(*tensors, attention_mask=mask[:, None, None], **options)
-    assert torch.equal(attend(*tensors, attention_mask=mask, **options), padding)
-    for_all = attend(*tensors, attention_mask=mask[None], **options)
-    assert torch.equal(for_all, attend(*tensors, attention_mask=mask.expand(2, 1, 2, 2), **options))
+    for_all = attend(query, key, value, attention_mask=mask[None], **options)
+    assert torch.equal(for_all, attention(query, key, value, mask=mask))
+    padding = attend(query, key, value, attention_mask=mask[:, None, None], **options)
+    assert torch.equal(padding, attention(query, key, value, mask=mask[:, None, None]))
     assert not torch.equal(for_all, padding)
+    words = rf"B = Tq = 2; got \[2, {width}\], .*attention_mask\[:, None, None\]; .*: attention_mask\[None\]"
+    for ambiguous in (mask, mask.int(), torch.where(mask, 0.0, -torch.inf)):
+        with pytest.raises(ValueError, match=words):
+            attend(query, key, value, attention_mask=ambiguous, **options)
+    one_query = attend(query[:, :1], key, value, attention_mask=mask, **options)  # [2, 6] is no [Tq, Tk] here
+    torch.testing.assert_close(one_query, padding[:, :1])
+    one_row = attend(query, key, value, attention_mask=mask[:1], **options)  # the same either way
+    assert torch.equal(one_row, attention(query, key, value, mask=mask[:1]))
 
 
 KEEP = torch.tensor([[1.0] * 6, [1.0] * 3 + [0.0] * 3])

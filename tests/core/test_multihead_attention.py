@@ -506,7 +506,7 @@ def test_the_hint_replaces_a_mask_of_any_length_as_in_torch() -> None:
     x = normal(2, 5, 32)
     options = {"attn_mask": causal_mask(9), "is_causal": True, "need_weights": False}
     torch.testing.assert_close(ours(x, x, x, **options)[0], torchs(x, x, x, **options)[0])
-    with pytest.raises(ValueError, match=r"attn_mask: expected shape \[5, 5\] or \[8, 5, 5\]; got \[9, 9\]"):
+    with pytest.raises(RuntimeError, match=r"attn_mask: expected shape \[5, 5\] or \[8, 5, 5\]; got \[9, 9\]"):
         ours(x, x, x, attn_mask=causal_mask(9), is_causal=True)
 
 
@@ -799,67 +799,90 @@ def test_an_ensemble_under_vmap(need_weights: bool) -> None:
 
 
 ZEROS = torch.zeros
-WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "query of four dims": (
-        {"query": ZEROS(1, 2, 5, 32)},
-        ValueError,
-        r"query: expected 2 dims, or 3 .*; got \[1, 2, 5",
+UNBATCHED = {"query": ZEROS(5, 32), "key": ZEROS(7, 32), "value": ZEROS(7, 32)}
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "query of four dims": ({"query": ZEROS(1, 2, 5, 32)}, r"query: expected 2 dims, or 3 .*; got \[1, 2, 5"),
+    "query of one dim": ({"query": ZEROS(32)}, r"query: expected 2 dims, or 3 .*; got \[32\]"),
+    "key unbatched": ({"key": ZEROS(7, 32)}, r"key: expected 3 dims as in the query, .*; got \[7, 32\]"),
+    "value unbatched": ({"value": ZEROS(7, 32)}, r"value: expected 3 dims as in the query, .*; got \[7, 32\]"),
+    "key batched": (
+        UNBATCHED | {"key": ZEROS(2, 7, 32)},
+        r"key: expected 2 dims as in the query.*; got \[2, 7",
     ),
-    "key unbatched": ({"key": ZEROS(7, 32)}, ValueError, r"key: expected 3 dims as in the query, .*; got \[7, 32\]"),
-    "query too wide": ({"query": ZEROS(2, 5, 33)}, ValueError, r"query: .* the last of size 32; got \[2, 5, 33\]"),
-    "value too narrow": ({"value": ZEROS(2, 7, 31)}, ValueError, r"value: .* the last of size 32; got \[2, 7, 31\]"),
-    "value too short": ({"value": ZEROS(2, 6, 32)}, ValueError, r"value: expected .* \[2, 7\]; got \[2, 6\]"),
+    "value batched": (UNBATCHED | {"value": ZEROS(2, 7, 32)}, "value: expected 2 dims as in the query"),
+    "query too wide": ({"query": ZEROS(2, 5, 33)}, r"query: .* the last of size 32; got \[2, 5, 33\]"),
+    "key too wide": ({"key": ZEROS(2, 7, 33)}, r"key: .* the last of size 32; got \[2, 7, 33\]"),
+    "value too narrow": ({"value": ZEROS(2, 7, 31)}, r"value: .* the last of size 32; got \[2, 7, 31\]"),
+    "both too narrow": ({"key": ZEROS(2, 7, 31), "value": ZEROS(2, 7, 31)}, "key: .* the last of size 32"),
+    "value too short": ({"value": ZEROS(2, 6, 32)}, r"value: expected .* \[2, 7\]; got \[2, 6\]"),
     "other batch": (
         {"key": ZEROS(3, 7, 32), "value": ZEROS(3, 7, 32)},
-        ValueError,
         r"key: expected the query's batch size 2; got \[3, 7, 32\]. The layout is \[B, T, E\]",
     ),
     "half query": (
         {"query": ZEROS(2, 5, 32, dtype=torch.float16)},
-        TypeError,
         r"query: expected the parameters' dtype torch.float32; got torch.float16. Convert it, or .*\.to\(torch.float16",
     ),
     "double value": (
         {"value": ZEROS(2, 7, 32, dtype=torch.float64)},
-        TypeError,
         "value: expected the parameters' dtype torch.float32; got torch.float64",
     ),
     "integer key": (
         {"key": ZEROS(2, 7, 32, dtype=torch.int64)},
-        TypeError,
         "key: expected the parameters' dtype torch.float32; got torch.int64$",
     ),
     "integer padding": (
         {"key_padding_mask": ZEROS(2, 7, dtype=torch.uint8)},
-        TypeError,
         "key_padding_mask: expected a bool .True = hidden. or floating dtype; got torch.uint8",
     ),
-    "integer mask": ({"attn_mask": ZEROS(5, 7, dtype=torch.int64)}, TypeError, "attn_mask: expected a bool .*int64"),
-    "padding too long": ({"key_padding_mask": ZEROS(2, 8)}, ValueError, r"key_padding_mask: expected shape \[2, 7\]"),
-    "padding unbatched": ({"key_padding_mask": ZEROS(7)}, ValueError, r"key_padding_mask: expected shape \[2, 7\]"),
-    "mask broadcast": ({"attn_mask": ZEROS(1, 7)}, ValueError, r"attn_mask: expected shape \[5, 7\] or \[8, 5, 7\]"),
-    "mask by batch": ({"attn_mask": ZEROS(2, 5, 7)}, ValueError, r"attn_mask: expected .*; got \[2, 5, 7\]"),
-    "mask of four dims": ({"attn_mask": ZEROS(2, 4, 5, 7)}, ValueError, r"attn_mask: expected .*; got \[2, 4, 5, 7\]"),
-    "hint alone": ({"is_causal": True}, ValueError, "is_causal: expected an attn_mask beside it; got None"),
+    "integer mask": ({"attn_mask": ZEROS(5, 7, dtype=torch.int64)}, "attn_mask: expected a bool .*int64"),
+    "padding too long": ({"key_padding_mask": ZEROS(2, 8)}, r"key_padding_mask: expected shape \[2, 7\]"),
+    "padding of other batch": ({"key_padding_mask": ZEROS(3, 7)}, r"key_padding_mask: expected shape \[2, 7\]"),
+    "padding unbatched": ({"key_padding_mask": ZEROS(7)}, r"key_padding_mask: expected shape \[2, 7\]"),
+    "padding batched": (UNBATCHED | {"key_padding_mask": ZEROS(1, 7)}, r"key_padding_mask: expected shape \[7\]"),
+    "mask of one dim": ({"attn_mask": ZEROS(7)}, r"attn_mask: expected shape \[5, 7\] or \[8, 5, 7\]; got \[7\]"),
+    "mask broadcast": ({"attn_mask": ZEROS(1, 7)}, r"attn_mask: expected shape \[5, 7\] or \[8, 5, 7\]"),
+    "mask by batch": ({"attn_mask": ZEROS(2, 5, 7)}, r"attn_mask: expected .*; got \[2, 5, 7\]"),
+    "mask of four dims": ({"attn_mask": ZEROS(2, 4, 5, 7)}, r"attn_mask: expected .*; got \[2, 4, 5, 7\]"),
+    "unbatched mask of one dim": (UNBATCHED | {"attn_mask": ZEROS(7)}, r"attn_mask: expected .*; got \[7\]"),
+    "unbatched mask too short": (UNBATCHED | {"attn_mask": ZEROS(4, 7)}, r"attn_mask: expected .*; got \[4, 7\]"),
+    "unbatched mask by batch": (UNBATCHED | {"attn_mask": ZEROS(5, 5, 7)}, r"attn_mask: expected .*; got \[5, 5, 7\]"),
+    "hint and mask of one dim": ({"is_causal": True, "attn_mask": ZEROS(7)}, "attn_mask: expected shape"),
+    "hint alone": ({"is_causal": True}, "is_causal: expected an attn_mask beside it; got None"),
 }
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", WRONG)
-def test_what_torch_refuses_is_refused_by_name(name: str, need_weights: bool) -> None:
-    wrong, error, words = WRONG[name]
-    torchs, ours = pair(training=True)
+def test_what_torch_refuses_is_refused_by_name_with_its_exception(
+    name: str, training: bool, need_weights: bool
+) -> None:
+    wrong, words = WRONG[name]
+    torchs, ours = pair(training=training)
     call = {"query": ZEROS(2, 5, 32), "key": ZEROS(2, 7, 32), "value": ZEROS(2, 7, 32), "need_weights": need_weights}
-    with pytest.raises((AssertionError, RuntimeError)):
-        torchs(**call | wrong)
-    with pytest.raises(error, match=words):
-        ours(**call | wrong)
+    with torch.set_grad_enabled(training):
+        with pytest.raises((AssertionError, RuntimeError)) as refused:
+            torchs(**call | wrong)
+        with pytest.raises(refused.type, match=words) as caught:
+            ours(**call | wrong)
+    assert caught.type is refused.type
+
+
+@pytest.mark.parametrize(("name", "size"), [("key", 6), ("value", 10)])
+def test_other_sizes_of_key_and_value_are_refused_as_in_torch(name: str, size: int) -> None:
+    call = {"query": ZEROS(2, 5, 32), "key": ZEROS(2, 7, 6), "value": ZEROS(2, 7, 10)} | {name: ZEROS(2, 7, 5)}
+    torchs, ours = pair(kdim=6, vdim=10)
+    with pytest.raises(AssertionError):
+        torchs(**call)
+    with pytest.raises(AssertionError, match=rf"{name}: .* the last of size {size}; got \[2, 7, 5\]"):
+        ours(**call)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"embed_dim": 30}, ValueError, "embed_dim: expected a multiple of num_heads=4; got 30"),
+        ({"embed_dim": 30}, AssertionError, "embed_dim: expected a multiple of num_heads=4; got 30"),
         ({"embed_dim": 0}, ValueError, "embed_dim: expected at least 1; got 0"),
         ({"num_heads": -4}, ValueError, "num_heads: expected at least 1; got -4"),
         ({"embed_dim": "a"}, TypeError, r"embed_dim: expected an int; got 'a' \(str\)"),
@@ -890,8 +913,28 @@ def test_under_autocast_dtypes_may_differ_as_in_torch() -> None:
         expected, found = (one(query, key, value)[0] for one in (torchs, ours))
         assert found.dtype is torch.bfloat16
         torch.testing.assert_close(found, expected)
-        with pytest.raises(TypeError, match=r"query: expected the parameters' dtype torch.float32; got torch.float64"):
+        with pytest.raises(
+            RuntimeError, match=r"query: expected the parameters' dtype torch.float32; got torch.float64"
+        ):
             ours(query.double(), key, value)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_the_bias_of_the_projections_may_have_another_dtype(training: bool, dtype: torch.dtype) -> None:
+    """As in torch's test_multihead_attn_fast_path_query_and_bias_have_different_dtypes: self-attention, batch first."""
+    torchs = nn.MultiheadAttention(4, 4, batch_first=True, dtype=F64).train(training)
+    torchs.in_proj_bias = nn.Parameter(nn.init.normal_(torchs.in_proj_bias).to(dtype))
+    ours, x = StreamMultiheadAttention.from_torch(torchs), normal(4, 4, 4).double()
+    with torch.set_grad_enabled(training):
+        torch.testing.assert_close(ours(x, x, x), torchs(x, x, x))
+        torch.testing.assert_close(ours(x, x, x, need_weights=False)[0], torchs(x, x, x)[0])
+        other = normal(4, 5, 4, seed=1).double()  # torch's addmm refuses these
+        as_one = copy.deepcopy(ours).double()
+        torch.testing.assert_close(ours(x, other, other), as_one(x, other, other))
+    if training:
+        ours(x, x, x, need_weights=False)[0].sum().backward()
+        assert ours.in_proj_bias.grad is not None and ours.in_proj_bias.grad.dtype is dtype
 
 
 def test_the_call_with_weights_has_second_derivatives_and_the_fused_one_says_so() -> None:

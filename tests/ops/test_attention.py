@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
+import re
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,8 +24,16 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stream_attention import attention, explain, force_backend, merge_states, varlen_attention
+from stream_attention import (
+    FusedOnlineAttention,
+    attention,
+    explain,
+    force_backend,
+    merge_states,
+    varlen_attention,
+)
 from stream_attention.kernels import reference
+from stream_attention.ops import attention as attention_module
 from stream_attention.plan import plan
 from stream_attention.testing import Case, Report, check_case, make, random_case, why_not
 
@@ -934,7 +945,7 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"key": K.to("meta")}, ValueError, "key: expected the query's device cpu; got meta"),
     ({"mask": torch.ones(7, dtype=torch.bool, device="meta")}, ValueError, "mask: expected the query's device"),
     ({"query": Q.to_sparse()}, TypeError, "query: expected a strided tensor"),
-    ({"query": torch.nested.nested_tensor([Q[0], Q[0, :2]], layout=torch.jagged)}, TypeError, "varlen_attention"),
+    ({"key": torch.nested.nested_tensor([Q[0], Q[0, :2]], layout=torch.jagged)}, TypeError, "varlen_attention"),
     ({"query": Q.mT.contiguous().mT}, ValueError, r"query: expected a contiguous last dim.*\.contiguous\(\)"),
     ({"value": torch.zeros(2, 7, 2, 16)[..., ::2]}, ValueError, "value: expected a contiguous last dim"),
     ({"mask": torch.zeros(5, 7)}, TypeError, r"mask: expected dtype torch.bool \(True = attend\).*`bias`"),
@@ -1026,8 +1037,104 @@ def test_refuses(bad: dict[str, Any], error: type[Exception], words: str) -> Non
 
 
 def test_what_is_optional_is_by_keyword_only() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        attention(Q, K, V, True)  # type: ignore[misc]
+    words = r"attention\(\) takes 3 positional arguments, query, key, value; got 4. .* by name, as in causal=True"
+    with pytest.raises(TypeError, match=words):
+        attention(Q, K, V, True)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"got 5. The others are passed by name: causal, window, mask, bias, "):
+        attention(Q, K, V, None, 0.0)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [
+        ("is_causal", "attention(): `is_causal` is called `causal` here (aligned bottom-right)"),
+        ("attn_mask", "`attn_mask` is called `mask` here (boolean, True = attend) or `bias` here (floating, added"),
+        ("attention_mask", "`attention_mask` is called `mask` here (boolean, True = attend; padding"),
+        ("softmax_scale", "`softmax_scale` is called `scale` here"),
+        ("sm_scale", "`sm_scale` is called `scale` here"),
+        ("window_size", "`window_size` is called `window` here (a tuple (left, right)"),
+        ("dropout", "`dropout` is called `dropout_p` here"),
+        ("return_attn_probs", "`return_attn_probs` is called `return_lse` here"),
+        ("enable_gqa", "leave `enable_gqa` out: Hq may be any multiple of Hkv here"),
+        ("casual", "attention() got an unexpected keyword argument 'casual'"),
+    ],
+)
+def test_keywords_of_others_are_refused_with_their_name_here(keyword: str, words: str) -> None:
+    for call in (attention, explain):
+        with pytest.raises(TypeError, match=re.escape(words)):
+            call(Q, K, V, **{keyword: True})
+
+
+def test_the_signature_shows_no_place_for_them() -> None:
+    parameters = inspect.signature(attention).parameters
+    assert list(parameters)[:4] == ["query", "key", "value", "causal"]
+    assert {p.kind for p in parameters.values()} == {
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    }
+
+
+# A layout that looks wrong
+
+
+@pytest.fixture
+def not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "_warned_of_layout", False)
+
+
+def heads_first(*sizes: int, **options: Any) -> Tensor:
+    """`[B, H, T, D]` as projections leave it: a view of `[B, T, H, D]`."""
+    batch, heads, length, dim = sizes
+    return torch.zeros(batch, length, heads, dim, **options).transpose(1, 2)
+
+
+SLIPS = {
+    "a contiguous copy, more lengths than there are heads": [torch.zeros(1, 2, 257, 8)] * 3,
+    "a view of [B, T, H, D]": [heads_first(2, 4, 32, 8)] * 3,
+    "a view, fewer KV heads": [heads_first(2, 4, 32, 8), heads_first(2, 2, 32, 8), heads_first(2, 2, 32, 8)],
+    "a view, one KV head": [heads_first(2, 4, 32, 8), heads_first(2, 1, 32, 8), heads_first(2, 1, 32, 8)],
+}
+RIGHT = {
+    "256 heads": [torch.zeros(1, 64, 256, 8)] * 3,
+    "300 heads that share keys": [torch.zeros(1, 2, 300, 8), torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8)],
+    "a short call, contiguous": [torch.zeros(1, 4, 32, 8)] * 3,
+    "a short call, a view of [B, H, T, D]": [heads_first(1, 5, 32, 8)] * 3,
+    "a long call, a view of [B, H, T, D]": [heads_first(1, 100, 8, 8)] * 3,
+    "one query": [heads_first(1, 1, 32, 8)] * 3,
+    "few queries of a cache": [heads_first(1, 2, 32, 8), heads_first(1, 100, 32, 8), heads_first(1, 100, 32, 8)],
+}
+
+
+@pytest.mark.usefixtures("not_warned")
+@pytest.mark.parametrize("name", SLIPS)
+def test_a_layout_that_looks_transposed_is_warned_of_once(name: str) -> None:
+    query = SLIPS[name][0]
+    words = rf"attention: query {re.escape(str(list(query.shape)))} looks like \[B, H, T, D\]; .*x.transpose\(1, 2\)"
+    with pytest.warns(UserWarning, match=words) as caught:
+        attention(*SLIPS[name])
+    assert [one.filename for one in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(*SLIPS[name])
+
+
+@pytest.mark.usefixtures("not_warned")
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_layout_that_may_be_right_is_not_warned_of(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(*RIGHT[name])
+
+
+@pytest.mark.usefixtures("not_warned")
+def test_our_own_callers_and_compiled_calls_are_not_warned_of() -> None:
+    tensors = SLIPS["a view of [B, T, H, D]"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FusedOnlineAttention(32, 8)(*tensors)
+        torch.compile(attention, backend="eager", fullgraph=True)(*tensors)
+    with pytest.warns(UserWarning, match="looks like"):  # none of them used the warning up
+        attention(*tensors)
 
 
 @pytest.mark.parametrize("number", [1, 0, 2])

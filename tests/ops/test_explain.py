@@ -92,6 +92,20 @@ def test_tensors_without_data_pose_the_problem_of_those_with() -> None:
         assert problems_of_call(*qkv(requires_grad=True), **options)[0] == [forward]
 
 
+@pytest.mark.parametrize(
+    ("shape", "transposed"),
+    [((1, 2, 257, 8), True), ((1, 4, 32, 8), True), ((1, 5, 32, 8), False), ((1, 1, 32, 8), False)],
+    ids=str,
+)
+def test_explain_says_where_the_layout_looks_transposed(
+    shape: tuple[int, ...], transposed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    explain(*[torch.zeros(shape)] * 3)
+    last = capsys.readouterr().out.splitlines()[-1]
+    words = f"layout    looks transposed: {list(shape)} is read as [B, T, H, D]; pass x.transpose(1, 2)"
+    assert (last == words) == transposed
+
+
 # Refusals
 
 

@@ -382,6 +382,21 @@ def test_refuses(bad: dict[str, Any], error: type[Exception], words: str) -> Non
     assert all(torch.equal(inputs[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [
+        ("softmax_scale", r"varlen_attention\(\): `softmax_scale` is called `scale` here"),
+        ("attn_mask", r"varlen_attention\(\) got an unexpected keyword argument 'attn_mask'"),  # nothing takes a mask
+    ],
+)
+def test_keywords_of_others_are_refused_with_their_name_here(keyword: str, words: str) -> None:
+    packed = {"cu_seqlens_q": offsets(2, 4), "cu_seqlens_k": offsets(2, 4)}
+    with pytest.raises(TypeError, match=words):
+        varlen_attention(Q, K, V, **packed, **{keyword: 1.0})
+    with pytest.raises(TypeError, match=r"takes 3 positional arguments, query, key, value; got 4"):
+        varlen_attention(Q, K, V, True, **packed)  # type: ignore[call-overload]
+
+
 def test_offsets_are_required() -> None:
     with pytest.raises(TypeError, match="cu_seqlens_k"):
         varlen_attention(Q, K, V, cu_seqlens_q=offsets(2, 4))  # type: ignore[call-arg]

@@ -13,9 +13,10 @@ def split_mask(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> tup
     """`(mask, bias)`, at most one of them not None, four dims each.
 
     A bool mask is True where a query attends, an integer one 1; a floating one is added to the scores. Two dims are
-    `[B, Tk]`, whatever B and Tk are, three `[B, Tq, Tk]`, four are broadcastable to `[B, Hq, Tq, Tk]`. Values are
-    looked at where that waits for nothing, on the CPU and outside torch.compile: integers are 0 and 1, and floats are
-    not 0 and 1 alone, which is how others write a mask of what to keep.
+    `[B, Tk]`, three `[B, Tq, Tk]`, four are broadcastable to `[B, Hq, Tq, Tk]`. Two dims are refused where B = Tq > 1:
+    they could be `[Tq, Tk]` as well. Values are looked at where that waits for nothing, on the CPU and outside
+    torch.compile: integers are 0 and 1, and floats are not 0 and 1 alone, which is how others write a mask of what to
+    keep.
     """
     if attention_mask is None:
         return None, None
@@ -64,6 +65,12 @@ def _four_dims(attention_mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     views = {2: (slice(None), None, None), 3: (slice(None), None), 4: ()}
     shape = list(attention_mask.shape)
+    if len(shape) == 2 and shape[0] == full[0] == full[2] > 1 and shape[1] in (1, full[3]):
+        raise ValueError(
+            f"attention_mask: expected more than two dims where B = Tq = {full[0]}; got {shape}, which is [B, Tk] and "
+            "[Tq, Tk] alike. Keys of each sequence: attention_mask[:, None, None]; one mask for the whole batch: "
+            "attention_mask[None]"
+        )
     if attention_mask.dim() in views:
         wide = attention_mask[views[attention_mask.dim()]]
         if all(size in (1, whole) for size, whole in zip(wide.shape, full, strict=True)):

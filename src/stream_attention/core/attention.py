@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ..validate import DTYPES
+from ..errors import refuse
+from ..validate import DTYPES, flags, refuses_foreign, unexpected
 from ._measure import check_counts, median_ms, random_qkv, rates
 from .config import StreamAttentionConfig
 from .fused_online_attention import FusedOnlineAttention
@@ -88,12 +89,13 @@ class StreamAttention(nn.Module):
         Raises ValueError with `enable_distributed=False` in the config.
         """
         if enabled and not self.config.enable_distributed:
-            _refuse("enabled", "False with enable_distributed=False", enabled)
+            refuse("enabled", "False with enable_distributed=False", enabled)
         self.attention.set_distributed(enabled, process_group)
 
+    @refuses_foreign
     def forward(
         self,
-        *args: Tensor,
+        *args: Any,
         hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: None = None,
@@ -103,23 +105,26 @@ class StreamAttention(nn.Module):
         query: Tensor | None = None,
         key: Tensor | None = None,
         value: Tensor | None = None,
-        causal: bool = True,
+        causal: bool | None = None,
+        **foreign: Any,
     ) -> Any:
-        """Attend: one positional tensor is `hidden_states`, three are `query`, `key` and `value`.
+        """Attend: one positional tensor is `hidden_states`, three are `query`, `key` and `value`; a fourth argument is
+        `causal`.
 
         Args:
             hidden_states: `[B, T, num_heads * head_dim]`.
             attention_mask: bool (True = attend), integers 0 and 1 (1 = attend) or floating (added to the scores);
-                `[B, Tk]`, `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`. Tk counts the cache too. Two
-                dims are always `[B, Tk]`: one mask `[Tq, Tk]` for the whole batch is `attention_mask[None]`.
+                `[B, Tk]`, `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`. Tk counts the cache too. One
+                mask `[Tq, Tk]` for the whole batch is `attention_mask[None]`. Where B = Tq > 1 two dims are refused,
+                since they could be either: padding is `attention_mask[:, None, None]`.
             position_ids: refused: there is no position embedding here to apply them to.
             past_key_value: keys and values `[B, T, Hkv, D]` that stand before those of this call.
             use_cache: also return the keys and values, those of `past_key_value` included.
             output_attentions: True is refused: the weights are never held.
             query: `[B, Tq, num_heads, head_dim]`.
             key, value: `[B, Tk, Hkv, head_dim]` and `[B, Tk, Hkv, Dv]`; Hkv divides `num_heads`.
-            causal: query i sees keys j <= i + Tk - Tq: the last query sees every key, so a call for new tokens with
-                their cache computes what a call for all tokens would.
+            causal: None is True. Query i sees keys j <= i + Tk - Tq: the last query sees every key, so a call for new
+                tokens with their cache computes what a call for all tokens would.
 
         Returns:
             `[B, T, num_heads * head_dim]` of hidden states, or `[B, Tq, num_heads, Dv]` of explicit queries; with
@@ -129,19 +134,24 @@ class StreamAttention(nn.Module):
             ValueError, TypeError: a bad argument, before any work.
             UnsupportedProblem: tiles are forced and the Triton kernel cannot compute this; the message says why.
         """
-        for name, flag in (("use_cache", use_cache), ("output_attentions", output_attentions), ("causal", causal)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name}: expected a bool; got {flag!r} ({type(flag).__name__})")
-        inputs = self._inputs(args, hidden_states, query, key, value)
+        if foreign:
+            unexpected(StreamAttention.forward, (), foreign)
+        if len(args) == 4:
+            if causal is not None:
+                refuse("causal", "it once", "the fourth argument and a keyword", error=TypeError)
+            causal = args[3]
+        causal = True if causal is None else causal
+        flags(use_cache=use_cache, output_attentions=output_attentions, causal=causal)
+        inputs = self._inputs(args[:3] if len(args) == 4 else args, hidden_states, query, key, value)
         if position_ids is not None:
-            _refuse(
+            refuse(
                 "position_ids",
                 "None: there is no position embedding here",
                 "a value",
                 "Rotate query and key yourself and pass them with value",
             )
         if output_attentions:
-            _refuse(
+            refuse(
                 "output_attentions",
                 "False: weights are never held",
                 output_attentions,
@@ -160,7 +170,7 @@ class StreamAttention(nn.Module):
 
     def _inputs(
         self,
-        args: tuple[Tensor, ...],
+        args: tuple[Any, ...],
         hidden_states: Tensor | None,
         query: Tensor | None,
         key: Tensor | None,
@@ -175,9 +185,9 @@ class StreamAttention(nn.Module):
         if not one_way or len(given) not in (1, 3) or (explicit and len(given) != 3) or dims not in ([3], [4, 4, 4]):
             shapes = [list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in given]
             hint = "StreamMultiheadAttention takes query, key and value of three dims" if dims == [3, 3, 3] else ""
-            _refuse("inputs", "hidden states [B, T, H * D], or query, key and value [B, T, H, D]", shapes, hint)
+            refuse("inputs", "hidden states [B, T, H * D], or query, key and value [B, T, H, D]", shapes, hint)
         if len(given) == 1 and given[0].shape[-1] != features:
-            _refuse("hidden_states", f"[B, T, num_heads * head_dim = {features}]", list(given[0].shape))
+            refuse("hidden_states", f"[B, T, num_heads * head_dim = {features}]", list(given[0].shape))
         if len(given) == 1 and given[0].dtype not in DTYPES:
             expected = "dtype float16, bfloat16, float32 or float64"
             raise TypeError(f"hidden_states: expected {expected}; got {given[0].dtype}")
@@ -199,7 +209,7 @@ class StreamAttention(nn.Module):
             key, value = (_behind(old, new, name) for old, new, name in zip(past, (key, value), "kv", strict=True))
         if key.shape[1] > self.config.max_sequence_length:
             limit = f"at most max_sequence_length={self.config.max_sequence_length} keys, the cache included"
-            _refuse("key", limit, key.shape[1], "Raise it in the StreamAttentionConfig")
+            refuse("key", limit, key.shape[1], "Raise it in the StreamAttentionConfig")
         out, facts = self.attention.attend(
             query, key, value, causal=causal, attention_mask=attention_mask, dropout_p=dropout_p, seed=seed
         )
@@ -248,7 +258,7 @@ class StreamAttention(nn.Module):
                 model.set_submodule(name, replaced[module])
         if not replaced:
             others = ", ".join(f"{name} ({type(module).__name__})" for name, module in named) or "nothing of that name"
-            _refuse("model", f"an nn.MultiheadAttention inside it, with {module_name_pattern!r} in its name", others)
+            refuse("model", f"an nn.MultiheadAttention inside it, with {module_name_pattern!r} in its name", others)
         return len(replaced)
 
     def benchmark_speedup(
@@ -371,7 +381,7 @@ def _behind(old: Tensor, new: Tensor, name: str) -> Tensor:
     )
     if not alike:
         expected = f"[{new.shape[0]}, T, {', '.join(map(str, new.shape[2:]))}] in {new.dtype} on {new.device}"
-        _refuse(f"past_key_value ({name})", expected, f"{list(old.shape)} in {old.dtype} on {old.device}")
+        refuse(f"past_key_value ({name})", expected, f"{list(old.shape)} in {old.dtype} on {old.device}")
     return torch.cat((old, new), 1)
 
 
@@ -381,7 +391,7 @@ def _checked_lengths(given: Any) -> list[int]:
         raise TypeError(f"seq_lengths: expected a sequence of ints, such as [64]; got {found}")
     lengths = list(given)
     if not lengths:
-        _refuse("seq_lengths", "at least one length", lengths)
+        refuse("seq_lengths", "at least one length", lengths)
     check_counts(**{f"seq_lengths[{index}]": length for index, length in enumerate(lengths)})
     return lengths
 
@@ -392,7 +402,3 @@ def _standard_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
     return (torch.softmax(scores, -1) @ v).transpose(1, 2)
-
-
-def _refuse(name: str, expected: str, actual: Any, hint: str = "") -> NoReturn:
-    raise ValueError(f"{name}: expected {expected}; got {actual}{'. ' + hint if hint else ''}")

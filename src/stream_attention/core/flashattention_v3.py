@@ -96,23 +96,26 @@ class FlashAttentionV3(nn.Module):
         """Where the module is, which `benchmark` draws its inputs on."""
         return self._place.device
 
+    @validate.refuses_foreign
     def forward(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None = None,
         causal: bool = True,
+        attention_mask: Tensor | None = None,
+        **foreign: Any,
     ) -> Tensor:
         """Attend.
 
         Args:
             query: `[B, Tq, Hq, D]`.
             key, value: `[B, Tk, Hkv, D]` and `[B, Tk, Hkv, Dv]`; Hkv divides Hq.
-            attention_mask: bool (True = attend), integers 0 and 1 (1 = attend) or floating (added to the scores);
-                `[B, Tk]`, `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`. Two dims are always
-                `[B, Tk]`: one mask `[Tq, Tk]` for the whole batch is `attention_mask[None]`.
             causal: query i sees keys j <= i + Tk - Tq, as everywhere in this library, not as in SDPA.
+            attention_mask: bool (True = attend), integers 0 and 1 (1 = attend) or floating (added to the scores);
+                `[B, Tk]`, `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`. One mask
+                `[Tq, Tk]` for the whole batch is `attention_mask[None]`. Where B = Tq > 1 two dims are refused, since
+                they could be either: padding is `attention_mask[:, None, None]`.
 
         Returns:
             `[B, Tq, Hq, Dv]` in the query's dtype, under autocast in its dtype; 0 for a query that sees no key.
@@ -120,6 +123,8 @@ class FlashAttentionV3(nn.Module):
         Raises:
             ValueError, TypeError: a bad argument, before any work.
         """
+        if foreign:
+            validate.unexpected(FlashAttentionV3.forward, (), foreign)
         query, key, value = in_autocast_dtype(query, key, value)
         self._check(query, key, value)
         mask, bias = split_mask(attention_mask, query, key)

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import validate
 from ..device import arch, processors
 from ..ops.attention import attention
 from ..ops.explain import problems_of_call
 from ..plan import Plan, check_backend, plan, requested
 from ..problem import addressable
-from ..validate import DTYPES
 from ._masks import split_mask
 from ._measure import self_attention_figures
 from .config import check_tiles, tiled_backend
@@ -115,7 +115,7 @@ class FusedOnlineAttention(nn.Module):
                 raise TypeError(f"{name}: expected a finite number; got {number!r} ({type(number).__name__})")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout: expected a probability in [0, 1); got {dropout}")
-        if dtype not in DTYPES:
+        if dtype not in validate.DTYPES:
             raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64; got {dtype}")
         tiles = {
             "tile_size_q": tile_size_q,
@@ -210,6 +210,7 @@ class FusedOnlineAttention(nn.Module):
                     self._stream = self._stream.to(self.device)
         return self
 
+    @validate.refuses_foreign
     def forward(
         self,
         query: Tensor,
@@ -221,6 +222,7 @@ class FusedOnlineAttention(nn.Module):
         dropout_p: float | None = None,
         alibi_slopes: Tensor | None = None,
         deterministic: bool | None = None,
+        **foreign: Any,
     ) -> Any:
         """Attend.
 
@@ -230,8 +232,9 @@ class FusedOnlineAttention(nn.Module):
             causal: query i sees keys j <= i + Tk - Tq: the last query sees every key.
             return_lse: also return the log of the softmax denominator, fp32 (fp64 of fp64 inputs), `[B, Hq, Tq]`.
             attention_mask: bool (True = attend), integers 0 and 1 (1 = attend) or floating (added to the scores);
-                `[B, Tk]`, `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`. Two dims are always
-                `[B, Tk]`: one mask `[Tq, Tk]` for the whole batch is `attention_mask[None]`.
+                `[B, Tk]`, `[B, Tq, Tk]`, or four dims broadcastable to `[B, Hq, Tq, Tk]`. One mask
+                `[Tq, Tk]` for the whole batch is `attention_mask[None]`. Where B = Tq > 1 two dims are refused, since
+                they could be either: padding is `attention_mask[:, None, None]`.
             dropout_p: None is the module's dropout while training and 0 otherwise; a number applies as it is.
             alibi_slopes: `[Hq]` or `[B, Hq]`: adds -slope * |i + Tk - Tq - j|.
             deterministic: bit-equal from run to run; None as `set_deterministic` says, else as torch does.
@@ -243,6 +246,8 @@ class FusedOnlineAttention(nn.Module):
             ValueError, TypeError: a bad argument, before any work.
             UnsupportedProblem: tiles are forced and the Triton kernel cannot compute this; the message says why.
         """
+        if foreign:
+            validate.unexpected(FusedOnlineAttention.forward, (), foreign)
         dropout_p = self.dropout_of_call() if dropout_p is None else dropout_p
         seed = self.next_seed(dropout_p)
         result, facts = self.attend(
@@ -325,7 +330,7 @@ class FusedOnlineAttention(nn.Module):
             return_lse=return_lse,
             backend=self.backend,
         )
-        if torch.compiler.is_compiling() or self.distributed:
+        if torch.compiler.is_compiling() or self.distributed or query.is_nested:
             return result, None
         out = result[0] if return_lse else result
         return result, _Facts(

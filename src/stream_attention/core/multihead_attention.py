@@ -31,7 +31,7 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
     - Masks may differ in dtype from each other and, where floats, from the query.
     - The fused call has no second derivative; that with weights has.
     - `torch.jit.script` cannot compile it; `torch.compile` and `torch.export` can.
-    - Bad arguments raise ValueError or TypeError that name them, where torch has assertions and RuntimeErrors.
+    - Bad arguments raise what torch raises (AssertionError, RuntimeError), with other words, before any work.
 
     Nested tensors and `torch.jit.trace` take torch's own forward. So does, without asking this module, the inference
     fast path of `nn.TransformerEncoderLayer`, unless `torch.backends.mha.set_fastpath_enabled(False)`.
@@ -65,7 +65,7 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
             if size is not None:
                 _number(name, size)
         if embed_dim % num_heads:
-            refuse("embed_dim", f"a multiple of num_heads={num_heads}", embed_dim)
+            refuse("embed_dim", f"a multiple of num_heads={num_heads}", embed_dim, error=AssertionError)
         _number("dropout", dropout, Real, "a number", least=0)
         if not dropout <= 1:
             refuse("dropout", "a probability in [0, 1]", dropout)
@@ -122,7 +122,8 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
             The output, in the layout of the query, and the weights or None.
 
         Raises:
-            ValueError, TypeError: a bad argument, before any work; the message names it with expected and actual.
+            AssertionError, RuntimeError: a bad argument, as in torch; the message names it with expected and actual.
+            TypeError: no tensor.
         """
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if not isinstance(tensor, Tensor):
@@ -170,49 +171,58 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
         by_hint: bool,
     ) -> None:
         if query.dim() not in (2, 3):
-            refuse("query", "2 dims, or 3 with a batch", list(query.shape))
+            refuse("query", "2 dims, or 3 with a batch", list(query.shape), error=AssertionError)
         parameters = self.out_proj.weight
+        alike = self._qkv_same_embed_dim and key.shape == value.shape  # torch then leaves it to the product to refuse
         for name, tensor, features in (
             ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim),
         ):  # fmt: skip
             if tensor.dim() != query.dim() or tensor.shape[-1] != features:
-                refuse(name, f"{query.dim()} dims as in the query, the last of size {features}", list(tensor.shape))
+                words = f"{query.dim()} dims as in the query, the last of size {features}"
+                multiplied = alike and name == "key" and tensor.dim() == query.dim()
+                refuse(name, words, list(tensor.shape), error=RuntimeError if multiplied else AssertionError)
             if tensor.dtype is not parameters.dtype and _multiplied(tensor) is not _multiplied(parameters):
                 hint = f"Convert it, or the module: .to({tensor.dtype})" if tensor.is_floating_point() else ""
-                refuse(name, f"the parameters' dtype {parameters.dtype}", tensor.dtype, hint, TypeError)
+                refuse(name, f"the parameters' dtype {parameters.dtype}", tensor.dtype, hint, RuntimeError)
         if key.shape[:-1] != value.shape[:-1]:
-            refuse("value", f"the key's length and batch {list(key.shape[:-1])}", list(value.shape[:-1]))
+            words = f"the key's length and batch {list(key.shape[:-1])}"
+            refuse("value", words, list(value.shape[:-1]), error=AssertionError)
         batch_dim = 0 if self.batch_first else 1
         batch = query.shape[batch_dim] if query.dim() == 3 else 1
         if query.dim() == 3 and key.shape[batch_dim] != batch:
             hint = f"The layout is {'[B, T, E]' if self.batch_first else '[T, B, E]'}."
-            refuse("key", f"the query's batch size {batch}", list(key.shape), hint=hint)
+            refuse("key", f"the query's batch size {batch}", list(key.shape), hint, RuntimeError)
         q_len, k_len = (x.shape[1 - batch_dim] if x.dim() == 3 else x.shape[0] for x in (query, key))
 
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
-                refuse(name, "a bool (True = hidden) or floating dtype", mask.dtype, error=TypeError)
+                refuse(name, "a bool (True = hidden) or floating dtype", mask.dtype, error=AssertionError)
         if key_padding_mask is not None:
             shape = [batch, k_len] if query.dim() == 3 else [k_len]
             if list(key_padding_mask.shape) != shape:
-                refuse("key_padding_mask", f"shape {shape}", list(key_padding_mask.shape))
-        if attn_mask is not None and not by_hint:
+                refuse("key_padding_mask", f"shape {shape}", list(key_padding_mask.shape), error=AssertionError)
+        if attn_mask is not None:
             shapes = [q_len, k_len], [batch * self.num_heads, q_len, k_len]
-            if list(attn_mask.shape) not in shapes:
-                refuse("attn_mask", f"shape {shapes[0]} or {shapes[1]}", list(attn_mask.shape))
+            wrong = list(attn_mask.shape)
+            asserted = len(wrong) not in (2, 3) or (query.dim() == 2 and len(wrong) == 3)
+            if wrong not in shapes and (asserted or not by_hint):
+                error = AssertionError if asserted else RuntimeError
+                refuse("attn_mask", f"shape {shapes[0]} or {shapes[1]}", wrong, error=error)
         if is_causal and attn_mask is None:
             hint = "It is a hint about that mask: pass nn.Transformer.generate_square_subsequent_mask(T) too."
-            refuse("is_causal", "an attn_mask beside it", None, hint=hint)
+            refuse("is_causal", "an attn_mask beside it", None, hint, RuntimeError)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """The projections, each in the layout of its input and `embed_dim` wide."""
+        """The projections, each in the layout of its input and `embed_dim` wide. The bias may have another dtype."""
+        first = self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
+        bias = None if self.in_proj_bias is None else self.in_proj_bias.to(first.dtype)
         if self._qkv_same_embed_dim:
             if query is key and key is value:
-                return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+                return F.linear(query, self.in_proj_weight, bias).chunk(3, -1)
             weights = self.in_proj_weight.chunk(3)
         else:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
         return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
 
     def _split_heads(self, x: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+import warnings
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from ..backends import AUTO
 from ..plan import plan, requested
 from ..problem import UNBOUNDED, Gradients, Inputs, Positions, Wanted, gradient_of, state_problem
 from . import recall
+from .flops import tell_counters
 from .library import forward_op, problem_of, run_backward, run_forward, run_forward_into
 from .merge import fold_state
 
@@ -19,11 +22,46 @@ _FAR = 1 << 40
 """A window side beyond every position, which the ops' integers still hold."""
 
 
+class Options(TypedDict, total=False):
+    """To a type checker: the keywords of `attention` and `varlen_attention`, but for those of one of them."""
+
+    causal: bool
+    window: tuple[int, int] | None
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    softcap: float
+    scale: float | None
+    dropout_p: float
+    seed: int | Tensor | None
+    deterministic: bool | None
+    precision: str | None
+    rotate: bool
+    backend: str
+
+
+class DenseOptions(Options, total=False):
+    mask: Tensor | None
+    bias: Tensor | None
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[DenseOptions]
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[DenseOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[DenseOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@validate.refuses_foreign
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
+    *unexpected: Any,
     causal: bool = False,
     window: tuple[int, int] | None = None,
     mask: Tensor | None = None,
@@ -39,14 +77,17 @@ def attention(
     precision: str | None = None,
     rotate: bool = False,
     backend: str = "auto",
-) -> Any:
+    **foreign: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention in one streaming pass over the keys, O(N) memory, differentiable in every float argument.
 
     The order of the maths: scale, softcap, + bias + ALiBi, causal and window and mask, softmax with the sink,
     dropout, times V. Everything composes. A row that sees no key gives 0, with zero gradients.
 
     Args:
-        query: `[B, Tq, Hq, D]`, fp16, bf16, fp32 or fp64; any strides with a contiguous last dim.
+        query: `[B, Tq, Hq, D]`, fp16, bf16, fp32 or fp64; any strides with a contiguous last dim. Tensors that look
+            like `[B, H, T, D]` are computed as they are, with a warning, once in a process. A jagged nested tensor
+            `[B, j, Hq, D]`, beside such keys and values, is a pack as of `varlen_attention`; so are the results.
         key: `[B, Tk, Hkv, D]`; query head h reads KV head h // (Hq / Hkv).
         value: `[B, Tk, Hkv, Dv]`.
         causal: query i sees keys j <= i + Tk - Tq (bottom-right).
@@ -83,6 +124,8 @@ def attention(
     >>> attention(query, key[:, :, :2], value[:, :, :2], causal=True, window=(63, 0)).shape
     torch.Size([2, 128, 8, 64])
     """
+    if unexpected or foreign:
+        validate.unexpected(attention, unexpected, foreign)
     facts = None
     if (
         not torch.compiler.is_compiling()
@@ -100,6 +143,29 @@ def attention(
         repeat = recall.known(facts)
         if repeat is not None:
             return repeat(query, key, value, return_lse)
+    if getattr(query, "is_nested", False):
+        from .nested import nested_attention
+
+        return nested_attention(
+            query,
+            key,
+            value,
+            mask,
+            bias,
+            causal=causal,
+            window=window,
+            alibi_slopes=alibi_slopes,
+            sink=sink,
+            softcap=softcap,
+            scale=scale,
+            dropout_p=dropout_p,
+            seed=seed,
+            deterministic=deterministic,
+            return_lse=return_lse,
+            precision=precision,
+            rotate=rotate,
+            backend=backend,
+        )
     arguments = prepare_attention(
         query,
         key,
@@ -120,10 +186,30 @@ def attention(
         precision,
         rotate,
     )
+    if not _warned_of_layout and not torch.compiler.is_compiling() and validate.looks_transposed(query, key):
+        _warn_of_layout(query)
     out, lse = call(arguments) if precision is None else call_fp8(arguments, rotate)
     if facts is not None:
         recall.remember(facts, arguments, out, lse)
     return (out, lse) if return_lse else out
+
+
+_warned_of_layout = False
+"""Whether this process was told that tensors look transposed: once is enough, and every call would ask."""
+
+
+def _warn_of_layout(query: Tensor) -> None:
+    """Warn who called `attention` that the layout looks wrong. Our own callers have checked theirs."""
+    global _warned_of_layout
+    if sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] == "stream_attention":
+        return
+    _warned_of_layout = True
+    _, q_len, heads, _ = query.shape
+    warnings.warn(
+        f"attention: query {list(query.shape)} looks like [B, H, T, D]; expected [B, T, H, D]. It is computed as "
+        f"Tq={q_len}, Hq={heads}. Pass query, key and value as x.transpose(1, 2); a view is fine",
+        stacklevel=3,
+    )
 
 
 def prepare_attention(
@@ -205,6 +291,8 @@ def call(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     backend = arguments[-1]
     if backend == "reference":
         return _call_reference(arguments)
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+        tell_counters()  # here too: in inference mode the op has no Autograd key
     if backend != AUTO and not torch.compiler.is_compiling() and torch.is_grad_enabled():
         inputs = arguments[: len(Inputs._fields)]
         if any(t is not None and t.requires_grad for t in inputs):

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import validate
 from ..plan import Plan, plan
 from ..problem import Inputs, Problem, gradient_of
 from .attention import attention, prepare_attention
 from .fp8 import in_fp8
 from .library import problem_of
+from .nested import packed as packed_nested
 from .varlen import prepare_varlen, varlen_attention
 
 
@@ -21,7 +23,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
 
     Takes the arguments of `attention`, or those of `varlen_attention` where `cu_seqlens` are among them. Computes
     nothing. If an input requires a gradient, the plan of the backward is printed too (where the LSE is returned, as
-    if a gradient came through it).
+    if a gradient came through it). A last line says where the tensors look like `[B, H, T, D]`: more than 256 heads, or
+    8 for each query, with as many KV heads and no more keys than queries.
 
     Returns:
         The `Plan` of the forward.
@@ -38,17 +41,25 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
     not       triton: ...
     """
     problems, backend = problems_of_call(query, key, value, **arguments)
-    return print_plans(problems, backend)
+    planned = print_plans(problems, backend)
+    if query.dim() == 4 and validate.looks_transposed(query, key, by_strides=False):
+        print(f"layout    looks transposed: {list(query.shape)} is read as [B, T, H, D]; pass x.transpose(1, 2)")
+    return planned
 
 
 def problems_of_call(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[list[Problem], str]:
     """What a call would have to compute: its forward and, where a gradient is wanted, its backward; and the backend
     it asks for. Reads no tensor's values, so meta tensors pose the problem of tensors that nobody allocates."""
+    if getattr(query, "is_nested", False):
+        tensors, packing = packed_nested(query, key, value, arguments.pop("mask", None), arguments.pop("bias", None))
+        return problems_of_call(*tensors, **(arguments | packing))
     packed = "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments
     op, prepare = (varlen_attention, prepare_varlen) if packed else (attention, prepare_attention)
     try:
         bound = signature(op).bind(query, key, value, **arguments)
     except TypeError as error:
+        if unknown := arguments.keys() - signature(op).parameters.keys():
+            validate.unexpected(op, (), sorted(unknown))
         raise TypeError(f"{op.__name__}() {error}") from None
     bound.apply_defaults()
     if bound.arguments["seed"] is None:

@@ -21,6 +21,7 @@ from torch.autograd.function import _SingleLevelFunction
 from ..backends import BY_NAME
 from ..plan import Plan, plan
 from ..problem import Gradients, Inputs, Problem, Wanted, padded_to, state_problem
+from .flops import tell_counters
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sink, "
@@ -226,6 +227,8 @@ def _autograd_kernel(op: Any, function: Any) -> Callable[..., Any]:
     apply = function.apply
 
     def kernel(*arguments: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack():
+            tell_counters()
         differentiable = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
         if not differentiable and forward_ad._current_level < 0:
             with torch._C._AutoDispatchBelowAutograd():
@@ -239,8 +242,12 @@ def _autograd_kernel(op: Any, function: Any) -> Callable[..., Any]:
 
 
 def _below_autograd(op: Any, arguments: tuple[Any, ...]) -> Any:
-    """Go on to the next kernel, gradients on again: a Function turns them off, outer levels of torch.func want them."""
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+    """Go on to the next kernel, gradients on again: a Function turns them off, outer levels of torch.func want them.
+
+    Below what tracks views too, as an ATen op: of an output that is a view, as that of torch's CPU op, autograd would
+    refuse a change in place at once and with other words than SDPA's.
+    """
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowADInplaceOrView():
         return op(*arguments)
 
 
@@ -285,3 +292,4 @@ for _name, _op, _kernel, _fake, _function, _inputs_at in (
     _library.impl(_name, _autograd_kernel(_op, _function), "Autograd")
     torch.library.register_fake(f"stream_attention::{_name}", _fake, lib=_library)
     torch.library.register_vmap(f"stream_attention::{_name}", _vmap_rule(_op, _inputs_at), lib=_library)
+tell_counters()

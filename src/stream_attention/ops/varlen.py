@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import validate
 from ..plan import requested
 from ..problem import Inputs
-from .attention import call, call_fp8, in_autocast_dtype, leading_ones, op_arguments
+from .attention import Options, call, call_fp8, in_autocast_dtype, leading_ones, op_arguments
 
 
+class PackedOptions(Options, total=False):
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    mask: None
+    bias: None
+
+
+@overload
 def varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    return_lse: Literal[False] = False,
+    **options: Unpack[PackedOptions],
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    return_lse: Literal[True],
+    **options: Unpack[PackedOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    return_lse: bool,
+    **options: Unpack[PackedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@validate.refuses_foreign
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *unexpected: Any,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
@@ -37,7 +79,8 @@ def varlen_attention(
     precision: str | None = None,
     rotate: bool = False,
     backend: str = "auto",
-) -> Any:
+    **foreign: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over packed sequences: row r of sequence b attends to the keys of sequence b alone.
 
     Sequence b is `query[cu_seqlens_q[b] : cu_seqlens_q[b + 1]]` and likewise for keys; sequences may be empty. Rows
@@ -66,6 +109,8 @@ def varlen_attention(
     >>> varlen_attention(query, key, value, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True).shape
     torch.Size([10, 4, 32])
     """
+    if unexpected or foreign:
+        validate.unexpected(varlen_attention, unexpected, foreign)
     arguments = prepare_varlen(
         query,
         key,
@@ -154,7 +199,8 @@ def prepare_varlen(
 
 def longest(name: str, cu_seqlens: Tensor, rows: int, told: int | None) -> int:
     """The longest sequence: as told, or read from the offsets. Offsets are checked whenever they are read."""
-    on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    has_values = not torch.compiler.is_compiling() and not isinstance(cu_seqlens, FakeTensor)
+    on_host = cu_seqlens.device.type == "cpu" and has_values
     if told is not None and not on_host:
         return min(told, rows)
     return validate.cu_seqlens_values(name, cu_seqlens.tolist(), rows, told)
