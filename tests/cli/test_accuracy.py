@@ -50,6 +50,18 @@ def test_the_dtype_that_is_asked_for_is_honoured_on_the_cpu(
     assert "forcing" not in capsys.readouterr().out
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_on_a_gpu_output_and_gradients_are_within_what_is_allowed(
+    dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = f"--device cuda --seq 512 --heads 4 --dim 64 --dtype {dtype} --backward --providers stream".split()
+    assert accuracy.main(argv) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("stream ")]
+    assert [row[1] for row in rows] == ["out", "d_query", "d_key", "d_value"]
+    assert all(row[4] == "PASS" and row[5] in ("gluon:", "triton:") for row in rows), rows
+
+
 def test_gradients_dropout_and_kv_heads(tmp_path: Path) -> None:
     out = tmp_path / "accuracy.json"
     argv = [*SMALL, "--kv-heads", "2", "--dropout", "0.3", "--no-causal", "--backward", "--seed", "7"]

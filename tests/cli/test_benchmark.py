@@ -546,6 +546,18 @@ def test_what_the_flags_say_is_what_is_measured(
     assert cell["baseline"] == baseline and cell["baseline_time_ms"] > 0 and cell["fused_time_ms"] > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["forward", "--backward", "--decode"])
+def test_on_a_gpu_ours_is_right_and_timed(mode: str, tmp_path: Path) -> None:
+    out = tmp_path / "grid.json"
+    shape = "--seq 256 512 --batch 1 --heads 4 --dim 64 --dtype bf16 --iters 3 --warmup 1 --device cuda".split()
+    assert cli.main([*shape, *[mode][mode == "forward" :], "--json-out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["machine"]["device"] == "cuda" and len(found["cells"]) == 2
+    for cell in found["cells"]:
+        assert cell["providers"]["stream"]["right"] and cell["fused_time_ms"] > 0 and cell["baseline_time_ms"] > 0
+
+
 @pytest.mark.parametrize("kv_heads", ["4", "2"])
 def test_beside_dropout_stands_what_it_costs_and_no_race(kv_heads: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--seq", "32", "--heads", "4", "--kv-heads", kv_heads, "--dropout", "0.1"]
