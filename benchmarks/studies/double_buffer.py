@@ -2,10 +2,11 @@
 
     python -m benchmarks.studies.double_buffer --out benchmarks/results/h200/cp_async.json
 
-Without it every copy of a tile ends before the arithmetic beside it begins (FLASH_ATTN_DOUBLE_BUFFER=0, cuda/src/step.h);
-shared memory, registers and results are the same. Both builds are compared with fp64 first. Then they take turns,
-`--rounds` times, a process of dist_flash_attn each; a time is the median of the rounds, each a median of its calls.
-Both are compiled first, by nvcc; `--compile FOLDER` does only that, where no GPU need be, for `--build FOLDER` elsewhere.
+Without it every copy of a tile ends before the arithmetic beside it begins (FLASH_ATTN_DOUBLE_BUFFER=0 in
+cuda/src/step.h); shared memory, registers and results are the same. Both builds are compared with fp64 first. Then they
+take turns, `--rounds` times, a process of dist_flash_attn each; a time is the median of the rounds, each a median of
+its calls. nvcc compiles both before that; `--compile FOLDER` does nothing else and needs no GPU, and `--build FOLDER`
+measures what it made.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def measure(folder: Path, rounds: int, rows: dict[str, str] = ROWS, heads: int =
                 said[row] = run(folder, name, f"{flags} --heads {heads}")
                 found[row][name].append(said[row]["single_ms"])
     return {
-        "how": f"{rounds} rounds in turn, a process each, medians of {said[row]['iters']} calls by CUDA events; batch 1, "
-        f"{heads} heads",
+        "how": f"{rounds} rounds in turn, a process each, medians of {said[row]['iters']} calls by CUDA events; "
+        f"batch 1, {heads} heads",
         "largest_error": {
             name: {flags: {"error": one["check"]["single_error"], "limit": one["limit"]} for flags, one in its.items()}
             for name, its in errors.items()
