@@ -19,6 +19,8 @@ from pathlib import Path
 
 import measured
 
+from stream_attention.files import write_file
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "learn" / "languages.md"
 GLUON = "src/stream_attention/kernels/gluon/"
@@ -126,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
         print("\n".join(rows))
         return
     before, begin, rest = PAGE.read_text().partition("<!-- lines -->\n")
-    PAGE.write_text(before + begin + "\n".join(rows) + "\n<!-- /lines -->" + rest.partition("<!-- /lines -->")[2])
+    write_file(PAGE, before + begin + "\n".join(rows) + "\n<!-- /lines -->" + rest.partition("<!-- /lines -->")[2])
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stream_attention import attention
 from stream_attention.benchmark.results import conditions, save
 from stream_attention.benchmark.timing import CLOCKS, Latency, interleaved
+from stream_attention.files import write_file
 
 LEARN = Path(__file__).resolve().parent
 FILE = measured.H200 / "lessons.json"
@@ -148,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     if not flags.page:
         return measure(flags.out)
     for name, table in tables(measured.results("lessons")).items():
-        PAGES[name].write_text(page(PAGES[name].read_text(), table))
+        write_file(PAGES[name], page(PAGES[name].read_text(), table))
     return None
 
 

@@ -47,9 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = [Cell(dim, LENGTH, causal) for dim in HEAD_DIMS for causal in (False, True)]
     rows = sweep(cells, ["forward"], options.repeats, {("forward", dim): configs() for dim in HEAD_DIMS})
     result = conditions("cuda") | {"how": f"medians of {options.repeats} calls by CUDA events", "rows": rows}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    save(result, options.out)
     print(table(rows))
+    save(result, options.out)
     return 0
 
 

@@ -58,9 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.build is None and build(folder):
         return 1
     result = conditions("cuda") | measure(folder, options.rounds)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    save(result, options.out)
     print(table(result))
+    save(result, options.out)
     return 0
 
 
