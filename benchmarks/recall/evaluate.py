@@ -305,9 +305,9 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--repeats: expected at least 1; got {repeats}.")
     torch.set_num_threads(1)
     results = json.loads(options.results.read_text()) if options.results else measured(repeats)
+    print(markdown(results) if options.markdown else aligned(table(results["rows"])))
     if options.out:
         save(results, options.out)
-    print(markdown(results) if options.markdown else aligned(table(results["rows"])))
 
 
 if __name__ == "__main__":

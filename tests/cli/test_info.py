@@ -301,6 +301,13 @@ def test_the_self_check_passes_and_says_by_how_much() -> None:
     assert f"error {check['results']['d_key']['error']:.2e}, allowed" in shown
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_self_check_runs_its_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--json", "--check"]) == 0
+    check = json.loads(capsys.readouterr().out)["check"]
+    assert check["passed"] and set(check["backends"].values()) <= {"gluon", "triton"}
+
+
 @on_cpu
 def test_a_wrong_kernel_fails_the_self_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
