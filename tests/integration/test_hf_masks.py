@@ -13,7 +13,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 from stream_attention.integration.forward import stream_attention_forward  # noqa: E402
 from stream_attention.integration.hf import NAME, register  # noqa: E402
-from stream_attention.integration.masks import filled, matrix, packed, seen  # noqa: E402
+from stream_attention.integration.masks import SHORT, filled, matrix, packed, seen  # noqa: E402
 
 masking_utils = transformers.masking_utils
 pytestmark = pytest.mark.xdist_group("transformers")
@@ -86,6 +86,8 @@ CASES: dict[str, dict[str, Any]] = {
     "right": {"q_len": 8, "attention_mask": LEFT.flip(1)},
     "both ends": {"q_len": 8, "attention_mask": LEFT * LEFT.flip(1)},
     "a row of padding": {"q_len": 8, "attention_mask": NOBODY},
+    "left, long": {"q_len": 8 * SHORT, "attention_mask": LEFT.repeat_interleave(SHORT, 1)},
+    "right, long": {"q_len": 8 * SHORT, "attention_mask": LEFT.flip(1).repeat_interleave(SHORT, 1)},
     "holes": {"q_len": 8, "attention_mask": HOLES},
     "packed": {"q_len": 8, "position_ids": PACKED},
     "one sequence a row": {"q_len": 8, "position_ids": torch.arange(8).expand(2, -1)},
@@ -137,11 +139,11 @@ def attended(read: Tensor, length: int, **options: Any) -> Tensor:
     return stream_attention_forward(torch.nn.Module(), query, key, value, read, **options)[0][:, :, 0]
 
 
-@pytest.mark.parametrize("window", [0, 1, 2, 3, 5, 11])
+@pytest.mark.parametrize("window", [0, 1, 2, 21, 39, 40, 75, 127])
 def test_by_sequences_a_query_attends_to_what_the_matrix_says(window: int) -> None:
-    """Every run of tokens that a row may have, in batches that mix them; more queries than tokens and fewer."""
-    length = 7
-    runs = [(begin, end) for begin in range(length) for end in range(begin, length + 1)]
+    """Every run of tokens that a row may have, in steps of 20, in batches that mix them; long and short windows."""
+    length, step = SHORT + 12, 20
+    runs = [(begin, end) for begin in range(0, length, step) for end in range(begin, length + 1, step)]
     order = torch.randperm(len(runs), generator=torch.Generator().manual_seed(window)).tolist()
     at = torch.arange(length)
     for first in range(0, len(runs), 5):
@@ -173,16 +175,23 @@ def test_padding_is_in_no_sequence_of_tokens() -> None:
 
 
 def test_a_compiled_layer_reads_a_mask_that_was_made_outside() -> None:
-    padding = torch.ones(2, 8, dtype=torch.bool)
-    padding[0, 5:], padding[1, :3] = False, False
-    ours = mask(NAME, 8, padding)
+    padding = torch.ones(2, SHORT, dtype=torch.bool)
+    padding[0, 50:], padding[1, :30] = False, False
+    ours = mask(NAME, SHORT, padding)
     assert ours is not None and seen(ours).unpadded is not None
     compiled = torch.compile(attended, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(ours, 8), attended(ours, 8))
+    torch.testing.assert_close(compiled(ours, SHORT), attended(ours, SHORT))
 
 
-def test_padding_between_tokens_is_no_sequence() -> None:
-    assert seen(mask(NAME, 8, HOLES)).unpadded is None
+@pytest.mark.parametrize("case", ["short", "between tokens", "after a cache"])
+def test_what_stays_a_mask(case: str) -> None:
+    length, past = (SHORT - 1, None) if case == "short" else (SHORT, Past(3) if case == "after a cache" else None)
+    padding = torch.ones(2, length + (3 if past else 0), dtype=torch.bool)
+    padding[0, :9] = False
+    if case == "between tokens":
+        padding[1, 7] = False
+    ours = mask(NAME, length, padding, past=past)
+    assert ours is not None and seen(ours).unpadded is None and torch.equal(seen(ours).rows, padding)
 
 
 # In few numbers

@@ -18,7 +18,10 @@ from stream_attention.integration.hf import NAME, register  # noqa: E402
 pytestmark = pytest.mark.xdist_group("transformers")
 
 OLD = transformers.__version__ < "5"
-VOCABULARY, WINDOW, LENGTH = 64, 6, 14
+VOCABULARY = 64
+TIMES = 10
+"""How often each token of the patterns below is repeated, so that rows are not short: those have a mask."""
+WINDOW, LENGTH = 6 * TIMES, 14 * TIMES
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -27,7 +30,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 256,
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -60,7 +63,7 @@ def models() -> dict[str, Any]:
 
 
 def rows(*pieces: str) -> Tensor:
-    return torch.tensor([[int(one) for one in row] for row in pieces])
+    return torch.tensor([[int(one) for one in row] for row in pieces]).repeat_interleave(TIMES, 1)
 
 
 PADDING = {
@@ -69,6 +72,8 @@ PADDING = {
     "both ends": rows("00011111100000", "00000000000000", "00100000000000", "11111111111100"),
     "holes": rows("11110111000000", "01111111111111", "11111111110101", "00110010011000"),
     "tril": torch.ones(8, LENGTH, dtype=torch.long).tril(),  # as transformers' own tests pad
+    "tril, short": torch.ones(8, 14, dtype=torch.long).tril(),
+    "short": rows("11111111100000", "11111111111111", "00011000000000", "11111100000000")[:, ::TIMES],
 }
 
 
@@ -95,7 +100,7 @@ def cache(model: Any, kind: str) -> dict[str, Any]:
 def logits(model: Any, implementation: str, mask: Tensor, kind: str = "none", run: Any = None) -> Tensor:
     model.set_attn_implementation(implementation)
     with torch.no_grad():
-        return (model if run is None else run)(tokens(len(mask)), attention_mask=mask, **cache(model, kind)).logits
+        return (model if run is None else run)(tokens(*mask.shape), attention_mask=mask, **cache(model, kind)).logits
 
 
 # Every position that sees a key, in every way that a model is run
@@ -125,7 +130,7 @@ def test_positions_that_see_nothing_are_sdpas_too(models: dict[str, Any], name: 
 def test_compiled_logits_are_the_same_everywhere(models: dict[str, Any], name: str) -> None:
     model = models[name]
     compiled = torch.compile(model, backend="aot_eager")
-    for side in ("right", "left"):
+    for side in ("right", "left", "short"):
         whole = logits(model, NAME, PADDING[side], run=compiled)
         torch.testing.assert_close(logits(model, NAME, PADDING[side]), whole, **CLOSE)
 
@@ -137,7 +142,7 @@ def test_exported_logits_are_the_same_everywhere(models: dict[str, Any], name: s
     model = models[name]
     model.set_attn_implementation(NAME)
     mask = PADDING["tril"]
-    said = {"input_ids": tokens(len(mask)), "attention_mask": mask, "use_cache": False}
+    said = {"input_ids": tokens(*mask.shape), "attention_mask": mask, "use_cache": False}
     exported = torch.export.export(model, (), said, strict=False).module()
     with torch.no_grad():
         torch.testing.assert_close(model(**said).logits, exported(**said).logits, **CLOSE)
@@ -170,13 +175,13 @@ def test_an_exported_static_cache_gives_the_same(models: dict[str, Any], name: s
 def test_tokens_behind_a_cache_may_be_padding(models: dict[str, Any]) -> None:
     model, mask = models["Llama"], PADDING["right"]
     model.set_attn_implementation(NAME)
-    ids = tokens(len(mask))
+    ids = tokens(*mask.shape)
     for kind in ("dynamic", "static"):
         past = cache(model, kind)
         with torch.no_grad():
             parts = [
                 model(ids[:, start:stop], attention_mask=mask[:, :stop], **past).logits
-                for start, stop in ((0, 8), (8, 11), (11, 12), (12, 14))
+                for start, stop in ((0, 130), (130, 133), (133, 134), (134, 140))
             ]
         torch.testing.assert_close(torch.cat(parts, 1), logits(model, NAME, mask), **CLOSE)
 
@@ -193,20 +198,21 @@ def test_a_classifier_reads_a_padded_position() -> None:
         torch.testing.assert_close(scores[NAME], scores[other], **CLOSE)
 
 
+@pytest.mark.parametrize("past", [7, 137])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_decoder_with_a_past_gives_what_it_gives_without(seed: int) -> None:
+def test_a_decoder_with_a_past_gives_what_it_gives_without(seed: int, past: int) -> None:
     """As `test_decoder_model_past_with_large_inputs` of transformers' whisper, whose new tokens may be padding."""
     sizes = {"vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8}
     sizes |= {f"{side}_{what}": 4 for side in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")}
-    sizes |= {"max_source_positions": 20, "max_target_positions": 40, "pad_token_id": 0, "decoder_start_token_id": 1}
+    sizes |= {"max_source_positions": 20, "max_target_positions": 150, "pad_token_id": 0, "decoder_start_token_id": 1}
     model = build("Whisper", "Model", **sizes, bos_token_id=1, eos_token_id=None).get_decoder()
     model.config._attn_implementation = NAME
     draw = torch.Generator().manual_seed(seed)
-    ids, new = (torch.randint(2, VOCABULARY, (3, n), generator=draw) for n in (7, 3))
-    mask = torch.cat([torch.ones(3, 7, dtype=torch.long), torch.randint(0, 2, (3, 3), generator=draw)], 1)
+    ids, new = (torch.randint(2, VOCABULARY, (3, n), generator=draw) for n in (past, 3))
+    mask = torch.cat([torch.ones(3, past, dtype=torch.long), torch.randint(0, 2, (3, 3), generator=draw)], 1)
     heard = torch.randn(3, 20, 16, generator=draw)
     with torch.no_grad():
-        first = model(ids, encoder_hidden_states=heard, attention_mask=mask[:, :7], use_cache=True)
+        first = model(ids, encoder_hidden_states=heard, attention_mask=mask[:, :past], use_cache=True)
         said = {"encoder_hidden_states": heard, "attention_mask": mask}
         late = model(new, past_key_values=first.past_key_values, **said).last_hidden_state
         whole = model(torch.cat([ids, new], 1), use_cache=False, **said).last_hidden_state
@@ -231,7 +237,7 @@ def test_an_encoder_is_eagers_at_padding_too() -> None:
 
 
 def test_padding_of_an_encoder_and_of_its_decoder() -> None:
-    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "max_position_embeddings": 64, "pad_token_id": 0}
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "max_position_embeddings": 256, "pad_token_id": 0}
     sizes |= {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
     sizes |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "bos_token_id": 1, "eos_token_id": 2}
     model = build("Bart", "Model", **sizes, decoder_start_token_id=2)
@@ -260,7 +266,7 @@ def test_gradients_through_padded_positions(models: dict[str, Any], name: str, s
     for implementation in ("eager", NAME):
         model.set_attn_implementation(implementation)
         model.zero_grad()
-        out = model(tokens(len(mask)), attention_mask=mask, use_cache=False).logits
+        out = model(tokens(*mask.shape), attention_mask=mask, use_cache=False).logits
         (out * weights)[read].mean().backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         found[implementation] = torch.cat([grads[n].flatten() for n in sorted(grads)])
