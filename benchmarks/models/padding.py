@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stream_attention.benchmark.progress import progress
 from stream_attention.benchmark.results import aligned, conditions, load, save
-from stream_attention.benchmark.summary import origin
+from stream_attention.benchmark.summary import capital, origin
 from stream_attention.benchmark.timing import Clock, Latency, interleaved, paired_ratio
 from stream_attention.integration.hf import register
 
@@ -180,9 +180,10 @@ def _cell(
 
 
 def told(size: Size, rounds: int) -> dict[str, Any]:
-    dtype = str(size.dtype).removeprefix("torch.")
+    shape, dtype = size.shape, str(size.dtype).removeprefix("torch.")
     return {
-        "model": size.shape.told().replace("bf16", dtype),
+        "model": f"a Llama of {shape.layers} layers, hidden {shape.hidden}, MLP {shape.mlp}, {shape.heads}/"
+        f"{shape.kv_heads} heads of {shape.head_dim}, vocabulary {shape.vocabulary}, random {dtype} weights",
         "batch": f"{len(SHARES['none'])} rows of {size.length}, padded on the right",
         "training": "a forward with its loss and a backward, no optimiser; labels of -100 at padding",
         "rounds": rounds,
@@ -220,9 +221,9 @@ def markdown(results: dict[str, Any]) -> str:
     said = results["conditions"]
     return "\n".join(
         [
-            f"{said['model']}; {said['batch']}. {origin(results)}, transformers {results['versions']['transformers']}; "
-            f"medians of {said['rounds']} interleaved runs (20th to 80th percentile), and the time by that of the same "
-            f"attention without padding. {said['timing'].capitalize()}.",
+            f"{capital(said['model'])}; {said['batch']}. {origin(results)}, transformers "
+            f"{results['versions']['transformers']}; {said['timing']}: medians of {said['rounds']} interleaved runs "
+            "(20th to 80th percentile), and behind the comma the time by that of the same attention without padding.",
             "",
             f"| {' | '.join(heading)} |",
             f"|{'---|' * len(heading)}",
