@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stream_attention import attention, explain
+from stream_attention.files import check_writable, save_figure
 from stream_attention.kernels import reference
 from stream_attention.testing.inputs import Case, make
 from stream_attention.testing.memory import peak_bytes
@@ -95,8 +96,12 @@ def main() -> None:
 
 def picture(text: str) -> Path:
     path = Path(text)
-    if not path.parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file in a folder that is there; got {text!r}")
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a file that can be written; got {text!r}: {error.strerror}"
+        ) from None
     return path
 
 
@@ -203,8 +208,7 @@ def draw(measured: dict[str, list[Growth]], path: Path) -> None:
         axes.grid(True, which="major", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"attention(causal=True, alibi_slopes=...), one head of 64, CPU, torch {torch.__version__}")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path, dpi=130)
     print(f"\nThe picture: {path}")
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import measured
 
+from stream_attention.files import write_file
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "learn" / "languages.md"
 GLUON = "src/stream_attention/kernels/gluon/"
@@ -33,6 +35,7 @@ FILES = {
     "Triton, step 06": ("learn/06_flash_forward/flash.py",),
     "Gluon, step 12": ("learn/12_hopper/flash_gluon.py",),
 }
+LESSONS = measured.H200 / "lessons.json"
 CELL = "d128 full 8192"
 PROVIDERS = {"Triton": "triton", "Gluon": "gluon"}
 
@@ -80,9 +83,20 @@ def speed(language: str) -> str:
         rows = {row["name"]: row for row in measured.results("cuda")["rows"]}
         return f"{rows['bf16 d128 8k, ring']['single_tflops']:.0f}"
     if language not in PROVIDERS:
-        return ""
+        return _lesson(language)
     cells = {cell["name"]: cell["providers"] for cell in measured.results("forward")["cells"]}
     return f"{cells[CELL][PROVIDERS[language]]['tflops']:.0f}"
+
+
+def _lesson(language: str) -> str:
+    """Of a kernel of a step: 06 on the problem of the others, 12 on its longest; "" where none was measured."""
+    if not LESSONS.exists():
+        return ""
+    if language == "Triton, step 06":
+        (speed,) = (row["tflops"]["this kernel"] for row in measured.results("lessons")["06"] if row["length"] == 8192)
+    else:
+        speed = measured.results("lessons")["12"][-1]["tflops"]["pinned"]
+    return f"{speed:.0f}"
 
 
 def table(cuda: Path = ROOT) -> list[str]:
@@ -96,6 +110,11 @@ def table(cuda: Path = ROOT) -> list[str]:
         link = f"[`{files[0]}`]({relpath(files[0], 'learn')})"
         shared = sum(total for total, _ in counts) if len(counts) > 1 else ""
         lines.append(f"| {language} | {link} | {counts[0][0]} | {counts[0][1]} | {shared} | {speed(language)} |")
+    if LESSONS.exists():
+        row = measured.results("lessons")["12"][-1]
+        what = f"has one head of {row['dim']} and {row['length']} tokens"
+        file = "[`lessons.json`](../benchmarks/results/h200/lessons.json)"
+        lines += ["", f"The speed of steps 06 and 12 is from {file}; step 12 {what}."]
     return lines
 
 
@@ -109,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
         print("\n".join(rows))
         return
     before, begin, rest = PAGE.read_text().partition("<!-- lines -->\n")
-    PAGE.write_text(before + begin + "\n".join(rows) + "\n<!-- /lines -->" + rest.partition("<!-- /lines -->")[2])
+    write_file(PAGE, before + begin + "\n".join(rows) + "\n<!-- /lines -->" + rest.partition("<!-- /lines -->")[2])
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from torch import Tensor
 from stream_attention import attention, explain
 from stream_attention.benchmark.results import conditions, save
 from stream_attention.benchmark.timing import CLOCKS, Clock, Latency, interleaved, paired_ratio
+from stream_attention.files import write_file
 from stream_attention.testing.memory import peak_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -214,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--page", action="store_true", help="measure nothing; write the tables of claims.md anew")
     flags = parser.parse_args(argv)
     if flags.page:
-        PAGE.write_text(page(PAGE.read_text()))
+        write_file(PAGE, page(PAGE.read_text()))
     else:
         measure(flags.device, flags.out or FILES[flags.device])
 

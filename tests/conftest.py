@@ -136,11 +136,16 @@ def h200(monkeypatch: pytest.MonkeyPatch, hopper_triton: None) -> Iterator[None]
     device._facts.cache_clear()
 
 
+FOLDERS = ("tests/cli/", "tests/core/", "tests/flash_attention/", "tests/learn/")
+"""Folders whose GPU tests stand beside the others: one results file each."""
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """`GPU_RESULTS=folder` keeps the summary of every file of GPU tests there: CI has no GPU, so they are committed.
 
     `test_forward_gpu.py` becomes `gpu_tests_forward.json`, that of gluon/ `gpu_tests_gluon_forward.json`, with what
-    its tests kept (gpu_tools.py). The files of learn/ become one, `gpu_tests_learn.json`.
+    its tests kept (gpu_tools.py). The files of a folder whose GPU tests stand beside the others (`FOLDERS`) become one,
+    as `gpu_tests_learn.json`.
     """
     folder = os.environ.get("GPU_RESULTS")
     if not folder or not torch.cuda.is_available():
@@ -148,8 +153,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     outcomes = ("passed", "failed", "error", "skipped")
     reports = {name: terminalreporter.stats.get(name, []) for name in outcomes}
     paths = {report.nodeid.split("::")[0] for its in reports.values() for report in its}
-    of_learn = "tests/learn/"
-    files = {path for path in paths if path.endswith("_gpu.py")} | {of_learn for path in paths if of_learn in path}
+    files = {path for path in paths if path.endswith("_gpu.py")}
+    files |= {name for name in FOLDERS if any(path.startswith(name) for path in paths)}
     for path in files:
         name = Path(path).stem.removeprefix("test_").removesuffix("_gpu")
         name = f"gluon_{name}" if "gluon" in Path(path).parts else name

@@ -215,7 +215,11 @@ def test_help_explains_every_flag_and_runs_nothing(
 @pytest.mark.parametrize(
     ("name", "flags", "words"),
     [
-        ("demo.py", "--out nowhere/at/all.png", "--out: expected a file in a folder that is there; got 'nowhere/at"),
+        (
+            "demo.py",
+            "--out README.md/x.png",
+            "--out: expected a file that can be written; got 'README.md/x.png': Not a",
+        ),
         ("basic_usage.py", "--length 0", "--length: expected a number of at least 1; got '0'"),
         ("basic_usage.py", "--length 3", "--length: expected at least 16; got 3"),
         ("basic_usage.py", "--device tpu", "--device: expected cpu, cuda or cuda:N; got 'tpu'"),

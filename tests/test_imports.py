@@ -25,7 +25,7 @@ LAYERS = (
     ("backends", "tuning"),
     ("kernels",),
     ("state", "cache_views", "problem"),
-    ("errors", "env", "device"),
+    ("errors", "env", "device", "files"),
 )
 RANK = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}
 

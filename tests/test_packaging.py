@@ -6,8 +6,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,64 @@ def test_the_links_to_files_of_this_repository_lead_somewhere(page: str) -> None
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text())
     local = [target for target in targets if "://" not in target]
     assert [target for target in local if not ((ROOT / page).parent / target).exists()] == []
+
+
+# Lines that tell a reader what to install. No index has this package: it is installed from here, or from a wheel.
+
+PAGES = ("README.md", "CONTRIBUTING.md", "DESIGN.md", "SECURITY.md", "Makefile", "Dockerfile", "cuda/README.md")
+TREES = ("docs", "src", "examples", "learn", "benchmarks", ".github")
+KINDS = {".py", ".md", ".yml", ".yaml", ".toml", ".sh"}
+BY_NAME = re.compile(
+    r"""\b(?:pipx?3?|uv|conda|poetry)\b [^\n`]*\b(?:install|add)\b [^\n`]*"""
+    r"""(?<=[\s"'=])stream[-_.]attention(?!\S*\.whl)"""
+    r"""|\bstream[-_.]attention\[""",
+    re.IGNORECASE,
+)
+HINT = re.compile(r"""pip install (?:--?[\w-]+ )*["']?([A-Za-z][\w-]*)""")
+
+
+def lines_that_are_read() -> list[tuple[str, str]]:
+    """(where, line) of everything that users read, or that a message is made of."""
+    paths = [ROOT / name for name in PAGES]
+    for tree in TREES:
+        paths += [path for path in (ROOT / tree).rglob("*") if path.suffix in KINDS]
+    return [
+        (f"{path.relative_to(ROOT)}:{number}", line)
+        for path in paths
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    ]
+
+
+def test_no_line_installs_this_package_by_its_name() -> None:
+    assert [where for where, line in lines_that_are_read() if BY_NAME.search(line)] == []
+
+
+def test_every_hint_installs_a_package_that_pyproject_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
+    names = {re.match(r"[\w-]+", one)[0] for one in asked} - {project["name"]}
+    hints = [(where, found[1]) for where, line in lines_that_are_read() for found in HINT.finditer(line)]
+    assert (
+        {"torch", "triton", "transformers", "matplotlib", "pyyaml"} <= {name for _, name in hints} <= names | {"dist"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "by_name"),
+    [
+        ('pip install "stream-attention[hf]"', True),
+        ("needs transformers: pip install stream_attention", True),
+        ("python -m pip install -U stream-attention", True),
+        ("uv add stream-attention", True),
+        ("Get it as stream-attention[bench].", True),
+        ("pip install dist/stream_attention-0.1.0-py3-none-any.whl", False),
+        ('pip install "dist/stream_attention-0.1.0-py3-none-any.whl[hf,bench]"', False),
+        ("run `pip install .`; `stream-attention info` says what is enabled", False),
+        ("from stream_attention import attention", False),
+    ],
+)
+def test_a_line_that_installs_by_name_would_be_noticed(line: str, by_name: bool) -> None:
+    assert bool(BY_NAME.search(line)) == by_name
 
 
 # What the import costs

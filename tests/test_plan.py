@@ -187,10 +187,9 @@ def test_what_gluon_computes_forward_alone_goes_back_by_triton(facts: dict[str, 
         ),
         ({"dtype": torch.float32}, "it multiplies float16 and bfloat16"),
         ({"q_start": 1 << 30}, "it counts positions in 32 bits, up to 2**30"),
-        ({"head_dim": 32, "value_dim": 32}, "from 40 to 256, or values of 72 to 128 beside 136 to 256, not (32, 32)"),
-        ({"head_dim": 100, "value_dim": 100}, "equal multiples of 8 from 40 to 256"),
-        ({"head_dim": 264, "value_dim": 264}, "equal multiples of 8 from 40 to 256"),
-        ({"value_dim": 64}, "equal multiples of 8 from 40 to 256"),
+        ({"head_dim": 32, "value_dim": 32}, "values of 65 to 128 beside 129 to 256, not (32, 32)"),
+        ({"head_dim": 264, "value_dim": 264}, "head dims from 33 to 256"),
+        ({"value_dim": 64}, "head dims from 33 to 256"),
         ({"mask": True}, "masks and biases are read by the Triton kernel"),
         ({"bias": torch.float32}, "masks and biases are read by the Triton kernel"),
         ({"q_stride": 2}, "it takes positions one after another"),
@@ -283,8 +282,8 @@ def test_a_tile_is_forced_on_the_kernel_of_fp8_too() -> None:
 
 RELEASES = [
     *((release, ()) for release in HOPPER_TRITON),
-    ("3.5", ("it is enabled for Triton 3.6, 3.8, 3.9; found 3.5",)),
-    ("4.0", ("it is enabled for Triton 3.6, 3.8, 3.9; found 4.0",)),
+    ("3.5", ("it is enabled for Triton 3.6, 3.7, 3.8, 3.9; found 3.5",)),
+    ("4.0", ("it is enabled for Triton 3.6, 3.7, 3.8, 3.9; found 4.0",)),
     (None, ("Triton is not installed",)),
 ]
 """Triton releases, each with what Gluon has against it."""
@@ -375,6 +374,8 @@ def test_torchs_flash_op_computes_what_it_can(facts: dict[str, Any]) -> None:
         ({"batch": 0}, "empty inputs"),
         ({"q_len": 0}, "empty inputs"),
         ({"k_len": 0}, "empty inputs"),
+        ({"q_heads": 0, "kv_heads": 0}, "empty inputs"),
+        ({"head_dim": 0, "value_dim": 0}, "empty inputs"),
         ({"value_dim": 16}, "wants D = Dv"),
         ({"left": 3}, "has no window"),
         ({"right": 3}, "aligns causal top-left"),
@@ -387,7 +388,6 @@ def test_torchs_flash_op_computes_what_it_can(facts: dict[str, Any]) -> None:
         ({"softcap": 2.0}, "has no softcap"),
         ({"dropout_p": 0.1}, "draws its own dropout mask"),
         ({"partial": True, "dtype": torch.bfloat16}, "rounds partial outputs"),
-        ({"backward": True, "lse_grad": True}, "has no gradient through the LSE"),
     ],
     ids=str,
 )
@@ -397,15 +397,99 @@ def test_each_feature_that_needs_the_blocked_pass_is_named(facts: dict[str, Any]
     assert len(config.because) == 1 and reason in config.because[0]
 
 
-@pytest.mark.parametrize("device", ["cuda", "mps"])
-def test_an_accelerator_runs_the_blocked_pass_and_hears_nothing_of_a_cpu(device: str) -> None:
-    config = eager_config(device=torch.device(device))
+def test_a_gradient_of_the_lse_keeps_the_flash_op_and_has_tiles_for_what_it_cannot_take() -> None:
+    config = eager_config(backward=True, lse_grad=True)
+    assert config.path == "flash" and not config.because
+    assert config[1:4] == eager_config(backward=True, alibi=True)[1:4]
+    assert str(config).startswith("torch's CPU flash op; a gradient of the LSE that it cannot take: blocked pass")
+    assert str(eager_config(backward=True)) == "torch's CPU flash op"
+
+
+def test_an_accelerator_runs_the_blocked_pass_and_hears_nothing_of_a_cpu() -> None:
+    config = eager_config(device=torch.device("mps"))
     assert config.path == "blocked" and not config.because and "CPU" not in str(config)
+
+
+@pytest.mark.parametrize(
+    ("facts", "path"),
+    [
+        ({}, "cuda_flash"),
+        ({"head_dim": 84, "value_dim": 84}, "cuda_flash"),
+        ({"right": 0}, "cuda_flash"),
+        ({"backward": True}, "cuda_flash"),
+        ({"head_dim": 320, "value_dim": 320}, "cuda_efficient"),
+        ({"value_dim": 64}, "cuda_efficient"),
+        ({"dtype": torch.float32}, "cuda_efficient"),
+        ({"dtype": torch.float16, "arch": 75}, "cuda_efficient"),
+    ],
+    ids=str,
+)
+def test_plain_torch_on_a_gpu_is_one_of_sdpas_kernels(facts: dict[str, Any], path: str) -> None:
+    config = plan(on_h200(**facts), "eager").config
+    assert config.path == path and "as SDPA runs it" in str(config)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"dtype": torch.float64}, "take no float64"),
+        ({"arch": 75, "dtype": torch.bfloat16}, "take bfloat16 from compute capability 8.0 on"),
+        ({"left": 3}, "let NaN through a window"),
+        ({"right": 0, "q_start": 1}, "align causal bottom-right"),
+        ({"right": 0, "q_len": 4097, "q_start": -1}, "give rows without a key another LSE"),
+        ({"scale": 0.0}, "want a positive scale"),
+        ({"mask": True}, "give masked rows NaN"),
+        ({"bias": torch.float32}, "give masked rows NaN"),
+        ({"alibi": True}, "have no ALiBi"),
+        ({"sink": True}, "have no sink"),
+        ({"softcap": 2.0}, "have no softcap"),
+        ({"dropout_p": 0.1}, "draw their own dropout mask"),
+        ({"partial": True}, "round partial outputs"),
+        ({"backward": True, "lse_grad": True}, "have no gradient through the LSE"),
+        ({"backward": True, "deterministic": True}, "add gradients in any order"),
+    ],
+    ids=str,
+)
+def test_what_sdpas_kernels_lack_is_blocked_and_named(facts: dict[str, Any], reason: str) -> None:
+    config = plan(on_h200(**facts), "eager").config
+    assert config.path == "blocked"
+    assert len(config.because) == 1 and reason in config.because[0]
+    assert "because torch's CUDA kernels" in str(config)
+
+
+@pytest.mark.parametrize("dims", [(84, 84), (7, 7), (255, 255), (84, 88), (100, 33)], ids=str)
+def test_head_dims_that_are_no_multiple_of_8_are_padded_for_our_kernels(dims: tuple[int, int]) -> None:
+    pytest.importorskip("triton")
+    planned = plan(on_h200(head_dim=dims[0], value_dim=dims[1], addressable=False))
+    assert planned.backend in ("gluon", "triton") and planned.padded_from == dims
+    assert (planned.problem.head_dim, planned.problem.value_dim) == tuple(-(-dim // 8) * 8 for dim in dims)
+    assert f"D={dims[0]} Dv={dims[1]}" in str(planned) and "head dims padded with zeros to" in str(planned)
+
+
+def test_padded_tensors_are_copies_that_tma_can_read(hopper_triton: None) -> None:
+    for dims, backend in (((84, 84), "gluon"), ((88, 88), "triton"), ((88, 84), "triton")):  # a dim of 88 is not copied
+        assert plan(on_h200(head_dim=dims[0], value_dim=dims[1], addressable=False)).backend == backend
 
 
 def test_packed_sequences_are_planned_one_by_one() -> None:
     config = eager_config(packed=True)
     assert config.path == "sequences" and "one sequence after the other" in str(config)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"q_heads": 0, "kv_heads": 0}, {"q_heads": 0}, {"head_dim": 0}, {"value_dim": 0}, {"head_dim": 0, "value_dim": 0}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "more", [{}, {"backward": True}, {"packed": True}, {"q_len": 1}, {"q_heads": 0, "k_len": 0}], ids=str
+)
+def test_no_heads_and_no_dims_are_left_to_eager_on_a_gpu(facts: dict[str, Any], more: dict[str, Any]) -> None:
+    for head_dim in (64, 128):
+        sizes = {"head_dim": head_dim, "value_dim": head_dim, "kv_heads": 4, "q_heads": 8}
+        planned = plan(on_h200(**{**sizes, **more, **facts}))
+        assert planned.backend == "eager"
+        assert [name for name, _ in planned.passed_over] == ["gluon", "triton"]
 
 
 @pytest.mark.parametrize("empty", ["batch", "q_len", "k_len"])

@@ -17,6 +17,13 @@ def results(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+def recorded(name: str, command: str) -> dict[str, Any]:
+    """A results file of the H200, or, until there is one, a skip that says which command writes it."""
+    if not (RESULTS / f"{name}.json").exists():
+        pytest.skip(f"no benchmarks/results/{name}.json yet; on the H200: {command}")
+    return results(name)
+
+
 def speedups(over: str, direction: str = "forward", of: str = "triton") -> dict[str, float]:
     """By cell of a direction's grid, how many times faster ours is than a peer in the same run."""
     cells = {cell["name"]: cell["providers"] for cell in results(f"h200/{direction}")["cells"]}
@@ -53,6 +60,7 @@ def test_every_provider_was_right_before_it_was_timed() -> None:
                 "decode",
                 "caches",
                 "small",
+                "head-dims",
             )
         ),
     )
@@ -66,6 +74,15 @@ def test_every_provider_was_right_before_it_was_timed() -> None:
 def test_triton_is_never_slower_than_sdpa_flash(direction: str) -> None:
     ratios = narrow(speedups("sdpa flash", direction))
     assert min(ratios.values()) >= 1.0, ratios
+
+
+def test_other_head_dims_are_at_least_as_fast_as_sdpa() -> None:
+    for cell in results("h200/head-dims")["cells"]:
+        times = {name: one["median_ms"] for name, one in cell["providers"].items()}
+        ours = cell["providers"]["stream"]["ran"]
+        assert ours.startswith("gluon" if cell["problem"]["D"] <= 256 else "eager: torch's memory-efficient kernel")
+        assert times["sdpa"] / times["stream"] >= (1.3 if cell["problem"]["D"] <= 256 else 0.98), cell["name"]
+        assert cell["direction"] == "backward" or times["blocked"] / times["stream"] >= 5, cell["name"]
 
 
 TIMED_AGAIN = {"d64 causal 512"}
@@ -180,12 +197,29 @@ def test_a_training_step_at_64k_tokens_is_within_its_memory_bar(of: str, most: f
         ("hf", 11),
         ("caches", 12),
         ("memory", 18),
+        ("torch_cuda", 29),
         ("learn", 18),
     ],
 )
 def test_other_gpu_tests_were_run_and_passed(which: str, tests: int) -> None:
     summary = results(f"h200/gpu_tests_{which}")
     assert summary["failed"] == summary["error"] == summary["skipped"] == 0 and summary["passed"] >= tests
+
+
+@pytest.mark.parametrize(
+    ("which", "path", "tests"),
+    [
+        ("core", "tests/core", 49),
+        ("cli", "tests/cli", 10),
+        ("flash_attention", "tests/flash_attention", 18),
+        ("quick_start", "tests/test_quick_start_gpu.py", 3),
+    ],
+)
+def test_gpu_tests_of_what_users_call_were_run_and_passed(which: str, path: str, tests: int) -> None:
+    command = f"GPU_RESULTS=benchmarks/results/h200 PYTHONPATH=src python3 -m pytest -m gpu {path}"
+    summary = recorded(f"h200/gpu_tests_{which}", command)
+    assert summary["failed"] == summary["error"] == summary["skipped"] == 0 and summary["passed"] >= tests
+    assert summary["commit"] and "H200" in summary["gpu"] and summary["versions"]["triton"]
 
 
 def test_the_gpu_tests_of_decoding_were_run_and_passed() -> None:

@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+write_file = runpy.run_path(str(ROOT / "src" / "stream_attention" / "files.py"))["write_file"]  # without torch
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "fresh.json"
 SYSTEM_PYTHON = "/usr/bin/python3"
 CASES = {"public": {}, "local": {}, "newest": {"TORCH": "2.15.0"}, "oldest": {"TORCH": "2.11.0"}}
@@ -66,7 +68,7 @@ def main() -> int:
         failed |= any(step["exit"] for step in row["steps"])
         found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
         found[case] = row
-        RESULTS.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8")
+        write_file(RESULTS, json.dumps(dict(sorted(found.items())), indent=1) + "\n")
     print(f"written to {RESULTS.relative_to(ROOT)}")
     return int(failed)
 

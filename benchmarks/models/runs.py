@@ -155,7 +155,7 @@ class Checks:
 
     def _prefill(self, provider: str, ids: Tensor) -> Verdict:
         exact, _ = prefill(self.exact, ids, CHECKED_LAST)
-        return _verdict(
+        return compared(
             exact, *(self._by(one, lambda m: prefill(m, ids, CHECKED_LAST)[0]) for one in (provider, "sdpa"))
         )
 
@@ -167,7 +167,7 @@ class Checks:
             return found
 
         exact = gradient(self.exact)
-        return _verdict(exact, *(self._by(one, gradient) for one in (provider, "sdpa")), factor=3.0)
+        return compared(exact, *(self._by(one, gradient) for one in (provider, "sdpa")), factor=3.0)
 
     def _decode(self, provider: str, ids: Tensor, pairs: Pairs) -> Verdict:
         batch = pairs[0][0].shape[0]
@@ -181,7 +181,7 @@ class Checks:
         mine = self._by(provider, lambda model: steps(model, cache))
         sdpa = self._by("sdpa", lambda model: steps(model, filled(model, "sdpa", plain, CHECKED_NEW)))
         wide = [(key.float(), value.float()) for key, value in plain]
-        return _verdict(steps(self.exact, filled(self.exact, "sdpa", wide, CHECKED_NEW)), mine, sdpa)
+        return compared(steps(self.exact, filled(self.exact, "sdpa", wide, CHECKED_NEW)), mine, sdpa)
 
     def _by(self, provider: str, compute: Callable[[Any], Tensor]) -> Tensor:
         choose(self.model, provider)
@@ -192,6 +192,6 @@ class Checks:
         gc.collect()
 
 
-def _verdict(exact: Tensor, mine: Tensor, sdpa: Tensor, factor: float = 2.0) -> Verdict:
+def compared(exact: Tensor, mine: Tensor, sdpa: Tensor, factor: float = 2.0) -> Verdict:
     error, eager = (float((x.float() - exact).abs().max()) for x in (mine, sdpa))
     return Verdict(error, factor * eager)

@@ -98,7 +98,10 @@ class Scene(NamedTuple):
 
     def score(self, caches: Sequence[Cache]) -> Score:
         """Of the answers to all questions with these caches."""
-        logits, _ = self.model.answer(self.pairs.questions, caches, self.pairs.keys.shape[1])
+        return self.scored(self.model.answer(self.pairs.questions, caches, self.pairs.keys.shape[1])[0])
+
+    def scored(self, logits: Tensor) -> Score:
+        """Of answers [B, Tq, VALUES]."""
         before, after = self.whole.log_softmax(-1), logits.log_softmax(-1)
         kl = F.kl_div(after.flatten(0, 1), before.flatten(0, 1), reduction="batchmean", log_target=True)
         return Score(accuracy(logits, self.pairs.answers), kl.item())
@@ -198,19 +201,26 @@ def _each_round(work: Callable[[], object]) -> Call:
     return lambda turn: work()
 
 
+def common_conditions() -> dict[str, Any]:
+    """What is asked of whom, for a results file."""
+    return {
+        "contexts": CONTEXTS,
+        "pairs": PAIRS,
+        "questions": QUESTIONS,
+        "dtype": "float32",
+        "chance": 1 / VALUES,
+        "weights": hashlib.sha256(WEIGHTS.read_bytes()).hexdigest(),
+        "kl": "nats a question, from the answer with the whole cache",
+    }
+
+
 def measured(repeats: int) -> dict[str, Any]:
     """A results file: conditions, then the rows."""
     return {
         "suite": "recall",
         **conditions("cpu"),
         "conditions": {
-            "contexts": CONTEXTS,
-            "pairs": PAIRS,
-            "questions": QUESTIONS,
-            "dtype": "float32",
-            "chance": 1 / VALUES,
-            "weights": hashlib.sha256(WEIGHTS.read_bytes()).hexdigest(),
-            "kl": "nats a question, from the answer with the whole cache",
+            **common_conditions(),
             "ratio": "bytes before by bytes after, both layers, scales included",
             "timing": f"{CLOCKS['cpu']}, median of {repeats}; {CONTEXTS} contexts at once, divided by them",
             "question": "both layers and their MLPs, one question of each context, dequantising included",
@@ -258,9 +268,14 @@ def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 def markdown(results: dict[str, Any]) -> str:
     """The table for a page, under a line that says of what it is."""
+    return page(results, table(results["rows"]))
+
+
+def page(results: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
+    """Rows, headings first, as a table of Markdown under what was measured."""
     machine, versions, told = results["machine"], results["versions"], results["conditions"]
     commit = results["commit"]["hash"] or "no commit"
-    heading, *body = table(results["rows"])
+    heading, *body = rows
     return "\n".join(
         [
             f"{told['questions']} questions to each of {told['contexts']} contexts of {told['pairs']} pairs, fp32; by "
@@ -290,9 +305,9 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--repeats: expected at least 1; got {repeats}.")
     torch.set_num_threads(1)
     results = json.loads(options.results.read_text()) if options.results else measured(repeats)
+    print(markdown(results) if options.markdown else aligned(table(results["rows"])))
     if options.out:
         save(results, options.out)
-    print(markdown(results) if options.markdown else aligned(table(results["rows"])))
 
 
 if __name__ == "__main__":

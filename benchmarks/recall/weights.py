@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stream_attention.files import write_file
+
 WEIGHTS = Path(__file__).with_name("recall.safetensors")
 
 
@@ -32,7 +34,7 @@ def save(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path)
         data += raw
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the numbers begin at a multiple of 8
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    write_file(path, struct.pack("<Q", len(text)) + text + data)
 
 
 def load(path: Path = WEIGHTS) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from stream_attention.benchmark.cells import SUITES, Cell, flops
-from stream_attention.benchmark.results import conditions
+from stream_attention.benchmark.results import conditions, save
 
 SHORT = (1024, 8192)
 """Lengths of the 24 cells of `--short`."""
@@ -56,7 +56,7 @@ def main() -> int:
     if options.out is None:
         parser.error("say where the results go: --out FILE")
     if options.measure:
-        options.out.write_text(json.dumps(measure(options.short, options.repeats)))
+        save(measure(options.short, options.repeats), options.out)
         return 0
     if wrong := [one for one in options.triton if not re.fullmatch(r"[\d.]+=.+", one)]:
         parser.error(f"--triton: expected VERSION=FOLDER; got {wrong[0]!r}")
@@ -64,7 +64,6 @@ def main() -> int:
     for version, folder in folders.items():
         if version and not list(Path(folder).glob(f"triton-{version}.dist-info")):
             parser.error(f"--triton: {folder} has no Triton {version}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     rounds: dict[str, list[dict[str, Any]]] = {}
     for number in range(options.rounds):
         for folder in folders.values():
@@ -75,8 +74,8 @@ def main() -> int:
         print(f"asked for Triton {', '.join(missing)}; measured {', '.join(rounds)}", file=sys.stderr)
         return 1
     result = combined(rounds, options)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
+    save(result, options.out)
     return 0
 
 

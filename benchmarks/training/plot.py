@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stream_attention.benchmark.figures import LIGHT
+from stream_attention.files import save_figure
 
 from .verdict import AFTER, smoothed, spread
 
@@ -39,4 +40,4 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     machine, told = results["machine"], results["conditions"]
     curves.set_title(f"{told['model']}; {machine['name']}, {results['date'][:10]}", fontsize=9)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)

@@ -229,13 +229,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: expected a GPU that torch sees, or cpu; got cuda.")
     results = train(size, options.steps, options.batch, options.device, options.deterministic)
+    print(aligned(table(results)))
     if options.json_out:
         save(results, options.json_out)
     if options.plot_out:
         from .plot import draw
 
         draw(results, options.plot_out)
-    print(aligned(table(results)))
     return int(any(one is not None and not one["within"] for one in results["verdict"].values()))
 
 

@@ -148,6 +148,10 @@ __global__ void __launch_bounds__(THREADS, 2) flash_bf16_kernel(const Step step)
             load_tile<KEYS, D>(other, k + next * stride, stride, step.k_len - next, step.dim);
             load_tile<KEYS, D>(other + Tile<D>::STAGE / 2, v + next * stride, stride, step.k_len - next, step.dim);
         }
+        if (!DOUBLE_BUFFER) {
+            wait_for_copies();
+            __syncthreads();
+        }
         if (KEEP_Q && start == 0) {
 #pragma unroll
             for (int kk = 0; kk < (KEEP_Q ? D / 16 : 0); ++kk)

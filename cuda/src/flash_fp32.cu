@@ -179,6 +179,10 @@ __global__ void __launch_bounds__(THREADS, 2) flash_fp32_kernel(const Step step)
         wait_for_copies();
         __syncthreads();  // K is here, and nobody reads V of the last tile any more
         load_tile<KEYS, D>(v_tile, v + k_start + start * stride, stride, step.k_len - start, step.dim, flip_value);
+        if (!DOUBLE_BUFFER) {
+            wait_for_copies();
+            __syncthreads();
+        }
 
         float s[OWN][KEYS / 8] = {};
         multiply_q_k<D, KEYS>(s, q_tile, k_tile, row, x);
@@ -227,6 +231,10 @@ __global__ void __launch_bounds__(THREADS, 2) flash_fp32_kernel(const Step step)
         const int next = start + KEYS;
         if (next < visible)
             load_tile<KEYS, D>(k_tile, k + k_start + next * stride, stride, step.k_len - next, step.dim, flip_key);
+        if (!DOUBLE_BUFFER) {
+            wait_for_copies();
+            __syncthreads();
+        }
         multiply_p_v<D, KEYS>(acc, p_tile, v_tile, row, x);
     }
     wait_for_copies();

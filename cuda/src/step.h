@@ -17,6 +17,13 @@ struct State {
     float* acc;  // [B, Tq, H, D]
 };
 
+// 0: every copy ends, for the whole block, before the arithmetic beside it begins. The results are the same; the time
+// says what overlapping them is worth (benchmarks/studies/double_buffer.py).
+#ifndef FLASH_ATTN_DOUBLE_BUFFER
+#define FLASH_ATTN_DOUBLE_BUFFER 1
+#endif
+constexpr bool DOUBLE_BUFFER = FLASH_ATTN_DOUBLE_BUFFER;
+
 constexpr float LN_2 = 0.693147180559945309f;
 
 // A row that has seen no key has maximum -inf, and -inf - -inf is NaN: such a row is shifted by 0.

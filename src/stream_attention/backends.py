@@ -35,7 +35,7 @@ class Backend(NamedTuple):
     why_named_only: Callable[[Problem], tuple[str, ...]] = lambda problem: ()  # why "auto" leaves it although it can
     forceable: Mapping[str, tuple[int, ...]] = {}  # fields of a forward's tiles that a caller may set, with the values
     tiles: Callable[[Problem], Any] = lambda problem: None  # the configuration of a forward that has those fields
-
+    dim_multiple: int = 1  # head dims are padded with zeros to a multiple of this before the kernel sees them
     fp8_module: str = ""  # has forward_fp8(problem, queries, keys, cu_seqlens_q, cu_seqlens_k, config)
 
     def load(self) -> ModuleType:
@@ -55,7 +55,7 @@ def _import(module: str) -> ModuleType:
 HAS_TRITON = find_spec("triton") is not None
 """Looked up once: torch.compile of torch 2.11 cannot trace the search."""
 
-HOPPER_TRITON = ("3.6", "3.8", "3.9")
+HOPPER_TRITON = ("3.6", "3.7", "3.8", "3.9")
 """The Triton releases with which the Gluon kernels ran on a GPU. Gluon is experimental: others may differ."""
 
 
@@ -152,12 +152,12 @@ def _gluon_why_not(problem: Problem) -> tuple[str, ...]:
             problem.backward and problem.deterministic and widths[0] > 128,
             f"its backward adds to dQ in one order up to D 128, not at {problem.head_dim}",
         ),
-        (problem.dtype not in (torch.float16, torch.bfloat16), "it multiplies float16 and bfloat16"),
+        (problem.dtype not in (torch.float16, torch.bfloat16), "it multiplies float16 and bfloat16 only"),
         (problem.last_position >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
         (
-            any(dim % 8 or not 32 < dim <= 256 for dim in dims) or widths not in gluon_tuning.WIDTHS,
-            "it takes head dims that are equal multiples of 8 from 40 to 256, or values of 72 to 128 beside "
-            f"136 to 256, not {dims}",
+            any(not 32 < dim <= 256 for dim in dims) or widths not in gluon_tuning.WIDTHS,
+            "it takes head dims from 33 to 256 with equally wide tiles, or values of 65 to 128 beside 129 to 256, "
+            f"not {dims}",
         ),
         (problem.mask or problem.bias is not None, "masks and biases are read by the Triton kernel"),
         (problem.q_stride != 1 or problem.k_stride != 1, "it takes positions one after another"),
@@ -213,9 +213,10 @@ def _triton_why_not(problem: Problem) -> tuple[str, ...]:
         *_triton_reasons(problem),
         (problem.last_position >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
         (
-            any(dim % 8 or dim > 256 for dim in dims),
-            f"it takes head dims that are multiples of 8 up to 256, not {dims}",
+            any(not 0 < dim <= 256 for dim in dims),
+            f"it takes head dims from 1 to 256, not {dims}",
         ),
+        (problem.q_heads == 0, "there is no head to compute"),
     )
     return tuple(reason for applies, reason in reasons if applies)
 
@@ -277,6 +278,7 @@ BACKENDS: tuple[Backend, ...] = (
         _gluon_why_not,
         _or_in_fp8(gluon_tuning.configure, fp8_tuning.configure_gluon),
         _gluon_why_named_only,
+        dim_multiple=8,
         fp8_module=".kernels.gluon.forward_fp8_sm90",
     ),
     Backend(
@@ -287,7 +289,8 @@ BACKENDS: tuple[Backend, ...] = (
         _triton_why_named_only,
         triton_tuning.FORCEABLE,
         _or_in_fp8(triton_tuning.configure_forward, fp8_tuning.configure_triton),
-        ".kernels.triton.forward_fp8",
+        dim_multiple=8,
+        fp8_module=".kernels.triton.forward_fp8",
     ),
     Backend("eager", ".kernels.eager", _eager_why_not, eager_tuning.configure),
     Backend(

@@ -16,16 +16,20 @@ from .tuning.decode import DecodeProblem
 class Plan(NamedTuple):
     """Which backend computes a problem, how it is configured, and why each preferred one was passed over."""
 
-    problem: Any  # a Problem, or a DecodeProblem
+    problem: Any  # as the kernel computes it: a Problem, or a DecodeProblem
     backend: str
     config: Any
     passed_over: tuple[tuple[str, tuple[str, ...]], ...] = ()
     forced: tuple[tuple[str, int], ...] = ()  # fields of `config` that the caller set
+    padded_from: tuple[int, int] | None = None  # D and Dv of the call, where the problem has wider ones
 
     def __str__(self) -> str:
-        kind = self.problem.kind
+        kind, problem, padded = self.problem.kind, self.problem, ""
         forced = f" (forced: {', '.join(f'{name}={value}' for name, value in self.forced)})" if self.forced else ""
-        lines = [f"{kind:8}  {self.problem}", f"backend   {self.backend}: {self.config}{forced}"]
+        if self.padded_from:
+            padded = f"; head dims padded with zeros to {problem.head_dim} and {problem.value_dim}"
+            problem = problem._replace(head_dim=self.padded_from[0], value_dim=self.padded_from[1])
+        lines = [f"{kind:8}  {problem}", f"backend   {self.backend}: {self.config}{forced}{padded}"]
         lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.passed_over]
         return "\n".join(lines)
 
@@ -45,20 +49,37 @@ def plan(problem: Problem, backend: str = AUTO) -> Plan:
     if check_backend(backend) != AUTO:
         name, forced = _parse(backend) or (backend, ())
         chosen = BY_NAME[name]
-        reasons = chosen.why_not(problem) or (why_no_fp8_tile(dict(forced)) if problem.fp8 else ())
+        asked, problem, padded_from = _padded(problem, chosen.dim_multiple)
+        reasons = chosen.why_not(asked) or (why_no_fp8_tile(dict(forced)) if problem.fp8 else ())
         if reasons:
-            raise UnsupportedProblem(f"backend {backend!r} cannot do this problem ({problem}): {'; '.join(reasons)}")
+            raise UnsupportedProblem(f"backend {backend!r} cannot do this problem ({asked}): {'; '.join(reasons)}")
         if problem.backward or not forced:
-            return Plan(problem, name, chosen.configure(problem))
-        return Plan(problem, name, chosen.tiles(problem)._replace(**dict(forced)), forced=forced)
+            return Plan(problem, name, chosen.configure(problem), padded_from=padded_from)
+        return Plan(problem, name, chosen.tiles(problem)._replace(**dict(forced)), (), forced, padded_from)
     passed_over: list[tuple[str, tuple[str, ...]]] = []
     for candidate in BACKENDS:
-        reasons = candidate.why_not(problem) or candidate.why_named_only(problem)
+        asked, padded, padded_from = _padded(problem, candidate.dim_multiple)
+        reasons = candidate.why_not(asked) or candidate.why_named_only(asked)
         if not reasons:
-            return Plan(problem, candidate.name, candidate.configure(problem), tuple(passed_over))
+            config = candidate.configure(padded)
+            return Plan(padded, candidate.name, config, tuple(passed_over), padded_from=padded_from)
         passed_over.append((candidate.name, reasons))
     listing = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in passed_over)
     raise UnsupportedProblem(f"no backend can do this problem ({problem}):\n{listing}")
+
+
+def _padded(problem: Problem, multiple: int) -> tuple[Problem, Problem, tuple[int, int] | None]:
+    """What a backend is asked, what its kernel computes, and the head dims of the call if they are padded for it.
+
+    Padded tensors are copies, which TMA can address. FP8 takes three head dims alone.
+    """
+    dims = problem.head_dim, problem.value_dim
+    wide = tuple(-(-dim // multiple) * multiple for dim in dims)
+    if problem.fp8 or wide == dims:
+        return problem, problem, None
+    all_copied = wide[0] != dims[0] and wide[1] != dims[1]
+    asked = problem._replace(addressable=problem.addressable or all_copied)
+    return asked, asked._replace(head_dim=wide[0], value_dim=wide[1]), dims
 
 
 @lru_cache(maxsize=4096)

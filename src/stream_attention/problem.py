@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import pad
 
 from .device import arch, processors
 
@@ -119,7 +120,7 @@ class Problem(NamedTuple):
     @property
     def group(self) -> int:
         """Query heads per KV head."""
-        return self.q_heads // self.kv_heads
+        return self.q_heads // max(self.kv_heads, 1)
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -139,7 +140,7 @@ class Problem(NamedTuple):
     @property
     def empty(self) -> bool:
         """There is no score to compute."""
-        return min(self.batch, self.q_len, self.k_len) <= 0
+        return min(self.batch, self.q_len, self.k_len, self.q_heads) <= 0
 
     def __str__(self) -> str:
         kind = "packed" if self.packed else "dense"
@@ -177,6 +178,11 @@ def addressable(t: Tensor) -> bool:
         size == 1 or (stride > 0 and stride % unit == 0)
         for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
     )
+
+
+def padded_to(t: Tensor, dim: int) -> Tensor:
+    """`t` with zeros behind its last dim, up to `dim`: scores stay as they are, and outputs get columns of zeros."""
+    return t if t.shape[-1] == dim else pad(t, (0, dim - t.shape[-1]))
 
 
 def _address(t: Tensor) -> int:

@@ -1,7 +1,7 @@
 """Every check of user input, in one place.
 
 A check names the argument, says what was expected and what came, and runs before any work. Nothing here reads the
-values of a tensor on an accelerator: that would be a synchronisation.
+values of a tensor on an accelerator, unless a caller asks for that synchronisation by `validate=True`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 
 from .backends import FP8_HEAD_DIMS
-from .cache_views import ContiguousKV, Fp8KV, PagedKV, QuantizedKV
+from .cache_views import ContiguousKV, Fp8KV, KVCache, PagedKV, QuantizedKV, checks
 from .errors import refuse
+from .problem import UNBOUNDED
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST, SMALLEST = 2.3e38, 1.2e-38
+"""Of a scale and of a softcap, whatever the dtype of the tensors: kernels take them in fp32, and in units of log2."""
+
 TAKES_CODES = "attention_fp8(query, kv) takes one, and explain_fp8 says by what."
 
 _ADDED = "added to the scores, -inf hides a key"
@@ -119,9 +123,10 @@ def attention_tensors(
     bias: Tensor | None,
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
+    may_be_empty: bool = False,
 ) -> None:
-    """Check the tensors of a dense call."""
-    _qkv(query, key, value, "[B, Tq, Hq, D]", "[B, Tk, Hkv, D]", "[B, Tk, Hkv, Dv]")
+    """Check the tensors of a dense call. `may_be_empty`: also without heads, or with head dims of 0."""
+    _qkv(query, key, value, "[B, Tq, Hq, D]", "[B, Tk, Hkv, D]", "[B, Tk, Hkv, Dv]", may_be_empty)
     batch, q_len, q_heads, _ = query.shape
     k_len = key.shape[1]
     if key.shape[0] != batch or value.shape[0] != batch:
@@ -160,12 +165,13 @@ def varlen_tensors(
     bias: None,
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
+    may_be_empty: bool = False,
 ) -> None:
-    """Check the tensors of a packed call, but not the values of `cu_seqlens`."""
+    """Check the tensors of a packed call, as those of a dense one, but not the values of `cu_seqlens`."""
     for name, refused in (("mask", mask), ("bias", bias)):
         if refused is not None:
             refuse(name, "None for packed sequences", "a value", "Use attention() with padded sequences.")
-    _qkv(query, key, value, "[Nq, Hq, D]", "[Nk, Hkv, D]", "[Nk, Hkv, Dv]")
+    _qkv(query, key, value, "[Nq, Hq, D]", "[Nk, Hkv, D]", "[Nk, Hkv, Dv]", may_be_empty)
     _offsets("cu_seqlens_q", cu_seqlens_q, query)
     _offsets("cu_seqlens_k", cu_seqlens_k, query)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
@@ -243,6 +249,13 @@ def options(
         refuse("softcap", "0 (off) or a positive number", softcap)
     if scale is not None:
         _real("scale", scale)
+        if abs(scale) > LARGEST:
+            refuse("scale", f"a number that fp32 holds, of at most {LARGEST:g}", scale)
+    if softcap:
+        least = max(SMALLEST, abs(scale or 0.0) / LARGEST)  # their quotient is in fp32 too
+        if not least <= softcap <= LARGEST:
+            hint = "A cap that no score reaches is 0." if softcap > 1 else ""
+            refuse("softcap", f"0 (off) or a number that fp32 holds, from {least:g} to {LARGEST:g}", softcap, hint)
     _real("dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         refuse("dropout_p", "a probability in [0, 1)", dropout_p)
@@ -355,16 +368,24 @@ def _fp8_tensors(tensors: dict[str, Tensor], where: str, otherwise: str) -> None
             refuse(name, f"dtype float16 or bfloat16 {where}", tensor.dtype, error=TypeError)
         if tensor.shape[-1] not in FP8_HEAD_DIMS:
             refuse(name, f"D = Dv of 64, 128 or 256 {where}", list(tensor.shape))
+        if tensor.shape[-2] < 1:
+            refuse(name, f"at least one head {where}", list(tensor.shape))
     if len({tensor.shape[-1] for tensor in tensors.values()}) > 1:
         refuse("value", f"D = Dv of 64, 128 or 256 {where}", list(tensors["value"].shape))
     wanted = [name for name, tensor in tensors.items() if torch.is_grad_enabled() and tensor.requires_grad]
-    if forward_ad._current_level >= 0:
-        wanted += [name for name, tensor in tensors.items() if forward_ad.unpack_dual(tensor).tangent is not None]
+    wanted += _with_tangent(tensors)
     if wanted:
         hint = f"FP8 is for inference: use torch.no_grad(), or {otherwise}."
         refuse(wanted[0], f"a tensor without a gradient {where}", "one that wants it", hint)
     if torch._C._are_functorch_transforms_active():
         refuse("query" if "query" in tensors else "key", f"a plain call {where}", "one inside of torch.func")
+
+
+def _with_tangent(tensors: dict[str, Tensor]) -> list[str]:
+    """Names of those that forward-mode differentiation has given a tangent."""
+    if forward_ad._current_level < 0:
+        return []
+    return [name for name, tensor in tensors.items() if forward_ad.unpack_dual(tensor).tangent is not None]
 
 
 def decoding(
@@ -409,8 +430,38 @@ def decoding(
             refuse("out", f"{query.dtype} of shape {list(shape)}", f"{out.dtype} of shape {list(out.shape)}")
         if out.is_neg():
             refuse("out", "a tensor of its own numbers", "a negated view", "Call out.resolve_neg().")
-        if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        if checks.has_shared_places(out):
             refuse("out", "a place for every number", f"an expanded tensor, strides {out.stride()}")
+
+
+def lengths_and_pages(cache: KVCache, q_len: int, left: int, look: bool | None) -> None:
+    """Check the values of a cache's lengths, and that the pages are there which `q_len` queries see that look `left`
+    positions back: if asked to `look`, by default on a CPU."""
+    lengths = cache.lengths
+    if lengths is None:
+        return
+    if checks.looks(look, lengths):
+        first = None if left == UNBOUNDED else (lengths.long() - q_len - left).clamp_(min=0)
+        cache.validate(first=first)
+
+
+def without_gradient(function: str, differentiable: str, **given: Any) -> None:
+    """Refuse tensors, and a cache of tensors, that require a gradient while gradients are on: none would come."""
+    if not torch.is_grad_enabled():
+        return
+    for name, one in given.items():
+        if getattr(one, "requires_grad", False):
+            hint = f"No gradient flows through {function}: call it under torch.no_grad(), or use {differentiable}."
+            refuse(name, "no gradient to be wanted", "requires_grad=True while gradients are on", hint)
+
+
+def without_tangent(query: Tensor, cache: KVCache, alibi_slopes: Tensor | None, sink: Tensor | None) -> None:
+    """Refuse forward-mode differentiation of a call on a cache that a kernel computes."""
+    tensors = {"query": query, **{name: getattr(cache, name) for name in cache.STORES}}
+    tensors |= {name: t for name, t in (("alibi_slopes", alibi_slopes), ("sink", sink)) if t is not None}
+    for name in _with_tangent(tensors):
+        hint = 'Kernels compute none: pass backend="eager", or use attention().'
+        refuse(name, "a tensor without a tangent", "one of forward-mode differentiation", hint)
 
 
 def splits(num_splits: Any, batch_invariant: Any) -> None:
@@ -476,7 +527,9 @@ def _longest(name: str, given: Any) -> None:
         refuse(name, "at least 0", given)
 
 
-def _qkv(query: Tensor, key: Tensor, value: Tensor, q_shape: str, k_shape: str, v_shape: str) -> None:
+def _qkv(
+    query: Tensor, key: Tensor, value: Tensor, q_shape: str, k_shape: str, v_shape: str, may_be_empty: bool
+) -> None:
     dims = 1 + q_shape.count(",")
     for name, tensor, shape in (("query", query, q_shape), ("key", key, k_shape), ("value", value, v_shape)):
         _tensor(name, tensor, query)
@@ -488,7 +541,7 @@ def _qkv(query: Tensor, key: Tensor, value: Tensor, q_shape: str, k_shape: str, 
             refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype, hint, TypeError)
         if tensor.dtype is not query.dtype:
             refuse(name, f"the query's dtype {query.dtype}", tensor.dtype, error=TypeError)
-        if tensor.shape[-1] < 1 or tensor.shape[-2] < 1:
+        if not may_be_empty and (tensor.shape[-1] < 1 or tensor.shape[-2] < 1):
             refuse(name, "at least one head and one head dim", list(tensor.shape))
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
             refuse(name, "a contiguous last dim", f"strides {tensor.stride()}", "Call .contiguous() on it first.")
@@ -496,9 +549,11 @@ def _qkv(query: Tensor, key: Tensor, value: Tensor, q_shape: str, k_shape: str, 
         refuse("key", f"the query's head dim D={query.shape[-1]}", list(key.shape))
     if value.shape[-3] != key.shape[-3] or value.shape[-2] != key.shape[-2]:
         refuse("value", f"the key's length and heads, {list(key.shape[:-1])} + [Dv]", list(value.shape))
-    if query.shape[-2] % key.shape[-2] != 0:
+    heads = key.shape[-2]
+    if (query.shape[-2] % heads if heads else query.shape[-2]) != 0:
         shapes = f"{list(query.shape)} beside key {list(key.shape)}"
-        refuse("query", f"a multiple of the {key.shape[-2]} KV heads as Hq", shapes, f"The layout is {q_shape}.")
+        words = f"a multiple of the {heads} KV heads as Hq" if heads else "no heads, as the key has none"
+        refuse("query", words, shapes, f"The layout is {q_shape}.")
 
 
 def _per_head(alibi_slopes: Tensor | None, sink: Tensor | None, query: Tensor, batch: int, heads: int) -> None:

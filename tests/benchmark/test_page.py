@@ -76,8 +76,9 @@ def test_the_page_is_written_as_index_html(tmp_path: Path) -> None:
     path = write_page([results("cpu/cpu")], tmp_path / "new")
     assert path == tmp_path / "new" / "index.html"
     assert path.read_text(encoding="utf-8") == page([results("cpu/cpu")])
-    with pytest.raises(FileNotFoundError):
-        write_page([results("cpu/cpu")], tmp_path / "no" / "such")
+    assert write_page([results("cpu/cpu")], tmp_path / "not" / "there").exists()
+    with pytest.raises(NotADirectoryError):
+        write_page([results("cpu/cpu")], path)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from benchmarks.releases import __main__ as releases
 
+from stream_attention.backends import HOPPER_TRITON
 from stream_attention.benchmark.cells import flops
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +82,26 @@ def test_the_documentation_shows_the_results() -> None:
     assert shown[1] == releases.markdown(RESULT), f"python -m benchmarks.releases --show {FILE.relative_to(ROOT)}"
 
 
-@pytest.mark.parametrize(("which", "passed"), [("gluon_forward", 52), ("gluon_shards", 98), ("append", 40)])
+@pytest.mark.parametrize("release", HOPPER_TRITON)
+@pytest.mark.parametrize(("direction", "least"), [("forward", 300), ("backward", 100)])
+def test_random_problems_were_right_with_each_enabled_release(release: str, direction: str, least: int) -> None:
+    folder = FILE.parent if release == "3.6" else FILE.parent / f"triton-{release}"
+    summary = json.loads((folder / f"gpu_tests_gluon_{direction}.json").read_text(encoding="utf-8"))
+    assert summary["versions"]["triton"].startswith(f"{release}.") and not summary["failed"]
+    assert summary["random problems"]["problems"] >= least and not summary["random problems"]["failed"]
+
+
+@pytest.mark.parametrize("release", ["3.7", "3.8"])
+def test_other_releases_ran_the_short_grid(release: str) -> None:
+    """A process that measures checks each cell first."""
+    found = json.loads((FILE.parent / f"triton-{release}" / "cells.json").read_text(encoding="utf-8"))
+    assert found["versions"]["triton"].startswith(f"{release}.")
+    assert found["cells"].keys() == releases.cells(short=True).keys()
+
+
+@pytest.mark.parametrize(
+    ("which", "passed"), [("gluon_forward", 52), ("gluon_backward", 124), ("gluon_shards", 98), ("append", 40)]
+)
 def test_the_gpu_tests_passed_with_the_newest_release(which: str, passed: int) -> None:
     summary = json.loads((FILE.parent / "triton-3.9" / f"gpu_tests_{which}.json").read_text(encoding="utf-8"))
     assert summary["versions"]["triton"].startswith("3.9.")

@@ -4,7 +4,10 @@ import builtins
 import csv
 import json
 import math
+import os
 import re
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -546,6 +549,18 @@ def test_what_the_flags_say_is_what_is_measured(
     assert cell["baseline"] == baseline and cell["baseline_time_ms"] > 0 and cell["fused_time_ms"] > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["forward", "--backward", "--decode"])
+def test_on_a_gpu_ours_is_right_and_timed(mode: str, tmp_path: Path) -> None:
+    out = tmp_path / "grid.json"
+    shape = "--seq 256 512 --batch 1 --heads 4 --dim 64 --dtype bf16 --iters 3 --warmup 1 --device cuda".split()
+    assert cli.main([*shape, *[mode][mode == "forward" :], "--json-out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["machine"]["device"] == "cuda" and len(found["cells"]) == 2
+    for cell in found["cells"]:
+        assert cell["providers"]["stream"]["right"] and cell["fused_time_ms"] > 0 and cell["baseline_time_ms"] > 0
+
+
 @pytest.mark.parametrize("kv_heads", ["4", "2"])
 def test_beside_dropout_stands_what_it_costs_and_no_race(kv_heads: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--seq", "32", "--heads", "4", "--kv-heads", kv_heads, "--dropout", "0.1"]
@@ -628,6 +643,8 @@ def test_a_terminal_without_rich_gets_plain_lines(monkeypatch: pytest.MonkeyPatc
 
 # Refusals
 
+CORES = os.cpu_count() or 1
+
 
 @pytest.mark.parametrize(
     ("argv", "words"),
@@ -638,6 +655,10 @@ def test_a_terminal_without_rich_gets_plain_lines(monkeypatch: pytest.MonkeyPatc
         (["--suite", "decode", "--device", "cpu"], "--device cuda"),
         (["--device", "cpu", "--threads", "2", "--clock", "cpu"], "--threads 1"),
         (["--device", "cpu", "--fa3", "."], "Hopper"),
+        (
+            ["--device", "cpu", "--threads", "100000"],
+            f"--threads: expected at most {4 * CORES}, 4 for each of the {CORES} c",
+        ),
         (["--device", "cpu", "--providers", "sdpa-flash"], "--providers sdpa-flash: it is a CUDA kernel, and the d"),
         (["--device", "cpu", "--dropout", "0.1", "--providers", "sdpa"], "dropout"),
         (["--device", "cpu", "--providers", "nobody"], "sdpa-math"),
@@ -670,21 +691,90 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(
     (tmp_path / "file").write_text("kept")
     (tmp_path / "folder").mkdir()
     taken = "file" if flag == "--report" else "folder"  # a report is a folder, the others are files
-    for path in (tmp_path / "file" / "below", tmp_path / taken, tmp_path / "no" / "such"):
+    for path in (tmp_path / "file" / "below", tmp_path / taken):
         assert cli.main([*QUICK, "--seq", "32", flag, str(path)]) == 2
         assert f"{path} cannot be written: " in capsys.readouterr().err.replace("/index.html", "")
     assert (tmp_path / "file").read_text() == "kept" and (tmp_path / "folder").is_dir()
-    assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize("flag", ["--json-out", "--csv", "--report"])
-def test_a_folder_that_is_not_there_is_named_and_not_made(
-    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("flag", ["--out", "--json-out", "--csv", "--report"])
+def test_folders_that_are_not_there_are_made(flag: str, tmp_path: Path) -> None:
+    path = tmp_path / "not" / "there" / "grid"
+    assert cli.main([*QUICK, "--seq", "32", flag, str(path)]) == 0
+    assert (path / "index.html" if flag == "--report" else path).stat().st_size > 100
+
+
+LIMITED = """
+import resource, sys
+from stream_attention.cli.benchmark import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_full_disk_keeps_the_old_files_and_the_table_is_printed(tmp_path: Path) -> None:
+    """A limit on the size of files stands for it."""
+    outputs = {"--json-out": tmp_path / "a.json", "--csv": tmp_path / "a.csv", "--report": tmp_path / "page"}
+    (tmp_path / "page").mkdir()
+    files = [tmp_path / "a.json", tmp_path / "a.csv", tmp_path / "page" / "index.html"]
+    for path in files:
+        path.write_text("old")
+    told = [word for flag, path in outputs.items() for word in (flag, str(path))]
+    command = [sys.executable, "-c", LIMITED, *QUICK, "--seq", "32", *told]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert table(done.stdout)[1][0] == "32" and "written to" not in done.stdout
+    for path in files:
+        assert f"{path} cannot be written: File too large; what was there before is as it was\n" in done.stderr
+        assert path.read_text() == "old"
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(files)
+
+
+def interrupted(after: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    """The command, interrupted by Ctrl-C when it has said a word."""
+    command = [sys.executable, "-u", "-m", "stream_attention.cli.benchmark", "--device", "cpu", *argv]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stderr is not None
+    seen = ""
+    while after not in seen and (line := running.stderr.readline()):
+        seen += line
+    running.send_signal(signal.SIGINT)
+    printed, said = running.communicate(timeout=120)
+    return subprocess.CompletedProcess(command, running.returncode, printed, seen + said)
+
+
+def test_ctrl_c_keeps_the_cells_that_were_done_and_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "grid.json"
+    # The first cell is short, and the second one takes long.
+    done = interrupted("causal 32 ", "--seq", "32", "4096", "--iters", "30", "--warmup", "0", "--json-out", str(out))
+    assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
+    assert [cell["seq_len"] for cell in json.loads(out.read_text())["cells"]] == [32]
+    assert f"interrupted after 1 of 2 cells: those were written to {out}\n" in done.stderr
+    assert [row[0] for row in table(done.stdout)[1:]] == ["32"]
+
+
+def test_ctrl_c_before_a_cell_is_done_leaves_the_old_file(tmp_path: Path) -> None:
+    out = tmp_path / "grid.json"
+    out.write_text("old")
+    done = interrupted("1 cell", "--seq", "64", "--iters", "1000000", "--json-out", str(out))
+    assert done.returncode == 130 and "interrupted before a cell was done: nothing was written" in done.stderr
+    assert out.read_text() == "old" and list(tmp_path.iterdir()) == [out]
+
+
+def test_iterations_that_are_asked_for_are_all_made_whatever_a_cell_may_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "slip" / "grid"
-    assert cli.main([*QUICK, "--seq", "32", flag, str(path)]) == 2
-    assert f"{flag} {path} cannot be written: there is no folder {path.parent}\n" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    shape = ["--seq", "64", "--device", "cpu", "--warmup", "0", "--cell-seconds", "1e-9"]
+    for asked, rounds, words in (
+        ([], 3, "up to 50 rounds each, stopped after 1e-09 s"),
+        (["--iters", "7"], 7, "7 roun"),
+    ):
+        out = tmp_path / "grid.json"
+        assert cli.main([*shape, *asked, "--json-out", str(out)]) == 0
+        found = json.loads(out.read_text())
+        assert {one["repeats"] for one in found["cells"][0]["providers"].values()} == {rounds}
+        assert words in capsys.readouterr().err
+        assert found["conditions"]["cell_seconds"] == (None if asked else 1e-9)
 
 
 class Gone:

@@ -138,7 +138,7 @@ def test_measure_puts_predictions_beside_virtual_ranks(capsys: pytest.CaptureFix
         ("--device cpu", "--device: expected with --measure"),
         ("--results no-such.json", "--results no-such.json: expected a results file; got No such file"),
         ("--measure --results x.json --nvlink 9", "leave out --nvlink, --results"),
-        ("--plot no/such/folder", "--plot no/such/folder cannot be written: there is no folder no/such"),
+        ("--plot /dev/null", "--plot /dev/null cannot be written: Not a directory"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_with_its_reason(

@@ -166,7 +166,7 @@ def test_on_hopper_everything_is_on(machine: Any, triton: str) -> None:
     )
 
 
-@pytest.mark.parametrize("triton", ["3.5.1", "3.7.1", "4.0.0"])
+@pytest.mark.parametrize("triton", ["3.5.1", "4.0.0"])
 def test_a_triton_that_gluon_is_not_enabled_for_says_what_to_type(machine: Any, triton: str) -> None:
     rows = rows_of(machine((9, 0), triton))
     why = f"it is enabled for Triton {', '.join(backends.HOPPER_TRITON)}; found {triton[:3]}"
@@ -299,6 +299,13 @@ def test_the_self_check_passes_and_says_by_how_much() -> None:
     shown = cli.check_text(check)
     assert shown.startswith("self-check passed in ")
     assert f"error {check['results']['d_key']['error']:.2e}, allowed" in shown
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_self_check_runs_its_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--json", "--check"]) == 0
+    check = json.loads(capsys.readouterr().out)["check"]
+    assert check["passed"] and set(check["backends"].values()) <= {"gluon", "triton"}
 
 
 @on_cpu

@@ -2,12 +2,17 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from stream_attention.benchmark import models
+from stream_attention.benchmark.form import lacking
+from stream_attention.benchmark.page import page
+from stream_attention.benchmark.results import markdown
 from stream_attention.cli import report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,25 +197,37 @@ def test_html_is_written_from_results_files(marked: list[str], results: Path, tm
         (["--html", "out", "none.json"], "none.json: expected a results file; got No such file or directory."),
         (
             ["--html", "out", "other.json"],
-            "other.json: expected a results file of the benchmark command; it lacks cells",
+            "other.json: expected a results file of the benchmark command; missing or of another kind: cells",
         ),
         (
             ["--html", "out", "three.json"],
-            "three.json: expected a results file of the benchmark command; it lacks cells",
+            "three.json: expected a results file of the benchmark command; missing or of another kind: cells",
         ),
         (
             ["--html", "out", "bare.json"],
-            "bare.json: expected a results file of the benchmark command; it lacks cells[0].",
+            "bare.json: expected a results file of the benchmark command; missing or of another kind: cells[0].",
         ),
         (
             ["--html", "out", "untold.json"],
-            "; it lacks cells[0].providers['auto'].error, cells[0].providers['auto'].all",
+            "; missing or of another kind: cells[0].providers['auto'].error, cells[0].providers['auto'].all",
         ),
         (["--html", "out", "page.md"], "page.md: expected JSON; got"),
         (["--html", "out", "binary.json"], "binary.json: expected JSON; got"),
-        (["--html", "page.md", "cpu/run.json"], "--html page.md cannot be written: File exists."),
-        (["--html", "no/such", "cpu/run.json"], "--html no/such cannot be written: No such file or directory."),
-        (["--figures", "no/such", "marked.md"], ".svg cannot be written: No such file or directory."),
+        (["--html", "page.md", "cpu/run.json"], "--html page.md cannot be written: Not a directory."),
+        (["--figures", "page.md", "marked.md"], ".svg cannot be written: Not a directory."),
+        (["binary.json"], "binary.json: expected a page in UTF-8; got"),
+        (
+            ["--html", "out", "deep.json"],
+            "deep.json: expected a results file of the benchmark command; it is nested to",
+        ),
+        (
+            ["--html", "out", "typed.json"],
+            "missing or of another kind: cells[0].providers['auto'].median_ms, cells[0].",
+        ),
+        (
+            ["typed.md"],
+            "typed.json: expected a results file of the benchmark command; missing or of another kind: cells",
+        ),
         (["--html", "out", "cpu/run.json", "--check"], "--check: expected pages; got --html"),
     ],
 )
@@ -232,10 +249,59 @@ def test_what_cannot_be_read_is_an_error_in_one_line(
     Path("untold.json").write_text(json.dumps(RESULTS | {"cells": [RESULTS["cells"][0] | {"providers": {"auto": {}}}]}))
     Path("binary.json").write_bytes(b"\xff\xfe")
     Path("page.md").write_text("no JSON")
+    Path("deep.json").write_text("[" * 100_000)
+    entry = {"median_ms": "1.5", "tflops": float("inf"), "peak_bytes": [3]}
+    Path("typed.json").write_text(
+        json.dumps(RESULTS | {"cells": [RESULTS["cells"][0] | {"providers": {"auto": entry}}]})
+    )
+    Path("typed.md").write_text("<!-- results:typed -->\n<!-- /results -->\n")
     assert report.main([*arguments, "--results", "."]) == 2
     captured = capsys.readouterr()
     assert words in captured.err and captured.err.count("\n") == 1 and captured.out == ""
     assert not Path("out").exists()
+
+
+OTHERWISE = (None, True, "x", "", 3, -1, 0, 1.5, [], {"a": 1}, float("nan"), float("inf"), 1e308, 10**400)
+
+
+def places(found: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key, one in found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ():
+        yield (*at, key)
+        yield from places(one, (*at, key))
+
+
+def changed(found: Any, place: tuple[Any, ...], value: Any) -> Any:
+    """A copy with another value in one place."""
+    if not place:
+        return value
+    key, *rest = place
+    copy = found.copy()
+    copy[key] = changed(found[key], tuple(rest), value)
+    return copy
+
+
+@pytest.mark.parametrize(
+    "name", ["h200/forward", "h200/decode", "h200/modifiers", "h200/fp8", "h200/models", "cpu/cpu"]
+)
+def test_a_field_of_another_type_is_named_or_does_no_harm(name: str) -> None:
+    """Every field of a cell and of the file, one at a time: a reader either has a page or a reason."""
+    found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    found["cells"] = [cell for cell in found["cells"] if cell["name"].startswith("d128 causal")][:3] or found["cells"][
+        :1
+    ]
+    refused = written = 0
+    for place in places(found):
+        for value in OTHERWISE:
+            other = changed(found, place, value)
+            if lacking(other):
+                refused += 1
+                continue
+            written += 1
+            if found.get("suite") == models.SUITE:
+                models.markdown(other)
+            else:
+                assert page([other]) and markdown(other)
+    assert refused > 300 and written > 300
 
 
 # This repository

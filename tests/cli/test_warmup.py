@@ -1,4 +1,4 @@
-"""Kernels compiled ahead: which, that they are compiled once, and that a launch finds them. No GPU."""
+"""Kernels compiled ahead: which, that they are compiled once, and that a launch finds them."""
 
 from __future__ import annotations
 
@@ -200,6 +200,19 @@ def test_a_cache_that_was_moved_is_not_found(warmed: Path, tmp_path: Path, monke
         assert [kernel.cached for kernel in kernels_of(cli._calls(small), H200)[0]] == [False] * 3
     finally:
         moved.rename(warmed)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_first_call_compiles_nothing_that_was_warmed(tmp_path: Path) -> None:
+    shape = "--dim 64 --causal --seq 128 --batch 1 --no-decode --json --first-call".split()
+    command = [sys.executable, "-m", "stream_attention.cli.warmup", *shape]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["compiled"] == len(found["kernels"]) > 0 and found["failed"] == 0
+    assert all(call["compiled"] == 0 for call in found["first_calls"]["cached"])
+    assert found["first_calls"]["empty"]["compiled"] > 0
 
 
 # Refusals

@@ -42,13 +42,11 @@ DEFAULTS = {
     "enable_star_attention": True,
     "enable_kv_compression": True,
     "kv_compression_ratio": 4.0,
-    "ring_attention_block_size": 2048,
-    "ring_attention_overlap_size": 256,
     "star_attention_block_size": 2048,
     "star_attention_anchor_size": 256,
     "star_attention_num_hosts": 1,
 }
-"""As users of the first StreamAttention know them."""
+"""As users of the first StreamAttention know them, without the two that a ring has nothing to decide by."""
 
 
 # Fields
@@ -133,9 +131,9 @@ def test_no_variable_gives_the_defaults() -> None:
 
 
 def test_each_variable_sets_its_field() -> None:
-    values = ["3", "20", "32", "16", "100", "no", "1.5", "64", "0", "128", "7", "2"]
+    values = ["3", "20", "32", "16", "100", "no", "1.5", "128", "7", "2"]
     config = StreamAttentionConfig.from_env(dict(zip(VARIABLES, values, strict=True)))
-    expected = (3, 20, 32, 16, 100, False, 1.5, 64, 0, 128, 7, 2)
+    expected = (3, 20, 32, 16, 100, False, 1.5, 128, 7, 2)
     assert tuple(getattr(config, field) for field, _ in VARIABLES.values()) == expected
 
 
@@ -176,6 +174,45 @@ def test_the_example_file_is_the_defaults() -> None:
     environ = dict(pair[0].split("=", 1) for pair in pairs if pair)
     assert list(environ) == list(VARIABLES)
     assert StreamAttentionConfig.from_env(environ) == StreamAttentionConfig()
+
+
+# Fields that are gone: a ring has no blocks that overlap
+
+
+RETIRED = {
+    "ring_attention_block_size": (2048, "STREAM_ATTENTION_RING_BLOCK_SIZE"),
+    "ring_attention_overlap_size": (256, "STREAM_ATTENTION_RING_OVERLAP_SIZE"),
+}
+
+
+def made(how: str, name: str, value: Any, folder: Path) -> StreamAttentionConfig:
+    """A config that is given the field, in each of the ways there are."""
+    config = StreamAttentionConfig()
+    if how == "constructor":
+        config = StreamAttentionConfig(**{name: value})
+    elif how == "attribute":
+        setattr(config, name, value)
+    elif how == "dict":
+        config = StreamAttentionConfig.from_dict({name: value})
+    elif how == "environment":
+        config = StreamAttentionConfig.from_env({RETIRED[name][1]: str(value)})
+    else:
+        pytest.importorskip("yaml")
+        config = StreamAttentionConfig.from_yaml(written(folder, f"{name}: {value}\n"))
+    return config
+
+
+@pytest.mark.parametrize("how", ["constructor", "attribute", "dict", "environment", "yaml"])
+@pytest.mark.parametrize("name", RETIRED)
+def test_a_field_that_is_gone_is_accepted_at_its_default_alone(how: str, name: str, tmp_path: Path) -> None:
+    default, variable = RETIRED[name]
+    with pytest.warns(DeprecationWarning, match=f"{name} is no field any more, as a ring .* Leave it out") as warned:
+        config = made(how, name, default, tmp_path)
+    assert [warning.filename for warning in warned] == [__file__]  # where the caller is to leave it out
+    assert config == StreamAttentionConfig() and not hasattr(config, name) and name not in config.to_dict()
+    named = rf"{variable} \({name}" if how == "environment" else name
+    with pytest.raises(ValueError, match=rf"{named}: expected none: it is no field any more, .*; got 64. Leave it out"):
+        made(how, name, 64, tmp_path)
 
 
 # YAML
@@ -236,7 +273,7 @@ def test_without_pyyaml_it_says_what_to_type(tmp_path: Path) -> None:
         ({"head_dim": -1}, "head_dim: expected at least 1"),
         ({"max_sequence_length": 0}, "max_sequence_length: expected at least 1"),
         ({"star_attention_num_hosts": 0}, "star_attention_num_hosts: expected at least 1"),
-        ({"ring_attention_overlap_size": -1}, "ring_attention_overlap_size: expected at least 0"),
+        ({"star_attention_anchor_size": -1}, "star_attention_anchor_size: expected at least 0"),
         ({"kv_compression_ratio": 0.5}, "kv_compression_ratio: expected at least 1; got 0.5"),
         ({"kv_compression_ratio": float("nan")}, "kv_compression_ratio: expected at least 1; got nan"),
         ({"dropout": 1.0}, "dropout: expected a probability in [0, 1); got 1.0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stream_attention import FlashAttentionV3, FusedOnlineAttention, StreamAttentionConfig, attention, device
+from stream_attention.kernels import reference
 
 HEADS, DIM = 4, 8
 
@@ -186,6 +188,30 @@ def test_on_a_gpu_a_cuda_kernel_runs_and_is_right(lengths: tuple[int, int], mask
     out = baseline(*tensors, attention_mask=mask)
     expected = attention(*tensors, causal=True, mask=mask, backend="reference")
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+    assert baseline.kernel is not None and "CPU" not in baseline.kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("lengths", [(512, 512), (200, 512), (512, 200)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_on_a_gpu_it_is_as_exact_as_plain_torch(
+    dtype: torch.dtype, lengths: tuple[int, int], causal: bool, masked: bool
+) -> None:
+    pytest.importorskip("triton")
+    from gpu_tools import assert_earned, with_gradients
+    from gpu_tools import qkv as drawn
+
+    tensors = drawn(2, *lengths, D=64, dtype=dtype)
+    mask = shown(*lengths).cuda() if masked else None
+    baseline = FlashAttentionV3()
+
+    def plain(*tensors: Tensor) -> Tensor:
+        return reference.attention(*tensors, causal=causal, mask=mask, compute_dtype=tensors[0].dtype)[0]
+
+    got = with_gradients(partial(baseline, attention_mask=mask, causal=causal), *tensors)
+    assert_earned(got, partial(with_gradients, plain), *tensors)
     assert baseline.kernel is not None and "CPU" not in baseline.kernel
 
 

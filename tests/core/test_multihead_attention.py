@@ -301,6 +301,19 @@ def test_padding_may_hold_anything(need_weights: bool) -> None:
     assert not need_weights or torch.equal(found[1], expected[1])
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_a_nan_in_a_float_mask_is_added_as_in_torch(name: str, need_weights: bool) -> None:
+    torchs, ours = pair()
+    x, shape = normal(2, 5, 32), (5, 5) if name == "attn_mask" else (2, 5)
+    mask = torch.zeros(shape)
+    mask[1, 3] = NAN
+    options: dict[str, Any] = {name: mask, "need_weights": need_weights}
+    expected, out = torchs(x, x, x, **options)[0], ours(x, x, x, **options)[0]
+    assert expected.isnan().any() and expected.isfinite().any()
+    torch.testing.assert_close(out, expected, equal_nan=True)
+
+
 def test_dropout_of_the_fused_call_drops_weights_and_scales_the_rest() -> None:
     module, x = transparent(64, dropout=0.25).train(), torch.eye(64).expand(3, -1, -1)
     torch.manual_seed(1)

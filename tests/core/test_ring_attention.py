@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stream_attention import StreamAttentionConfig, attention
+from stream_attention import StreamAttentionConfig, attention, create_kv_compressor
 from stream_attention.core.ring_attention import RingAttention, create_ring_attention
-from stream_attention.distributed import Recorder, VirtualRanks, shard_sequence, unshard_sequence
+from stream_attention.distributed import Recorder, VirtualRanks, ring_attention, shard_sequence, unshard_sequence
 
 F64 = torch.float64
 
@@ -105,6 +105,85 @@ def test_on_one_process_a_cache_is_a_pair_of_tensors() -> None:
     assert torch.equal(key, tensors[1]) and torch.equal(value, tensors[2])
 
 
+# A cache that was compressed, each rank its own part
+
+
+def compressed(method: str, parts: list[Any], queries: list[Tensor], **options: Any) -> list[Any]:
+    """`(keys, values, stats)` of every part, plain."""
+    compressor, found = create_kv_compressor(method, **options), []
+    for (key, value), query in zip(parts, queries, strict=True):
+        votes = {"query": query} if compressor.uses_query else {}
+        ratio = () if method == "quantized" else (2.0,)
+        keys, values, stats = compressor.compress(key.detach(), value.detach(), *ratio, **votes)
+        found.append((*compressor.decompress(keys, values), stats))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("method", ["streaming", "key_norm", "importance", "snap"])
+def test_new_tokens_see_what_each_rank_kept_as_on_one_device(size: int, method: str) -> None:
+    """One device compresses the same parts, and attends to what is left of them, one part behind the other."""
+    group, tensors = VirtualRanks(size), [t.detach() for t in qkv(44)]
+    ring = RingAttention(config(), group)
+    shards = shards_of(group, "contiguous", [t[:, :42] for t in tensors])
+    _, caches = ring.forward_with_cache(*shards)
+    past = [(key, value) for key, value, _ in compressed(method, caches, shards[0])]
+    lengths = [one.shape[1] for one in shards[0]]
+    parts = list(zip(*(t[:, :42].split(lengths, 1) for t in tensors[1:]), strict=True))
+    kept = compressed(method, parts, list(tensors[0][:, :42].split(lengths, 1)))
+    assert sum(stats.tokens_retained for *_, stats in kept) == 21
+    key, value = (torch.cat(side, 1) for side in list(zip(*kept, strict=True))[:2])
+    for token, holder in ((42, size - 1), (43, 0)):
+        query, new_key, new_value = (t[:, token : token + 1] for t in tensors)
+        key, value = torch.cat((key, new_key), 1), torch.cat((value, new_value), 1)
+        new = [[t if rank == holder else t[:, :0] for rank in range(size)] for t in (query, new_key, new_value)]
+        outs, past = ring.forward_with_cache(*new, past)
+        torch.testing.assert_close(outs[holder], attention(query, key, value, causal=True))
+
+
+def test_parts_of_whole_groups_have_the_codes_of_one_cache() -> None:
+    """Scales are of 8 tokens or channels, and no rank's part ends inside a group."""
+    group, (query, key, _) = VirtualRanks(3), [t.detach() for t in qkv(48)]
+    value = key + 1
+    parts = list(zip(key.split(16, 1), value.split(16, 1), strict=True))
+    past = [one[:2] for one in compressed("quantized", parts, [query] * 3, bits=4, group=8)]
+    ((one_key, one_value, _),) = compressed("quantized", [(key, value)], [query], bits=4, group=8)
+    assert torch.equal(torch.cat([key for key, _ in past], 1), one_key) and not torch.equal(one_key, key)
+    new = [list(t[:, -1:].split([0, 0, 1], 1)) for t in (query, key, value)]
+    outs, _ = RingAttention(config(), group).forward_with_cache(*new, past)
+    keys, values = torch.cat((one_key, key[:, -1:]), 1), torch.cat((one_value, value[:, -1:]), 1)
+    torch.testing.assert_close(outs[2], attention(query[:, -1:], keys, values))
+
+
+def test_empty_slots_of_a_compressed_cache_are_masked() -> None:
+    """Heads that keep different numbers of tokens: `ring_attention` is told by a mask over all ranks' slots."""
+    group, (query, key, value) = VirtualRanks(2), [t.detach() for t in qkv(40)]
+    parts = list(zip(key.split(20, 1), value.split(20, 1), strict=True))
+    kept = compressed("importance", parts, list(query.split(20, 1)), heads="adaptive")
+    assert any(not stats.mask().all() for *_, stats in kept)
+    mask = torch.cat([stats.mask(q_heads=4) for *_, stats in kept], 3)
+    sides = [[one[i] for one in kept] for i in range(2)]
+    queries = [query[:, 38:39], query[:, 39:]]
+    outs = ring_attention(queries, *sides, group=group, mask=[mask, mask])
+    expected = attention(query[:, 38:], *(torch.cat(side, 1) for side in sides), mask=mask)
+    torch.testing.assert_close(torch.cat(outs, 1), expected)
+
+
+def test_codes_are_no_cache_of_a_ring() -> None:
+    group, (query, key, value) = VirtualRanks(2), [t.detach() for t in qkv(9)]
+    coded = create_kv_compressor("quantized", bits=8).compress(key, key)[:2]
+    new = [[t[:, :0], t[:, :1]] for t in (query, key, value)]
+    words = (
+        r"past_key_values: expected a pair of tensors \[B, T, Hkv, D\].* got QuantizedTensor.*\.decompress.*tree_dec"
+    )
+    with pytest.raises(TypeError, match=words):
+        RingAttention(config(), group).forward_with_cache(*new, [coded, coded])
+    with pytest.raises(
+        ValueError, match=r"past_key_values: expected \[2, T, 2, 8\], as of the new rows; got \[2, 9, 2, 5\]"
+    ):
+        RingAttention(config(), group).forward_with_cache(*new, [(value, value)] * 2)
+
+
 # Fields
 
 
@@ -165,11 +244,6 @@ def test_a_cache_is_stored_and_copied_with_its_positions() -> None:
     [
         ({"enable_ring_attention": False}, "enable_ring_attention: expected True for RingAttention; got False"),
         ({"enable_flash_attention": False}, "enable_flash_attention: expected True for RingAttention"),
-        (
-            {"ring_attention_block_size": 64},
-            "ring_attention_block_size: expected 2048, its default: .*; got 64. Shards",
-        ),
-        ({"ring_attention_overlap_size": 0}, "ring_attention_overlap_size: expected 256, its default"),
         ({"enable_distributed": False}, "process_group: expected None with enable_distributed=False; got VirtualRanks"),
     ],
     ids=str,

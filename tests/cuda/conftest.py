@@ -41,12 +41,22 @@ def _built(name: str, sources: tuple[Path, ...], *commands: tuple[str | Path, ..
     return folder
 
 
+def _emulated(name: str, *defines: str) -> Path:
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("needs a C++ compiler: neither $CXX nor g++ is here")
+    return _built(name, (*SOURCES, EMULATOR), (EMULATOR / "build.sh", "{}", *defines))
+
+
 @pytest.fixture(scope="session")
 def emulated_folder() -> Path:
     """libflash_attn.so and dist_flash_attn for the CPU: the sources of cuda/, the kernels thread by thread."""
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("needs a C++ compiler: neither $CXX nor g++ is here")
-    return _built("emulated", (*SOURCES, EMULATOR), (EMULATOR / "build.sh", "{}"))
+    return _emulated("emulated")
+
+
+@pytest.fixture(scope="session")
+def single_buffered_folder() -> Path:
+    """The same with copies that nothing overlaps."""
+    return _emulated("emulated-single-buffer", "-DFLASH_ATTN_DOUBLE_BUFFER=0")
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +84,22 @@ def test_agrees(emulated: Emulated, one: Case, late: bool, dtype: torch.dtype) -
     one = case(one.Tq, one.Tk, one.D, dtype, B=one.B, H=one.Hq, causal=one.causal, scale=one.scale)
     tensors, options = inputs(one)
     expect_within_bounds(one, *emulated(one.Tq, late).forward(*tensors, **options))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["many tiles of 32 keys", "causal, more keys: the last query meets the last key"])
+def test_copies_that_nothing_overlaps_change_no_bit(
+    emulated: Emulated, single_buffered_folder: Path, name: str, dtype: torch.dtype
+) -> None:
+    """What `benchmarks.studies.double_buffer` times beside the kernels as they are."""
+    one = CASES[name]
+    tensors, options = inputs(case(one.Tq, one.Tk, one.D, dtype, causal=one.causal))
+    path = single_buffered_folder / "libflash_attn.so"
+    ctypes.CDLL(str(path)).emulator_settle(0, True)
+    for with_it, without in zip(
+        emulated().forward(*tensors, **options), CudaLibrary(path).forward(*tensors, **options), strict=True
+    ):
+        assert torch.equal(with_it, without)
 
 
 @pytest.mark.parametrize("one", CASES.values(), ids=CASES)

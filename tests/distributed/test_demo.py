@@ -153,6 +153,9 @@ def test_ranks_other_than_torchruns_are_refused(
     assert "--ranks: expected none, or the 2 that torchrun started; got 4" in capsys.readouterr().err
     assert demo.main(SMALL) == 2
     assert "no MASTER_ADDR, MASTER_PORT. Start the script with torchrun" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    assert demo.main([*SMALL, "--ranks", "4"]) == 2
+    assert "WORLD_SIZE: expected a whole number of at least 1 in the environment; got 'x'" in capsys.readouterr().err
 
 
 def test_star_has_no_trial() -> None:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from stream_attention.distributed import CommunicationError, Processes, Recorder, VirtualRanks, initialize
+from stream_attention import ContiguousKV
+from stream_attention.distributed import (
+    CommunicationError,
+    Processes,
+    Recorder,
+    VirtualRanks,
+    initialize,
+    ring_attention,
+    shard_sequence,
+    tree_decode_attention,
+    ulysses_attention,
+    unshard_sequence,
+)
 from stream_attention.distributed.processes import transport_of
 from stream_attention.distributed.transport import (
     AllToAll,
@@ -126,22 +140,47 @@ def test_a_missing_variable_is_named_with_what_sets_it(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
-    [("RANK", "one", "a number"), ("RANK", "2", "below WORLD_SIZE=2"), ("MASTER_PORT", "", "")],
+    [
+        ("RANK", "x", "RANK: expected a whole number of at least 0 in the environment; got 'x'. Start"),
+        ("RANK", "-1", "RANK: expected a whole number of at least 0 in the environment; got '-1'"),
+        ("RANK", "2", "RANK: expected below WORLD_SIZE=2; got 2"),
+        ("WORLD_SIZE", "x", "WORLD_SIZE: expected a whole number of at least 1 in the environment; got 'x'"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE: expected a whole number of at least 1 in the environment; got '0'"),
+        ("LOCAL_RANK", "x", "LOCAL_RANK: expected a whole number of at least 0 in the environment; got 'x'"),
+        ("LOCAL_WORLD_SIZE", "", "LOCAL_WORLD_SIZE: expected a whole number of at least 1 in the environment; got ''"),
+        ("MASTER_PORT", "abc", "MASTER_PORT: expected a whole number from 0 to 65535 in the environment; got 'abc'"),
+        (
+            "MASTER_PORT",
+            "99999",
+            "MASTER_PORT: expected a whole number from 0 to 65535 in the environment; got '99999'",
+        ),
+        ("MASTER_PORT", "", "environment: expected .* got no MASTER_PORT"),
+        ("MASTER_ADDR", "", "environment: expected .* got no MASTER_ADDR"),
+    ],
 )
 def test_a_bad_variable_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str) -> None:
     for one, number in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(one, number)
     monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"{name}: expected .*{words}"):
+    with pytest.raises(ValueError, match=f"^{words}"):
         initialize()
+
+
+def test_a_bad_number_of_processes_is_refused_before_there_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    with pytest.raises(
+        ValueError, match="WORLD_SIZE: expected a whole number of at least 1 in the environment; got 'x'"
+    ):
+        transport_of(None)
 
 
 def test_processes_that_never_come_are_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for one, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")):
         monkeypatch.setenv(one, value)
     started = time.monotonic()
-    with pytest.raises(CommunicationError, match=r"did not meet at 127\.0\.0\.1:9 within 2 s"):
+    with pytest.raises(CommunicationError, match=r"did not meet at 127\.0\.0\.1:9 within 2 s") as raised:
         initialize("gloo", timeout_s=2)
+    assert "\n" not in str(raised.value)  # no frames of C++
     assert time.monotonic() - started < 20
 
 
@@ -202,3 +241,104 @@ def test_ranks_that_wait_for_a_silent_one_raise_in_time_and_can_end(pool: Any, k
         assert [ranks.end(rank) for rank in (0, 2)] == [0, 0]
     finally:
         ranks.close()
+
+
+# Ranks that make different calls: an error on every one of them, and processes that can end
+
+
+def shards_of(group: Any, heads: int = 4) -> list[torch.Tensor]:
+    return [shard_sequence(t, group=group).requires_grad_() for t in torch.zeros(3, 1, 12, heads, 8)]
+
+
+def ring_beside_ulysses(group: Any, here: bool) -> None:
+    (ulysses_attention if here else ring_attention)(*shards_of(group), group=group)
+
+
+def ring_beside_tree(group: Any, here: bool) -> None:
+    query, key, value = shards_of(group)
+    tree_decode_attention(query, ContiguousKV(key, value), group=group) if here else ring_attention(
+        query, key, value, group=group
+    )
+
+
+def skipped_backward(group: Any, here: bool, length: int | None = None) -> None:
+    for _ in range(2):
+        out = ring_attention(*shards_of(group), group=group, length=length)
+        if not here:
+            out.sum().backward()
+
+
+def skipped_backward_of_calls_that_ask_nothing(group: Any, here: bool) -> None:
+    skipped_backward(group, here, length=12)
+
+
+def one_call_twice(group: Any, here: bool) -> None:
+    for _ in range(2 if here else 1):
+        out = ring_attention(*shards_of(group), group=group)
+    unshard_sequence(out, group=group)
+
+
+def length_on_one_rank(group: Any, here: bool) -> None:
+    ring_attention(*shards_of(group), group=group, length=12 if here else None)
+
+
+def other_heads_where_nothing_is_asked(group: Any, here: bool) -> None:
+    ring_attention(*shards_of(group, heads=6 if here else 4), group=group, length=12)
+
+
+def gather_beside_exchange(group: Any, here: bool) -> None:
+    """Strategies of one's own: the same tensors, as another communication."""
+
+    def strategy(rank: int, kind: type[Exchange]) -> Strategy[None]:
+        others = [r for r in range(group.size) if r != rank]
+        yield kind(dict.fromkeys(others, torch.ones(2)), {r: torch.empty(2) for r in others})
+
+    group.run([strategy(group.rank, AllToAll if here else Exchange)], CPU)
+
+
+DIFFERING = {
+    function.__name__: function
+    for function in (
+        ring_beside_ulysses,
+        ring_beside_tree,
+        skipped_backward,
+        skipped_backward_of_calls_that_ask_nothing,
+        one_call_twice,
+        length_on_one_rank,
+        other_heads_where_nothing_is_asked,
+        gather_beside_exchange,
+    )
+}
+
+
+WORDS = {
+    "ring_beside_ulysses": "rank 1 calls ulysses_attention",
+    "ring_beside_tree": "rank 1 calls tree_decode_attention",
+    "one_call_twice": "rank 1 calls ring_attention",
+}
+"""What is said where ranks meet in an agreement, which needs no waiting."""
+
+
+def differing(rank: int, groups: Any, name: str, size: int) -> None:
+    DIFFERING[name](Processes(groups[f"{name} {size}"], timeout_s=1.5), rank == 1)
+
+
+@pytest.fixture(scope="module")
+def mistaken(pool: Any) -> Iterator[Any]:
+    """A group for each mistake, which leaves it unusable."""
+    ranks = type(pool)(3, {f"{name} {size}": tuple(range(size)) for name in DIFFERING for size in (2, 3)})
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", DIFFERING)
+def test_ranks_that_make_different_calls_all_raise(mistaken: Any, name: str, size: int) -> None:
+    for reply in mistaken.run(differing, range(size), name=name, size=size):
+        assert reply.error.startswith("CommunicationError: "), reply
+        assert re.search(WORDS.get(name, "failed within 1.5 s"), reply.error), reply
+        assert reply.seconds < 15
+
+
+def test_processes_end_after_their_groups_failed(mistaken: Any) -> None:
+    assert [mistaken.end(rank) for rank in range(3)] == [0, 0, 0]

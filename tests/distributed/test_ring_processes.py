@@ -123,6 +123,13 @@ def differing(rank: int, groups: Any, what: str) -> None:
     if what.startswith("gradients wanted") and rank == 2:
         (options | {"query": query})[what.split()[-1]].requires_grad_()
     here = rank == 2
+    name, _, how = what.partition(": ")
+    if how:
+        options |= {"dropout_p": 0.1, "seed": 3}
+    if how and here:
+        zeros = torch.zeros(4)
+        others = {"absent": None, "other shape": zeros.expand(2, 4), "other dtype": zeros.double()}
+        options[name] = (others | {"a tensor": torch.tensor([3, 0])})[how]
     ring_attention(
         query, key, value, causal=what == "causal" and here, return_lse=what == "return_lse" and here, **options
     )
@@ -131,10 +138,20 @@ def differing(rank: int, groups: Any, what: str) -> None:
 WANTED = [f"gradients wanted of {name}" for name in ("query", "bias", "alibi_slopes", "sink")]
 
 
-@pytest.mark.parametrize("what", ["heads", "causal", "return_lse", *WANTED])
+TENSORS = [
+    "alibi_slopes: absent",
+    "alibi_slopes: other shape",
+    "alibi_slopes: other dtype",
+    "sink: absent",
+    "sink: other dtype",
+    "seed: a tensor",
+]
+
+
+@pytest.mark.parametrize("what", ["heads", "causal", "return_lse", *WANTED, *TENSORS])
 def test_ranks_that_differ_are_told_at_once(pool: Any, what: str) -> None:
     for reply in pool.run(differing, what=what):
-        assert f"ValueError: {what.split(' of ')[0]}: expected the same on all 4 ranks" in reply.error
+        assert f"ValueError: {what.split(' of ')[0].split(':')[0]}: expected the same on all 4 ranks" in reply.error
         assert reply.seconds < 5
 
 

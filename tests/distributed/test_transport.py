@@ -81,7 +81,7 @@ def test_a_group_of_one_never_communicates() -> None:
         (gathered,) = yield from all_gather(rank, torch.ones(2), [(2,)])
         (moved,) = yield from all_to_all(rank, [gathered], [(2,)])
         reduced = yield from reduce_scatter(rank, [moved])
-        yield from agree(rank, 1, CPU, (2,), {"fact": 1})
+        yield from agree("call", rank, 1, CPU, (2,), {"fact": 1})
         return reduced.sum().item()
 
     assert run(1, alone, recorder) == [2.0]
@@ -154,15 +154,27 @@ def test_what_is_expected_must_be_sent() -> None:
 
 def test_ranks_must_agree_on_facts() -> None:
     def differing(rank: int) -> Strategy[Any]:
-        return (yield from agree(rank, 3, CPU, (4,), {"causal": True, "heads": (8, 2) if rank < 2 else (8, 4)}))
+        return (yield from agree("call", rank, 3, CPU, (4,), {"causal": True, "heads": (8, 2) if rank < 2 else (8, 4)}))
 
     with pytest.raises(ValueError, match=r"heads: expected the same on all 3 ranks; got \(8, 2\) on rank 0, .* \[2\]"):
         run(3, differing)
 
 
+def test_ranks_must_be_in_the_same_call() -> None:
+    """Whatever they compare there: the messages of all calls have one size."""
+
+    def differing(rank: int) -> Strategy[Any]:
+        call, facts = ("ring_attention", {"causal": True}) if rank else ("unshard_sequence", {"layout": 1, "dtype": 2})
+        return (yield from agree(call, rank, 3, CPU, (4,) * rank, facts))
+
+    words = "rank 0 calls unshard_sequence, and rank 1 calls ring_attention, rank 2 calls ring_attention. Every rank"
+    with pytest.raises(CommunicationError, match=words):
+        run(3, differing)
+
+
 def test_agreement_tells_every_ranks_lengths() -> None:
     def agreeing(rank: int) -> Strategy[Any]:
-        return (yield from agree(rank, 3, CPU, (rank, 2 * rank), {"causal": True}))
+        return (yield from agree("call", rank, 3, CPU, (rank, 2 * rank), {"causal": True}))
 
     assert run(3, agreeing) == [[[0, 0], [1, 2], [2, 4]]] * 3
 

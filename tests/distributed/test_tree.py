@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stream_attention import ContiguousKV, PagedKV, attention, quantize_kv
+from stream_attention import ContiguousKV, PagedKV, attention, decode_attention, quantize_kv
 from stream_attention.distributed import Recorder, VirtualRanks
 from stream_attention.distributed.tree import tree_decode_attention
 from stream_attention.kernels import reference
@@ -54,6 +54,30 @@ def test_without_causal_new_tokens_see_each_other() -> None:
     torch.testing.assert_close(out, attention(query, key, value))
 
 
+def test_without_causal_a_part_shorter_than_the_queries_is_seen_whole() -> None:
+    """Of a row that holds fewer tokens than there are queries, in a part with lengths."""
+    parts, key, value = parts_of([2, 5])
+    lengths = [torch.full((2,), part.capacity, dtype=torch.int32) for part in parts]
+    parts = [ContiguousKV(part.key, part.value, its) for part, its in zip(parts, lengths, strict=True)]
+    query = normal(2, 4, 4, 8, seed=2)
+    out = tree_decode_attention(query, parts, group=VirtualRanks(2), causal=False)[0]
+    torch.testing.assert_close(out, attention(query, key, value))
+
+
+def test_what_requires_a_gradient_is_refused() -> None:
+    parts, key, _ = parts_of([5, 4])
+    query = normal(2, 1, 4, 8, seed=2).requires_grad_()
+    with pytest.raises(
+        ValueError, match=r"query: expected no gradient .* under torch.no_grad\(\), or use ring_attention"
+    ):
+        tree_decode_attention(query, parts, group=VirtualRanks(2))
+    with torch.no_grad():
+        assert not tree_decode_attention(query, parts, group=VirtualRanks(2))[0].requires_grad
+    key = parts[0].key.clone().requires_grad_()
+    with pytest.raises(ValueError, match="cache: expected no gradient to be wanted"):
+        tree_decode_attention(query.detach(), [ContiguousKV(key, parts[0].value), parts[1]], group=VirtualRanks(2))
+
+
 def test_rows_of_a_batch_may_have_lengths_of_their_own() -> None:
     """Slots behind a row's length hold NaN, and one row has nothing on the first rank."""
     key, value = normal(2, 12, 2, 8), normal(2, 12, 2, 5, seed=1)
@@ -84,6 +108,22 @@ def test_parts_may_be_paged_and_quantised() -> None:
     out = tree_decode_attention(query, [paged, coded], group=VirtualRanks(2))[0]
     error = (out - attention(query, key, value)).abs().max()
     assert 0 < error < 0.02  # of the codes
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_parts_of_whole_groups_have_the_codes_of_one_cache(format: str) -> None:
+    """Scales are of 16 tokens or channels, and no rank's part ends inside a group."""
+    key, value = normal(1, 64, 2, 16, dtype=torch.float32), normal(1, 64, 2, 16, dtype=torch.float32, seed=1)
+    query = normal(1, 2, 4, 16, dtype=torch.float32, seed=2)
+    sizes: dict[str, Any] = {"group": 16, "residual": 0}
+    parts = [
+        quantize_kv(ContiguousKV(*pair), format, **sizes)
+        for pair in zip(*(t.split(16, 1) for t in (key, value)), strict=True)
+    ]
+    one = quantize_kv(ContiguousKV(key, value), format, **sizes)
+    outs = tree_decode_attention(query, parts, group=VirtualRanks(4))
+    torch.testing.assert_close(outs[3], decode_attention(query, one))
+    assert (outs[3] - attention(query, key, value, causal=True)).abs().max() > 1e-4  # of the codes
 
 
 def test_a_rank_alone_says_nothing_and_is_given_a_tensor() -> None:
@@ -163,6 +203,19 @@ def test_ranks_with_other_queries_are_told_at_once(pool: Any) -> None:
     for rank, reply in enumerate(pool.run(with_other_queries_on_rank_1)):
         words = "[B, Tq, Hq, Dv] of query and cache: expected the same on all 4 ranks"
         assert words in reply.error and f"[2, {1 + (rank == 1)}, 4, 5] on rank {rank}" in reply.error
+
+
+def with_options_on_rank_1(rank: int, groups: Any, name: str) -> Tensor:
+    mine = parts_of([3, 3, 3, 3])[0][rank]
+    other: dict[str, Any] = {"sink": normal(4), "causal": False, "softcap": 3.0, "scale": 0.5}
+    return tree_decode_attention(normal(2, 1, 4, 8), mine, **({name: other[name]} if rank == 1 else {}))
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("name", ["sink", "causal", "softcap", "scale"])
+def test_ranks_with_other_options_are_told_at_once(pool: Any, name: str) -> None:
+    for reply in pool.run(with_options_on_rank_1, name=name):
+        assert f"ValueError: {name}: expected the same on all 4 ranks" in reply.error
 
 
 # Refusals

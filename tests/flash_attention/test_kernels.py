@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ def qkv(q_len: int = 5, k_len: int = 12, dim: int = 8, value_dim: int = 8) -> li
 def by_hand(Q: Tensor, K: Tensor, V: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
     scores = Q @ K.mT * (Q.shape[1] ** -0.5 if scale is None else scale)
     if causal:
-        ahead = torch.ones(scores.shape, dtype=torch.bool).triu(1 + K.shape[0] - Q.shape[0])
+        ahead = torch.ones(scores.shape, dtype=torch.bool, device=Q.device).triu(1 + K.shape[0] - Q.shape[0])
         scores = scores.masked_fill(ahead, -torch.inf)
     return scores.softmax(-1) @ V
 
@@ -48,6 +49,20 @@ def test_it_is_attention_of_local_queries_over_global_keys(sizes: tuple[int, ...
         *(torch.autograd.grad((o * weights).sum(), tensors, allow_unused=True) for o in (out, expected)), strict=True
     ):
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(16, 1024, 128, 128), (512, 512, 64, 64), (300, 1000, 64, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_on_a_gpu_it_is_as_exact_as_plain_torch(dtype: torch.dtype, sizes: tuple[int, ...], causal: bool) -> None:
+    pytest.importorskip("triton")
+    from gpu_tools import assert_earned, with_gradients
+
+    tensors = [t.to("cuda", dtype) for t in qkv(*sizes)]
+    got = with_gradients(partial(flash_attention, causal=causal), *tensors)
+    assert got[0].is_cuda
+    assert_earned(got, partial(with_gradients, partial(by_hand, causal=causal)), *tensors)
 
 
 def test_columns_of_a_larger_matrix_are_read_where_they_lie() -> None:

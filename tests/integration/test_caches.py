@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from stream_attention import ContiguousKV, quantize_kv
 from stream_attention.integration.caches import StreamBoundedCache, StreamQuantizedCache
+from stream_attention.integration.forward import stream_attention_forward
 from stream_attention.integration.held import check_new, checked_once
 from stream_attention.integration.hf import register
 
@@ -266,6 +267,30 @@ def test_autocast(model: Any, whole: Any) -> None:
         cache = whole(model)
         model(ids, past_key_values=cache)
         assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "k_proj"])
+def test_a_gradient_that_would_not_come_is_refused(whole: Any, trained: str) -> None:
+    """Also of queries alone, as with an adapter on their projection in the first layer."""
+    model = made(LlamaForCausalLM, LlamaConfig(**SHAPE)).requires_grad_(False)
+    ids, cache = prompt(1, 20), whole(model)
+    model(ids, past_key_values=cache)
+    getattr(model.model.layers[0].self_attn, trained).weight.requires_grad_()
+    with torch.enable_grad(), pytest.raises(ValueError, match=r"gradient.* under torch.no_grad\(\)"):
+        model(ids[:, :1], past_key_values=cache)
+
+
+def test_a_step_of_a_static_cache_gives_a_sink_its_gradient() -> None:
+    """Where every tensor but the sink is frozen."""
+    query, key, value = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 30, 16), torch.randn(2, 2, 30, 16)
+    mask = torch.full((2, 1, 1, 1), 20, dtype=torch.int32)  # keys that are filled
+    sink = torch.randn(4)
+    expected, _ = stream_attention_forward(torch.nn.Module(), query, key, value, mask, s_aux=sink)
+    with torch.enable_grad():
+        out, _ = stream_attention_forward(torch.nn.Module(), query, key, value, mask, s_aux=sink.requires_grad_())
+        out.sum().backward()
+    torch.testing.assert_close(out, expected)
+    assert sink.grad is not None and sink.grad.any()
 
 
 def test_a_mask_that_the_model_is_not_told_is_asked_for(model: Any, whole: Any) -> None:

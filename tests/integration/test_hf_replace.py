@@ -81,8 +81,11 @@ def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     model = llama()
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.55.4")
     for call in (register, unregister, lambda: replace_llama_attention(model, CONFIG)):
-        with pytest.raises(ImportError, match=r"transformers: expected 4\.56 or newer; got 4\.55\.4\. Before, caches"):
+        with pytest.raises(
+            ImportError, match=r"transformers: expected 4\.56 or newer; got 4\.55\.4\. Before, caches"
+        ) as it:
             call()
+        assert str(it.value).endswith("Type: pip install --upgrade transformers")
 
 
 def test_no_transformers_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,24 @@ def test_poison_is_hidden_wherever_tiles_end(tile: int, softcap: float) -> None:
     torch.testing.assert_close(poisoned_grads[:3], clean_grads[:3])
 
 
+@pytest.mark.parametrize("tile", [2, 5, 64])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (3, 2)}, {"mask": (2, 1, 9, 9)}], ids=str)
+def test_a_nan_in_a_bias_reaches_what_its_row_sees_as_in_the_reference(options: dict[str, Any], tile: int) -> None:
+    case = Case(B=2, Tq=9, Tk=9, Hq=4, Hkv=2, D=8, Dv=8, dtype=F64, bias=(2, 1, 9, 9), sink=True, **options)
+    query, key, value, named = make(case)
+    named["bias"][1, 0, 4, 3:6] = named["bias"][0, 0, 6] = NAN
+    named.pop("deterministic")
+    tensors = [t.requires_grad_() for t in (query, key, value, named["bias"])]
+    outputs = reference.attention(query, key, value, **named)
+    inputs, its = random_inputs(case)
+    inputs = inputs._replace(bias=named["bias"].detach())
+    grads = output_gradients(inputs)
+    expected = (*outputs, *torch.autograd.grad(outputs, tensors, grads))
+    found, found_grads = both_ways(stated(inputs, **its), inputs, EagerConfig("blocked", 1, tile, tile), grads)
+    torch.testing.assert_close((*found, *found_grads[:4]), expected, equal_nan=True)
+    assert all(x.isnan().any() and x.isfinite().any() for x in expected)
+
+
 # Shards: positions are explicit, so any shard of a call means what it means in the whole
 
 
@@ -335,6 +353,56 @@ def test_memory_grows_with_the_length_and_not_with_its_square(path: str) -> None
         _, short, long = peaks
         assert short > 0 and long < 2.6 * short, f"{short} bytes at {LONG}, {long} at twice that: quadratic would be 4x"
         assert long < (2 * LONG) ** 2 / 8, f"{long} bytes; one byte per score would be {(2 * LONG) ** 2}"
+
+
+ENDLESS = 1 << 33
+"""Keys of one number each in memory: whoever allocates anything of this length wants 8 GiB or more."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2)], ids=["one head", "gqa"])
+@pytest.mark.parametrize("options", [{}, {"alibi": True}, {"dropout_p": 0.5, "seed": 3}, {"mask": True}], ids=str)
+def test_a_window_costs_what_it_sees_however_long_the_keys(
+    heads: tuple[int, int], dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    query = torch.randn(2, 2, heads[0], 16).to(dtype).requires_grad_()
+    key = torch.randn(2, 1, heads[1], 16).to(dtype).expand(-1, ENDLESS, -1, -1)
+    given = {"window": (3, 0), **options}
+    if given.pop("alibi", False):
+        given["alibi_slopes"] = torch.ones(heads[0])
+    if given.pop("mask", False):
+        given["mask"] = torch.ones(2, 1, 2, 1, dtype=torch.bool)
+
+    def call() -> tuple[Tensor, Tensor]:
+        out = attention(query, key, key, **given)
+        return out, torch.autograd.grad(out, query, torch.ones_like(out))[0]
+
+    peak = peak_bytes(call)
+    assert peak < 1 << 20, f"{peak} bytes to see four keys a query"
+    assert best_of(3, call)[0] < 1.0
+    if "seed" not in given:  # dropout counts keys from the first
+        few = query.detach().requires_grad_()
+        expected = attention(few, key[:, :5], key[:, :5], **given)
+        torch.testing.assert_close(call()[0], expected)
+        torch.testing.assert_close(call()[1], torch.autograd.grad(expected.sum(), few)[0])
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_the_backward_of_a_window_holds_the_gradients_and_little_else(bias: bool) -> None:
+    length = 1 << 16
+    query, key, value = (torch.randn(1, n, 2, 32).requires_grad_() for n in (1, length, length))
+    tensors, options = [query, key, value], {}
+    if bias:
+        options["bias"] = torch.randn(1, 1, 1, length).requires_grad_()
+        tensors.append(options["bias"])
+    out = attention(query, key, value, window=(700, 0), **options, backend="eager")
+    grads: list[Tensor] = []
+    peak = peak_bytes(lambda: grads.extend(torch.autograd.grad(out, tensors, torch.ones_like(out))))
+    held = sum(grad.numel() * grad.element_size() for grad in grads)
+    assert peak < 1.1 * held, f"{peak} bytes, of which {held} are gradients"
+    for grad in grads[1:3]:
+        assert not grad[:, :-701].any() and grad[:, -701:].any()
+    assert not bias or (not grads[3][..., :-701].any() and grads[3][..., -701:].all())
 
 
 # Speed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -263,9 +264,13 @@ def test_what_has_no_room_is_dropped_and_harms_no_other_row(kind: str, n: int) -
     before = before[0].clone(), before[1].clone()
     kept = cache.quantized_lengths.tolist() if isinstance(cache, QuantizedKV) else lengths
     key, value = tokens(3, n, draw)
-    with pytest.raises(ValueError, match=r"in row|page_table"):
-        cache.append(key, value, validate=True)
-    cache.append(key, value)
+    for asked in ({"validate": True}, {}):  # on a CPU without being asked
+        with pytest.raises(ValueError, match=r"in row|page_table"):
+            cache.append(key, value, **asked)
+    assert cache.lengths is not None and cache.lengths.tolist() == lengths
+    for was, now in zip(before, cache.tile(0, capacity), strict=True):
+        assert torch.equal(was.nan_to_num(), now.nan_to_num())
+    cache.append(key, value, validate=False)
     assert cache.lengths is not None
     assert cache.lengths.tolist() == [min(length + n, capacity) for length in lengths]
     after = cache.tile(0, capacity)
@@ -285,14 +290,88 @@ def test_a_full_batch_and_an_empty_call_write_nothing() -> None:
     cache = contiguous([4, 4], 4)
     fill(cache, [(key[0], value[0]) for key, value in (tokens(1, 4, draw) for _ in range(2))])
     was = cache.key.clone()
-    cache.append(*tokens(2, 3, draw))
+    cache.append(*tokens(2, 3, draw), validate=False)
     cache.append(*tokens(2, 0, draw))
     assert torch.equal(cache.key, was) and cache.lengths is not None and cache.lengths.tolist() == [4, 4]
     empty = contiguous([0, 0], 0).append(*tokens(2, 0, draw))
     assert empty.capacity == 0 and empty.lengths is not None and empty.lengths.tolist() == [0, 0]
 
 
+def test_pages_that_are_read_no_more_may_be_gone() -> None:
+    """As those before a window: an append looks at the pages that it writes to."""
+    draw = random.Random(0)
+    plain = paged([0, 0], 64, 8, draw)
+    for cache in (plain, quantize_kv(plain, "int8", group=8, residual=0)):
+        assert isinstance(cache, (PagedKV, QuantizedKV)) and cache.page_table is not None
+        given = cache.page_table.clone()
+        cache.append(*tokens(2, 20, draw))
+        cache.page_table[:, 0] = -1
+        cache.append(*tokens(2, 5, draw))
+        assert cache.lengths is not None and cache.lengths.tolist() == [25, 25]
+        cache.validate(first=torch.tensor([8, 12]))
+        with pytest.raises(ValueError, match=r"page_table: expected pages from 0 to .* got -1 at \[1, 0\]"):
+            cache.validate(first=torch.tensor([8, 7]))
+        for wrong in (torch.tensor([8]), torch.tensor([8.0, 8.0])):
+            with pytest.raises(ValueError, match=r"first: expected integers of shape \[B=2\]"):
+                cache.validate(first=wrong)
+        cache.page_table.copy_(given)
+
+
 # Refusals
+
+
+def of_every_kind(lengths: Tensor) -> list[KVCache]:
+    """Caches of two rows of 16 slots that are 0, with these lengths."""
+    stores = [torch.zeros(2, 16, HEADS, dim) for dim in (DIM, VALUE_DIM)]
+    pages = [torch.zeros(8, 4, HEADS, dim) for dim in (DIM, VALUE_DIM)]
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    made: list[KVCache] = [ContiguousKV(*stores, lengths), PagedKV(*pages, table, lengths)]
+    return made + [replace(quantize_kv(one, "int8", group=4, residual=4), lengths=lengths) for one in made]
+
+
+@pytest.mark.parametrize("how", ["expanded", "inference"])
+def test_lengths_that_cannot_be_advanced_are_refused_before_anything_is_written(how: str) -> None:
+    with torch.inference_mode(how == "inference"):
+        lengths = torch.zeros(2, dtype=torch.int32)
+    if how == "expanded":
+        lengths = lengths[:1].expand(2)
+    words = {"expanded": "a place for every element; got an expanded", "inference": "written to here; got one made"}
+    for cache in of_every_kind(lengths):
+        key, value = tokens(2, 1, random.Random(0))
+        with pytest.raises(ValueError, match=f"lengths: expected .*{words[how]}.* Pass a copy"):
+            cache.append(key, value)
+        assert not any(side.any() for side in cache.tile(0, 16)) and not lengths.any()
+        replace(cache, lengths=lengths.clone(memory_format=torch.contiguous_format)).append(key, value)
+        assert any(side.any() for side in cache.tile(0, 1)) or isinstance(cache, QuantizedKV)
+    with torch.inference_mode():
+        for cache in of_every_kind(torch.zeros(2, dtype=torch.int32)):
+            cache.append(*tokens(2, 1, random.Random(0)))
+
+
+def test_stores_of_rows_that_share_memory_are_refused() -> None:
+    key, value = torch.zeros(2, 16, HEADS, DIM), torch.zeros(1, 16, HEADS, VALUE_DIM).expand(2, -1, -1, -1)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="value: expected a place for every element; got an expanded tensor"):
+        ContiguousKV(key, value, lengths).append(*tokens(2, 1, random.Random(0)))
+    assert not key.any() and not lengths.any()
+    table = torch.zeros(1, 2, dtype=torch.int32)  # one row alone, and lengths of one element, expanded or not
+    pages = (torch.zeros(1, 4, HEADS, dim) for dim in (DIM, VALUE_DIM))
+    cache = PagedKV(*pages, table.expand(1, -1), lengths[:1].expand(1))
+    assert cache.append(*tokens(1, 1, random.Random(0))).lengths.tolist() == [1]
+
+
+@pytest.mark.parametrize("lengths", [[-1, 3], [3, 17]], ids=str)
+def test_lengths_out_of_range_are_refused_on_a_cpu(lengths: list[int]) -> None:
+    bad = next(n for n in lengths if n != 3)
+    for cache in of_every_kind(torch.zeros(2, dtype=torch.int32)):
+        assert cache.lengths is not None
+        beyond = torch.tensor([n if n <= 3 else cache.capacity + 1 for n in lengths])
+        cache.lengths.copy_(beyond)
+        row = lengths.index(bad)
+        with pytest.raises(ValueError, match=rf"lengths: expected from 0 to the capacity, .* got .* in row {row}"):
+            cache.append(*tokens(2, 0, random.Random(0)))
+    with pytest.raises(TypeError, match="validate: expected True, False or None; got 1"):
+        cache.append(*tokens(2, 0, random.Random(0)), validate=1)  # type: ignore[arg-type]
 
 
 def test_tokens_that_do_not_fit_the_cache() -> None:
@@ -323,7 +402,7 @@ def test_tokens_that_do_not_fit_the_cache() -> None:
         with pytest.raises(error, match=words):
             cache.append(key, value, rotary=rotary)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the rotary table's positions, 2; got 2 in row 1, no room for 1 more"):
-        cache.append(key, value, rotary=Rotary(table[:2], table[:2]), validate=True)
+        cache.append(key, value, rotary=Rotary(table[:2], table[:2]))
     with pytest.raises(ValueError, match="key: expected at most as many tokens as a row can hold, 8; got 9"):
         cache.append(*tokens(2, 9, random.Random(0)))
     with pytest.raises(ValueError, match="the capacity, 8; got 2 in row 1, no room for 7 more"):

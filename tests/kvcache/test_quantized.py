@@ -42,6 +42,20 @@ def test_a_scale_per_channel_or_per_token() -> None:
     assert packed(keys).dim == CHANNELS and packed(values).dim == TOKENS
 
 
+@pytest.mark.parametrize("format", BITS)
+@pytest.mark.parametrize("dim", [TOKENS, CHANNELS])
+def test_a_group_that_holds_inf_reads_as_nan_unless_nothing_is_held_there(format: str, dim: int) -> None:
+    x = KEYS.clone()
+    x[0, 30, 1, 20], x[0, 31, 1, 20] = torch.inf, -torch.inf
+    held = torch.ones(x.shape[:3], dtype=torch.bool)
+    held[0, 30:32, 1] = False
+    there = quantize(x, format, dim, 16).dequantize()
+    of_group = torch.zeros(x.shape, dtype=torch.bool)
+    of_group[(0, slice(16, 32), 1, 20) if dim == TOKENS else (0, slice(30, 32), 1, slice(16, 32))] = True
+    assert there[of_group].isnan().all() and there[~of_group].isfinite().all()
+    assert quantize(x, format, dim, 16, held).dequantize()[held].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("format", ["int8", "int4", "int2"])
 @pytest.mark.parametrize("dim", [TOKENS, CHANNELS])

@@ -158,6 +158,56 @@ def test_the_factor_of_gluon_is_that_of_the_results() -> None:
     assert (cell["problem"]["B"], cell["problem"]["Hq"]) == (2, 16) and "batch 2, 16 heads" in words("languages.md")
 
 
+# The kernels of the steps on an H200
+
+
+def lesson(length: int, **ms: float) -> dict[str, Any]:
+    named = {name.replace("_", " "): one for name, one in ms.items()}
+    return {"length": length, "dim": 64, "ms": named, "tflops": {name: 100 / one for name, one in named.items()}}
+
+
+def test_the_tables_of_the_lessons_are_those_of_the_file(tool: Any) -> None:
+    lessons = tool("measure_lessons")
+    tables = lessons.tables(results("lessons")) if lessons.FILE.exists() else {"06": "", "12": ""}
+    for name, path in lessons.PAGES.items():
+        text = path.read_text()
+        assert lessons.page(text, tables[name]) == text, "write it anew: python learn/measure_lessons.py --page"
+        assert "has not been" not in text and "gpu_tests_learn.json" in text
+    if not lessons.FILE.exists():
+        pytest.skip("no lessons.json yet; on the H200: python3 learn/measure_lessons.py")
+
+
+def test_a_table_has_every_length_and_who_was_measured(tool: Any) -> None:
+    lessons = tool("measure_lessons")
+    found = {
+        "machine": {"name": "a GPU"},
+        "versions": {"torch": "2.0"},
+        "date": "2026-11-18T00:00:00Z",
+        "06": [lesson(512, this_kernel=0.25, triton=0.2, sdpa_flash=0.5)],
+        "12": [lesson(16384, in_order=1.0, pinned=0.5, gluon=0.25)],
+    }
+    tables = lessons.tables(found)
+    assert tables["06"].splitlines()[-1] == "| 512 | 0.250 | 0.200 | 0.500 |"
+    assert tables["12"].splitlines()[-3:] == [
+        "| length | in order | pinned | `gluon` |",
+        "|---|---|---|---|",
+        "| 16384 | 100 | 200 | 400 |",
+    ]
+    text = "before\n<!-- measured -->\nold\n<!-- /measured -->\nafter\n"
+    assert lessons.page(text, "new") == text.replace("old", "new")
+
+
+def test_a_wrong_kernel_is_not_timed(tool: Any) -> None:
+    lessons, attend = tool("measure_lessons"), torch.nn.functional.scaled_dot_product_attention
+    inputs = tuple(torch.randn(3, 2, 80, 2, 16))
+    q, k, v = (x.transpose(1, 2) for x in inputs)
+    row = lessons.timed({"right": lambda: attend(q, k, v).transpose(1, 2)}, inputs, repeats=3)
+    assert row["errors"]["right"] < 1e-5
+    assert row["tflops"]["right"] == pytest.approx(4 * 2 * 2 * 80 * 80 * 16 / row["ms"]["right"] / 1e9)
+    with pytest.raises(AssertionError, match="wrong, so not timed: off"):
+        lessons.timed({"off": lambda: 1.1 * attend(q, k, v).transpose(1, 2)}, inputs, repeats=3)
+
+
 # The claims
 
 

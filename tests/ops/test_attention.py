@@ -24,7 +24,14 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stream_attention import FusedOnlineAttention, attention, explain, force_backend, merge_states
+from stream_attention import (
+    FusedOnlineAttention,
+    attention,
+    explain,
+    force_backend,
+    merge_states,
+    varlen_attention,
+)
 from stream_attention.kernels import reference
 from stream_attention.ops import attention as attention_module
 from stream_attention.plan import plan
@@ -342,6 +349,63 @@ def test_a_gradient_through_the_lse_alone(backend: str) -> None:
     assert not found[2].any()
 
 
+def _lse_gradients(lse: Tensor) -> dict[str, Tensor]:
+    """Gradients of an LSE by name, "none" excepted."""
+    some = normal(*lse.shape, seed=5, dtype=lse.dtype)
+    return {"zero": torch.zeros_like(lse), "some": some, "partly zero": some.relu(), "huge": 1e6 * some}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("dout", ["dense", "zero rows", "zero"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"Hkv": 1}, {"Tq": 40}, {"softcap": 2.0}, {"D": 1, "Dv": 1}, {"lengths": (3, 0, 40, 24)}],
+    ids=str,
+)
+def test_a_gradient_of_the_lse_leaves_the_bits_of_dv_alone(
+    dtype: torch.dtype, dout: str, options: dict[str, Any]
+) -> None:
+    """dV does not depend on it, and one of 0 changes nothing at all."""
+    lengths = options.get("lengths")
+    packed: dict[str, Any] = {"lengths_q": lengths, "lengths_k": lengths, "tail": 3} if lengths else {}
+    sizes = {"Tq": 67, "Tk": 67, "Hq": 4, "Hkv": 2} | {n: x for n, x in options.items() if n != "lengths"} | packed
+    case = Case(B=2, **({"D": 16, "Dv": 16, "dtype": dtype} | sizes))
+    query, key, value, named = make(case)
+    tensors = leaves(query, key, value)
+    op = varlen_attention if lengths else attention
+    out, lse = op(*tensors, **named, return_lse=True, backend="eager")
+    grad_out = normal(*out.shape, seed=4, dtype=dtype)
+    grad_out = grad_out * {"dense": 1.0, "zero": 0.0}.get(dout, 1.0)
+    if dout == "zero rows":
+        grad_out[..., ::3, :, :] = 0.0
+    plain = torch.autograd.grad(out, tensors, grad_out, retain_graph=True)
+    assert plain[2].any() == (dout != "zero")
+    for name, grad_lse in _lse_gradients(lse).items():
+        grads = torch.autograd.grad((out, lse), tensors, (grad_out, grad_lse), retain_graph=True)
+        assert torch.equal(grads[2], plain[2]), f"dV, a gradient of the LSE that is {name}"
+        for which in (0, 1):
+            assert torch.equal(grads[which], plain[which]) == (name == "zero"), f"{'QK'[which]}, {name}"
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-6])
+def test_a_gradient_of_the_lse_is_exact_beside_a_small_one_of_the_output(dtype: torch.dtype, size: float) -> None:
+    query, key, value = leaves(*qkv(Tq=40, Tk=40, dtype=dtype))
+    out, lse = attention(query, key, value, causal=True, return_lse=True, backend="eager")
+    grads = normal(*out.shape, seed=4, dtype=dtype) * size, normal(*lse.shape, seed=5, dtype=lse.dtype)
+    found = torch.autograd.grad((out, lse), (query, key), grads)
+
+    def dense(work: torch.dtype) -> tuple[Tensor, ...]:
+        tensors = leaves(*(t.to(work) for t in (query, key, value)))
+        outputs = reference.attention(*tensors, causal=True, compute_dtype=work)
+        arriving = [grad.to(x.dtype) for grad, x in zip(grads, outputs, strict=True)]
+        return torch.autograd.grad(outputs, tensors[:2], arriving)
+
+    for ours, truth, plain in zip(found, dense(F64), dense(dtype), strict=True):
+        allowed = 3 * (plain - truth).abs().max() + torch.finfo(dtype).eps * truth.abs().max()
+        assert (ours - truth).abs().max() <= allowed
+
+
 def test_an_expanded_gradient_is_taken(backend: str) -> None:
     tensors = leaves(*qkv())
     attention(*tensors, backend=backend).sum().backward()  # its gradient has stride 0 everywhere
@@ -488,6 +552,54 @@ def test_zero_sizes(backend: str, sizes: tuple[int, int, int], options: dict[str
     full = (batch, 4, q_len, k_len)
     for modifiers in ({}, {"mask": full, "bias": (1, 4, 1, 1)}, {"mask": (1, 1), "bias": full}):
         check(replace(case, **modifiers), backend)
+
+
+NO_HEADS = {
+    "no heads": {"Hq": 0, "Hkv": 0},
+    "no query heads": {"Hq": 0},
+    "D 0": {"D": 0},
+    "Dv 0": {"Dv": 0},
+    "D and Dv 0": {"D": 0, "Dv": 0},
+    "nothing": {"Hq": 0, "Hkv": 0, "D": 0, "Dv": 0},
+}
+
+
+@pytest.mark.parametrize("named", ["auto", "eager", "reference"])
+@pytest.mark.parametrize("name", NO_HEADS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "sink": True},
+        {"window": (2, 1), "alibi": "BH", "softcap": 3.0, "dtype": BF16},
+        {"dropout_p": 0.5, "scale": 0.7, "dtype": F64},
+        {"mask": (2, 1, 5, 7), "bias": (2, 1, 1, 7), "bias_hides": True},
+    ],
+    ids=["plain", "causal sink", "window alibi softcap", "dropout", "mask bias"],
+)
+def test_no_heads_and_head_dims_of_zero(named: str, name: str, options: dict[str, Any]) -> None:
+    """Scores of no dims are 0, so that a row is the mean of the values that it sees."""
+    shape = {"B": 2, "Tq": 5, "Tk": 7, "Hq": 4, "Hkv": 2, "D": 8, "Dv": 8} | NO_HEADS[name]
+    for lse_grad in (False, True):
+        check_case(Case(**shape, **options, lse_grad=lse_grad), named)
+    if "mask" not in options:
+        check_case(Case(**(shape | {"Tq": 7}), **options), named)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", NO_HEADS)
+def test_no_heads_and_head_dims_of_zero_are_those_of_torch(name: str, causal: bool) -> None:
+    heads = {"Hq": 4, "Hkv": 2, "D": 8, "Dv": 8} | NO_HEADS[name]
+    query, key = normal(2, 6, heads["Hq"], heads["D"]), normal(2, 6, heads["Hkv"], heads["D"], seed=1)
+    tensors = leaves(query, key, normal(2, 6, heads["Hkv"], heads["Dv"], seed=2))
+    out = attention(*tensors, causal=causal)
+    theirs = leaves(*tensors)
+    expected = F.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in theirs), is_causal=causal, enable_gqa=heads["Hkv"] > 0
+    ).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    grads = torch.autograd.grad(out.sum(), tensors)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), theirs))
 
 
 def _empty_rows() -> dict[str, tuple[dict[str, Any], list[int]]]:
@@ -641,6 +753,54 @@ def test_nan_that_a_query_sees_is_not_swallowed(backend: str) -> None:
     assert out[0, 3:].isnan().all() and out[1].isfinite().all()
 
 
+def test_a_nan_in_a_bias_hides_nothing(backend: str) -> None:
+    """Only -inf hides. A NaN is a score like any other, and the row that sees it has no answer."""
+    query, key, value = leaves(*qkv())
+    for bias in leaves(torch.full((6, 8), NAN), torch.full((1, 1, 1, 1), NAN), torch.full((8,), NAN)):
+        out, lse = attention(query, key, value, bias=bias, return_lse=True, backend=backend)
+        assert out.isnan().all() and lse.isnan().all()
+        grads = torch.autograd.grad(out, (query, key, value, bias), normal(*out.shape))
+        assert all(grad.isnan().all() for grad in grads)
+    one = torch.zeros(2, 1, 6, 8)
+    one[1, 0, 3, 2], one[0, 0, 1, 4], one[0, 0, 1, 5] = NAN, NAN, -INF
+    rows = torch.zeros(2, 6, dtype=torch.bool)
+    rows[1, 3] = rows[0, 1] = True
+    out, lse = attention(query, key, value, bias=one, return_lse=True, backend=backend)
+    assert torch.equal(out.isnan(), rows[:, :, None, None].expand_as(out))
+    assert torch.equal(lse.isnan(), rows[:, None].expand_as(lse))
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "mask", "padding"])
+def test_a_nan_in_a_bias_where_a_key_is_hidden_reaches_nothing(backend: str, name: str) -> None:
+    ahead = torch.arange(2, 8)[:, None] - torch.arange(8)  # six queries, eight keys
+    mask, padding = normal(6, 8) > 0, torch.arange(8) < torch.tensor([[5], [8]])
+    hides: dict[str, tuple[dict[str, Any], Tensor]] = {
+        "causal": ({"causal": True}, ahead < 0),
+        "window": ({"window": (2, 1)}, (ahead > 2) | (ahead < -1)),
+        "mask": ({"mask": mask}, ~mask),
+        "padding": ({"mask": padding[:, None, None]}, ~padding[:, None, None]),
+    }
+    options, hidden = hides[name]
+    clean = normal(2, 4, 6, 8)
+    results = []
+    for bias in leaves(clean, clean.masked_fill(hidden, NAN)):
+        query, key, value = leaves(*qkv())
+        out, lse = attention(query, key, value, **options, bias=bias, return_lse=True, backend=backend)
+        torch.autograd.backward((out, lse), (normal(*out.shape, seed=8), normal(*lse.shape, seed=9)))
+        results.append((out, lse, query.grad, key.grad, value.grad, bias.grad))
+    for plain, poisoned in zip(*results, strict=True):
+        assert torch.equal(plain, poisoned)
+    assert not results[0][-1][hidden.expand(2, 4, 6, 8)].any()
+
+
+def test_a_nan_in_a_mapped_bias_stays_in_its_call(backend: str) -> None:
+    query, key, value = qkv()
+    biases = torch.zeros(3, 6, 8)
+    biases[1] = NAN
+    out = torch.vmap(lambda bias: attention(query, key, value, bias=bias, backend=backend))(biases)
+    assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
+
+
 # Dropout
 
 
@@ -771,10 +931,9 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"value": V[:, :, :1]}, ValueError, "value: expected the key's length and heads"),
     ({"key": K[..., :7]}, ValueError, "key: expected the query's head dim D=8"),
     ({"query": Q[:, :, :3]}, ValueError, r"query: .* multiple of the 2 KV heads as Hq; got \[2, 5, 3, 8\] beside key"),
-    ({"query": Q[:, :, :0]}, ValueError, "query: expected at least one head"),
-    ({"key": K[:, :, :0], "value": V[:, :, :0]}, ValueError, "key: expected at least one head"),
-    ({"query": Q[..., :0], "key": K[..., :0]}, ValueError, "at least one head and one head dim"),
-    ({"value": V[..., :0]}, ValueError, "value: expected at least one head and one head dim"),
+    ({"key": K[:, :, :0], "value": V[:, :, :0]}, ValueError, r"query: expected no heads, .*; got .* beside key"),
+    ({"value": V[:, :, :0]}, ValueError, "value: expected the key's length and heads"),
+    ({"query": Q[..., :0]}, ValueError, "key: expected the query's head dim D=0"),
     ({"query": Q.int()}, TypeError, "query: expected dtype float16, bfloat16, float32 or float64; got torch.int32"),
     ({"query": Q.to(torch.complex64)}, TypeError, "query: expected dtype"),
     ({"query": Q.to(torch.float8_e4m3fn)}, TypeError, "query: expected dtype"),
@@ -819,6 +978,15 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"softcap": NAN}, ValueError, "softcap: expected a finite number"),
     ({"softcap": INF}, ValueError, "softcap: expected a finite number"),
     ({"softcap": None}, TypeError, "softcap: expected a number"),
+    ({"softcap": 1e39}, ValueError, r"softcap: .* from 1.2e-38 to 2.3e\+38; got 1e\+39. A cap that no score"),
+    ({"softcap": 1e-50}, ValueError, "softcap: expected 0 .* or a number that fp32 holds, from 1.2e-38 .*; got 1e-50"),
+    ({"softcap": 1e-40}, ValueError, "softcap: expected 0 .* or a number that fp32 holds"),
+    ({"softcap": 1e-30, "scale": 1e9}, ValueError, "softcap: .* from 4.34783e-30 to"),
+    ({"softcap": 10**40}, ValueError, "softcap: expected 0 .* or a number that fp32 holds"),
+    ({"scale": 1.7e308}, ValueError, r"scale: expected a number that fp32 holds, of at most 2.3e\+38; got 1.7e\+308"),
+    ({"scale": -1e39}, ValueError, "scale: expected a number that fp32 holds"),
+    ({"scale": 10**40}, ValueError, "scale: expected a number that fp32 holds"),
+    ({"query": Q.double(), "key": K.double(), "value": V.double(), "scale": 1e39}, ValueError, "scale: .* fp32 holds"),
     ({"scale": NAN}, ValueError, "scale: expected a finite number; got nan"),
     ({"scale": INF}, ValueError, "scale: expected a finite number"),
     ({"scale": "1"}, TypeError, "scale: expected a number"),
@@ -974,6 +1142,21 @@ def test_ints_are_numbers(number: int) -> None:
     query, key, value = qkv()
     expected = attention(query, key, value, scale=float(number), softcap=float(number))
     assert torch.equal(attention(query, key, value, scale=number, softcap=number), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16", "fp32", "fp64"])
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 2.3e38}, {"softcap": 1.2e-38}, {"softcap": 1e-29, "scale": 1e9}, {"scale": 1e-300}, {"scale": -1e-45}],
+    ids=str,
+)
+def test_numbers_at_the_ends_of_what_is_taken_mean_what_they_say(dtype: torch.dtype, options: dict[str, float]) -> None:
+    query, key, value = leaves(*qkv(dtype=dtype))
+    with torch.no_grad():
+        query[:, 2] = 0.0  # 0 divided by a cap that is 0, or times a scale that is infinite, would be NaN
+    out = attention(query, key, value, **options, backend="eager")
+    torch.testing.assert_close(out, attention(query, key, value, **options, backend="reference"))
+    assert not any(grad.isnan().any() for grad in torch.autograd.grad(out.sum(), (query, key, value)))
 
 
 # Threads

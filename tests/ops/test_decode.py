@@ -14,7 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from stream_attention import ContiguousKV, PagedKV, UnsupportedProblem, decode_attention, explain_decode, quantize_kv
+from stream_attention import (
+    ContiguousKV,
+    PagedKV,
+    UnsupportedProblem,
+    decode_attention,
+    decode_workspace,
+    explain_decode,
+    quantize_kv,
+)
+from stream_attention.cache_views import KVCache
 from stream_attention.kernels import reference
 from stream_attention.ops import decode as remembering
 from stream_attention.testing.memory import peak_bytes
@@ -128,10 +137,66 @@ def test_it_is_attention_over_the_keys_of_each_row(page: int | None, name: str) 
     torch.testing.assert_close(lse, exact_lse, rtol=1e-9, atol=1e-9)
 
 
+KINDS = ("contiguous", "paged", "fp8", "int8", "int4", "int4 paged")
+
+
+def of_kind(x: Rows, kind: str) -> KVCache:
+    """The rows in a cache of this kind; of those of codes, the first 8 tokens of a row may be codes."""
+    plain = paged(x, 8) if "paged" in kind else contiguous(x)
+    return plain if kind in ("contiguous", "paged") else quantize_kv(plain, kind.split()[0], group=8, residual=0)
+
+
+def as_stored(x: Rows, cache: KVCache) -> Rows:
+    """The rows as the cache has them."""
+    sides = cache.tile(0, max(len(key) for key in x.keys))
+    keys, values = ([row[: len(key)] for row, key in zip(side, x.keys, strict=True)] for side in sides)
+    return Rows(x.query, keys, values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": (2, 3)},
+        {"window": (-1, 1)},
+        {"window": (0, -1)},
+        {"alibi_slopes": torch.tensor([0.5, 0.1, 0.3, 0.0])},
+        {"window": (9, 2), "sink": torch.ones(4), "alibi_slopes": torch.full((4,), 0.2), "softcap": 2.0},
+    ],
+    ids=["full", "window", "right side", "left side", "alibi", "several"],
+)
+def test_queries_before_the_first_key_see_what_they_see_in_attention(kind: str, options: dict[str, Any]) -> None:
+    """Not causal, and fewer keys than queries: the first queries stand at negative positions."""
+    x = rows((2, 0, 9, 17, 1), q_len=12, dtype=torch.float32)
+    cache = of_kind(x, kind)
+    out, lse = decode_attention(x.query, cache, causal=False, **options, return_lse=True)
+    exact, exact_lse = expected(as_stored(x, cache), causal=False, **options)
+    unbounded_right = options.get("window", (-1, -1))[1] < 0
+    assert exact[0, 0].any() == unbounded_right  # the first of twelve queries, of two keys
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    causal = decode_attention(x.query, cache, **options)
+    assert not causal[0, :10].any() and causal[0, 10:].any()
+
+
+def test_no_queries_are_no_result() -> None:
+    x = rows(q_len=0)
+    assert decode_attention(x.query, contiguous(x), causal=False).shape == (4, 0, 4, 8)
+
+
 def test_a_row_without_keys_is_zero_and_its_lse_that_of_nothing() -> None:
     x = rows()
     out, lse = decode_attention(x.query, contiguous(x), return_lse=True)
     assert torch.equal(out[1], torch.zeros_like(out[1])) and (lse[1] == -torch.inf).all()
+
+
+def test_with_a_tree_a_query_before_the_first_key_sees_nothing() -> None:
+    x = rows((2, 30), q_len=4)
+    tree = torch.ones(2, 4, 4, dtype=torch.bool)
+    out = decode_attention(x.query, contiguous(x), tree_mask=tree, causal=False)
+    torch.testing.assert_close(out, expected(x, tree)[0], rtol=1e-9, atol=1e-9)
+    assert not out[0, :2].any() and out[0, 2:].any()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -184,14 +249,8 @@ def test_memory_is_that_of_a_tile() -> None:
 def test_quantised_caches_are_those_of_what_they_stand_for(format: str, page: int | None) -> None:
     x = rows((300, 0, 64, 411), q_len=2, heads=(4, 2), dtype=torch.float32)
     cache = quantize_kv(contiguous(x, 512) if page is None else paged(x, page), format, group=32, residual=40)
-    keys, values = cache.tile(0, 411)
-    stored = Rows(
-        x.query,
-        [key[:n] for key, n in zip(keys, x.lengths, strict=True)],
-        [value[:n] for value, n in zip(values, x.lengths, strict=True)],
-    )
     out, lse = decode_attention(x.query, cache, return_lse=True)
-    exact, exact_lse = expected(stored, causal=True)
+    exact, exact_lse = expected(as_stored(x, cache), causal=True)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
     plain = expected(x, causal=True)[0]
@@ -221,7 +280,7 @@ def test_a_page_that_is_not_there_is_no_other_rows_page() -> None:
     x = rows((9, 9), q_len=1)
     cache = paged(x, 4)
     cache.page_table[1, 1] = -1
-    out = decode_attention(x.query, cache)
+    out = decode_attention(x.query, cache, validate=False)
     assert out[1].isnan().all()
     torch.testing.assert_close(out[:1], expected(x, causal=True)[0][:1], rtol=1e-9, atol=1e-9)
 
@@ -308,7 +367,81 @@ def test_a_length_beyond_the_capacity_is_the_capacity() -> None:
     query = torch.randn(1, 2, 2, 8)
     full, beyond = (ContiguousKV(key, value, torch.tensor([n], dtype=torch.int32)) for n in (8, 12))
     for options in ({"window": (2, 0)}, {"alibi_slopes": torch.ones(2)}):
-        assert torch.equal(decode_attention(query, full, **options), decode_attention(query, beyond, **options))
+        out = decode_attention(query, beyond, **options, validate=False)
+        assert torch.equal(decode_attention(query, full, **options), out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [-1, 10**6])
+def test_a_length_out_of_range_is_refused_on_a_cpu(kind: str, length: int) -> None:
+    x = rows((9, 30), q_len=1, dtype=torch.float32)
+    cache = of_kind(x, kind)
+    assert cache.lengths is not None
+    cache.lengths[1] = length
+    for asked in ({}, {"validate": True}):
+        with pytest.raises(ValueError, match=f"lengths: expected from 0 to the capacity, .*; got {length} in row 1"):
+            decode_attention(x.query, cache, **asked)
+        with pytest.raises(ValueError, match=f"got {length} in row 1"):
+            explain_decode(x.query, cache, **asked)
+    assert decode_attention(x.query, cache, validate=False)[0].isfinite().all()
+    with pytest.raises(TypeError, match="validate: expected True, False or None; got 'yes'"):
+        decode_attention(x.query, cache, validate="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["paged", "int4 paged"])
+@pytest.mark.parametrize("entry", [-1, 10**6])
+def test_a_page_that_does_not_exist_is_refused_on_a_cpu_unless_a_window_hides_it(kind: str, entry: int) -> None:
+    x = rows((40, 30), q_len=3, dtype=torch.float32)
+    cache = of_kind(x, kind)
+    assert not isinstance(cache, ContiguousKV) and cache.page_table is not None
+    whole = decode_attention(x.query, cache, window=(11, 0))  # of row 1 from position 16 on
+    cache.page_table[1, 1] = entry
+    with pytest.raises(ValueError, match=rf"page_table: expected pages from 0 to .*; got {entry} at \[1, 1\]"):
+        decode_attention(x.query, cache)
+    with pytest.raises(ValueError, match=rf"got {entry} at \[1, 1\]"):
+        decode_attention(x.query, cache, window=(12, 0))
+    assert torch.equal(decode_attention(x.query, cache, window=(11, 0)), whole)
+    assert decode_attention(x.query, cache, validate=False)[1].isnan().all()
+
+
+WANTED = ("query", "key", "value", "sink", "alibi_slopes")
+
+
+@pytest.mark.parametrize("which", WANTED)
+def test_what_requires_a_gradient_is_refused(which: str) -> None:
+    key, value, query = torch.randn(2, 20, 2, 16), torch.randn(2, 20, 2, 16), torch.randn(2, 1, 4, 16)
+    given = {"query": query, "key": key, "value": value, "sink": torch.zeros(4), "alibi_slopes": torch.zeros(4)}
+    given[which].requires_grad_()
+    cache = ContiguousKV(given["key"], given["value"])
+    options = {name: given[name] for name in ("sink", "alibi_slopes")}
+    name = "cache" if which in ("key", "value") else which
+    for call in (decode_attention, explain_decode):
+        with pytest.raises(
+            ValueError, match=rf"{name}: expected no gradient .* torch.no_grad\(\), or use attention\(\)"
+        ):
+            call(query, cache, **options)
+    for without in (torch.no_grad(), torch.inference_mode()):
+        with without:
+            assert not decode_attention(query, cache, **options).requires_grad
+    assert given[which].requires_grad and decode_workspace(query, cache).numel() == 0
+
+
+def test_a_gradient_of_codes_is_refused() -> None:
+    cache = quantize_kv(ContiguousKV(*torch.randn(2, 1, 64, 1, 16)), "int4", group=16, residual=0)
+    assert cache.key.zero is not None
+    query = torch.randn(1, 1, 2, 16)
+    for tensor in (cache.value_window, cache.key.scale, cache.key.zero):
+        tensor.requires_grad_()
+        with pytest.raises(ValueError, match="cache: expected no gradient to be wanted"):
+            decode_attention(query, cache)
+        tensor.requires_grad_(False)
+    assert decode_attention(query, cache).isfinite().all()
+
+
+def test_torch_func_is_refused_a_gradient() -> None:
+    cache = ContiguousKV(*torch.randn(2, 1, 20, 1, 8))
+    with pytest.raises(ValueError, match="query: expected no gradient to be wanted"):
+        torch.func.grad(lambda query: decode_attention(query, cache).sum())(torch.randn(1, 1, 2, 8))
 
 
 def test_an_invariant_row_has_its_bits_in_every_batch_on_a_cpu_too() -> None:

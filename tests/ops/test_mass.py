@@ -87,6 +87,20 @@ def test_a_row_counts_what_its_weight_says_and_one_of_weight_0_may_hold_anything
     torch.testing.assert_close(by_head.sum(-1), per_head.sum(-1).view(2, 2, 2).sum(2))
 
 
+def test_a_nan_in_a_bias_reaches_the_keys_that_its_row_sees_and_no_other() -> None:
+    query, key, bias = drawn(2, 6, 4, 8), drawn(2, 6, 2, 8, seed=1), drawn(2, 1, 6, 6, seed=2)
+    bias[0, 0, 1, 4] = NAN  # hidden
+    bias[1, 0, 3, 1] = NAN
+    without = torch.ones(2, 4, 6)
+    without[1, :, 3] = 0.0
+    rest = attention_mass(query, key, causal=True, bias=bias, row_weights=without)
+    exact = reference.attention_mass(query, key, causal=True, bias=bias.nan_to_num(), row_weights=without)
+    torch.testing.assert_close(rest.double(), exact, atol=1e-6, rtol=1e-5)
+    rest[1, :, :4] = NAN
+    mass = attention_mass(query, key, causal=True, bias=bias)
+    torch.testing.assert_close(mass, rest, equal_nan=True)
+
+
 def test_query_heads_that_share_a_key_are_summed_or_not() -> None:
     query, key = drawn(2, 5, 6, 8), drawn(2, 9, 2, 8, seed=1)
     each = attention_mass(query, key, causal=True, per_query_head=True)
@@ -98,6 +112,12 @@ def test_no_queries_no_keys_no_batch() -> None:
     assert torch.equal(attention_mass(drawn(1, 0, 2, 4), drawn(1, 3, 1, 4)), torch.zeros(1, 1, 3))
     assert attention_mass(drawn(1, 3, 2, 4), drawn(1, 0, 1, 4)).shape == (1, 1, 0)
     assert attention_mass(drawn(0, 3, 2, 4), drawn(0, 5, 1, 4)).shape == (0, 1, 5)
+
+
+def test_no_heads_and_no_dims() -> None:
+    assert attention_mass(drawn(1, 3, 0, 4), drawn(1, 5, 0, 4)).shape == (1, 0, 5)
+    assert torch.equal(attention_mass(drawn(1, 3, 0, 4), drawn(1, 5, 2, 4)), torch.zeros(1, 2, 5))
+    torch.testing.assert_close(attention_mass(drawn(1, 3, 4, 0), drawn(1, 5, 2, 0)), torch.full((1, 2, 5), 6 / 5))
 
 
 def test_no_gradient_flows_and_autocast_rounds_the_inputs_alone() -> None:
@@ -187,6 +207,16 @@ def test_memory_grows_with_the_length() -> None:
         query, key = drawn(1, length, 1, 16), drawn(1, length, 1, 16, seed=1)
         peaks.append(peak_bytes(lambda: attention_mass(query, key, causal=True)))  # noqa: B023
     assert peaks[2] < 2.6 * peaks[1] and peaks[2] < 8192**2 / 8, peaks
+
+
+def test_a_window_costs_the_masses_and_what_it_sees() -> None:
+    length = 1 << 20
+    query, key = drawn(1, 1, 1, 64), drawn(1, 1, 1, 64, seed=1).expand(-1, length, -1, -1)
+    mass: list[Tensor] = []
+    peak = peak_bytes(lambda: mass.append(attention_mass(query, key, window=(3, 0))))
+    assert peak < 1.1 * mass[0].numel() * 4, f"{peak} bytes, {mass[0].numel() * 4} of them the masses"
+    torch.testing.assert_close(mass[0][..., -4:], torch.full((1, 1, 4), 0.25))
+    assert not mass[0][..., :-4].any()
 
 
 def test_it_costs_no_more_than_an_attention_of_the_same_pass() -> None:

@@ -131,6 +131,14 @@ def test_empty_sequences(backend: str, lengths: tuple[tuple[int, ...], tuple[int
             check(replace(case, lse_grad=True, causal=True, max_lengths=max_lengths), backend)
 
 
+@pytest.mark.parametrize("named", ["auto", "eager", "reference"])
+@pytest.mark.parametrize("sizes", [(0, 0, 8, 8), (0, 2, 8, 8), (4, 2, 0, 8), (4, 2, 8, 0), (0, 0, 0, 0)], ids=str)
+def test_no_heads_and_head_dims_of_zero(named: str, sizes: tuple[int, int, int, int]) -> None:
+    shape = dict(zip(("Hq", "Hkv", "D", "Dv"), sizes, strict=True))
+    for options in ({"causal": True, "sink": True, "tail": 2}, {"alibi": "BH", "lse_grad": True, "dropout_p": 0.3}):
+        check_case(Case(lengths_q=(3, 0, 5), lengths_k=(4, 2, 5), **shape, **options), named)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_offsets_of_either_dtype_and_lengths_that_are_told(backend: str, dtype: torch.dtype) -> None:
     query, key, value = qkv(9, 9)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stream_attention.benchmark import overview
+from stream_attention.files import write_file
 
 from . import canvas, memory, roofline, running, tiles
 
@@ -57,10 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in stale:
             print(f"docs/pictures/{name} is stale: python -m tools.pictures draws it anew", file=sys.stderr)
         return 1 if stale else 0
-    FOLDER.mkdir(exist_ok=True)
     for name in stale:
         if name in found:
-            (FOLDER / name).write_text(found[name])
+            write_file(FOLDER / name, found[name])
         else:
             (FOLDER / name).unlink()
         print(f"docs/pictures/{name}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from stream_attention.benchmark import figures
 from stream_attention.benchmark.figures import Point, Series
+from stream_attention.files import write_file
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 HEAD_DIM = 64
@@ -60,7 +61,7 @@ def measure(lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
 def write(path: Path) -> None:
     results = measure()
     rows = ",\n".join(f"    {json.dumps(row)}" for row in results.pop("rows"))
-    path.write_text(f'{json.dumps(results, indent=2)[:-2]},\n  "rows": [\n{rows}\n  ]\n}}\n')
+    write_file(path, f'{json.dumps(results, indent=2)[:-2]},\n  "rows": [\n{rows}\n  ]\n}}\n')
 
 
 def draw(results: dict[str, Any], what: str) -> str:

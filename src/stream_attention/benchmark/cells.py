@@ -359,6 +359,17 @@ def small() -> Iterator[Cell]:
             yield Cell(name, case, "forward", ("stream",), ("fa3",), beside=("sdpa",), bar=1.0)
 
 
+def head_dims() -> Iterator[Cell]:
+    """Head dims that no tile of ours fits: padded to a multiple of 8, or computed by torch's own kernels above 256."""
+    for head_dim in (84, 100, 320, 512):
+        for causal in (False, True):
+            heads = 2048 // head_dim
+            case = _on_gpu(4, (4096, 4096), (heads, heads), head_dim, causal)
+            name = f"d{head_dim} {'causal' if causal else 'full'} 4096"
+            yield Cell(name, case, "forward", ("stream",), ("sdpa",), beside=("blocked",))
+            yield Cell(name, case, "backward", ("stream",), ("sdpa",), beside=("stream deterministic",))
+
+
 def fp8() -> Iterator[Cell]:
     """`attention(precision="fp8")`, quantisation included, beside bf16; rotated, and its kernel alone."""
     for cell in forward():
@@ -378,4 +389,5 @@ SUITES: dict[str, Callable[[], Iterator[Cell]]] = {
     "decode": decode,
     "caches": caches,
     "small": small,
+    "head-dims": head_dims,
 }

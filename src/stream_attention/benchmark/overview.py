@@ -85,6 +85,9 @@ def _series(row: Row, read: Callable[[Entry], float]) -> list[Series]:
 def _table(results: list[dict[str, Any]]) -> list[str]:
     """A line per direction and head dim, a column for everybody whom ours is compared with."""
     cells = [cell for its in results for cell in its["cells"] if cell["ours"] is not None]
+    for cell in cells:
+        if "D" not in cell["problem"]:
+            raise ValueError(f"overview: expected the head dim D in every problem; {cell['name']!r} has none.")
     others = [name for name in names(results) if speed_over(cells, name) and not is_variant(name, cells)]
     lines = [
         f"| | TFLOP/s | {' | '.join(f'x {name}' for name in others)} |",

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..files import write_file
 from . import plots, style
 from .summary import (
     Cell,
@@ -52,13 +53,12 @@ WORDS = {
 def write_page(results: Sequence[dict[str, Any]], folder: Path) -> Path:
     """Write `folder/index.html` from the contents of results files, a section each; returns its path.
 
-    The folder is made, one around it is not.
+    The folder is made, and those around it.
     """
     if not results:
         raise ValueError("results: expected at least one; got none.")
-    folder.mkdir(exist_ok=True)
     path = folder / "index.html"
-    path.write_text(page(results), encoding="utf-8")
+    write_file(path, page(results))
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..files import write_file
 from .form import lacking
 from .summary import capital, span
 from .timing import CLOCKS
@@ -46,8 +48,9 @@ def _commit() -> dict[str, Any]:
 
     def git(*words: str) -> str | None:
         here = Path(__file__).parent
+        command = ["git", "--no-optional-locks", *words]  # whoever works there is not kept waiting
         try:
-            done = subprocess.run(["git", *words], cwd=here, capture_output=True, encoding="utf-8", timeout=30)
+            done = subprocess.run(command, cwd=here, capture_output=True, encoding="utf-8", timeout=30)
         except OSError:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
@@ -97,8 +100,8 @@ def _gpu() -> dict[str, Any]:
 
 
 def save(results: dict[str, Any], path: Path) -> None:
-    """Write a results file. A number that is not finite is null there: JSON has no word for it."""
-    path.write_text(json.dumps(_finite(results), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    """Write a results file, and make the folders around it. A number that is not finite is null there."""
+    write_file(path, json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -111,11 +114,14 @@ def _finite(value: Any) -> Any:
 
 def load(path: Path) -> dict[str, Any]:
     """What a results file holds; a ValueError says what it lacks to be one."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("expected a results file of the benchmark command; it is nested too deeply") from None
     if missing := lacking(found):
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         told = f"{', '.join(missing[:8])}{more}"
-        raise ValueError(f"expected a results file of the benchmark command; it lacks {told}")
+        raise ValueError(f"expected a results file of the benchmark command; missing or of another kind: {told}")
     return found
 
 
@@ -260,17 +266,16 @@ _VERDICT = "error allowed rms_error right ran unavailable failed".split()
 
 def save_csv(results: dict[str, Any], path: Path) -> None:
     """One row per cell and provider."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.DictWriter(file, ("cell", "direction", *_SHAPE, "provider", *_FIGURES, *_VERDICT))
-        rows.writeheader()
-        for cell in results["cells"]:
-            shape = {key: value for key, value in cell["problem"].items() if key in _SHAPE}
-            for name, one in cell["providers"].items():
-                eager = {f"eager_{key}": value for key, value in one.get("eager", {}).items()}
-                figures = {key: value for key, value in one.items() if key != "eager"} | eager
-                rows.writerow(
-                    {"cell": cell["name"], "direction": cell["direction"], **shape, "provider": name} | figures
-                )
+    text = io.StringIO(newline="")
+    rows = csv.DictWriter(text, ("cell", "direction", *_SHAPE, "provider", *_FIGURES, *_VERDICT))
+    rows.writeheader()
+    for cell in results["cells"]:
+        shape = {key: value for key, value in cell["problem"].items() if key in _SHAPE}
+        for name, one in cell["providers"].items():
+            eager = {f"eager_{key}": value for key, value in one.get("eager", {}).items()}
+            figures = {key: value for key, value in one.items() if key != "eager"} | eager
+            rows.writerow({"cell": cell["name"], "direction": cell["direction"], **shape, "provider": name} | figures)
+    write_file(path, text.getvalue())
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -220,7 +220,8 @@ def measured(
 ) -> dict[str, Any]:
     """What a results file holds: every cell's entry, and under which conditions it was measured.
 
-    Cells that count TB/s are held against the speed at which the device reads, measured before them.
+    Cells that count TB/s are held against the speed at which the device reads, measured before them. Ctrl-C ends it
+    with the cells that are done, if there are any, and `interrupted` says how many.
     """
     found: dict[str, Any] = {
         "suite": suite,
@@ -243,13 +244,18 @@ def measured(
         if any(cell.unit == "TB/s" for cell in cells):
             shown.now("reading a large buffer")
             found["read_bandwidth"] = read_bandwidth(cells[0].case.device, clock)
-        for cell in cells:
-            entry = measure(cell, providers, clock, repeats, warmup, cell_seconds, shown.now, eager)
-            for one in entry["providers"].values():
-                if "tb_per_s" in one:
-                    one["share_of_read_bandwidth"] = one["tb_per_s"] / found["read_bandwidth"]["tb_per_s"]
-            found["cells"].append(entry)
-            shown.done(line(entry))
-            if cell.case.device == "cuda":
-                torch.cuda.empty_cache()
+        try:
+            for cell in cells:
+                entry = measure(cell, providers, clock, repeats, warmup, cell_seconds, shown.now, eager)
+                for one in entry["providers"].values():
+                    if "tb_per_s" in one:
+                        one["share_of_read_bandwidth"] = one["tb_per_s"] / found["read_bandwidth"]["tb_per_s"]
+                found["cells"].append(entry)
+                shown.done(line(entry))
+                if cell.case.device == "cuda":
+                    torch.cuda.empty_cache()
+        except KeyboardInterrupt:
+            if not found["cells"]:
+                raise
+            found["interrupted"] = f"after {len(found['cells'])} of {len(cells)} cells"
     return found

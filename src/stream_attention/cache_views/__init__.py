@@ -1,7 +1,7 @@
 """Caches to decode from: what holds the keys and values of earlier tokens, how a tile of it is read, how it grows.
 
-Imports torch alone. What is checked here is checked without reading a tensor, which would be a synchronisation;
-`validate` reads.
+Imports torch alone. What a cache is made of is checked without reading a tensor, which may be a synchronisation.
+Lengths and page tables are read by `validate`: on a CPU at every use, elsewhere if asked.
 """
 
 from .fp8 import Fp8KV

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ class Cache(ABC):
     """Keys and values of the earlier tokens of B rows, of which row b holds `lengths[b]`."""
 
     lengths: Tensor | None
+    STORES: ClassVar[tuple[str, str]]
+    """The fields that hold keys and values in `dtype`, all or some."""
 
     @property
     @abstractmethod
@@ -41,9 +43,10 @@ class Cache(ABC):
         memory for the tile alone.
         """
 
-    @abstractmethod
     def _plain(self) -> tuple[Tensor, Tensor]:
-        """Keys `[..., Hkv, D]` and values `[..., Hkv, Dv]` that it holds in `dtype`, all or some."""
+        """Keys `[..., Hkv, D]` and values `[..., Hkv, Dv]`: the tensors of `STORES`."""
+        key, value = self.STORES
+        return getattr(self, key), getattr(self, value)
 
     @abstractmethod
     def _write(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
@@ -61,6 +64,11 @@ class Cache(ABC):
     @abstractmethod
     def addresses(self) -> tuple[int, ...]:
         """Of all its tensors; 0 for one that it does not have."""
+
+    @property
+    @abstractmethod
+    def requires_grad(self) -> bool:
+        """Whether a tensor that it holds requires a gradient, which nothing here gives it."""
 
     def __repr__(self) -> str:
         kind = f"pages of {self.page_size}" if self.page_size else "rows"
@@ -112,14 +120,17 @@ class Cache(ABC):
         held = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]  # each is a dataclass
         return sum(one.nbytes for one in held if hasattr(one, "nbytes"))
 
-    def append(self, key: Tensor, value: Tensor, *, rotary: Rotary | None = None, validate: bool = False) -> Self:
+    def append(self, key: Tensor, value: Tensor, *, rotary: Rotary | None = None, validate: bool | None = None) -> Self:
         """Write n new tokens to every row, key `[B, n, Hkv, D]` and value `[B, n, Hkv, Dv]`, and return the cache.
 
         Row b's stand at `lengths[b]` to `lengths[b] + n - 1` and `lengths` is advanced by n, both in place and without
-        a synchronisation, so that a CUDA graph may replay it. `rotary` turns the keys by these positions first. It is
-        the caller's duty that a row has room (and pages): tokens without are dropped and the length stays at
-        `capacity`, so that the queries of that step stand too early; no other row suffers. `validate=True` looks first
-        and raises, also where two rows would write to one page, at the cost of a synchronisation.
+        a synchronisation, so that a CUDA graph may replay it. `rotary` turns the keys by these positions first.
+
+        `validate=True` looks at lengths and pages first and raises where a row has no room, or no page, for the new
+        tokens, where its length is negative, where the rotary table is too short, and where two rows would write to one
+        page. On a CPU that is the default. On a GPU it is a synchronisation, so there it has to be asked for. Not
+        validated, tokens without room are dropped and the length stays at `capacity`, so that the queries of that step
+        stand too early; no other row suffers.
 
         One kernel does it where there is Triton and a GPU for it (a row of many tokens takes a second, tiny one), with
         the bits of the torch operations that do it elsewhere: for a `QuantizedKV`, in fp64, under `torch.compile`, on
@@ -137,8 +148,11 @@ class Cache(ABC):
         n = key.shape[1]
         if n > self.capacity:
             refuse("key", f"at most as many tokens as a row can hold, {self.capacity}", n)
-        if validate:
-            self.validate(n)
+        for name, written in zip(self.STORES, self._plain(), strict=True):
+            checks.writable(name, written)
+        checks.writable("lengths", lengths)
+        if checks.looks(validate, lengths):
+            self.validate(n, first=lengths)
             if rotary is not None and n:
                 checks.room(lengths, n, rotary.cos.shape[0], "the rotary table's positions")
         if not self._launch(key, value, rotary):
@@ -155,16 +169,21 @@ class Cache(ABC):
         self._write(key, value, positions)
         lengths.add_(n).clamp_(max=self.capacity)
 
-    def validate(self, new: int = 0) -> None:
+    def validate(self, new: int = 0, *, first: Tensor | None = None) -> None:
         """Raise if a length is out of range, leaves no room for `new` tokens, or needs a page that there is not, or if
         the new tokens would go to a page that two rows have.
 
-        Reads the lengths and the page table: a synchronisation.
+        `first` int `[B]`: the first position of each row that is still read; pages before it may be gone. None: 0.
+        Reads the lengths and the page table: on a GPU a synchronisation.
         """
         checks.count("new", new, 0)
         if self.lengths is None:
             return
+        if first is not None:
+            checks.tensor("first", first, self.device)
+            if first.shape != self.lengths.shape or first.is_floating_point():
+                refuse("first", f"integers of shape [B={self.batch}]", f"{first.dtype} of shape {list(first.shape)}")
         checks.room(self.lengths, new, self.capacity)
         paged = self._paged(self.lengths, new)
         if paged is not None:
-            checks.pages(*paged)
+            checks.pages(*paged, first)

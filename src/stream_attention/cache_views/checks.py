@@ -1,4 +1,4 @@
-"""Checks of what a cache is made of and is given; none but the last two reads a tensor."""
+"""Checks of what a cache is made of and is given; none but `room` and `pages` reads a tensor."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..errors import refuse
 from .codes import QuantizedTensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HINT_TO_COPY = "Pass a copy: .clone(memory_format=torch.contiguous_format)."
 
 
 def tensor(name: str, given: Any, device: torch.device | None = None) -> None:
@@ -89,19 +90,54 @@ def room(lengths: Tensor, new: int, capacity: int, what: str = "the capacity") -
             refuse("lengths", f"from 0 to {what}, {capacity}", f"{length} in row {row}{more}")
 
 
-def pages(page_table: Tensor, before: Tensor, after: Tensor, page: int, count: int) -> None:
-    """Synchronises. Refuse an entry that the first `after[b]` positions of a row need and that is no page, or that the
-    positions from `before[b]` on will be written to and that another place of the table has too."""
-    seen: dict[int, tuple[str, bool]] = {}
-    for row, (entries, first, needed) in enumerate(
-        zip(page_table.tolist(), before.tolist(), after.tolist(), strict=True)
-    ):
-        for index, entry in enumerate(entries[: -(-needed // page)]):
-            here, written = f"[{row}, {index}]", first < needed and index >= first // page
-            if not 0 <= entry < count:
-                refuse("page_table", f"pages from 0 to {count - 1}", f"{entry} at {here}")
-            there, also_written = seen.setdefault(entry, (here, written))
-            if there != here and (written or also_written):
-                hint = "Pages may be shared to read, never to append."
-                expected = "a page of its own wherever tokens are appended"
-                refuse("page_table", expected, f"{entry} at {there} and {here}", hint)
+def looks(validate: Any, lengths: Tensor) -> bool:
+    """Whether to look at the values of lengths and pages: as asked; by default (None) on a CPU, where that is free."""
+    if validate is None:
+        return type(lengths) is Tensor and lengths.is_cpu and not torch.compiler.is_compiling()
+    if not isinstance(validate, bool):
+        refuse("validate", "True, False or None", f"{validate!r} ({type(validate).__name__})", error=TypeError)
+    return validate
+
+
+def writable(name: str, given: Tensor) -> None:
+    """A tensor that can be written to in place, with a place of its own for every element."""
+    if 0 in given.stride() and has_shared_places(given):
+        refuse(name, "a place for every element", f"an expanded tensor, strides {given.stride()}", HINT_TO_COPY)
+    if given.is_inference() and not torch.is_inference_mode_enabled():
+        refuse(name, "a tensor that may be written to here", "one made under torch.inference_mode()", HINT_TO_COPY)
+
+
+def has_shared_places(given: Tensor) -> bool:
+    """Whether it is expanded, so that several elements lie in one place."""
+    return any(stride == 0 and size > 1 for stride, size in zip(given.stride(), given.shape, strict=True))
+
+
+def pages(page_table: Tensor, before: Tensor, after: Tensor, page: int, count: int, first: Tensor | None) -> None:
+    """Synchronises. Refuse an entry that is no page and that the positions of a row from `first[b]` (None: 0), or from
+    `before[b]` if that is less, to `after[b]` need; and one that the positions from `before[b]` on will be written to
+    and that another place of the table has too."""
+    column = torch.arange(page_table.shape[1], device=page_table.device)
+    in_use = column < ((after + page - 1) // page).unsqueeze(1)
+
+    def from_on(position: Tensor) -> Tensor:
+        """Entries of the positions from here to `after`."""
+        return in_use & (column >= (position // page).unsqueeze(1)) & (position < after).unsqueeze(1)
+
+    exists = (page_table >= 0) & (page_table < count)
+    missing = (in_use if first is None else from_on(torch.minimum(first, before))) & ~exists
+    if missing.any():
+        row, index = missing.nonzero()[0].tolist()
+        refuse("page_table", f"pages from 0 to {count - 1}", f"{int(page_table[row, index])} at [{row}, {index}]")
+    written = from_on(before)
+    if not written.any():
+        return
+    uses = torch.bincount(page_table[in_use & exists], minlength=count)
+    shared = written & (uses[page_table.clamp(0, count - 1).long()] > 1)
+    if shared.any():
+        here = shared.nonzero()[0].tolist()
+        entry = int(page_table[here[0], here[1]])
+        places = (in_use & (page_table == entry)).nonzero().tolist()
+        there, here = sorted((here, next(place for place in places if place != here)))
+        hint = "Pages may be shared to read, never to append."
+        expected = "a page of its own wherever tokens are appended"
+        refuse("page_table", expected, f"{entry} at {there} and {here}", hint)

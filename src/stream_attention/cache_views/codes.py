@@ -11,6 +11,8 @@ Zero, which is about the middle of the group, and scale are stored in the tensor
 for, and count among its bytes. Codes are made for the stored ones, so no error exceeds half a scale and what rounding
 zero and scale does to the ends of the group.
 
+A group that holds Inf or NaN has the scale NaN, and all of it reads as NaN: codes have no place for one such number.
+
 Codes lie in words of 16 bits, as decode kernels read them: of D channels and n codes to a word, word w has those of the
 channels w, w + D/n, w + 2 D/n and so on, low bits first. So what two words have in the same place is two neighbours.
 Codes lie by heads, the tokens of a head one after another, so that whoever reads one head reads from one place: 8 heads
@@ -151,15 +153,17 @@ def quantize(
         refuse("keys and values", f"a head dim that is a multiple of {16 // bits} for {format}", list(x.shape))
     stored = x.dtype if scale_dtype is None else scale_dtype
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    if stored is torch.float16:
-        wide = wide.clamp(-LARGEST_HALF, LARGEST_HALF)
     low, high = _range(wide, dim, group, held)
+    not_finite = ~(low.isfinite() & high.isfinite())
+    if stored is torch.float16:
+        wide, low, high = (t.clamp(-LARGEST_HALF, LARGEST_HALF) for t in (wide, low, high))
     info = torch.finfo(stored)
     least = info.smallest_normal * info.eps
     groups = _grouped(wide, dim, group, 0.0)
     if format in SYMMETRIC:
         largest = SYMMETRIC[format]
         scale = (torch.maximum(low.abs(), high.abs()) / largest).clamp(least, info.max).to(stored)
+        scale.masked_fill_(not_finite, torch.nan)
         codes = (groups / scale.to(wide.dtype).unsqueeze(dim + 1)).clamp_(-largest, largest)
         if format == "fp8":
             codes = _joined(codes.to(torch.float8_e4m3fn), dim, x.shape[dim]).view(torch.uint8)
@@ -168,7 +172,7 @@ def quantize(
             codes = _by_heads(_pack(_joined(codes.round_().add_(128).to(torch.uint8), dim, x.shape[dim]), bits))
         return QuantizedTensor(format, codes, _laid_out(scale, dim), None, dim, group, x.dtype)
     steps = 2**bits - 1
-    scale = ((high - low) / steps).clamp(least, info.max).to(stored)
+    scale = ((high - low) / steps).clamp(least, info.max).to(stored).masked_fill_(not_finite, torch.nan)
     middle = 2 ** (bits - 1)
     zero = (low + middle * scale.to(wide.dtype)).clamp(info.min, info.max).to(stored)
     codes = groups - zero.to(wide.dtype).unsqueeze(dim + 1)

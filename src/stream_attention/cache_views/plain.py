@@ -18,6 +18,7 @@ from .write import Rotary, places, put, take
 class ContiguousKV(Cache):
     """Rows of T slots each, of which the first `lengths[b]` are taken; None: all."""
 
+    STORES = "key", "value"
     key: Tensor  # [B, T, Hkv, D]
     value: Tensor  # [B, T, Hkv, Dv]
     lengths: Tensor | None = None  # int32 [B]
@@ -41,12 +42,13 @@ class ContiguousKV(Cache):
     def addresses(self) -> tuple[int, ...]:
         return self.key.data_ptr(), self.value.data_ptr(), 0 if self.lengths is None else self.lengths.data_ptr()
 
+    @property
+    def requires_grad(self) -> bool:
+        return self.key.requires_grad or self.value.requires_grad
+
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         checks.span(start, stop, self.capacity)
         return self.key[:, start:stop], self.value[:, start:stop]
-
-    def _plain(self) -> tuple[Tensor, Tensor]:
-        return self.key, self.value
 
     def _write(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
         where = places(positions, self.key, None)
@@ -68,6 +70,7 @@ class PagedKV(Cache):
     page does not exist reads as NaN. Rows may share a page that none of them writes to.
     """
 
+    STORES = "key_pages", "value_pages"
     key_pages: Tensor  # [P, page, Hkv, D]
     value_pages: Tensor  # [P, page, Hkv, Dv]
     page_table: Tensor  # int32 [B, max_pages]
@@ -103,14 +106,15 @@ class PagedKV(Cache):
         tensors = self.key_pages, self.value_pages, self.page_table, self.lengths
         return tuple(t.data_ptr() for t in tensors)
 
+    @property
+    def requires_grad(self) -> bool:
+        return self.key_pages.requires_grad or self.value_pages.requires_grad
+
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         checks.span(start, stop, self.capacity)
         positions = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
         where = places(positions, self.key_pages, self.page_table)
         return take(self.key_pages, where), take(self.value_pages, where)
-
-    def _plain(self) -> tuple[Tensor, Tensor]:
-        return self.key_pages, self.value_pages
 
     def _write(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
         where = places(positions, self.key_pages, self.page_table)
@@ -143,8 +147,6 @@ def _launched(
     if any(type(t) is not Tensor or t.is_neg() for t in held):  # fake tensors, and others that are not their memory
         return False
     if key.dtype is torch.float64 or any(table.dtype not in checks.DTYPES for table in tables):
-        return False
-    if lengths.stride(0) == 0 and lengths.shape[0] > 1:  # rows that share a length: torch refuses to advance it
         return False
     launch = _launcher(key_store.device)
     if launch is None:

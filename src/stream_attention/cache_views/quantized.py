@@ -30,6 +30,7 @@ class QuantizedKV(Cache):
     T tokens and what the window takes.
     """
 
+    STORES = "key_window", "value_window"
     key: QuantizedTensor
     value: QuantizedTensor
     key_window: Tensor  # [B, slots, Hkv, D], slots = residual rounded up to blocks, and one block more
@@ -89,6 +90,11 @@ class QuantizedKV(Cache):
         )
 
     @property
+    def requires_grad(self) -> bool:
+        held = (self.key_window, self.value_window, self.key.scale, self.value.scale, self.key.zero, self.value.zero)
+        return any(t is not None and t.requires_grad for t in held)
+
+    @property
     def batch(self) -> int:
         return self.key_window.shape[0]
 
@@ -141,9 +147,6 @@ class QuantizedKV(Cache):
             return at, at
         i, j, real = (x[:, :: self.group] for x in at)
         return at, Places(i, j // self.group, real)
-
-    def _plain(self) -> tuple[Tensor, Tensor]:
-        return self.key_window, self.value_window
 
     def _write(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """A block at a time, as no more than one block becomes complete by as many tokens."""

@@ -2,7 +2,7 @@
 
 Every row of the output is compared, with --backward every gradient too. What is allowed is earned: twice (gradients:
 three times) the error of plain torch in the same dtype, plus the rounding of the result. The exit code is 1 if somebody
-is off by more, 2 if the command line cannot be run.
+is off by more or the file could not be written, 2 if the command line cannot be run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def _run(options: argparse.Namespace) -> int:
     found = compare(cell, providers, options.seed)
     show(found, cell)
     if options.json_out is not None:
-        results_.save(results_.conditions(device) | found, options.json_out)
+        why = flags.written(results_.save, results_.conditions(device) | found, options.json_out)
+        if flags.told_unwritten({options.json_out: why}):
+            return 1
         print(f"written to {options.json_out}")
     return 0 if all(_passed(one) for one in found["providers"].values()) else 1
 

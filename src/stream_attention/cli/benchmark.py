@@ -2,14 +2,15 @@
 
 Every provider is compared with the fp64 reference on a cell before it is timed on it. Without --suite, one problem is
 measured over sequence lengths, ours beside the strongest baseline there is; with --suite, a set of cells that the
-published figures come from. The exit code is 1 if somebody was wrong or a cell has no time of ours, 2 if the command
-line cannot be run.
+published figures come from. Ctrl-C keeps the cells that are done. The exit code is 1 if somebody was wrong, a cell has
+no time of ours or a file could not be written, 2 if the command line cannot be run, 130 if it was interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from .ending import quiet
 from .flags import Refused
 
 PROG = "stream-attention-benchmark"
+THREADS_PER_CORE = 4
 GRID_FLAGS = "seq batch heads kv_heads dim dtype causal dropout backward decode chunk providers".split()
 
 
@@ -57,21 +59,37 @@ def _run(options: argparse.Namespace) -> int:
 
     repeats = options.iters or (50 if grid else 25)
     warmup = options.warmup if options.warmup is not None else 10 if grid else 5
+    seconds = float("inf") if options.iters else options.cell_seconds
     cells_ = f"{len(cells)} cell{'s' if len(cells) > 1 else ''}"
-    limits = f"up to {repeats} rounds each, stopped after {options.cell_seconds:g} s (--cell-seconds)"
+    limits = f"{repeats} rounds each (--iters)"
+    if options.iters is None:
+        limits = f"up to {repeats} rounds each, stopped after {seconds:g} s (--cell-seconds)"
     print(f"{cells_}, {limits}", file=sys.stderr, flush=True)
     name, show = ("grid", _show_grid) if grid else (options.suite, _show_suite)
-    found = measured(name, cells, providers, clock, repeats, warmup, options.cell_seconds, eager)
+    try:
+        found = measured(name, cells, providers, clock, repeats, warmup, seconds, eager)
+    except KeyboardInterrupt:
+        print("interrupted before a cell was done: nothing was written", file=sys.stderr)
+        return 130
+    cells = cells[: len(found["cells"])]  # fewer where it was interrupted
     if grid:
         for entry, cell in zip(found["cells"], cells, strict=True):
             entry |= grid_.documented(entry, cell)
-    written = _written(found, options)  # before anything is printed: the reader may have gone
+    outcomes = _written(found, options)  # before anything is printed: the reader may have gone
     show(found, cells, providers)
     _shortfalls(found)
-    for path in written:
+    kept = [path for path, why in outcomes.items() if why is None]
+    for path in kept:
         print(f"written to {path}")
-    if not written:
+    if not outcomes:
         print("no --json-out, --csv or --report: nothing was written")
+    unwritten = flags.told_unwritten(outcomes)
+    if "interrupted" in found:
+        where = f"written to {', '.join(map(str, kept))}" if kept else "printed above and not written"
+        print(f"interrupted {found['interrupted']}: those were {where}", file=sys.stderr)
+        return 130
+    if unwritten:
+        return 1
     asked = flags.named(options.providers or [], providers)
     failed = any("unavailable" in entry["providers"][name] for entry in found["cells"] for name in asked)
     return 1 if failed or any(wrong(entry) or entry["ours"] is None for entry in found["cells"]) else 0
@@ -111,6 +129,10 @@ def _clocks(options: argparse.Namespace, device: str) -> tuple[Clock, Clock | No
             return "graph", "eager"
         return "calls" if options.suite == "small" else "events", None
     if options.threads:
+        cores = os.cpu_count() or 1
+        if options.threads > (most := THREADS_PER_CORE * cores):  # torch would crash or starve the machine
+            each = f"{THREADS_PER_CORE} for each of the {cores} cores here"
+            raise Refused(f"--threads: expected at most {most}, {each}; got {options.threads}")
         torch.set_num_threads(options.threads)
     if options.clock == "cpu" and torch.get_num_threads() != 1:
         raise Refused(f"--clock cpu counts one thread; say --threads 1, not {torch.get_num_threads()}")
@@ -176,13 +198,16 @@ def _refuse_outputs(options: argparse.Namespace) -> None:
     flags.writable_folder("--report", options.report, "index.html")
 
 
-def _written(found: dict[str, Any], options: argparse.Namespace) -> list[Path]:
+def _written(found: dict[str, Any], options: argparse.Namespace) -> dict[Path, str | None]:
+    """By file, why it could not be written, or None where it was."""
+    outcomes: dict[Path, str | None] = {}
     if options.json_out is not None:
-        results_.save(found, options.json_out)
+        outcomes[options.json_out] = flags.written(results_.save, found, options.json_out)
     if options.csv is not None:
-        results_.save_csv(found, options.csv)
-    page = None if options.report is None else write_page([found], options.report)
-    return [path for path in (options.json_out, options.csv, page) if path is not None]
+        outcomes[options.csv] = flags.written(results_.save_csv, found, options.csv)
+    if options.report is not None:
+        outcomes[options.report / "index.html"] = flags.written(write_page, [found], options.report)
+    return outcomes
 
 
 def _refuse_outputs_of_list(options: argparse.Namespace) -> None:
@@ -320,14 +345,18 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--warmup", type=values.count_or_none, metavar="N", help="rounds that are not counted; default 10, suites 5"
     )
     how.add_argument(
-        "--iters", "--repeats", type=values.count, metavar="N", help="rounds per cell; default 50, suites 25"
+        "--iters",
+        "--repeats",
+        type=values.count,
+        metavar="N",
+        help="rounds per cell, exactly, whatever --cell-seconds; default: up to 50, suites 25",
     )
     how.add_argument(
         "--cell-seconds",
         type=values.seconds,
         default=4.0,
         metavar="S",
-        help="stop a cell's rounds after this long, with at least three; default 4",
+        help="without --iters, stop a cell's rounds after this long, with at least three; default 4",
     )
     how.add_argument(
         "--clock",

@@ -62,14 +62,16 @@ def _run(options: argparse.Namespace) -> int:
         if not found:
             raise Refused(f"--length: expected at least two rows for each of {cluster.ranks} ranks; got {work.length}")
         advice = recommend(found, speed)
-        written = scaling.write(work, cluster, speed, options.plot) if options.plot else []
+        why = flags.written(scaling.write, work, cluster, speed, options.plot) if options.plot else None
     except ValueError as refused:
         raise Refused(str(refused)) from None
     if options.json:
         print(json.dumps(_told(work, cluster, speed, found, advice), indent=1))
     else:
         _print(work, cluster, speed, found, advice)
-    for path in written:
+    if options.plot and flags.told_unwritten({options.plot: why}):
+        return 1
+    for path in (options.plot / name for name in scaling.FILES) if options.plot else ():
         print(f"written to {path}", file=sys.stderr if options.json else sys.stdout)
     return 0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 
 from ..benchmark.grid import DTYPES
 from ..benchmark.providers import Provider
+from ..files import check_writable
 from . import values
 
 
@@ -27,7 +30,7 @@ def exit_code(prog: str, run: Callable[[], int]) -> int:
         print(f"{prog}: {refused}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted, nothing was written", file=sys.stderr)
+        print(f"{prog}: interrupted; what it writes is whole or as it was", file=sys.stderr)
         return 130
 
 
@@ -131,34 +134,38 @@ def named(names: Iterable[str], providers: dict[str, Provider]) -> list[str]:
 
 
 def writable_file(flag: str, path: Path | None) -> None:
-    """Refuse a file that could not be written, also one in a folder that is not there: it may be a slip of the pen."""
+    """Refuse a file that could not be written; folders around it are made."""
     if path is None:
         return
-    _in_a_folder(flag, path)
     try:
-        was_there = path.exists()
-        path.open("ab").close()
-        if not was_there:
-            path.unlink()
+        check_writable(path)
     except OSError as error:
         raise Refused(f"{flag} {path} cannot be written: {error.strerror}") from None
 
 
 def writable_folder(flag: str, folder: Path | None, name: str) -> None:
-    """Make a folder, and refuse it where a file of this name could not be written into it."""
-    if folder is None:
-        return
-    _in_a_folder(flag, folder)
+    """Make a folder and those around it, and refuse it where a file of this name could not be written into it."""
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise Refused(f"{flag} {folder} cannot be written: {os.strerror(errno.ENOTDIR)}")
+    writable_file(flag, None if folder is None else folder / name)
+
+
+def written(write: Callable[..., object], *arguments: Any) -> str | None:
+    """Write a file; why that failed, if it did: what was measured is printed all the same, and the old file stays."""
     try:
-        folder.mkdir(exist_ok=True)
+        write(*arguments)
     except OSError as error:
-        raise Refused(f"{flag} {folder} cannot be written: {error.strerror}") from None
-    writable_file(flag, folder / name)
+        return error.strerror or str(error)
+    return None
 
 
-def _in_a_folder(flag: str, path: Path) -> None:
-    if not path.parent.is_dir():
-        raise Refused(f"{flag} {path} cannot be written: there is no folder {path.parent}")
+def told_unwritten(outcomes: dict[Path, str | None]) -> bool:
+    """Say below what was printed which files could not be written; whether there are any."""
+    failed = {path: why for path, why in outcomes.items() if why is not None}
+    sys.stdout.flush()
+    for path, why in failed.items():
+        print(f"{path} cannot be written: {why}; what was there before is as it was", file=sys.stderr)
+    return bool(failed)
 
 
 def apart(files: dict[str, Path | None]) -> None:

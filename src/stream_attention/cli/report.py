@@ -28,6 +28,7 @@ from typing import Any
 from ..benchmark import models, overview
 from ..benchmark.page import write_page
 from ..benchmark.results import load, markdown
+from ..files import write_file
 from .ending import quiet
 
 _TABLE = re.compile(r"(<!-- results:(?P<name>[\w./-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
@@ -83,12 +84,13 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise _Refused(f"{path}: expected a page; got {error.strerror or error}.") from None
+    except UnicodeDecodeError as error:
+        raise _Refused(f"{path}: expected a page in UTF-8; got {error}.") from None
 
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.parent.mkdir(exist_ok=True)  # that of the pictures; the one around it must be there
-        path.write_text(text, encoding="utf-8")
+        write_file(path, text)
     except OSError as error:
         raise _Refused(f"{path} cannot be written: {error.strerror or error}.") from None
 

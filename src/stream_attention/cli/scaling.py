@@ -13,6 +13,7 @@ from ..benchmark.summary import figure, short
 from ..distributed.planner import Cluster, Prediction, one_gpu_s, predict_all, recommend
 from ..distributed.speed import Speed
 from ..distributed.traffic import Workload
+from ..files import write_file
 
 GPUS = tuple(2**n for n in range(13))  # to 4,096
 IDEAL = "ideal"
@@ -29,14 +30,12 @@ ORDER = (
 FILES = tuple(f"{name}{suffix}.svg" for name in ("strong_scaling", "weak_scaling") for suffix in THEMES)
 
 
-def write(work: Workload, cluster: Cluster, speed: Speed, folder: Path) -> list[Path]:
-    """Draw both pictures, light and dark, and say where they are."""
+def write(work: Workload, cluster: Cluster, speed: Speed, folder: Path) -> None:
+    """Draw both pictures, light and dark."""
     drawn = (strong(work, cluster, speed), weak(work, cluster, speed))
     pictures = [figures.standalone(svg, theme) for svg in drawn for theme in THEMES.values()]
-    paths = [folder / name for name in FILES]
-    for path, picture in zip(paths, pictures, strict=True):
-        path.write_text(picture, encoding="utf-8")
-    return paths
+    for name, picture in zip(FILES, pictures, strict=True):
+        write_file(folder / name, picture)
 
 
 def strong(work: Workload, cluster: Cluster, speed: Speed) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,14 @@ from ..tuning.triton import FORCEABLE
 PLANNED = {"tile_size_q": 128, "tile_size_k": 64, "num_warps": 4, "num_stages": 2}
 """The values that mean "planned"."""
 
-MAY_BE_0 = ("ring_attention_overlap_size", "star_attention_anchor_size")
+MAY_BE_0 = ("star_attention_anchor_size",)
 """The other numbers are at least 1, but for `dropout`."""
+
+RETIRED = {"ring_attention_block_size": 2048, "ring_attention_overlap_size": 256}
+"""Fields that are gone, and their defaults: a ring has nothing to decide by them.
+
+What was written for them goes on working, with a DeprecationWarning, where it says the default; else it is refused.
+"""
 
 _FIELD_OF = {
     "tile_size_q": "block_m",
@@ -48,9 +56,22 @@ def check_tiles(**tiles: int) -> None:
             raise ValueError(f"{name}: expected one of {', '.join(map(str, legal))}; got {value}")
 
 
+def _with_retired(cls: type[Any]) -> type[Any]:
+    """A dataclass whose constructor also takes `RETIRED` names."""
+    generated = cls.__init__
+
+    @wraps(generated)
+    def __init__(self: Any, *args: Any, **values: Any) -> None:
+        generated(self, *args, **_without_retired(values, 3))
+
+    cls.__init__ = __init__
+    return cls
+
+
+@_with_retired
 @dataclass
 class StreamAttentionConfig:
-    """24 fields, each of which acts or is refused by the class that reads it.
+    """22 fields, each of which acts or is refused by the class that reads it.
 
     Read by `StreamAttention` (and, where it says so, by `FlashAttentionV3`). `RingAttention` and `StarAttention` say
     which of these they read too:
@@ -79,8 +100,6 @@ class StreamAttentionConfig:
     - `enable_distributed`: allows it. False: `RingAttention` computes on its process alone, and `StarAttention` refuses
       more than one host.
     - `enable_ring_attention`, `enable_star_attention`: False: `RingAttention`, `StarAttention` refuse to be built.
-    - `ring_attention_block_size`, `ring_attention_overlap_size`: `RingAttention` has nothing to decide by them (shards
-      travel whole, while others are computed) and refuses values other than the defaults.
     - `star_attention_block_size`, `star_attention_anchor_size`: rows of a block of the context, and how many of the
       first ones every block sees; at most a block.
     - `star_attention_num_hosts`: how many ranks the context is spread over: those of the process group, or 1.
@@ -118,13 +137,14 @@ class StreamAttentionConfig:
     enable_star_attention: bool = True
     enable_kv_compression: bool = True
     kv_compression_ratio: float = 4.0
-    ring_attention_block_size: int = 2048
-    ring_attention_overlap_size: int = 256
     star_attention_block_size: int = 2048
     star_attention_anchor_size: int = 256
     star_attention_num_hosts: int = 1
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in RETIRED:
+            _check_retired(name, value, 3)
+            return
         fields = {field.name: field for field in dataclasses.fields(self)}
         _refuse_unknown([name], fields, "a field of StreamAttentionConfig", AttributeError)
         kind: type[Any] = type(fields[name].default)
@@ -155,8 +175,13 @@ class StreamAttentionConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StreamAttentionConfig:
         """A config with these fields, the others at their defaults. Names that are no field are refused."""
+        return cls._from_dict(values, 4)
+
+    @classmethod
+    def _from_dict(cls, values: Mapping[str, Any], depth: int) -> StreamAttentionConfig:
         if not isinstance(values, Mapping):
             raise TypeError(f"values: expected a mapping of field names to values; got {type(values).__name__}")
+        values = _without_retired(values, depth)
         known = [field.name for field in dataclasses.fields(cls)]
         _refuse_unknown(values, known, "a field of StreamAttentionConfig")
         return cls(**values)
@@ -180,7 +205,7 @@ class StreamAttentionConfig:
         if not isinstance(values, dict):
             raise TypeError(f"{path}: expected a mapping of field names to values; got a {type(values).__name__}")
         try:
-            return cls.from_dict(values)
+            return cls._from_dict(values, 4)
         except (TypeError, ValueError) as error:
             blamed = [text for text in values.values() if _is_exponent(text) and repr(text) in str(error)]
             raise type(error)(f"{path}: {error}{EXPONENT.format(*blamed) if blamed else ''}") from None
@@ -194,18 +219,19 @@ class StreamAttentionConfig:
         """
         environ = os.environ if environ is None else environ
         ours = {name: text for name, text in environ.items() if name.startswith(PREFIX)}
-        _refuse_unknown([name for name in ours if name not in OTHER_VARIABLES], VARIABLES, "a variable that is read")
+        others = (*OTHER_VARIABLES, *RETIRED_VARIABLES)
+        _refuse_unknown([name for name in ours if name not in others], VARIABLES, "a variable that is read")
         values = {}
-        for variable, (field, read) in VARIABLES.items():
+        for variable, (field, read) in (VARIABLES | RETIRED_VARIABLES).items():
             if variable in ours:
                 try:
                     values[field] = read(ours[variable].strip())
                 except ValueError as error:
                     raise ValueError(f"{variable}: expected {error}; got {ours[variable]!r}") from None
         try:
-            return cls(**values)
+            return cls(**_without_retired(values, 3))
         except ValueError as error:
-            named = {field: variable for variable, (field, _) in VARIABLES.items()}
+            named = {field: variable for variable, (field, _) in (VARIABLES | RETIRED_VARIABLES).items()}
             field = str(error).partition(":")[0]
             raise ValueError(f"{named[field]} ({error})" if field in named else str(error)) from None
 
@@ -279,7 +305,7 @@ def _flag(text: str) -> bool:
 
 
 PREFIX = "STREAM_ATTENTION_"
-VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "STREAM_ATTENTION_NUM_HEADS": ("num_heads", _whole),
     "STREAM_ATTENTION_HEAD_DIM": ("head_dim", _whole),
     "STREAM_ATTENTION_TILE_Q": ("tile_size_q", _whole),
@@ -287,13 +313,17 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "STREAM_ATTENTION_MAX_SEQ_LEN": ("max_sequence_length", _whole),
     "STREAM_ATTENTION_ENABLE_KV_COMPRESSION": ("enable_kv_compression", _flag),
     "STREAM_ATTENTION_KV_COMPRESSION_RATIO": ("kv_compression_ratio", _number),
-    "STREAM_ATTENTION_RING_BLOCK_SIZE": ("ring_attention_block_size", _whole),
-    "STREAM_ATTENTION_RING_OVERLAP_SIZE": ("ring_attention_overlap_size", _whole),
     "STREAM_ATTENTION_STAR_BLOCK_SIZE": ("star_attention_block_size", _whole),
     "STREAM_ATTENTION_STAR_ANCHOR_SIZE": ("star_attention_anchor_size", _whole),
     "STREAM_ATTENTION_STAR_NUM_HOSTS": ("star_attention_num_hosts", _whole),
 }
 """What `from_env` reads, and how."""
+
+RETIRED_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "STREAM_ATTENTION_RING_BLOCK_SIZE": ("ring_attention_block_size", _whole),
+    "STREAM_ATTENTION_RING_OVERLAP_SIZE": ("ring_attention_overlap_size", _whole),
+}
+"""Those of `RETIRED` fields."""
 
 OTHER_VARIABLES = ("STREAM_ATTENTION_COMMIT",)
 """With the same prefix, but read elsewhere: the commit that results files name where there is no git."""
@@ -314,6 +344,21 @@ def _is_exponent(text: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _without_retired(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """`values` less those of `RETIRED` names; a warning points `depth` calls up."""
+    for name in RETIRED:
+        if name in values:
+            _check_retired(name, values[name], depth + 1)
+    return {name: value for name, value in values.items() if name not in RETIRED}
+
+
+def _check_retired(name: str, value: Any, depth: int) -> None:
+    why = "a ring passes shards on whole, while it computes with the ones before"
+    if isinstance(value, bool) or value != RETIRED[name]:
+        raise ValueError(f"{name}: expected none: it is no field any more, as {why}; got {value!r}. Leave it out")
+    warnings.warn(f"{name} is no field any more, as {why}. Leave it out.", DeprecationWarning, stacklevel=depth)
 
 
 def _check_type(name: str, value: Any, expected: type) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -25,9 +26,6 @@ from ._masks import split_mask
 from ._ranks import check_heads, check_length, checked_config
 from .config import StreamAttentionConfig
 
-PLANNED = {"ring_attention_block_size": 2048, "ring_attention_overlap_size": 256}
-"""Fields that have nothing to decide: shards travel whole, and are on their way while the ones before are computed."""
-
 
 class RingCache(tuple[Tensor, Tensor]):
     """`(key, value)` of one rank, and which calls they came from: the position of a row depends on all ranks' calls."""
@@ -48,7 +46,7 @@ class RingAttention(nn.Module):
 
     Read of the config: `num_heads`, `head_dim`, the tiles, `dropout`, `gradient_checkpointing`, `max_sequence_length`
     (of all ranks' keys together), `enable_ring_attention`, and `enable_distributed`: False computes on this process
-    alone. `ring_attention_block_size` and `ring_attention_overlap_size` are refused unless they are at their defaults.
+    alone. There is no size of blocks: shards travel whole, while the ones before are computed.
 
     Args:
         config: copied.
@@ -74,10 +72,6 @@ class RingAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.config = checked_config(config, "RingAttention", "enable_ring_attention")
-        for name, planned in PLANNED.items():
-            if getattr(config, name) != planned:
-                hint = "Shards travel whole, and while the one before is computed."
-                refuse(name, f"{planned}, its default: there is nothing to set", getattr(config, name), hint)
         check_layout(layout)
         if rotate not in get_args(Rotation):
             refuse("rotate", " or ".join(map(repr, get_args(Rotation))), repr(rotate))
@@ -133,7 +127,8 @@ class RingAttention(nn.Module):
         `tree_decode_attention` sends less.
 
         Args:
-            past_key_values: what an earlier call returned; or `(key, value)`, shards in the order of ranks.
+            past_key_values: what an earlier call returned; or `(key, value)`, shards in the order of ranks, such as
+                each rank's part after `KVCompressor.compress`.
             use_cache: False returns None in place of the cache.
 
         Returns:
@@ -149,6 +144,9 @@ class RingAttention(nn.Module):
             check_heads(self.config, q, k)
             if q.shape[1] != k.shape[1]:
                 refuse("key", f"as many new rows as the query's {q.shape[1]}", k.shape[1])
+        for past, *fresh in zip(pasts, *columns[1:], strict=True):
+            if past is not None:
+                _check_past(past, fresh)
         keys, values = (
             [new if past is None else torch.cat((past[i], new), dim=1) for past, new in zip(pasts, column, strict=True)]
             for i, column in enumerate(columns[1:])
@@ -181,6 +179,7 @@ class RingAttention(nn.Module):
 
     def _request(self, query: Any, key: Any, value: Any, mask: Any, bias: Any, causal: bool, seed: Any) -> Request:
         request = prepare(
+            "ring_attention",
             query,
             key,
             value,
@@ -223,6 +222,20 @@ class RingAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.config.num_heads}, head_dim={self.config.head_dim}, layout={self.layout!r}"
+
+
+def _check_past(past: Any, new: Sequence[Tensor]) -> None:
+    """Refuse a rank's cache that is no pair of tensors like its new keys and values."""
+    if not isinstance(past, (list, tuple)) or len(past) != 2 or not all(isinstance(one, Tensor) for one in past):
+        sides = past if isinstance(past, (list, tuple)) else [past]
+        hint = "Of codes pass compressor.decompress(keys, values), or decode from a QuantizedKV: tree_decode_attention."
+        found = ", ".join(type(one).__name__ for one in sides)
+        refuse("past_key_values", "a pair of tensors [B, T, Hkv, D] for each rank", found, hint, error=TypeError)
+    for old, fresh in zip(past, new, strict=True):
+        batch, _, *rest = fresh.shape
+        if old.dim() != 4 or (old.shape[0], *old.shape[2:]) != (batch, *rest):
+            expected = f"[{batch}, T, {', '.join(map(str, rest))}], as of the new rows"
+            refuse("past_key_values", expected, list(old.shape))
 
 
 def _runs_of_calls(calls: tuple[tuple[int, ...], ...]) -> tuple[tuple[Run, ...], ...]:

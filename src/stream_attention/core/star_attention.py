@@ -207,12 +207,13 @@ class StarAttention(nn.Module):
             state.query_length += key.shape[1]
         state.current_phase = 2
         states = []
+        told = {"tokens of the context, of queries": (state.context_length, state.query_length)}
         for rank, (keys, values) in caches.items():
             partial = State(query, values.shape[-1])
             self._fold(partial, query, keys, values, state.compression.get(rank), causal=False)
             if rank == state.query_host_id and state.query_kv is not None:
                 self._fold(partial, query, *state.query_kv, None, causal=key is not None)
-            states.append(merge_ranks(rank, transport.size, *partial.sums()))
+            states.append(merge_ranks("StarAttention", rank, transport.size, *partial.sums(), told))
         outs = [out.to(query.dtype) for out, _ in transport.run(states, query.device)]
         return self._listed(dict(zip(transport.ranks, outs, strict=True)))
 

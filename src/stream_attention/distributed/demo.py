@@ -24,7 +24,8 @@ from ..cli import flags, values
 from ..cli.ending import quiet
 from ..cli.flags import Refused
 from ..cli.plan import DTYPES
-from .processes import Processes, initialize
+from ..errors import refuse
+from .processes import Processes, initialize, launched
 from .shard import Layout
 from .traffic import Scheme, Workload
 from .transport import CommunicationError
@@ -42,15 +43,14 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    launched = "RANK" in os.environ
-    if launched and options.ranks is not None and str(options.ranks) != os.environ.get("WORLD_SIZE"):
-        started = os.environ.get("WORLD_SIZE")
-        raise Refused(f"--ranks: expected none, or the {started} that torchrun started; got {options.ranks}")
+    on_processes = "RANK" in os.environ
     device = torch.device(flags.device(options.device))
     try:
+        if on_processes and options.ranks is not None and options.ranks != launched("WORLD_SIZE", 1):
+            refuse("--ranks", f"none, or the {launched('WORLD_SIZE', 1)} that torchrun started", options.ranks)
         work = _workload(options, device)
         scheme = _scheme(options, work)
-        if launched:
+        if on_processes:
             return _on_processes(scheme, work, device, options)
         trial = Trial(scheme, work, ClockedRanks(options.ranks or 4), device)
         found = trial.measure(options.iters)

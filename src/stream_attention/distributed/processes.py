@@ -5,7 +5,7 @@ CUDA tensors; those go through pinned memory. Nothing here waits forever: gloo f
 its group, after which its watchdog ends the process. A group of one never communicates.
 
 On gloo a collective is the P2P it consists of: one of gloo's own that has timed out goes on in a thread, for which the
-process waits when it wants to end.
+process waits when it wants to end. Messages have tags by which those of different calls never meet.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from ..errors import refuse
 from .transport import (
+    Agreement,
     AllGather,
     CommunicationError,
     Exchange,
@@ -58,18 +60,16 @@ def initialize(backend: str | None = None, *, timeout_s: float = TIMEOUT_S) -> N
     _check_build()
     if dist.is_initialized():
         refuse("initialize", "one call, before any other", "a process group that is there already")
-    missing = [name for name in _VARIABLES if name not in os.environ]
+    missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing:
         refuse("environment", f"{', '.join(_VARIABLES)}", f"no {', '.join(missing)}", _LAUNCH)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        if not os.environ[name].isdecimal():
-            refuse(name, "a number in the environment", repr(os.environ[name]), _LAUNCH)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = launched("RANK", 0), launched("WORLD_SIZE", 1)
     if not rank < size:
         refuse("RANK", f"below WORLD_SIZE={size}", rank, _LAUNCH)
+    launched("MASTER_PORT", 0, 65535)
     _seconds(timeout_s)
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    local_rank = launched("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else rank
+    local_size = launched("LOCAL_WORLD_SIZE", 1) if "LOCAL_WORLD_SIZE" in os.environ else size
     gpus = torch.cuda.device_count()
     if backend is None:
         backend = "nccl" if gpus >= local_size and dist.is_nccl_available() else "gloo"
@@ -78,12 +78,26 @@ def initialize(backend: str | None = None, *, timeout_s: float = TIMEOUT_S) -> N
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout_s:g} s"
         raise CommunicationError(
-            f"initialize: the {size} processes did not meet at {address} within {timeout_s:g} s: {error}. All of them "
-            "must be running, with this MASTER_ADDR and MASTER_PORT, and able to reach that host."
+            f"initialize: the {size} processes did not meet at {where}: {_first_line(error)}. All of them must be "
+            "running, with this MASTER_ADDR and MASTER_PORT, and able to reach that host."
         ) from error
     _told[dist.group.WORLD] = timeout_s
+
+
+def launched(name: str, least: int, most: int | None = None) -> int:
+    """A variable that torchrun sets, as the number from `least` to `most` that it has to be."""
+    text = os.environ.get(name, "")
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        expected = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
+        refuse(name, f"{expected} in the environment", repr(text), _LAUNCH)
+    return int(text)
+
+
+def _first_line(error: Exception) -> str:
+    """Without the stack of C++ frames that torch writes below it."""
+    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def _check_build() -> None:
@@ -100,8 +114,8 @@ def transport_of(group: Group = None) -> Transport:
     if isinstance(group, Transport):
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
-        size = os.environ.get("WORLD_SIZE", "1")
-        if size != "1":
+        size = launched("WORLD_SIZE", 1) if "WORLD_SIZE" in os.environ else 1
+        if size > 1:
             hint = "Call stream_attention.distributed.initialize() first."
             refuse("group", f"a process group of the {size} processes (WORLD_SIZE={size})", "none initialised", hint)
         return VirtualRanks(1)
@@ -157,7 +171,7 @@ class Processes(Transport):
             refuse(
                 "group", f"a backend for {device.type} tensors", self.backends, "Use nccl, or gloo, when you make it."
             )
-        runner = _Run(self, device, backend or "")
+        runner = _Run(self, device, backend or "", strategy)
         answer: Any = None
         try:
             while True:
@@ -177,7 +191,8 @@ class Processes(Transport):
 class _Run:
     """One strategy's communications, numbered, so that two under way between a pair of ranks cannot be mistaken."""
 
-    def __init__(self, transport: Processes, device: torch.device, backend: str) -> None:
+    def __init__(self, transport: Processes, device: torch.device, backend: str, strategy: Strategy[Any]) -> None:
+        self.name = getattr(strategy, "__qualname__", "")  # of its function: "Ring.backward"
         self.transport, self.group = transport, transport.group
         self.rank, self.size = transport.rank, transport.size
         self.device, self.nccl = device, backend == "nccl"
@@ -216,21 +231,31 @@ class _Run:
         if self.staged:
             torch.cuda.current_stream(self.device).synchronize()  # the copies to the host are there
         if type(communication) is Exchange or not (self.nccl or self.transport.collectives):
-            return self._point_to_point(sends, communication.receives)
+            return self._point_to_point(communication, sends)
         sizes = {tensor.nbytes for tensor in (*sends.values(), *communication.receives.values())}
         if isinstance(communication, AllGather) and len(sizes) == 1:
             return self._all_gather(next(iter(sends.values())))
         return self._all_to_all(sends, communication.receives)
 
-    def _point_to_point(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> _Work:
-        buffers = {rank: self._incoming(tensor) for rank, tensor in receives.items()}
+    def _point_to_point(self, communication: Exchange, sends: Mapping[int, Tensor]) -> _Work:
+        buffers = {rank: self._incoming(tensor) for rank, tensor in communication.receives.items()}
         ops = [
-            dist.P2POp(op, tensor, group=self.group, group_peer=rank, tag=self.count)
+            dist.P2POp(op, tensor, group=self.group, group_peer=rank, tag=self._tag(communication, tensor))
             for op, side in ((dist.isend, sends), (dist.irecv, buffers))
             for rank, tensor in side.items()
             if tensor.numel()
         ]
         return _Work(dist.batch_isend_irecv(ops) if ops else [], buffers, sends)
+
+    def _tag(self, communication: Exchange, tensor: Tensor) -> int:
+        """What a message is, so that messages of different calls do not meet: they wait until their time is up.
+
+        Gloo ends the process where a message arrives that is not of the expected size. All agreements are of one size,
+        and are to meet: they say which calls differ.
+        """
+        kind = type(communication).__name__
+        place = "" if isinstance(communication, Agreement) else f"{self.name} {self.count} {tensor.nbytes}"
+        return crc32(f"{kind} {place}".encode()) >> 1  # gloo takes 31 bits
 
     def _all_gather(self, tensor: Tensor) -> _Work:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -267,8 +292,9 @@ class _Run:
         limit = "the timeout of the group" if self.nccl else f"{self.transport.timeout_s:g} s"
         raise CommunicationError(
             f"{type(communication).__name__} {number} of rank {self.rank} with rank {names} failed within "
-            f"{limit}: {error}. Either one of these ranks has died or raised: look at its "
-            "output first. Or it makes other calls: every rank of the group must make the same ones in the same order. "
+            f"{limit}: {_first_line(error)}. Either one of these ranks has died or raised: look at its "
+            f"output first. Or it makes other calls (this rank is in {self.name}): every rank of the group must make "
+            "the same ones in the same order. "
             "This group cannot be used any more; start the job again (torchrun --max-restarts does so by itself)."
         ) from error
 

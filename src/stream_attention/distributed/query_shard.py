@@ -19,7 +19,7 @@ from ..errors import refuse
 from ..ops.attention import attention, in_autocast_dtype, leading_ones, seed_tensor
 from ..plan import requested
 from ..problem import UNBOUNDED
-from .agreement import agree
+from .agreement import agree, described
 from .call import Tensors, differentiable
 from .local import Attention, Rows, Saved
 from .processes import Group, transport_of
@@ -104,7 +104,7 @@ def query_sharded_attention(
     told["return_lse"] = return_lse
     transport.run(
         [
-            agree(rank, transport.size, first.device, (), {**_described(named, one), **told})
+            agree("query_sharded_attention", rank, transport.size, first.device, (), {**_described(named, one), **told})
             for rank, one in zip(transport.ranks, copies, strict=True)
         ],
         first.device,
@@ -204,7 +204,7 @@ def _described(names: Iterable[str], tensors: Tensors) -> dict[str, object]:
     """What must be the same on all ranks of each tensor: which gradients are sent depends on which are wanted."""
     graph = torch.is_grad_enabled()
     return {
-        name: None if t is None else (list(t.shape), t.dtype, "gradient wanted" if graph and t.requires_grad else "")
+        name: (described(t), "gradient wanted" if t is not None and graph and t.requires_grad else "")
         for name, t in zip(names, tensors, strict=True)
     }
 

@@ -14,7 +14,7 @@ from .. import validate
 from ..errors import refuse
 from ..ops.attention import in_autocast_dtype, leading_ones, seed_tensor
 from ..plan import requested
-from .agreement import agree
+from .agreement import agree, described
 from .call import Tensors
 from .local import Attention
 from .processes import Group, transport_of
@@ -52,6 +52,7 @@ class Request:
 
 
 def prepare(
+    call: str,
     query: Any,
     key: Any,
     value: Any,
@@ -75,7 +76,10 @@ def prepare(
     backend: str,
     facts: Mapping[str, object],
 ) -> Request:
-    """Check a call on every rank, and what the ranks must agree on between them. `facts` are the strategy's own."""
+    """Check a call on every rank, and what the ranks must agree on between them.
+
+    `call` is the name of the public function, `facts` are its own.
+    """
     check_layout(layout)
     transport = transport_of(group)
     backend = requested(backend)
@@ -115,12 +119,14 @@ def prepare(
         "softcap": softcap,
         "scale": scale,
         "dropout_p": dropout_p,
-        "seed": seed if isinstance(seed, int) else None,
+        "seed": described(seed) if isinstance(seed, Tensor) else seed,
+        "alibi_slopes": described(alibi_slopes),
+        "sink": described(sink),
         "layout": layout,
         "cu_seqlens": offsets,
         **facts,
     }
-    q_lengths, k_lengths = _lengths(transport, tensors, layout, length, told)
+    q_lengths, k_lengths = _lengths(call, transport, tensors, layout, length, told)
     q_base = sum(k_lengths) - sum(q_lengths)
     if offsets is not None and offsets[-1] > sum(k_lengths):
         refuse("cu_seqlens", f"a last value of at most the {sum(k_lengths)} rows of all ranks", offsets[-1])
@@ -158,6 +164,7 @@ def prepare(
 
 
 def _lengths(
+    call: str,
     transport: Transport,
     tensors: Sequence[Tensors],
     layout: Layout,
@@ -177,7 +184,7 @@ def _lengths(
                 refuse("length", wanted, f"{length} beside shards of {mine}", "None asks the other ranks.")
         return expected, expected
     strategies = [
-        agree(rank, size, device, mine, {**_facts(*one), **told})
+        agree(call, rank, size, device, mine, {**_facts(*one), **told})
         for rank, mine, one in zip(transport.ranks, local, tensors, strict=True)
     ]
     table = transport.run(strategies, device)[0]

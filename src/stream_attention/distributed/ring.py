@@ -93,6 +93,7 @@ def ring_attention(
     if rotate not in get_args(Rotation):
         refuse("rotate", " or ".join(map(repr, get_args(Rotation))), repr(rotate))
     request = prepare(
+        "ring_attention",
         query,
         key,
         value,

@@ -158,6 +158,7 @@ def unshard_sequence(shard: Any, *, group: Group = None, layout: Layout = "conti
     told = {"layout": layout, "gradients wanted": wanted}
     strategies = [
         agree(
+            "unshard_sequence",
             rank,
             transport.size,
             device,

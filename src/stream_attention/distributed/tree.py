@@ -7,6 +7,7 @@ the same bits. Bytes sent per rank: (P-1) * B * Tq * Hq * (Dv + 1) * 4, whatever
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..errors import refuse
 from ..ops.decode import decode_attention
 from ..plan import requested
 from ..state import add_sink, merge, per_row
-from .agreement import agree
+from .agreement import agree, described
 from .local import Attention, Rows, State
 from .processes import Group, transport_of
 from .shard import Run, check_shards
@@ -72,6 +73,9 @@ def tree_decode_attention(
     options: dict[str, Any] = {"softcap": softcap, "scale": scale, "backend": backend}
     for its_query, its_cache in zip(queries, caches, strict=True):
         validate.decoding(its_query, its_cache, None, None, sink, None)
+        validate.without_gradient(
+            "tree_decode_attention", "ring_attention()", query=its_query, cache=its_cache, sink=sink
+        )
         validate.options(causal, None, softcap, scale, 0.0, None, None, return_lse, its_query)
     last = transport.size - 1
     if last in transport.ranks and causal and queries[-1].shape[1] > caches[-1].capacity:
@@ -82,8 +86,12 @@ def tree_decode_attention(
             _state(its_query, its_cache, causal and rank == last, **options)
             for rank, its_query, its_cache in zip(transport.ranks, queries, caches, strict=True)
         ]
+        told = {"causal": causal, "softcap": softcap, "scale": scale, "sink": described(sink)}
         merged = transport.run(
-            [merge_ranks(rank, transport.size, *one) for rank, one in zip(transport.ranks, states, strict=True)],
+            [
+                merge_ranks("tree_decode_attention", rank, transport.size, *one, told)
+                for rank, one in zip(transport.ranks, states, strict=True)
+            ],
             queries[0].device,
         )
         if sink is not None:
@@ -95,12 +103,17 @@ def tree_decode_attention(
     return tuple(map(list, zip(*results, strict=True))) if return_lse else results
 
 
-def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor) -> Strategy[tuple[Tensor, Tensor]]:
-    """The merge of all ranks' states out `[B, T, H, Dv]` and lse `[B, H, T]`, of one dtype, on every rank."""
+def merge_ranks(
+    call: str, rank: int, size: int, out: Tensor, lse: Tensor, told: Mapping[str, object]
+) -> Strategy[tuple[Tensor, Tensor]]:
+    """The merge of all ranks' states out `[B, T, H, Dv]` and lse `[B, H, T]`, of one dtype, on every rank.
+
+    On CPUs the ranks first compare these shapes, and what the `call` was `told`.
+    """
     message = torch.cat((out, per_row(lse)), dim=-1)
     if message.device.type == "cpu":
         facts = {"[B, Tq, Hq, Dv] of query and cache": list(out.shape), "dtype of states": out.dtype}
-        yield from agree(rank, size, message.device, (), facts)
+        yield from agree(call, rank, size, message.device, (), {**facts, **told})
     everyones = yield from all_gather(rank, message, [message.shape] * size)
     return merge([one[..., :-1] for one in everyones], [one[..., -1].transpose(1, 2) for one in everyones])
 

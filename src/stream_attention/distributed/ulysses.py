@@ -109,6 +109,7 @@ def ulysses_attention(
     if ring_size > 1 and layout == "striped":
         refuse("layout", "'contiguous' or 'zigzag' with a ring", "'striped'", "Neighbouring stripes are no stripe.")
     request = prepare(
+        "ulysses_attention",
         query,
         key,
         value,
@@ -336,7 +337,8 @@ def _by_rows(request: Request) -> tuple[bool, bool]:
             name: None if t is None else (t.shape[0], t.shape[1], t.dtype, t.requires_grad)
             for name, t in zip(("mask", "bias"), pair, strict=True)
         }
-        strategies.append(agree(rank, transport.size, device, [query.shape[1], *counts], facts))
+        lengths = [query.shape[1], *counts]
+        strategies.append(agree("ulysses_attention, mask and bias", rank, transport.size, device, lengths, facts))
     table = transport.run(strategies, device)[0]
     given = [t is not None for t in request.shards[0][3:5]]
     own = [all(row[0] == row[1 + i] for row in table) for i in range(2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from ..ops.attention import attention
 from ..ops.varlen import varlen_attention
 from .decode_op import decode
 from .held import check_new, read, tell
-from .masks import filled, matrix, packed, seen
+from .masks import Side, Unpadded, filled, matrix, packed, seen
 
 
 class Settings(NamedTuple):
@@ -132,14 +131,15 @@ def _masked(
             window = _window(seen(mask).window, causal)
         elif (mask is not None and mask.dtype is not torch.int64) or bias is not None:
             refuse("cu_seq_lens_q", "sequences without a padding mask or a bias beside them", "both")
-        queries, keys = ((others[f"cu_seq_lens_{side}"], int(others[f"max_length_{side}"])) for side in "qk")
+        queries, keys = (Side(others[f"cu_seq_lens_{side}"], int(others[f"max_length_{side}"])) for side in "qk")
         return _by_sequence(query, key, value, queries, keys, causal, window, how)
     if mask is None:
         return attention(query, key, value, causal=causal, window=window, bias=bias, **how)
     if mask.dim() == 4 and mask.dtype is torch.int64 and bias is None:
-        *cuts, width = packed(mask)
+        cu_seqlens, longest, width = packed(mask)
         key, value = key[:, : query.shape[1]], value[:, : query.shape[1]]
-        return _by_sequence(query, key, value, cuts, cuts, True, _window(width, True), how)
+        both = Side(cu_seqlens, longest)
+        return _by_sequence(query, key, value, both, both, True, _window(width, True), how)
     if mask.dtype is torch.int32 and (mask.dim() != 4 or mask.shape[2:] != (1, 1)):
         refuse("attention_mask", "a mask of bool or of floats", mask.dtype, error=TypeError)
     if mask.dim() == 4 and mask.dtype is torch.int32 and bias is None and _decodes(query, key, value, how):
@@ -153,13 +153,15 @@ def _masked(
     if mask.dim() == 2:
         read, count = mask.bool()[:, None, None], mask.shape[1]
     elif mask.dtype is torch.uint8:
-        width, both_sides, count, read, slots, _ = seen(mask)
+        width, both_sides, count, read, slots, _, unpadded = seen(mask)
         if key.shape[1] < slots:
             refuse("attention_mask", f"a mask of the {key.shape[1]} keys that there are", slots)
         if key.shape[1] > slots:
             hint = "A cache of a sliding window that assisted decoding left is one: begin with a new cache."
             refuse("past_key_values", f"a layer with the {slots} keys that it said it has", key.shape[1], hint)
         causal, window = not both_sides, (width, width) if both_sides else _window(width, True)
+        if unpadded is not None and bias is None:
+            return _without_padding(query, key[:, :count], value[:, :count], unpadded, window, how)
     else:
         causal, window = False, None
         if mask.dim() == 3:
@@ -175,28 +177,46 @@ def _masked(
 
 def _decodes(query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> bool:
     """Whether a call is one that `decode_attention` computes: it has no gradient, no dropout and tiles of its own."""
-    graph = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    tensors = (query, key, value) if how["sink"] is None else (query, key, value, how["sink"])
+    graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return not graph and not how["dropout_p"] and how["backend"] == "auto"
+
+
+def _without_padding(
+    query: Tensor, key: Tensor, value: Tensor, unpadded: Unpadded, window: tuple[int, int] | None, how: dict[str, Any]
+) -> Tensor:
+    """Causal attention of a padded batch: of its tokens, then of the padding on the right, which sees tokens."""
+    shape = query.shape
+    query, key, value = (x.reshape(1, -1, *x.shape[2:]) for x in (query, key, value))
+    out = _by_sequence(query, key, value, unpadded.queries, unpadded.keys, True, window, how)
+    if (right := unpadded.right) is not None:
+        query = query.index_select(1, right.rows)
+        padded = _by_sequence(query, key, value, right.queries, right.keys, False, right.window, how)
+        if right.kept is not None:
+            padded = padded.index_select(1, right.kept)
+        fill = out.index_copy if out.requires_grad else out.index_copy_  # a backward reads what it was given
+        out = fill(1, right.into, padded)
+    return out.view(*shape[:3], -1)
 
 
 def _by_sequence(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    queries: Sequence[Any],
-    keys: Sequence[Any],
+    queries: Side,
+    keys: Side,
     causal: bool,
     window: tuple[int, int] | None,
     how: dict[str, Any],
 ) -> Tensor:
-    """Rows of a batch one after another, cut into sequences: `(cu_seqlens, the longest)` of queries and keys."""
+    """Rows of a batch one after another, cut into sequences."""
     flat = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
     out = varlen_attention(
         *flat,
-        cu_seqlens_q=queries[0],
-        cu_seqlens_k=keys[0],
-        max_seqlen_q=queries[1],
-        max_seqlen_k=keys[1],
+        cu_seqlens_q=queries.cu_seqlens,
+        cu_seqlens_k=keys.cu_seqlens,
+        max_seqlen_q=queries.longest,
+        max_seqlen_k=keys.longest,
         causal=causal,
         window=window,
         **how,

@@ -110,5 +110,5 @@ def _check_version() -> None:
     if version < OLDEST:
         raise ImportError(
             f"transformers: expected 4.56 or newer; got {__version__}. Before, caches and masks reach attention by "
-            "other ways, and a mask that is not understood would be lost"
+            "other ways, and a mask that is not understood would be lost. Type: pip install --upgrade transformers"
         )

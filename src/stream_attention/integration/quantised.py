@@ -81,7 +81,7 @@ class QuantisedLayer(StreamLayer):
             if after > before:
                 self._code_block(before[0])
         elif new == 1 and after == before:
-            self.ring.append(key, value)
+            self.ring.append(key, value, validate=False)  # it would refuse pages that come again
         else:
             self.kv.append(key, value)
         self.rows = [row + new for row in self.rows]

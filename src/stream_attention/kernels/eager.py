@@ -13,7 +13,8 @@ K, V, Q and dO that a tile hides altogether are zeroed before a product, as 0 * 
 
 The passes over a tile are chosen for what torch vectorises on a CPU (AMD EPYC, AVX-512, one core, a tile of 2 MiB,
 2026-11-15): exp2 takes 0.2 ms whatever it is given, exp 0.4 ms and up to 15 ms where results are 0 or denormal;
-a minimum takes 0.05 ms, masked_fill 1.3 ms; amax of bytes 0.005 ms, any and all 0.1 ms.
+a minimum takes 0.05 ms, masked_fill 1.3 ms; amax of bytes 0.005 ms, any and all 0.1 ms; a comparison of order takes
+two thirds of one of equality.
 """
 
 from __future__ import annotations
@@ -28,20 +29,27 @@ from torch import Tensor
 from ..problem import UNBOUNDED, Gradients, Inputs, Problem, Wanted
 from ..state import EMPTY, add_sink
 from ..tuning.eager import EagerConfig, configure
+from . import torch_cuda
 from .dropout import keep, line_words
 
-_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_flash_forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tensor, Tensor]:
     """out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, Dv]` and `[Hq, Nq]`."""
+    if problem.q_heads == 0:
+        *lead, rows, heads, _ = inputs.query.shape
+        out = inputs.query.new_empty(*lead, rows, heads, problem.value_dim, dtype=problem.out_dtype)
+        return out, inputs.query.new_empty(*lead, heads, rows, dtype=problem.state_dtype)
     if problem.packed:
         return _packed_forward(problem, inputs)
     if config.path == "blocked":
         return _blocked_forward(problem, inputs, config)
+    if config.path != "flash":
+        return torch_cuda.forward(problem, inputs, config.path)
     query, key, value = (t.transpose(1, 2) for t in inputs[:3])
-    out, lse = _flash_forward(query, key, value, 0.0, problem.right == 0, scale=problem.scale)
+    out, lse = _flash_forward_op(query, key, value, 0.0, problem.right == 0, scale=problem.scale)
     return out.transpose(1, 2), lse.contiguous()
 
 
@@ -56,15 +64,48 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """The gradients that are `wanted`, in the inputs' dtypes. What is summed is summed in the LSE's dtype."""
+    if problem.q_heads == 0:
+        sources = zip(_differentiable(inputs), wanted, strict=True)
+        return Gradients(*(torch.zeros_like(t) if t is not None and want else None for t, want in sources))
     if problem.packed:
         return _packed_backward(problem, inputs, out, lse, grad_out, grad_lse, wanted)
     if config.path == "blocked":
-        delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(1, 2)  # [B, Hq, Tq]
-        delta = delta if grad_lse is None else delta - grad_lse
-        return _blocked_backward(problem, inputs, config, lse, delta, grad_out, wanted)
+        return _blocked_backward(problem, inputs, config, out, lse, grad_out, grad_lse, wanted)
+    if config.path != "flash":
+        return torch_cuda.backward(problem, inputs, config.path, out, lse, grad_out)
+    if grad_lse is None or not grad_lse.any():
+        return _flash_backward(problem, inputs, out, lse, grad_out)
+    # dV does not depend on the gradient of the LSE: it is the flash op's either way, and has the same bits.
+    out_less_grad = _less_lse_gradient(out, grad_out, grad_lse)
+    if out_less_grad is not None:
+        return _flash_backward(problem, inputs, out_less_grad, lse, grad_out)
+    d_value = _flash_backward(problem, inputs, out, lse, grad_out).value if wanted.value else None
+    if wanted.query or wanted.key:
+        others = wanted._replace(value=False)
+        grads = _blocked_backward(problem, inputs, config, out, lse, grad_out, grad_lse, others)
+        return grads._replace(value=d_value)
+    return Gradients(value=d_value)
+
+
+def _flash_backward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor) -> Gradients:
     tensors = (t.transpose(1, 2) for t in (grad_out, *inputs[:3], out))
-    grads = _flash_backward(*tensors, lse, 0.0, problem.right == 0, scale=problem.scale)
+    grads = _flash_backward_op(*tensors, lse, 0.0, problem.right == 0, scale=problem.scale)
     return Gradients(*(grad.transpose(1, 2) for grad in grads))
+
+
+def _less_lse_gradient(out: Tensor, grad_out: Tensor, grad_lse: Tensor) -> Tensor | None:
+    """An output whose dO . O is that of `out` less `grad_lse`; None where no such output exists.
+
+    The flash op takes no gradient of the LSE, but reads `out` for delta = dO . O alone. A row's largest element of dO
+    carries it: the error of delta is eps * (|dO . O| + |dLSE|), as that of a difference. An output of half precision
+    cannot hold it, nor one whose row of dO is 0.
+    """
+    if out.dtype is not grad_lse.dtype:
+        return None
+    place = grad_out.abs().argmax(-1, keepdim=True)
+    arriving = grad_lse.transpose(1, 2).unsqueeze(-1)  # [B, Tq, Hq, 1]
+    carried = torch.where(arriving == 0, 0.0, arriving / grad_out.gather(-1, place))
+    return out.scatter_add(-1, place, -carried) if carried.isfinite().all() else None
 
 
 class _Sequence(NamedTuple):
@@ -149,6 +190,7 @@ def _packed_backward(
 
 
 def _blocked_forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tensor, Tensor]:
+    problem, inputs, _ = _without_unseen_keys(problem, inputs)
     query = inputs.query
     out = query.new_empty(*query.shape[:-1], problem.value_dim, dtype=problem.out_dtype)
     lse = query.new_empty(problem.batch, problem.q_heads, problem.q_len, dtype=problem.state_dtype)
@@ -200,12 +242,15 @@ def _blocked_backward(
     problem: Problem,
     inputs: Inputs,
     config: EagerConfig,
+    out: Tensor,
     lse: Tensor,
-    delta: Tensor,
     grad_out: Tensor,
+    grad_lse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
     """Gradients from the saved LSE and `delta = rowsum(dO * O) - dLSE`, both `[B, Hq, Tq]`."""
+    delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    delta = delta if grad_lse is None else delta - grad_lse
     dq, dk, dv = (
         torch.zeros_like(t, dtype=problem.out_dtype) if want else None
         for t, want in zip(inputs[:3], wanted[:3], strict=True)
@@ -215,6 +260,8 @@ def _blocked_backward(
     d_slopes = slopes.new_zeros(slopes.shape, dtype=lse.dtype) if slopes is not None and wanted.alibi_slopes else None
     d_sink = _sink_gradient(sink, lse, delta) if sink is not None and wanted.sink else None
     keep_scale = 1.0 / (1.0 - problem.dropout_p)
+    problem, inputs, keys = _without_unseen_keys(problem, inputs)
+    bias_sum = d_bias[..., keys] if d_bias is not None and d_bias.shape[3] > 1 else d_bias
 
     for tiles in _batches(problem, inputs, config):
         dk_sum, dv_sum = torch.zeros_like(tiles.k), torch.zeros_like(tiles.v)
@@ -222,13 +269,13 @@ def _blocked_backward(
         for rows in tiles.row_blocks():
             q, g = tiles.rows_of(tiles.q, rows), tiles.rows_of(folded_grad, rows)
             row_lse = tiles.fold_rows(lse, rows).clamp_min(torch.finfo(lse.dtype).min)
-            row_delta = tiles.fold_rows(delta, rows)
+            row_delta = tiles.fold_rows(delta, rows).masked_fill(row_lse.isnan(), 0.0)  # weights there are NaN or 0
             dq_sum = torch.zeros_like(q)
             for cols in tiles.col_blocks(rows):
                 tile = tiles.score(q, rows, cols, with_slope=True)
                 k, v = (tiles.clean_keys(x[:, cols], tile) for x in (tiles.k, tiles.v))
                 seeing_q, seeing_g = tiles.clean_queries(q, tile), tiles.clean_queries(g, tile)
-                weight = _exp_(tile.scores.sub_(row_lse))
+                weight = tiles.weights(tile, row_lse)
                 d_weight = torch.bmm(seeing_g, v.transpose(1, 2))
                 kept = weight
                 if problem.dropout_p:
@@ -237,8 +284,8 @@ def _blocked_backward(
                 if dv is not None:
                     dv_sum[:, cols].baddbmm_(kept.transpose(1, 2), seeing_g)
                 d_score = d_weight.sub_(tiles.clean_queries(row_delta, tile)).mul_(weight)
-                if d_bias is not None:
-                    _add_reduced(tiles.tile_of(d_bias, rows, cols), tiles.unfold(d_score))
+                if bias_sum is not None:
+                    _add_reduced(tiles.tile_of(bias_sum, rows, cols), tiles.unfold(d_score))
                 if d_slopes is not None:
                     by_head = -(tiles.unfold(d_score) * tiles.distance(rows, cols)).sum((2, 3))
                     _add_reduced(tiles.batch_of(d_slopes), by_head)
@@ -252,7 +299,7 @@ def _blocked_backward(
                 dq[tiles.batch, rows] = tiles.unfold(dq_sum.mul_(problem.scale)).transpose(1, 2).to(dq.dtype)
         for grad, total in ((dk, dk_sum), (dv, dv_sum)):
             if grad is not None:
-                grad[tiles.batch] = total.unflatten(0, (-1, problem.kv_heads)).transpose(1, 2).to(grad.dtype)
+                grad[tiles.batch, keys] = total.unflatten(0, (-1, problem.kv_heads)).transpose(1, 2).to(grad.dtype)
     grads = Gradients(dq, dk, dv, d_bias, d_slopes, d_sink)
     return grads if problem.partial else _in_dtype_of(inputs, grads)
 
@@ -267,11 +314,15 @@ def key_mass(
 ) -> Tensor:
     """sum_i w_i exp(s_ij - lse_i) of each key j, over all rows i that share it: `[B, Hkv, Tk]`, or `[B, Hq, Tk]`.
 
-    `row_weights` are like lse, `[B, Hq, Tq]`; a row of weight 0 is not looked at, whatever it holds. Of the value only
-    its place in `inputs` is used.
+    `row_weights` are like lse, `[B, Hq, Tq]`; a row of weight 0 is not looked at, whatever it or its bias holds. Of the
+    value only its place in `inputs` is used.
     """
     heads = problem.q_heads if per_query_head else problem.kv_heads
     mass = lse.new_zeros(problem.batch, heads, problem.k_len)
+    if problem.q_heads == 0:
+        return mass
+    problem, inputs, keys = _without_unseen_keys(problem, inputs)
+    in_sight = mass[..., keys]
     for tiles in _batches(problem, inputs, config):
         for rows in tiles.row_blocks():
             q = tiles.rows_of(tiles.q, rows)
@@ -281,11 +332,13 @@ def key_mass(
                 counted = tiles.fold_rows(row_weights, rows)
                 q, row_lse = q.masked_fill(counted == 0, 0.0), row_lse.masked_fill(counted == 0, torch.inf)
             for cols in tiles.col_blocks(rows):
-                weight = _exp_(tiles.score(q, rows, cols).scores.sub_(row_lse))
+                weight = tiles.weights(tiles.score(q, rows, cols), row_lse)
                 if counted is not None:
                     weight.mul_(counted)
+                    if problem.bias is not None:  # which may be NaN in a row of weight 0, and 0 * NaN is NaN
+                        weight.masked_fill_(counted == 0, 0.0)
                 by_head = weight.view(q.shape[0] // problem.kv_heads, heads, -1, weight.shape[-1])
-                mass[tiles.batch, :, cols] += by_head.sum(2)
+                in_sight[tiles.batch, :, cols] += by_head.sum(2)
     return mass
 
 
@@ -303,17 +356,49 @@ def _add_reduced(target: Tensor, tile: Tensor) -> None:
 
 
 def _in_dtype_of(inputs: Inputs, grads: Gradients) -> Gradients:
-    sources = (inputs.query, inputs.key, inputs.value, inputs.bias, inputs.alibi_slopes, inputs.sink)
     return Gradients(
-        *(g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, sources, strict=True)),
+        *(g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, _differentiable(inputs), strict=True)),
     )
+
+
+def _differentiable(inputs: Inputs) -> tuple[Tensor | None, ...]:
+    return inputs.query, inputs.key, inputs.value, inputs.bias, inputs.alibi_slopes, inputs.sink
 
 
 class _Tile(NamedTuple):
     scores: Tensor  # [B*Hkv, group*m, n], -inf where hidden
+    visible: Tensor | None  # bool, broadcastable to [B, Hq, m, n]; None: everything is
     unseen_keys: Tensor | None  # bool [B, Hkv, n], dims may be 1: keys no query of the tile sees; None: there is none
     blind_queries: Tensor | None  # bool [B, Hq, m], likewise: queries that see no key of the tile
     softcap_slope: Tensor | None  # derivative of the cap, like scores
+
+
+def _keys_in_sight(problem: Problem, rows: slice) -> slice:
+    """The keys that some of these rows can see by position."""
+    p = problem
+    first_row, last_row = p.q_start + rows.start * p.q_stride, p.q_start + (rows.stop - 1) * p.q_stride
+    start, stop = 0, p.k_len
+    if p.left != UNBOUNDED:
+        start = max(start, -(-(first_row - p.left - p.k_start) // p.k_stride))
+    if p.right != UNBOUNDED:
+        stop = min(stop, (last_row + p.right - p.k_start) // p.k_stride + 1)
+    return slice(start, max(start, stop))
+
+
+def _without_unseen_keys(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs, slice]:
+    """The same problem without keys before and after those in sight, and where these are.
+
+    A query against a long cache with a window costs what it sees: nothing has the size of the cache. Positions are
+    explicit, so nothing else changes.
+    """
+    keys = _keys_in_sight(problem, slice(0, problem.q_len))
+    if keys == slice(0, problem.k_len):
+        return problem, inputs, keys
+    count = keys.stop - keys.start
+    narrowed = problem._replace(k_len=count, k_start=problem.k_start + keys.start * problem.k_stride)
+    mask, bias = (x if x is None or x.shape[3] == 1 else x[..., keys] for x in (inputs.mask, inputs.bias))
+    its = inputs._replace(key=inputs.key[:, keys], value=inputs.value[:, keys], mask=mask, bias=bias)
+    return narrowed, its, keys
 
 
 def _batches(problem: Problem, inputs: Inputs, config: EagerConfig) -> Iterator[_Tiles]:
@@ -357,7 +442,8 @@ class _Tiles:
 
     def unfold(self, x: Tensor) -> Tensor:
         """`[B*Hkv, group*m, ...]` to `[B, Hq, m, ...]`, a view."""
-        return x.view(-1, self.problem.q_heads, x.shape[1] // self.problem.group, *x.shape[2:])
+        p = self.problem
+        return x.view(x.shape[0] // p.kv_heads, p.q_heads, x.shape[1] // p.group, *x.shape[2:])
 
     def row_blocks(self) -> Iterator[slice]:
         for start in range(0, self.problem.q_len, self.config.block_q):
@@ -365,21 +451,15 @@ class _Tiles:
 
     def col_blocks(self, rows: slice) -> Iterator[slice]:
         """The blocks of keys that some row of the block can see by position; tiles out of sight are never visited."""
-        p = self.problem
-        first_row, last_row = p.q_start + rows.start * p.q_stride, p.q_start + (rows.stop - 1) * p.q_stride
-        start, stop = 0, p.k_len
-        if p.left != UNBOUNDED:
-            start = max(start, -(-(first_row - p.left - p.k_start) // p.k_stride))
-        if p.right != UNBOUNDED:
-            stop = min(stop, (last_row + p.right - p.k_start) // p.k_stride + 1)
-        for block in range(start, stop, self.config.block_k):
-            yield slice(block, min(block + self.config.block_k, stop))
+        keys = _keys_in_sight(self.problem, rows)
+        for start in range(keys.start, keys.stop, self.config.block_k):
+            yield slice(start, min(start + self.config.block_k, keys.stop))
 
     def score(self, q: Tensor, rows: slice, cols: slice, with_slope: bool = False) -> _Tile:
         """The scores of a tile: q arrives scaled; then softcap, bias, ALiBi, and -inf where hidden."""
         p = self.problem
         visible = self._visible(rows, cols)
-        tile = _Tile(q, *self._out_of_sight(visible), None)
+        tile = _Tile(q, visible, *self._out_of_sight(visible), None)
         keys = self.clean_keys(self.k[:, cols], tile)
         folded = torch.bmm(self.clean_queries(q, tile), keys.transpose(1, 2))
         scores, slope = self.unfold(folded), None
@@ -407,6 +487,13 @@ class _Tiles:
             if not torch.isnan(scores.amax()):  # a minimum lets NaN through
                 return
         scores.masked_fill_(~visible, EMPTY)
+
+    def weights(self, tile: _Tile, row_lse: Tensor) -> Tensor:
+        """exp(score - LSE), in place of the scores; 0 where hidden, also in a row whose LSE is NaN."""
+        weight = _exp_(tile.scores.sub_(row_lse))
+        if tile.visible is not None and self._some_on_host(row_lse.isnan()):
+            self.unfold(weight).masked_fill_(~tile.visible, 0.0)
+        return weight
 
     def distance(self, rows: slice, cols: slice) -> Tensor:
         """How far apart a query and a key stand, `[m, n]`."""
@@ -439,7 +526,8 @@ class _Tiles:
         if self.inputs.mask is not None:
             seen.append(self.tile_of(self.inputs.mask, rows, cols))
         if self.inputs.bias is not None:
-            seen.append(self.tile_of(self.inputs.bias, rows, cols) > EMPTY)
+            bias = self.tile_of(self.inputs.bias, rows, cols)
+            seen.append(~(bias < torch.finfo(bias.dtype).min))  # -inf alone hides; NaN does not
         visible = None
         for one in seen:
             visible = one if visible is None else visible & one

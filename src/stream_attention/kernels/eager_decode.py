@@ -23,7 +23,7 @@ Tile = Callable[[int, int], tuple[Tensor, Tensor]]
 
 class Seen(NamedTuple):
     """Which keys a query sees, by position: those of its row, from `left` before it to `right` after it (None: all),
-    and of the new ones those that its row of the tree names."""
+    and of the new ones those that its row of the tree names. With a tree, a query before position 0 sees none."""
 
     lengths: Tensor  # [B]
     left: int | None
@@ -117,7 +117,7 @@ def _decode(
 def _visible(seen: Seen, position: Tensor, at: Tensor) -> Tensor:
     """Bool [B, Tq, n]: which of the keys at positions `at` the queries at `position` see."""
     before, here = position[:, :, None], at
-    visible = (here < seen.lengths[:, None, None]) & (before >= 0)
+    visible = here < seen.lengths[:, None, None]
     if seen.right is not None:
         visible = visible & (here <= before + seen.right)
     if seen.left is not None:
@@ -126,5 +126,5 @@ def _visible(seen: Seen, position: Tensor, at: Tensor) -> Tensor:
         q_len = seen.tree.shape[-1]
         new = at - (seen.lengths.long()[:, None] - q_len)  # [B, n]: which of the new ones a key is
         picked = seen.tree.gather(2, new.clamp(0, q_len - 1)[:, None].expand(-1, q_len, -1))
-        visible = visible & torch.where(new[:, None] >= 0, picked, True)
-    return visible
+        visible = visible & (before >= 0) & torch.where(new[:, None] >= 0, picked, True)
+    return visible.expand(*position.shape, -1)

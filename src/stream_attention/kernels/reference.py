@@ -87,10 +87,10 @@ def attention(
     """
     batch, q_len, q_heads, head_dim = query.shape
     k_len, kv_heads = key.shape[1:3]
-    group = q_heads // kv_heads
+    group = q_heads // max(kv_heads, 1)
     device = query.device
     wide_dtype = torch.promote_types(compute_dtype, torch.float32)
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = max(head_dim, 1) ** -0.5 if scale is None else scale
     if q_positions is None:
         q_positions = torch.arange(q_len, device=device) + (k_len - q_len)
     if k_positions is None:

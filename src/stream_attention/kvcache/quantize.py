@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..cache_views import ContiguousKV, PagedKV, QuantizedKV
+from ..cache_views.checks import looks
 from ..cache_views.codes import BITS, CHANNELS, SYMMETRIC, TOKENS, QuantizedTensor, quantize
 from ..cache_views.quantized import FORMATS, check_blocks, quantized_lengths, window_slots
 from ..cache_views.write import places, take
@@ -35,6 +36,7 @@ def quantize_kv(
     keys: str = "channel",
     values: str = "token",
     scale_dtype: torch.dtype | None = None,
+    validate: bool | None = None,
 ) -> QuantizedKV:
     """A copy of a cache in few bits, to decode from and to append to.
 
@@ -48,8 +50,10 @@ def quantize_kv(
         keys, values: "channel", a scale for each channel of a block, or "token".
         scale_dtype: of scales and zeros: float16, bfloat16 or float32; None: float16 for a cache of 16 bits, else
             float32. With float16, numbers beyond about 65000 are cut there. A GPU's kernel reads float16.
+        validate: True: refuse a length out of range, and a page that does not exist and that the latest tokens need,
+            which the copy holds as NaN otherwise. None: on a CPU; on a GPU that is a synchronisation.
 
-    Does not synchronise. What a cache holds behind a row's length may be anything.
+    Does not synchronise, unless asked to. What a cache holds behind a row's length may be anything.
 
     >>> cache = ContiguousKV(*torch.randn(2, 1, 1024, 8, 128).half())
     >>> small = quantize_kv(cache, "int4")
@@ -78,7 +82,10 @@ def quantize_kv(
         if cache.lengths is not None:
             lengths.copy_(cache.lengths)
     slots = window_slots(residual, group)
-    start = quantized_lengths(lengths, residual, group).unsqueeze(1)
+    start = quantized_lengths(lengths, residual, group)
+    if cache.lengths is not None and looks(validate, cache.lengths):
+        cache.validate(first=start)
+    start = start.unsqueeze(1)
     positions = start + (torch.arange(slots, device=cache.device) - start) % slots  # of what each slot holds
     whole = None if table is not None else max(0, cache.capacity - residual) // group * group
     (key, key_window), (value, value_window) = (

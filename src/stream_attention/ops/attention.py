@@ -100,7 +100,7 @@ def attention(
             a huge number: the LSE of such a row has no digits left for the gradient.
         alibi_slopes: `[Hq]` or `[B, Hq]`: adds -slope * |i + Tk - Tq - j|.
         sink: `[Hq]`: one extra logit per head in the denominator, with no value.
-        softcap: c > 0 turns scaled scores s into c * tanh(s / c).
+        softcap: c > 0 turns scaled scores s into c * tanh(s / c); a number that fp32 holds, as is the scale.
         scale: default D ** -0.5; 0.0 is a legal scale.
         dropout_p: probability in [0, 1) of dropping an attention weight; survivors are scaled by 1 / (1 - p).
         seed: an int, or an int64 tensor (seed, offset) on the query's device; None draws one there.
@@ -255,7 +255,7 @@ def prepare_attention(
     """Check a call of `attention` and turn it into arguments of the library op; nothing is computed."""
     backend = requested(backend)
     query, key, value = in_autocast_dtype(query, key, value)
-    validate.attention_tensors(query, key, value, mask, bias, alibi_slopes, sink)
+    validate.attention_tensors(query, key, value, mask, bias, alibi_slopes, sink, may_be_empty=True)
     validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, query)
     if precision is not None or rotate is not False:
         validate.precision(precision, rotate, query, key, value, mask, bias, alibi_slopes, sink, softcap, dropout_p)
@@ -295,7 +295,7 @@ def op_arguments(
         left,
         right,
         float(softcap),
-        inputs.query.shape[-1] ** -0.5 if scale is None else float(scale),
+        max(inputs.query.shape[-1], 1) ** -0.5 if scale is None else float(scale),
         float(dropout_p),
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         backend,

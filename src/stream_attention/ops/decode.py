@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import plan as planning
 from .. import validate
@@ -36,13 +37,16 @@ def decode_attention(
     return_lse: bool = False,
     out: Tensor | None = None,
     workspace: Tensor | None = None,
+    validate: bool | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens of each row over everything its cache holds.
 
     The tokens are appended first, so a row's length counts them: query t of row b stands at position
-    `lengths[b] - Tq + t`. A row whose length is 0 returns 0. No gradient flows through it. Nothing synchronises:
-    lengths and pages are read on the device, so a CUDA graph of a call serves a cache that grows.
+    `lengths[b] - Tq + t`, before position 0 if the row has fewer keys than queries, and sees what it sees in
+    `attention`. A row whose length is 0 returns 0. No gradient flows through it: what requires one is refused while
+    gradients are on. On a GPU nothing synchronises: lengths and pages are read on the device, so a CUDA graph of a call
+    serves a cache that grows.
 
     Args:
         query: `[B, Tq, Hq, D]`, fp16, bf16, fp32 or fp64; Tq is 1, or a few that were guessed ahead.
@@ -50,7 +54,7 @@ def decode_attention(
         causal: a query sees no key behind it. `window=(left, right)`, `alibi_slopes`, `sink`, `softcap`, `scale`: as in
             `attention`.
         tree_mask: bool `[B, Tq, Tq]`: which of the new tokens each of them sees, in place of `causal` among them; they
-            see all older ones.
+            see all older ones. A query before position 0 is no token of its row and sees nothing.
         num_splits: parts of a row's keys that run side by side and are merged, at most one for each block of keys;
             None: planned to fill the GPU.
         batch_invariant: keys are split in the same places whatever the batch, so that a row's result has the same bits
@@ -59,6 +63,9 @@ def decode_attention(
         out: `[B, Tq, Hq, Dv]` to write into. Like the workspace, it shares no memory with what is read.
         workspace: room for parts, made by `decode_workspace`, for calls that run one after another. With it and `out`
             nothing is allocated (but the LSE, if that is wanted).
+        validate: True: look at lengths and pages first, and refuse a length that is negative or beyond the capacity,
+            and a page that is needed and does not exist. None: on a CPU; on a GPU that would synchronise, so there a
+            length counts as the nearest one in range, and a token whose page does not exist reads as NaN.
         backend: "auto", "gluon" (quantised caches on a Hopper), "triton" (a GPU) or "eager" (plain torch, any device).
 
     Raises:
@@ -73,7 +80,8 @@ def decode_attention(
     torch.Size([2, 1, 8, 16])
     """
     facts = None
-    if tree_mask is None and alibi_slopes is None and sink is None and isinstance(cache, Cache):
+    plain = tree_mask is None and alibi_slopes is None and sink is None and (validate is None or validate is False)
+    if plain and isinstance(cache, Cache) and not (torch.is_grad_enabled() and cache.requires_grad):
         splitting = num_splits, batch_invariant, backend
         facts = _facts(query, causal, window, softcap, scale, splitting, return_lse, out, workspace)
         if facts is not None:
@@ -81,10 +89,17 @@ def decode_attention(
             known = _known(cache, addresses, facts)
             if known is not None:
                 return known(query, addresses, out, workspace)
+    _refuse_gradients(query, cache, alibi_slopes, sink)
     return _decode(
         query, cache, causal, window, tree_mask, alibi_slopes, sink, softcap, scale,
-        num_splits, batch_invariant, return_lse, out, workspace, backend, facts,
+        num_splits, batch_invariant, return_lse, out, workspace, validate, backend, facts,
     )  # fmt: skip
+
+
+def _refuse_gradients(query: Any, cache: Any, alibi_slopes: Any, sink: Any) -> None:
+    validate.without_gradient(
+        "decode_attention", "attention()", query=query, cache=cache, alibi_slopes=alibi_slopes, sink=sink
+    )
 
 
 def decode_again(
@@ -101,6 +116,8 @@ def decode_again(
     For a caller who has tensors alone, and new views of them at each call: to make the cache, with the checks that it
     passed before, takes the host longer than the rest.
     """
+    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+        return None
     facts = _facts(query, True, window, softcap, scale, (None, False, "auto"), False, None, None)
     known = None if facts is None else _by_layout.get((_lies(key, value, lengths), facts))
     if known is None:
@@ -143,6 +160,8 @@ def _facts(
         or (out is not None and type(out) is not Tensor)
         or (workspace is not None and type(workspace) is not Tensor)
         or query.get_device() != torch._C._cuda_getDevice()
+        or (torch.is_grad_enabled() and query.requires_grad)
+        or forward_ad._current_level >= 0
     ):
         return None
     return (
@@ -241,6 +260,7 @@ def _decode(
     return_lse: bool,
     out: Tensor | None,
     workspace: Tensor | None,
+    look: bool | None,
     backend: str,
     facts: Hashable | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -248,6 +268,7 @@ def _decode(
     validate.decoding(query, cache, tree_mask, alibi_slopes, sink, out)
     validate.options(causal, window, softcap, scale, 0.0, None, None, return_lse, query)
     left, right = _sides(causal, window, tree_mask)
+    validate.lengths_and_pages(cache, query.shape[1], left, look)
     problem = decode_problem(query, cache, left)
     plan = _plan(problem, num_splits, batch_invariant, backend)
     validate.workspace(workspace, query, _numbers(plan))
@@ -255,6 +276,7 @@ def _decode(
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     lse: Tensor | None
     if plan.backend != "eager":
+        validate.without_tangent(query, cache, slopes, sink)
         asked = tree_mask, slopes, sink, left, right, scale, float(softcap)
         result, lse = _launch(plan, query, cache, asked, out, return_lse, workspace, facts)
     else:
@@ -353,6 +375,8 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
     causal, window, softcap, scale = (given[name] for name in ("causal", "window", "softcap", "scale"))
     validate.options(causal, window, softcap, scale, 0.0, None, None, given["return_lse"], query)
     left, _ = _sides(causal, window, given["tree_mask"])
+    _refuse_gradients(query, cache, given["alibi_slopes"], given["sink"])
+    validate.lengths_and_pages(cache, query.shape[1], left, given["validate"])
     plan = _plan(decode_problem(query, cache, left), given["num_splits"], given["batch_invariant"], given["backend"])
     validate.workspace(given["workspace"], query, _numbers(plan))
     print(plan)

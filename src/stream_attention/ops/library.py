@@ -20,7 +20,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from ..backends import BY_NAME
 from ..plan import Plan, plan
-from ..problem import Gradients, Inputs, Problem, Wanted, state_problem
+from ..problem import Gradients, Inputs, Problem, Wanted, padded_to, state_problem
 from .flops import tell_counters
 
 _ARGUMENTS = (
@@ -62,13 +62,25 @@ def problem_of(arguments: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
 
 def run_forward(planned: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Compute a planned forward."""
-    with no_autocast(planned.problem.device.type):
-        return BY_NAME[planned.backend].load().forward(planned.problem, inputs, planned.config)
+    problem, value_dim = planned.problem, inputs.value.shape[-1]
+    if planned.padded_from:
+        inputs = _padded(inputs, problem)
+    with no_autocast(problem.device.type):
+        out, lse = BY_NAME[planned.backend].load().forward(problem, inputs, planned.config)
+    return out[..., :value_dim].contiguous() if planned.padded_from else out, lse
+
+
+def _padded(inputs: Inputs, problem: Problem) -> Inputs:
+    """Query, key and value with zeros behind them, as wide as the problem's."""
+    query, key = (padded_to(t, problem.head_dim) for t in inputs[:2])
+    return inputs._replace(query=query, key=key, value=padded_to(inputs.value, problem.value_dim))
 
 
 def run_forward_into(planned: Plan, inputs: Inputs, out: Tensor, lse: Tensor, resumes: bool) -> bool:
     """Write the state of a partial problem, or merge it into the one that is there; False if the kernels cannot, and
     nothing was done."""
+    if planned.padded_from:
+        return False
     kernels = BY_NAME[planned.backend].load()
     with no_autocast(planned.problem.device.type):
         return hasattr(kernels, "forward_into") and kernels.forward_into(
@@ -90,9 +102,19 @@ def run_backward(
         out = out.contiguous()
     if grad_out.stride(-1) != 1:  # an expanded gradient, such as that of sum()
         grad_out = grad_out.contiguous()
+    problem = planned.problem
+    if planned.padded_from:
+        inputs = _padded(inputs, problem)
+        out, grad_out = (padded_to(t, problem.value_dim) for t in (out, grad_out))
     saved = out, lse, grad_out, grad_lse
-    with no_autocast(planned.problem.device.type):
-        return BY_NAME[planned.backend].load().backward(planned.problem, inputs, planned.config, *saved, wanted)
+    with no_autocast(problem.device.type):
+        grads = BY_NAME[planned.backend].load().backward(problem, inputs, planned.config, *saved, wanted)
+    if planned.padded_from:
+        head_dim, value_dim = planned.padded_from
+        dims = head_dim, head_dim, value_dim
+        cut = (None if grad is None else grad[..., :dim] for grad, dim in zip(grads[:3], dims, strict=True))
+        grads = Gradients(*cut, *grads[3:])
+    return grads
 
 
 def no_autocast(device: str) -> AbstractContextManager[Any]:

@@ -63,7 +63,7 @@ def attention_mass(
     (torch.Size([1, 4, 100]), 100)
     """
     query, key = in_autocast_dtype(query, key)
-    validate.attention_tensors(query, key, key, mask, bias, alibi_slopes, sink)
+    validate.attention_tensors(query, key, key, mask, bias, alibi_slopes, sink, may_be_empty=True)
     validate.options(causal, window, softcap, scale, 0.0, None, None, False, query)
     _check_rows(query, lse, window_queries, row_weights, per_query_head)
     mask, bias, alibi_slopes = leading_ones(mask, 4), leading_ones(bias, 4), leading_ones(alibi_slopes, 2)

@@ -139,7 +139,7 @@ def remember(facts: Hashable, arguments: tuple[Any, ...], out: Tensor, lse: Tens
     problem, inputs, backend = problem_of(arguments)
     planned = planning.plan(problem, backend)
     repeat = getattr(BY_NAME[planned.backend].load(), "repeat", None)
-    if repeat is not None:
+    if repeat is not None and not planned.padded_from:
         if len(_known) >= MOST:
             _known.clear()
         _known[facts] = repeat(problem, inputs, planned.config, out, lse)

@@ -197,7 +197,18 @@ def prepare_varlen(
     backend = requested(backend)
     query, key, value = in_autocast_dtype(query, key, value)
     validate.varlen_tensors(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mask, bias, alibi_slopes, sink
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        mask,
+        bias,
+        alibi_slopes,
+        sink,
+        may_be_empty=True,
     )
     validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, query)
     if precision is not None or rotate is not False:

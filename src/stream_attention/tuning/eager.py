@@ -1,8 +1,10 @@
-"""How the eager backend computes a problem: torch's CPU flash op where it can, else a blocked streaming pass."""
+"""How the eager backend computes a problem: one of torch's own kernels where it can, else a blocked streaming pass."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+import torch
 
 from ..problem import UNBOUNDED, Problem
 
@@ -20,30 +22,50 @@ TINY_SCALE = 1e-30
 """Scales below this may be 0 in fp32."""
 
 
+TORCH_KERNELS = {
+    "flash": "torch's CPU flash op",
+    "cuda_flash": "torch's FlashAttention-2, as SDPA runs it",
+    "cuda_efficient": "torch's memory-efficient kernel, as SDPA runs it",
+}
+
+
 class EagerConfig(NamedTuple):
-    """`path` is "flash" (torch's CPU flash op), "blocked" (our pass over tiles) or "sequences" (each by itself)."""
+    """`path` is one of `TORCH_KERNELS`, "blocked" (our pass over tiles) or "sequences" (each by itself).
+
+    With "flash" the tiles, if any, are those of dQ and dK where the op cannot take the gradient of the LSE.
+    """
 
     path: str
     block_b: int = 0
     block_q: int = 0
     block_k: int = 0
-    because: tuple[str, ...] = ()  # why not the flash op, on a CPU, where one might expect it
+    because: tuple[str, ...] = ()  # why not torch's own kernel, on a device for which it has one
+    kernel: str = ""  # which that is
 
     def __str__(self) -> str:
-        if self.path == "flash":
-            return "torch's CPU flash op"
         if self.path == "sequences":
-            return "one sequence after the other, each by torch's CPU flash op if it can or else by the blocked pass"
+            return "one sequence after the other, each by a kernel of torch's if it can or else by the blocked pass"
         tile = f"blocked pass, tiles of {self.block_b} x {self.block_q} x {self.block_k} (batch x queries x keys)"
-        return f"{tile}, because torch's CPU flash op {', '.join(self.because)}" if self.because else tile
+        if self.path in TORCH_KERNELS:
+            rest = f"; a gradient of the LSE that it cannot take: {tile}" if self.block_b else ""
+            return f"{TORCH_KERNELS[self.path]}{rest}"
+        return f"{tile}, because {self.kernel} {', '.join(self.because)}" if self.because else tile
 
 
 def configure(problem: Problem) -> EagerConfig:
     """The configuration of a problem. Packed sequences are configured one by one as they run."""
     if problem.packed:
         return EagerConfig("sequences")
+    if problem.device.type == "cuda":
+        reasons = why_not_cuda(problem)
+        if reasons:
+            return blocked(problem, reasons)
+        return EagerConfig("cuda_efficient" if why_not_cuda_flash(problem) else "cuda_flash")
     reasons = why_not_flash(problem)
-    return blocked(problem, reasons) if reasons else EagerConfig("flash")
+    if not reasons and not problem.lse_grad:
+        return EagerConfig("flash")
+    tiles = blocked(problem, reasons)
+    return tiles if reasons else tiles._replace(path="flash")
 
 
 def blocked(problem: Problem, reasons: tuple[str, ...] = ("was not asked",)) -> EagerConfig:
@@ -51,12 +73,14 @@ def blocked(problem: Problem, reasons: tuple[str, ...] = ("was not asked",)) -> 
     budget = TILE_ELEMENTS["cpu" if problem.device.type == "cpu" else "accelerator"]
     block_q, block_k = min(BLOCK_Q, max(problem.q_len, 1)), min(BLOCK_K, max(problem.k_len, 1))
     # Narrow the tile before the batch: rows first (they cost nothing but loop overhead), then keys, down to 64 x 128.
-    while problem.q_heads * block_q * block_k > budget and block_q > 64:
+    heads = max(problem.q_heads, 1)
+    while heads * block_q * block_k > budget and block_q > 64:
         block_q //= 2
-    while problem.q_heads * block_q * block_k > budget and block_k > 128:
+    while heads * block_q * block_k > budget and block_k > 128:
         block_k //= 2
-    block_b = max(1, min(problem.batch, budget // (problem.q_heads * block_q * block_k)))
-    return EagerConfig("blocked", block_b, block_q, block_k, reasons if problem.device.type == "cpu" else ())
+    block_b = max(1, min(problem.batch, budget // (heads * block_q * block_k)))
+    kernel = {"cpu": TORCH_KERNELS["flash"], "cuda": "torch's CUDA kernels"}.get(problem.device.type, "")
+    return EagerConfig("blocked", block_b, block_q, block_k, reasons if kernel else (), kernel)
 
 
 def why_not_flash(problem: Problem) -> tuple[str, ...]:
@@ -66,11 +90,11 @@ def why_not_flash(problem: Problem) -> tuple[str, ...]:
     # bound for it, whoever computes the backward: in 6, 25 and 43 of 60 draws at 3, 7 and 14 times the default scale
     # (fp32, D 128, normal inputs, torch 2.13, 2026-11-15). With our own forward in none, and at the default scale in
     # none of 600. Half types round more than that.
-    steep = problem.scale > 1.001 * problem.head_dim**-0.5 and problem.dtype is problem.state_dtype
+    steep = problem.scale > 1.001 * max(problem.head_dim, 1) ** -0.5 and problem.dtype is problem.state_dtype
     top_left = problem.right == 0 and same_positions and problem.k_len <= problem.q_len
     reasons = (
         (problem.device.type != "cpu", "runs on the CPU alone"),
-        (problem.empty, "divides by zero on empty inputs"),
+        (problem.empty or problem.head_dim == 0, "divides by zero on empty inputs"),
         (problem.head_dim != problem.value_dim, "wants D = Dv"),
         (problem.left != UNBOUNDED, "has no window"),
         (problem.right != UNBOUNDED and not top_left, "aligns causal top-left"),
@@ -82,7 +106,43 @@ def why_not_flash(problem: Problem) -> tuple[str, ...]:
         (problem.softcap != 0.0, "has no softcap"),
         (problem.dropout_p != 0.0, "draws its own dropout mask"),
         (problem.partial and problem.dtype is not problem.state_dtype, "rounds partial outputs"),
-        (problem.lse_grad, "has no gradient through the LSE"),
         (steep, "keeps too coarse an LSE for gradients at a scale above D ** -0.5"),
+    )
+    return tuple(reason for applies, reason in reasons if applies)
+
+
+def why_not_cuda(problem: Problem) -> tuple[str, ...]:
+    """Why none of torch's CUDA kernels can compute this dense problem; empty if one can."""
+    aligned = (problem.q_stride, problem.k_stride) == (1, 1) and (
+        problem.q_start - problem.k_start == problem.k_len - problem.q_len >= 0
+    )
+    reasons = (
+        (torch.version.hip is not None, "were run on NVIDIA GPUs alone"),
+        (problem.dtype is torch.float64, "take no float64"),
+        (problem.dtype is torch.bfloat16 and problem.arch < 80, "take bfloat16 from compute capability 8.0 on"),
+        (problem.empty or 0 in (problem.head_dim, problem.value_dim), "were not run on empty inputs"),
+        (problem.left != UNBOUNDED or problem.right not in (UNBOUNDED, 0), "let NaN through a window"),
+        (problem.right == 0 and not aligned, "give rows without a key another LSE, and align causal bottom-right"),
+        (problem.scale < TINY_SCALE, "want a positive scale"),
+        (problem.mask, "give masked rows NaN"),
+        (problem.bias is not None, "give masked rows NaN"),
+        (problem.alibi, "have no ALiBi"),
+        (problem.sink, "have no sink"),
+        (problem.softcap != 0.0, "have no softcap"),
+        (problem.dropout_p != 0.0, "draw their own dropout mask"),
+        (problem.partial and problem.dtype is not problem.state_dtype, "round partial outputs"),
+        (problem.lse_grad, "have no gradient through the LSE"),
+        (problem.backward and problem.deterministic, "add gradients in any order"),
+    )
+    return tuple(reason for applies, reason in reasons if applies)
+
+
+def why_not_cuda_flash(problem: Problem) -> tuple[str, ...]:
+    """Why a problem that torch's CUDA kernels can compute is left to the memory-efficient one."""
+    reasons = (
+        (problem.dtype is torch.float32, "takes float16 and bfloat16"),
+        (problem.arch < 80, "needs compute capability 8.0"),
+        (max(problem.head_dim, problem.value_dim) > 256, "takes head dims up to 256"),
+        (problem.head_dim != problem.value_dim, "wants D = Dv"),
     )
     return tuple(reason for applies, reason in reasons if applies)

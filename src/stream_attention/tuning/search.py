@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..files import write_file
 from ..problem import Inputs, Problem, state_problem
 from .triton import Tile, TritonConfig, configure_backward, configure_forward
 
@@ -367,12 +368,11 @@ def main(arguments: list[str] | None = None) -> int:
         "torch": torch.__version__,
         "triton": version("triton"),
     }
-    with open(options.out, "w") as file:
-        json.dump({**conditions, "rows": rows}, file)
     failed = [row for row in rows if row["error"]]
     for row in failed[:10]:
         print("failed", row)
     print("\n".join(propose(rows, "{gpu}, {date}, torch {torch}, Triton {triton}".format_map(conditions))))
+    write_file(options.out, json.dumps({**conditions, "rows": rows}))
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import refuse
+from ..files import write_file
 from .allocator import Reading, allocator_of
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ class MemoryProfiler:
         """The report as JSON, also written to `path` where one is given."""
         text = json.dumps(self.report(), indent=1)
         if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
+            write_file(path, text + "\n")
         return text
 
     def plot(self, path: str | Path) -> None:

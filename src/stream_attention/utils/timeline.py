@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..files import save_figure
 from .allocator import Reading
 
 
@@ -48,4 +49,4 @@ def draw(
     lower.set_yticks([])
     lower.set_ylim(max(1, rows), 0)
     lower.set_xlabel("seconds")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)

@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# build.sh FOLDER: cuda/src for the CPU, as FOLDER/libflash_attn.so and FOLDER/dist_flash_attn. Needs a C++ compiler.
+# build.sh FOLDER [-DNAME=VALUE ...]: cuda/src for the CPU, as FOLDER/libflash_attn.so and FOLDER/dist_flash_attn.
+# Needs a C++ compiler.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 cuda=$(cd "$here/../../../cuda" && pwd)
 mkdir -p "$1"
 cd "$1"
+shift
+defines=("$@")
 
 compile() { # source: a kernel's launch and its shared memory are the two things that a C++ compiler cannot read
     sed -E -e 's/(flash_\w+<D>)<<<(.*)>>>\(step\);/emulated::launch(\2, [step] { \1(step); });/' \
         -e 's/extern __shared__ \S+ (.*) shared\[\];/auto* shared = static_cast<\1*>(emulated::shared_memory());/' \
         "$1" > "$(basename "$1").cpp"
     "${CXX:-g++}" -std=c++17 -O1 -fPIC -fno-strict-aliasing -Wall -Wextra -Werror -Wno-unknown-pragmas -Wno-clobbered \
-        -I "$here" -I "$cuda/include" -I "$cuda/src" -c "$(basename "$1").cpp" -o "$(basename "$1").o"
+        "${defines[@]}" -I "$here" -I "$cuda/include" -I "$cuda/src" -c "$(basename "$1").cpp" -o "$(basename "$1").o"
 }
 
 jobs=()

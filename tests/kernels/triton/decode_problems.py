@@ -156,12 +156,12 @@ def make(case: DecodeCase) -> Made:
 def there(case: DecodeCase, tree: Tensor | None) -> Tensor:
     """Which positions each query may look at, whatever causal and window leave of them: bool `[B, Tq, slots]`."""
     lengths, at = torch.tensor(case.lengths, dtype=torch.int64).view(-1, 1, 1), torch.arange(case.slots)
-    stands = lengths - case.Tq + torch.arange(case.Tq)[:, None]
-    found = (at < lengths) & (stands >= 0)
+    found = (at < lengths).expand(-1, case.Tq, -1)
     if tree is not None:
+        stands = lengths - case.Tq + torch.arange(case.Tq)[:, None]
         new = at - (lengths - case.Tq)  # which of the new tokens a position is
         picked = tree.gather(2, new.clamp(0, case.Tq - 1).expand(-1, case.Tq, -1))
-        found &= picked | (new < 0)
+        found = found & (stands >= 0) & (picked | (new < 0))
     return found
 
 
@@ -170,7 +170,7 @@ def visible(case: DecodeCase, tree: Tensor | None) -> Tensor:
     stands = torch.tensor(case.lengths, dtype=torch.int64).view(-1, 1, 1) - case.Tq + torch.arange(case.Tq)[:, None]
     ahead = stands - torch.arange(case.slots)
     left, right = case.window or (-1, -1)
-    found = there(case, tree)
+    found = there(case, tree).clone()
     if left >= 0:
         found &= ahead <= left
     if right >= 0:
@@ -219,7 +219,7 @@ def in_pages(case: DecodeCase, key: Tensor, value: Tensor, held: Tensor, lengths
 def in_codes(case: DecodeCase, cache: ContiguousKV | PagedKV, held: Tensor) -> QuantizedKV:
     """The cache in few bits, NaN in the slots of its window that hold nothing, no pages for what is in the window."""
     assert case.codes is not None
-    small = quantize_kv(cache, **case.codes._asdict())
+    small = quantize_kv(cache, **case.codes._asdict(), validate=False)  # pages that a window hides may be gone
     slots = window_slots(case.codes.residual, case.codes.group)
     coded = is_coded(case)
     for b, live in enumerate(held & ~coded):

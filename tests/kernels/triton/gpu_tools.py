@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -30,6 +31,30 @@ def qkv(
     shapes = ((B, Tq, Hq, D), (B, Tk, Hkv, D), (B, Tk, Hkv, D))
     query, key, value = (normal(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes))
     return query, key, value
+
+
+def with_gradients(call: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
+    """What a call returns, and the gradients of its tensors if the same random gradient arrives at it every time."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    out = call(*leaves)
+    arriving = normal(*out.shape, seed=9, dtype=F16, device=out.device.type).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, arriving)]
+
+
+def assert_earned(got: Sequence[Tensor], plain: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> None:
+    """An output, and gradients after it, are as near to fp64 as DESIGN.md (Numerics) asks.
+
+    `plain(*tensors)` computes all of them in the tensors' dtype: in fp64 that is the truth, and in the dtype of the
+    call its error is the measure. Beside it stand the rounding of the result and that of the fp32 log-sum-exp.
+    """
+    keys = max(tensor.shape[-3] if tensor.dim() > 2 else tensor.shape[0] for tensor in tensors)
+    exact, rough = plain(*(tensor.double() for tensor in tensors)), plain(*tensors)
+    for n, (result, own, truth) in enumerate(zip(got, rough, exact, strict=True)):
+        assert result.dtype is own.dtype and result.device == own.device and result.shape == truth.shape
+        error, earned = ((one.double() - truth).abs().max().item() for one in (result, own))
+        noise = torch.finfo(result.dtype).eps + torch.finfo(F32).eps * (1 + math.log(keys))
+        allowed = (3 if n else 2) * earned + noise * truth.abs().max().item()
+        assert error <= allowed, f"{'gradient' if n else 'output'} {n}: off by {error:.3e}; allowed {allowed:.3e}"
 
 
 def compile_ahead(compile_one: Callable[..., str], *arguments: Iterable[Any]) -> None:

@@ -130,9 +130,10 @@ def test_what_the_kernel_is_not_for() -> None:
     new = normal(2, 1, 2, 8)
     cache, _ = caches(0, 3)
     tables = angles(40, 4)
-    shared = ContiguousKV(cache.key, cache.value, int32(3).expand(2))
-    with pytest.raises(RuntimeError, match="single memory location"):
+    was, shared = cache.key.clone(), ContiguousKV(cache.key, cache.value, int32(3).expand(2))
+    with pytest.raises(ValueError, match="lengths: expected a place for every element"):
         shared.append(new, new)
+    assert torch.equal(cache.key, was)
     double = ContiguousKV(cache.key.double(), cache.value.double(), cache.lengths)
     for other, key, rotary in (
         (quantize_kv(cache, "int8", group=8), new, None),

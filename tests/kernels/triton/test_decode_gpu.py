@@ -206,6 +206,26 @@ def test_a_workspace_serves_a_hundred_calls(kind: str) -> None:
         assert same_bits(decode(query, cache, workspace=workspace), first) and not torch.equal(other, first)
 
 
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp8 in Gluon", "int8 in Gluon", "int4 in Gluon"])
+def test_inf_in_codes_that_are_seen_shows(kind: str, side: str) -> None:
+    """Its group is NaN, and no more than that; a window that hides the group hides it."""
+    decode, _ = by(kind)
+    sides = {"key": normal(2, 1024, 2, 128, seed=1), "value": normal(2, 1024, 2, 128, seed=2)}
+    query = normal(2, 1, 8, 128)
+    outs = []
+    for bad in (0.0, torch.inf):
+        sides[side][1, 70, 0, 5] = bad  # one of the block from 64 to 127
+        cache = quantize_kv(ContiguousKV(**sides), kind.split()[0])
+        outs.append((decode(query, cache), decode(query, cache, window=(895, 0))))
+    (clean, clean_hidden), (found, hidden) = outs
+    seen = found[1, :, :4]
+    assert seen[..., :64].isnan().all() and seen[..., 64:].isnan().all() == (side == "key")
+    assert side == "key" or seen[..., 64:].isfinite().all()
+    assert same_bits(found[0], clean[0]) and same_bits(found[1, :, 4:], clean[1, :, 4:])
+    assert same_bits(hidden, clean_hidden)
+
+
 # Caches that are made anew for each call
 
 
@@ -276,6 +296,33 @@ def test_steps_of_a_static_cache_share_a_launch() -> None:
             _, lse = decode_attention(query, cache, return_lse=True)
             assert compare_plain(query, cache, out, lse) <= 1
     assert len(_by_layout) == 2  # the other returns the LSE
+
+
+def test_a_call_that_was_made_before_refuses_a_gradient_and_looks_if_asked() -> None:
+    query, cache, _ = made("paged")
+    assert isinstance(cache, PagedKV)
+    first = decode(query, cache)
+    assert same_bits(decode(query, cache), first)
+    wanting = query.clone().requires_grad_()
+    with pytest.raises(ValueError, match="query: expected no gradient to be wanted"):
+        decode(wanting, cache)
+    with torch.no_grad():
+        assert same_bits(decode(wanting, cache), first)
+    rows = made("contiguous")[1]
+    assert isinstance(rows, ContiguousKV)
+    its = ContiguousKV(rows.key.clone(), rows.value, rows.lengths)
+    for _ in range(2):
+        decode(query, its)
+    its.key.requires_grad_()
+    with pytest.raises(ValueError, match="cache: expected no gradient to be wanted"):
+        decode(query, its)
+    assert same_bits(decode(query, cache, validate=True), first)
+    lengths = cache.lengths.clone()
+    lengths[0] = cache.capacity + 1
+    beyond = replace(cache, lengths=lengths)
+    decode(query, beyond)
+    with pytest.raises(ValueError, match="lengths: expected from 0 to the capacity"):
+        decode(query, beyond, validate=True)
 
 
 # CUDA graphs, over caches that grow

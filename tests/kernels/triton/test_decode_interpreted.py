@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip(
@@ -42,7 +43,9 @@ from stream_attention.tuning.decode import INVARIANT_KEYS
 
 # An empty row takes log2(0) and infinities meet in products, on the way to a result that does not hold them.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:divide by zero encountered in log2:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning"
+    "ignore:divide by zero encountered in log2:RuntimeWarning",
+    "ignore:invalid value encountered:RuntimeWarning",
+    "ignore:All-NaN slice encountered:RuntimeWarning",
 )
 
 NAN, INF = math.nan, math.inf
@@ -123,11 +126,31 @@ def test_nan_that_is_seen_shows(which: str, num_splits: int) -> None:
     assert lse[0].isnan().all() == (which != "value") and lse[1].isfinite().all()
 
 
+@pytest.mark.parametrize("bad", [INF, NAN], ids=str)
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_inf_in_codes_that_are_seen_shows(format: str, side: str, bad: float) -> None:
+    """All of its group is NaN; a window that hides the group hides that."""
+    sides = {"key": normal(2, 80, 1, 32, seed=1, dtype=BF16), "value": normal(2, 80, 1, 32, seed=2, dtype=BF16)}
+    query = normal(2, 1, 2, 32, dtype=BF16)
+    clean, found, clean_hidden, hidden = [], [], [], []
+    for outs, outs_hidden in ((clean, clean_hidden), (found, hidden)):
+        cache = quantize_kv(ContiguousKV(**sides), format, group=32, residual=8)
+        for num_splits in (None, 3):
+            outs.append(decode(query, cache, num_splits=num_splits))
+            outs_hidden.append(decode(query, cache, num_splits=num_splits, window=(47, 0)))
+        sides[side][0, 21, 0, 5] = bad  # one of the block from 0 to 31
+    for one, other in zip(found, clean, strict=True):
+        assert one[0].isnan().all() and same_bits(one[1], other[1])
+    assert all(map(same_bits, hidden, clean_hidden))
+
+
 # Agreement with fp64, within what is earned
 
 PLAIN = DecodeCase()
 HEADS = replace(PLAIN, Hq=4, Hkv=2)
 SPLIT = replace(PLAIN, num_splits=3)
+FEW_KEYS = replace(PLAIN, Tq=7, causal=False, lengths=(2, 0, 9, 7, 1))
 INT8 = replace(PLAIN, dtype=BF16, codes=Codes("int8", group=16, residual=8))
 EVERYTHING: dict[str, Any] = {
     "Hq": 4,
@@ -155,6 +178,11 @@ CASES: dict[str, DecodeCase] = {
     "groups of three, five queries": replace(PLAIN, Hq=6, Hkv=2, Tq=5),
     "every head has its key": replace(PLAIN, Hq=3, Hkv=3),
     "not causal": replace(PLAIN, Tq=4, causal=False),
+    "not causal, fewer keys than queries": FEW_KEYS,
+    "not causal, fewer keys than queries, in pages": replace(FEW_KEYS, page=4, num_splits=2),
+    "not causal, fewer keys than queries, window": replace(FEW_KEYS, window=(3, 2)),
+    "not causal, fewer keys than queries, alibi and sink": replace(FEW_KEYS, alibi="BH", sink=True),
+    "tree, fewer keys than queries": replace(FEW_KEYS, tree=True),
     "window": replace(PLAIN, Tq=2, window=(20, 0)),
     "window of itself": replace(PLAIN, Tq=2, window=(0, 0)),
     "window both ways": replace(PLAIN, Tq=4, causal=False, window=(4, 1)),
@@ -209,6 +237,12 @@ def test_agreement_in_16_bits(name: str, dtype: torch.dtype) -> None:
 
 
 CODED: dict[str, DecodeCase] = {
+    **{
+        f"not causal, fewer keys than queries, {format}": replace(
+            FEW_KEYS, Tq=40, lengths=(2, 0, 37, 40, 1), dtype=BF16, codes=Codes(format, 16, 0), page=page
+        )
+        for format, page in (("fp8", None), ("int8", 32), ("int4", None))
+    },
     "fp8": replace(INT8, codes=Codes("fp8", 16, 8), Hq=4, Hkv=2),
     "int8": INT8,
     "int4": replace(INT8, codes=Codes("int4", 16, 8)),
@@ -383,7 +417,7 @@ def test_a_page_that_is_not_there_is_no_other_rows_page(codes: Codes | None, ent
     query = normal(2, 1, 2, 32, seed=2, dtype=BF16)
     whole = decode(query, cache)
     table[1, 1] = entry
-    out = decode(query, cache)
+    out = decode(query, cache, validate=False)
     assert out[1].isnan().all() and same_bits(out[0], whole[0])
 
 
@@ -463,6 +497,18 @@ def test_splits_of_codes_are_whole_groups_in_a_window_too(format: str, group: in
         found = decode_attention(query, cache, **how, workspace=room, backend="triton")
         right = decode_attention(query, cache, window=(31, 0), backend="eager")
         torch.testing.assert_close(found, right, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("which", ["query", "key", "sink"])
+def test_a_tangent_is_refused_by_the_kernel_and_kept_by_plain_torch(which: str) -> None:
+    given = {"query": normal(1, 1, 1, 16), "key": normal(1, 40, 1, 16, seed=1), "sink": normal(1)}
+    with forward_ad.dual_level():
+        given[which] = forward_ad.make_dual(given[which], torch.ones_like(given[which]))
+        cache = ContiguousKV(given["key"], normal(1, 40, 1, 16, seed=2))
+        with pytest.raises(ValueError, match=f"{which}: expected a tensor without a tangent.*eager"):
+            decode(given["query"], cache, sink=given["sink"])
+        out = decode_attention(given["query"], cache, sink=given["sink"], backend="eager")
+        assert forward_ad.unpack_dual(out).tangent.any()
 
 
 def test_a_negated_view_is_read_as_what_it_stands_for() -> None:

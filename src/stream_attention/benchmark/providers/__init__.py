@@ -26,7 +26,7 @@ def by_name(fa3: Path | None = None) -> dict[str, Provider]:
     providers: list[Provider] = [
         Ours("stream", "auto"),
         *(Ours(name) for name in ("gluon", "triton", "eager", "reference")),
-        *(Deterministic(name) for name in ("gluon", "triton")),
+        *(Deterministic(name) for name in ("gluon", "triton", "stream")),
         Plain(),
         *(Plain(name) for name in ("gluon", "triton")),
         Blocked(),

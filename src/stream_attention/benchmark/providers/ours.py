@@ -65,7 +65,7 @@ class Deterministic(Ours):
     options: ClassVar[dict[str, Any]] = {"deterministic": True}
 
     def __init__(self, backend: str) -> None:
-        super().__init__(f"{backend} deterministic", backend)
+        super().__init__(f"{backend} deterministic", AUTO if backend == "stream" else backend)
         self.about += " with deterministic=True"
 
 

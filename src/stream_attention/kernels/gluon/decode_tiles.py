@@ -71,7 +71,7 @@ def hide(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_TREE: gl.constexpr,
 ):  # fmt: skip
     """As kernels/triton/decode_tiles.py, hide_scores."""
-    visible = inside & (q_pos >= 0)
+    visible = inside
     if HAS_RIGHT:
         visible = visible & (k_pos <= q_pos + right)
     if HAS_LEFT:
@@ -79,7 +79,7 @@ def hide(
     if HAS_TREE:
         new = k_pos - first_new
         there = mask_r & inside & (new >= 0)
-        visible = visible & mask_r & (gl.load(tree_rows + new, mask=there, other=1) != 0)
+        visible = visible & mask_r & (q_pos >= 0) & (gl.load(tree_rows + new, mask=there, other=1) != 0)
     return gl.where(visible, scores, float("-inf"))
 
 

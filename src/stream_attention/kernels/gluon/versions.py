@@ -1,6 +1,6 @@
 """Every difference between the Triton releases that the Gluon kernels run with: 3.6 to 3.9.
 
-Each is found by looking for the function, not by the release's number, so a later release that keeps the names works.
+Functions are found by their names, so a later release that keeps them works; the assembler's options by the release.
 """
 
 import triton

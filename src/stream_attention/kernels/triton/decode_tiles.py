@@ -96,15 +96,16 @@ def hide_scores(
     HAS_TREE: tl.constexpr,
 ):
     """-inf for what a row does not see. The tile lies either way up. `tree_ptr` points to each row's line of the tree,
-    `first_new` is the position of its first column."""
-    visible = inside & (q_pos >= 0)
+    `first_new` is the position of its first column; with a tree, a query before position 0 sees nothing."""
+    visible = inside
     if HAS_RIGHT:
         visible = visible & (k_pos <= q_pos + right)
     if HAS_LEFT:
         visible = visible & (k_pos >= q_pos - left)
     if HAS_TREE:
         new = k_pos - first_new
-        visible = visible & mask_r & (tl.load(tree_ptr + new, mask=mask_r & inside & (new >= 0), other=1) != 0)
+        named = tl.load(tree_ptr + new, mask=mask_r & inside & (new >= 0), other=1) != 0
+        visible = visible & mask_r & (q_pos >= 0) & named
     return tl.where(visible, scores, float("-inf"))
 
 

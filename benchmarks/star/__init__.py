@@ -1,0 +1,1 @@
+"""Star attention by phase, on virtual ranks: `python -m benchmarks.star`."""
