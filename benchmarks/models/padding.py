@@ -96,13 +96,18 @@ class Bench:
         model(self.ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
         return model.model.layers[0].self_attn.q_proj.weight.grad
 
-    def verdict(self, run: Callable[[Any, str], Tensor], share: str, provider: str, exact: Any) -> Verdict:
-        found = []
-        for name in (provider, "sdpa"):
+    def verdicts(
+        self, run: Callable[[Any, str], Tensor], share: str, providers: Sequence[str], exact: Any
+    ) -> dict[str, Verdict]:
+        """Of each provider, against the model `exact`; the error of sdpa says how much is allowed."""
+
+        def found(name: str) -> Tensor:
             choose(self.model, name)
-            found.append(run(self.model, share).clone())
+            return run(self.model, share).to(exact.dtype)
+
+        expected, sdpa = run(exact, share), found("sdpa")
         factor = 3.0 if run == self.train else 2.0
-        return compared(run(exact, share), *(one.to(exact.dtype) for one in found), factor=factor)
+        return {name: compared(expected, found(name), sdpa, factor=factor) for name in providers}
 
     def call(self, run: Callable[[Any, str], Tensor], share: str, provider: str) -> Callable[[int], object]:
         def once(_: int) -> None:
@@ -132,9 +137,9 @@ def _cells(bench: Bench, direction: str, rounds: int, now: Callable[[str], None]
     exact = copy.deepcopy(bench.model).to(torch.float64 if bench.size.dtype is torch.float32 else torch.float32)
     choose(exact, "sdpa")
     for share in SHARES:
-        for name in (OURS, *PEERS):
-            now(f"{direction}: checking {name}, padding {share}")
-            verdicts[share, name] = bench.verdict(run, share, name, exact)
+        now(f"{direction}: checking, padding {share}")
+        its = bench.verdicts(run, share, (OURS, *PEERS), exact)
+        verdicts |= {(share, name): verdict for name, verdict in its.items()}
     del exact
     now(f"{direction}: timing")
     calls = {f"{share}|{name}": bench.call(run, share, name) for (share, name), one in verdicts.items() if one.right}

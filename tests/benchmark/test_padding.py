@@ -58,7 +58,7 @@ def test_an_attention_that_ignores_padding_is_wrong(bench: padding.Bench) -> Non
     transformers.AttentionMaskInterface.register("deaf", transformers.masking_utils.sdpa_mask)
     try:
         for share, right in (("none", True), ("25 %", False)):
-            assert bench.verdict(bench.forward, share, "deaf", exact).right == right
+            assert bench.verdicts(bench.forward, share, ["deaf"], exact)["deaf"].right == right
     finally:
         padding.choose(bench.model, "sdpa")
         for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):

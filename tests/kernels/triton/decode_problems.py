@@ -18,6 +18,7 @@ from random import Random
 from typing import Any, Literal, NamedTuple
 
 import torch
+from random_problems import perhaps_fewer
 from torch import Tensor
 
 from stream_attention import ContiguousKV, PagedKV, QuantizedKV, decode_attention, decode_workspace, quantize_kv
@@ -616,8 +617,10 @@ def draw(
     """Templates for a backend in random sizes. A problem that would need one more than `variants` sets of kernels is
     drawn again.
 
-    Those are compiled here, in parallel. `arch` is that of the GPU unless told.
+    Those are compiled here, in parallel. `arch` is that of the GPU unless told. RANDOM_PROBLEMS=300 in the environment
+    draws fewer.
     """
+    problems, templates, variants = perhaps_fewer(problems, templates, variants)
     arch = arch or arch_of_gpu()
     rng = Random(0)
     like = [template_for(backend, rng, device, **limits) for _ in range(templates)]

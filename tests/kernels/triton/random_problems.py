@@ -39,6 +39,12 @@ class Drawn(NamedTuple):
     backend: str = "triton"
 
 
+def perhaps_fewer(problems: int, templates: int, variants: int) -> tuple[int, int, int]:
+    """The three numbers of a draw, or those of a short one: RANDOM_PROBLEMS=300 in the environment."""
+    most = int(os.environ.get("RANDOM_PROBLEMS", "0"))
+    return (min(problems, most), templates // 2, variants // 2) if most else (problems, templates, variants)
+
+
 def draw(
     problems: int,
     templates: int,
@@ -54,8 +60,7 @@ def draw(
     A problem that would need one more than `variants` compiled forms is drawn again. Those and the kernels of the cases
     in `also` are compiled here, in parallel. RANDOM_PROBLEMS=300 in the environment draws fewer, of half the templates.
     """
-    if fewer := int(os.environ.get("RANDOM_PROBLEMS", "0")):
-        problems, templates, variants = min(problems, fewer), templates // 2, variants // 2
+    problems, templates, variants = perhaps_fewer(problems, templates, variants)
     device = torch.cuda.get_device_properties(0)
     arch, processors = 10 * device.major + device.minor, device.multi_processor_count
     rng = Random(seed)
