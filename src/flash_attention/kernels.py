@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stream_attention import attention
+from stream_attention import attention, validate
 
 
 def flash_attention(
@@ -44,8 +44,7 @@ def flash_attention(
     torch.Size([16, 128])
     """
     for name, tensor in (("Q", Q), ("K", K), ("V", V)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor; got {type(tensor).__name__}")
+        validate.is_tensor(name, tensor)
         if tensor.dim() != 2:
             raise ValueError(
                 f"{name}: expected two dims [tokens, features]; got {list(tensor.shape)}. "

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx import Proxy
 
 from .backends import FP8_HEAD_DIMS
 from .cache_views import ContiguousKV, Fp8KV, KVCache, PagedKV, QuantizedKV, checks
@@ -97,6 +98,21 @@ def looks_transposed(query: Tensor, key: Tensor, by_strides: bool = True) -> boo
     if q_len < 2 or heads < 8 * q_len or k_len > q_len:
         return False
     return not by_strides or all(t.shape[1] == 1 or t.stride(1) < t.stride(2) for t in (query, key))
+
+
+def is_tensor(name: str, given: Any) -> None:
+    """Refuse what is no tensor."""
+    if not isinstance(given, Tensor):
+        refuse(name, "a torch.Tensor", type(given).__name__, hint_about(given), TypeError)
+
+
+def hint_about(given: Any) -> str:
+    """What to do with something that is no tensor."""
+    if isinstance(given, Proxy):
+        return (
+            "torch.fx.symbolic_trace cannot follow it: use torch.export, or torch.fx.wrap the function that calls it."
+        )
+    return TAKES_CODES if isinstance(given, Fp8KV) else ""
 
 
 def attention_tensors(
@@ -554,9 +570,7 @@ def _per_head(alibi_slopes: Tensor | None, sink: Tensor | None, query: Tensor, b
 
 
 def _tensor(name: str, tensor: Any, query: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        hint = TAKES_CODES if isinstance(tensor, Fp8KV) else ""
-        refuse(name, "a torch.Tensor", type(tensor).__name__, hint, TypeError)
+    is_tensor(name, tensor)
     if tensor.is_nested:
         hint = "Where the query is a jagged nested tensor, so are key and value. Else pack it: varlen_attention."
         refuse(name, "a strided tensor", "a nested one", hint, TypeError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -553,6 +554,23 @@ def test_what_is_remembered_of_layouts_keeps_no_tensor_and_is_bounded(
     del cache
     gc.collect()
     assert [reference() for reference in watched] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [
+        ("is_causal", r"decode_attention\(\): `is_causal` is called `causal` here \(aligned bottom-right\)"),
+        ("window_size", r"decode_attention\(\): `window_size` is called `window` here"),
+        ("attn_mask", r"decode_attention\(\) got an unexpected keyword argument 'attn_mask'"),  # no counterpart
+    ],
+)
+def test_keywords_of_others_are_refused_with_their_name_here(keyword: str, words: str) -> None:
+    cache, query = cache_of_rows(), torch.randn(3, 1, 4, 16).half()
+    with pytest.raises(TypeError, match=words):
+        decode_attention(query, cache, **{keyword: True})
+    with pytest.raises(TypeError, match=r"takes 2 positional arguments, query, cache; got 3. .*as in causal=False"):
+        decode_attention(query, cache, False)  # type: ignore[call-overload]
+    assert "foreign" not in inspect.signature(decode_attention).parameters
 
 
 def test_calls_on_a_cpu_are_not_remembered(called: list[tuple[int, ...]]) -> None:

@@ -19,7 +19,15 @@ from torch.autograd import forward_ad, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from stream_attention import attention, force_backend, varlen_attention
+from stream_attention import (
+    FusedOnlineAttention,
+    StreamAttention,
+    StreamAttentionConfig,
+    StreamMultiheadAttention,
+    attention,
+    force_backend,
+    varlen_attention,
+)
 from stream_attention.kernels import eager, reference
 from stream_attention.ops.attention import prepare_attention
 from stream_attention.ops.library import backward_op, forward_op
@@ -700,18 +708,58 @@ def test_fake_tensors_run_forward_and_backward_and_compute_nothing(forwards: lis
 # Refusals
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        attention,
+        partial(attention, return_lse=True, mask=torch.ones(1, dtype=torch.bool)),
+        partial(varlen_attention, **PACKED),
+        FusedOnlineAttention(HQ, D),
+        StreamMultiheadAttention(HQ * D, HQ),
+        StreamAttention(StreamAttentionConfig(num_heads=HQ, head_dim=D)),
+    ],
+    ids=["attention", "with a mask", "packed", "FusedOnlineAttention", "StreamMultiheadAttention", "StreamAttention"],
+)
+def test_symbolic_tracing_is_refused_with_the_way_out(call: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.call = call
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+            return self.call(query, key, value)
+
+    words = r"Proxy.*\. torch.fx.symbolic_trace cannot follow it: use torch.export, or torch.fx.wrap"
+    with pytest.raises((TypeError, ValueError), match=words):
+        torch.fx.symbolic_trace(Model())
+
+
+@torch.fx.wrap
+def wrapped(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return attention(query, key, value, causal=True)
+
+
+def test_a_wrapped_call_is_a_leaf_of_a_symbolic_trace() -> None:
+    class Model(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+            return wrapped(query, key, value) * 2
+
+    tensors = qkv()
+    assert torch.equal(torch.fx.symbolic_trace(Model())(*tensors), 2 * attention(*tensors, causal=True))
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
-def test_dtensors_are_refused_with_the_way_out() -> None:
+def test_dtensors_beside_plain_tensors_are_refused() -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         query, key, value = (t.detach() for t in qkv())
-        sharded = distribute_tensor(query, DeviceMesh("cpu", [0]), [Shard(1)])
-        with pytest.raises(TypeError, match=r"query: expected a plain tensor; got a DTensor.*to_local"):
+        sharded = distribute_tensor(query, DeviceMesh("cpu", [0]), [Shard(2)])
+        with pytest.raises(TypeError, match="key: expected a DTensor as the query is; got Tensor"):
             attention(sharded, key, value)
-        with pytest.raises(TypeError, match="key: expected a plain tensor; got a DTensor"):
+        with pytest.raises(TypeError, match=r"key: expected a plain tensor; got a DTensor.*to_local"):
             attention(query, sharded, value)
     finally:
         torch.distributed.destroy_process_group()

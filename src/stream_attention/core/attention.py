@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import refuse
-from ..validate import DTYPES, flags, refuses_foreign, unexpected
+from ..validate import DTYPES, flags, hint_about, refuses_foreign, unexpected
 from ._measure import check_counts, median_ms, random_qkv, rates
 from .config import StreamAttentionConfig
 from .fused_online_attention import FusedOnlineAttention
@@ -184,7 +184,9 @@ class StreamAttention(nn.Module):
         dims = [t.dim() if isinstance(t, Tensor) else None for t in given]
         if not one_way or len(given) not in (1, 3) or (explicit and len(given) != 3) or dims not in ([3], [4, 4, 4]):
             shapes = [list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in given]
-            hint = "StreamMultiheadAttention takes query, key and value of three dims" if dims == [3, 3, 3] else ""
+            hint = hint_about(given[0]) if given else ""
+            if dims == [3, 3, 3]:
+                hint = "StreamMultiheadAttention takes query, key and value of three dims"
             refuse("inputs", "hidden states [B, T, H * D], or query, key and value [B, T, H, D]", shapes, hint)
         if len(given) == 1 and given[0].shape[-1] != features:
             refuse("hidden_states", f"[B, T, num_heads * head_dim = {features}]", list(given[0].shape))

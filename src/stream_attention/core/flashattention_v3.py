@@ -191,8 +191,7 @@ class FlashAttentionV3(nn.Module):
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name}: expected a torch.Tensor; got {type(tensor).__name__}")
+            validate.is_tensor(name, tensor)
             if tensor.dim() != 4:
                 raise ValueError(f"{name}: expected four dims [B, T, H, D]; got {list(tensor.shape)}")
         if self.config is None:

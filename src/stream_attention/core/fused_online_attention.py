@@ -330,7 +330,8 @@ class FusedOnlineAttention(nn.Module):
             return_lse=return_lse,
             backend=self.backend,
         )
-        if torch.compiler.is_compiling() or self.distributed or query.is_nested:
+        more = query.is_nested or hasattr(query, "device_mesh")  # a pack, or ranks that each have a part
+        if torch.compiler.is_compiling() or self.distributed or more:
             return result, None
         out = result[0] if return_lse else result
         return result, _Facts(
@@ -360,8 +361,7 @@ class FusedOnlineAttention(nn.Module):
 
     def _check_heads(self, query: Tensor, key: Tensor) -> None:
         for name, tensor in (("query", query), ("key", key)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name}: expected a torch.Tensor; got {type(tensor).__name__}")
+            validate.is_tensor(name, tensor)
             if tensor.dim() != 4:
                 raise ValueError(f"{name}: expected four dims [B, T, H, D]; got {list(tensor.shape)}")
         heads, dim = query.shape[2:]

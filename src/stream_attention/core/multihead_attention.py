@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import refuse
 from ..ops.attention import attention, in_autocast_dtype
+from ..validate import is_tensor
 
 
 class StreamMultiheadAttention(nn.MultiheadAttention):
@@ -126,8 +127,7 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
             TypeError: no tensor.
         """
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(tensor, Tensor):
-                refuse(name, "a torch.Tensor", type(tensor).__name__, error=TypeError)
+            is_tensor(name, tensor)
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
         if tracing or query.is_nested or key.is_nested or value.is_nested:
             return super().forward(

@@ -49,7 +49,7 @@ def _decode(
         if out is not None:
             return out
     cache = ContiguousKV(key, value, lengths)
-    return decode_attention(query, cache, window=sides, sink=sink, softcap=softcap, scale=scale)  # type: ignore[return-value]
+    return decode_attention(query, cache, window=sides, sink=sink, softcap=softcap, scale=scale)
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:

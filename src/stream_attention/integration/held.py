@@ -70,7 +70,7 @@ def read(
         _check_mask(attention_mask, query.shape[1], key)
     if query.shape[1] > FEW and isinstance(kv, ContiguousKV) and kv.lengths is None:
         return attention(query, kv.key, kv.value, causal=True, scale=scale, softcap=softcap, sink=sink)
-    return decode_attention(query, kv, scale=scale, softcap=softcap, sink=sink)  # type: ignore[return-value]
+    return decode_attention(query, kv, scale=scale, softcap=softcap, sink=sink)
 
 
 def tell(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -88,6 +90,7 @@ def attention(
         query: `[B, Tq, Hq, D]`, fp16, bf16, fp32 or fp64; any strides with a contiguous last dim. Tensors that look
             like `[B, H, T, D]` are computed as they are, with a warning, once in a process. A jagged nested tensor
             `[B, j, Hq, D]`, beside such keys and values, is a pack as of `varlen_attention`; so are the results.
+            DTensors may be sharded by batch or heads; results are sharded likewise.
         key: `[B, Tk, Hkv, D]`; query head h reads KV head h // (Hq / Hkv).
         value: `[B, Tk, Hkv, Dv]`.
         causal: query i sees keys j <= i + Tk - Tq (bottom-right).
@@ -143,29 +146,31 @@ def attention(
         repeat = recall.known(facts)
         if repeat is not None:
             return repeat(query, key, value, return_lse)
-    if getattr(query, "is_nested", False):
-        from .nested import nested_attention
-
-        return nested_attention(
-            query,
-            key,
-            value,
-            mask,
-            bias,
-            causal=causal,
-            window=window,
-            alibi_slopes=alibi_slopes,
-            sink=sink,
-            softcap=softcap,
-            scale=scale,
-            dropout_p=dropout_p,
-            seed=seed,
-            deterministic=deterministic,
-            return_lse=return_lse,
-            precision=precision,
-            rotate=rotate,
-            backend=backend,
-        )
+    if type(query) is not Tensor or query.is_nested:
+        elsewhere = _subclass_call(query)
+        if elsewhere is not None:
+            return elsewhere(
+                {
+                    "query": query,
+                    "key": key,
+                    "value": value,
+                    "mask": mask,
+                    "bias": bias,
+                    "alibi_slopes": alibi_slopes,
+                    "sink": sink,
+                },
+                return_lse,
+                causal=causal,
+                window=window,
+                softcap=softcap,
+                scale=scale,
+                dropout_p=dropout_p,
+                seed=seed,
+                deterministic=deterministic,
+                precision=precision,
+                rotate=rotate,
+                backend=backend,
+            )
     arguments = prepare_attention(
         query,
         key,
@@ -192,6 +197,21 @@ def attention(
     if facts is not None:
         recall.remember(facts, arguments, out, lse)
     return (out, lse) if return_lse else out
+
+
+def _subclass_call(query: Any) -> Callable[..., Any] | None:
+    """Who computes a call whose query is more than a plain tensor; None if it is not."""
+    if not isinstance(query, Tensor):
+        return None
+    if query.is_nested:
+        from .nested import nested_attention
+
+        return nested_attention
+    if hasattr(query, "device_mesh"):
+        from .dtensor import dtensor_attention
+
+        return partial(dtensor_attention, attention)
+    return None
 
 
 _warned_of_layout = False

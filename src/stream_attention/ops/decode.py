@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from inspect import signature
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -19,12 +19,42 @@ from ..device import processors
 from ..plan import Plan, plan_decode
 from ..problem import UNBOUNDED
 from ..tuning.decode import DecodeProblem
+from ..validate import unexpected as refuse_unexpected
 
 
+class DecodeOptions(TypedDict, total=False):
+    causal: bool
+    window: tuple[int, int] | None
+    tree_mask: Tensor | None
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    softcap: float
+    scale: float | None
+    num_splits: int | None
+    batch_invariant: bool
+    out: Tensor | None
+    workspace: Tensor | None
+    validate: bool | None
+    backend: str
+
+
+@overload
+def decode_attention(
+    query: Tensor, cache: KVCache, *, return_lse: Literal[False] = False, **options: Unpack[DecodeOptions]
+) -> Tensor: ...
+@overload
+def decode_attention(
+    query: Tensor, cache: KVCache, *, return_lse: Literal[True], **options: Unpack[DecodeOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def decode_attention(
+    query: Tensor, cache: KVCache, *, return_lse: bool, **options: Unpack[DecodeOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@validate.refuses_foreign
 def decode_attention(
     query: Tensor,
     cache: KVCache,
-    *,
+    *unexpected: Any,
     causal: bool = True,
     window: tuple[int, int] | None = None,
     tree_mask: Tensor | None = None,
@@ -39,6 +69,7 @@ def decode_attention(
     workspace: Tensor | None = None,
     validate: bool | None = None,
     backend: str = "auto",
+    **foreign: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens of each row over everything its cache holds.
 
@@ -79,6 +110,8 @@ def decode_attention(
     >>> decode_attention(torch.randn(2, 1, 8, 16), cache).shape
     torch.Size([2, 1, 8, 16])
     """
+    if unexpected or foreign:
+        refuse_unexpected(decode_attention, unexpected, foreign)
     facts = None
     plain = tree_mask is None and alibi_slopes is None and sink is None and (validate is None or validate is False)
     if plain and isinstance(cache, Cache) and not (torch.is_grad_enabled() and cache.requires_grad):

@@ -12,6 +12,7 @@ from .. import validate
 from ..plan import Plan, plan
 from ..problem import Inputs, Problem, gradient_of
 from .attention import attention, prepare_attention
+from .dtensor import local_shards
 from .fp8 import in_fp8
 from .library import problem_of
 from .nested import packed as packed_nested
@@ -23,8 +24,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
 
     Takes the arguments of `attention`, or those of `varlen_attention` where `cu_seqlens` are among them. Computes
     nothing. If an input requires a gradient, the plan of the backward is printed too (where the LSE is returned, as
-    if a gradient came through it). A last line says where the tensors look like `[B, H, T, D]`: more than 256 heads, or
-    8 for each query, with as many KV heads and no more keys than queries.
+    if a gradient came through it). Of DTensors it explains this rank's part. A last line says where the tensors look
+    like `[B, H, T, D]`: more than 256 heads, or 8 for each query, with as many KV heads and no more keys than queries.
 
     Returns:
         The `Plan` of the forward.
@@ -50,9 +51,12 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
 def problems_of_call(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[list[Problem], str]:
     """What a call would have to compute: its forward and, where a gradient is wanted, its backward; and the backend
     it asks for. Reads no tensor's values, so meta tensors pose the problem of tensors that nobody allocates."""
-    if getattr(query, "is_nested", False):
+    if isinstance(query, Tensor) and query.is_nested:
         tensors, packing = packed_nested(query, key, value, arguments.pop("mask", None), arguments.pop("bias", None))
         return problems_of_call(*tensors, **(arguments | packing))
+    if isinstance(query, Tensor) and hasattr(query, "device_mesh"):
+        arguments |= local_shards({"query": query, "key": key, "value": value, **arguments}, arguments)
+        return problems_of_call(**arguments)
     packed = "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments
     op, prepare = (varlen_attention, prepare_varlen) if packed else (attention, prepare_attention)
     try:

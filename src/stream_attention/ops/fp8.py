@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from inspect import signature
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -82,6 +82,27 @@ def _quantized(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | No
     return Fp8KV(codes, tuple(key.shape), key.dtype, rotate, cu_seqlens, most)
 
 
+class Fp8Options(TypedDict, total=False):
+    causal: bool
+    window: tuple[int, int] | None
+    scale: float | None
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | None
+    backend: str
+
+
+@overload
+def attention_fp8(
+    query: Tensor, kv: Fp8KV, *, return_lse: Literal[False] = False, **options: Unpack[Fp8Options]
+) -> Tensor: ...
+@overload
+def attention_fp8(
+    query: Tensor, kv: Fp8KV, *, return_lse: Literal[True], **options: Unpack[Fp8Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_fp8(
+    query: Tensor, kv: Fp8KV, *, return_lse: bool, **options: Unpack[Fp8Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_fp8(
     query: Tensor,
     kv: Fp8KV,
@@ -93,7 +114,7 @@ def attention_fp8(
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
     backend: str = "auto",
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in FP8 to keys and values that are codes already: the queries alone are quantised, 64 rows to a scale.
 
     Bit for bit what `attention(precision="fp8")` computes of the keys and values that `kv` was made of, where every key

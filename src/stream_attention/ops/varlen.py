@@ -111,6 +111,36 @@ def varlen_attention(
     """
     if unexpected or foreign:
         validate.unexpected(varlen_attention, unexpected, foreign)
+    if isinstance(query, Tensor) and hasattr(query, "device_mesh"):
+        from .dtensor import dtensor_attention
+
+        return dtensor_attention(
+            varlen_attention,
+            {
+                "query": query,
+                "key": key,
+                "value": value,
+                "cu_seqlens_q": cu_seqlens_q,
+                "cu_seqlens_k": cu_seqlens_k,
+                "mask": mask,
+                "bias": bias,
+                "alibi_slopes": alibi_slopes,
+                "sink": sink,
+            },
+            return_lse,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            scale=scale,
+            dropout_p=dropout_p,
+            seed=seed,
+            deterministic=deterministic,
+            precision=precision,
+            rotate=rotate,
+            backend=backend,
+        )
     arguments = prepare_varlen(
         query,
         key,
