@@ -375,3 +375,59 @@ def test_kinds_of_caches_that_miss_their_bar_are_known() -> None:
     assert len(held) == 9 and {cell["name"] for cell in held if not cell["met"]} == PAST_THEIR_BAR
     codes = [cell for cell in held if cell["name"].startswith(("fp8", "int8", "int4"))]
     assert len(codes) == 3 and all(cell["ratio"] < 1.0 for cell in codes), "slower than what they compress"
+
+
+def test_when_to_use_it_says_what_was_measured() -> None:
+    page = (ROOT / "docs" / "when_to_use.md").read_text()
+    text = " ".join(page.split())
+
+    def said(values: Any, form: str = ".2f") -> str:
+        found = list(values)
+        return f"{min(found):{form}}-{max(found):{form}}"
+
+    memory: dict[int, list[str]] = {}
+    for which in ("forward", "training"):
+        for row in results("cpu/memory")["rows"]:
+            memory.setdefault(row["length"], []).append(f"{row[which] / 1e6:.1f} MB")
+    rows = {
+        length: f"| {length} | {its[0]} | {its[1]} | {its[2]} | {its[3]} |" for length, its in sorted(memory.items())
+    }
+    assert len(rows) == 5 and all(row in page for row in rows.values())
+    at_8k = {row["way"]: row["training"] * 32 / 1e9 for row in results("cpu/memory")["rows"] if row["length"] == 8192}
+    assert (
+        f"takes {at_8k['standard']:.1f} GB a sequence in plain attention and {at_8k['streaming']:.1f} GB here" in text
+    )
+
+    claims = {
+        name: {(row["length"], row["direction"]): row["speedup"] for row in results(f"{name}/claims")["speed"]}
+        for name in ("cpu", "h200")
+    }
+    for length in (256, 512, 1024, 4096, 8192):
+        figures = (
+            claims["cpu"][length, "forward"],
+            claims["h200"][length, "forward"],
+            claims["h200"][length, "forward+backward"],
+        )
+        assert f"| {length} | {' | '.join(f'{one:.1f}' for one in figures)} |" in page
+
+    by_sdpa = [cell["ratio"] for cell in results("cpu/cpu")["cells"] if cell["fastest_peer"] == "sdpa"]
+    assert len(by_sdpa) == 36 and f"takes {said(by_sdpa)} of SDPA's time" in text
+    forward, backward = (
+        {cell["name"]: cell["providers"]["sdpa cudnn"]["vs_ours"] for cell in results(f"h200/{way}")["cells"]}
+        for way in ("forward", "backward")
+    )
+    assert text.count(f"{said(forward.values())} times") == 2
+    assert f"at 512 tokens {said(one for name, one in forward.items() if name.endswith(' 512'))}" in text
+    assert f"The backward: {said(backward.values())} times" in text
+    short = [
+        [cell["providers"][who]["median_ms"] * 1e3 for cell in results("h200/small")["cells"]]
+        for who in ("stream", "sdpa")
+    ]
+    assert f"ours takes {said(short[0], '.0f')} us a call and SDPA {said(short[1], '.0f')}" in text
+    models = {cell["name"]: 1 / cell["ratio"] for cell in results("h200/models")["cells"]}
+    assert f"prefill is {said(one for name, one in models.items() if name.startswith('prefill'))} times" in text
+    assert f"decoding {said(one for name, one in models.items() if name.startswith('decode'))}." in text
+    assert f"a training step {models['training 8k']:.2f}" in text
+    cost = {cell["name"]: cell["ratio"] for cell in results("h200/modifiers")["cells"]}
+    order = ("window 1024", "sink", "alibi", "softcap", "mask", "bias", "dropout")
+    assert f"| {' | '.join(f'{cost[name]:.2f}' for name in order)} |" in page
