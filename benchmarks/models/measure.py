@@ -27,6 +27,7 @@ from stream_attention.benchmark.models import aligned_table, line
 from stream_attention.benchmark.progress import progress
 from stream_attention.benchmark.results import conditions, save
 from stream_attention.benchmark.timing import Latency, paired_ratio
+from stream_attention.files import check_writable
 from stream_attention.integration.hf import register
 
 from . import runs
@@ -222,6 +223,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("layers", "trained_layers", "rounds"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1; got {getattr(options, name)}.")
+    if options.json_out is not None:
+        try:
+            check_writable(options.json_out)
+        except OSError as error:
+            parser.error(f"--json-out: expected a file that can be written; got {options.json_out}: {error.strerror}.")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: expected a GPU that torch sees, or cpu; got cuda.")
     asked = only(rows(options.tiny), options.only)

@@ -156,7 +156,7 @@ def test_only_takes_rows_that_have_all_the_words() -> None:
         (["--only", "b2"], "--only: expected words of prefill 8k"),
         (["--rounds", "0"], "--rounds: expected at least 1; got 0"),
         (["--trained-layers", "0"], "--trained-layers: expected at least 1"),
-        (["--json-out", "/nowhere/at/all.json"], "a folder that is there"),
+        (["--json-out", "/dev/null/all.json"], "--json-out: expected a file that can be written; got /dev/null/all.js"),
     ],
 )
 def test_what_cannot_be_run_is_refused(said: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
