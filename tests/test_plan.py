@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import plan_corpus
 from stream_attention import (
     ContiguousKV,
     Plan,
@@ -709,3 +711,15 @@ def test_spelling_and_reading_are_inverse() -> None:
 def test_a_configuration_that_is_none_is_refused(asked: str, words: str) -> None:
     with pytest.raises(ValueError, match="backend: expected " + re.escape(words)):
         attention(*qkv(), backend=asked)
+
+
+# The corpus
+
+
+def test_every_call_of_the_corpus_is_planned_as_recorded() -> None:
+    """A change of plans is made on purpose: `python tests/plan_corpus.py`, and a look at the diff."""
+    pytest.importorskip("triton")
+    recorded = {call: plan for plan, calls in json.loads(plan_corpus.FILE.read_text()).items() for call in calls}
+    found = {call: plan for plan, calls in plan_corpus.plans().items() for call in calls}
+    assert len(found) > 900 and found.keys() == recorded.keys()
+    assert {call: (recorded[call], now) for call, now in found.items() if now != recorded[call]} == {}
