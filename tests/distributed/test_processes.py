@@ -256,9 +256,11 @@ def ring_beside_ulysses(group: Any, here: bool) -> None:
 
 def ring_beside_tree(group: Any, here: bool) -> None:
     query, key, value = shards_of(group)
-    tree_decode_attention(query, ContiguousKV(key, value), group=group) if here else ring_attention(
-        query, key, value, group=group
-    )
+    if here:
+        with torch.no_grad():
+            tree_decode_attention(query, ContiguousKV(key, value), group=group)
+    else:
+        ring_attention(query, key, value, group=group)
 
 
 def skipped_backward(group: Any, here: bool, length: int | None = None) -> None:

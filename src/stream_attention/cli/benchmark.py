@@ -64,9 +64,9 @@ def _run(options: argparse.Namespace) -> int:
     limits = f"{repeats} rounds each (--iters)"
     if options.iters is None:
         limits = f"up to {repeats} rounds each, stopped after {seconds:g} s (--cell-seconds)"
-    print(f"{cells_}, {limits}", file=sys.stderr, flush=True)
     name, show = ("grid", _show_grid) if grid else (options.suite, _show_suite)
     try:
+        print(f"{cells_}, {limits}", file=sys.stderr, flush=True)
         found = measured(name, cells, providers, clock, repeats, warmup, seconds, eager)
     except KeyboardInterrupt:
         print("interrupted before a cell was done: nothing was written", file=sys.stderr)
