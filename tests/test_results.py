@@ -418,6 +418,12 @@ def test_when_to_use_it_says_what_was_measured() -> None:
     assert text.count(f"{said(forward.values())} times") == 2
     assert f"at 512 tokens {said(one for name, one in forward.items() if name.endswith(' 512'))}" in text
     assert f"The backward: {said(backward.values())} times" in text
+    modified = {cell["name"]: cell["providers"] for cell in results("h200/modifiers")["cells"]}
+    mask, bias = (
+        modified[name]["triton"]["median_ms"] / modified[name]["plain gluon"]["median_ms"] for name in ("mask", "bias")
+    )
+    assert f"it costs {mask:.1f}-{bias:.1f} times the plain call" in text
+    assert f"they take {mask:.1f} and {bias:.1f} times as long" in text
     short = [
         [cell["providers"][who]["median_ms"] * 1e3 for cell in results("h200/small")["cells"]]
         for who in ("stream", "sdpa")

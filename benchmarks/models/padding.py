@@ -228,7 +228,7 @@ def markdown(results: dict[str, Any]) -> str:
         [
             f"{capital(said['model'])}; {said['batch']}. {origin(results)}, transformers "
             f"{results['versions']['transformers']}; {said['timing']}: medians of {said['rounds']} interleaved runs "
-            "(20th to 80th percentile), and behind the comma the time by that of the same attention without padding.",
+            "(20th to 80th percentile); after the comma, time / time of the same attention unpadded.",
             "",
             f"| {' | '.join(heading)} |",
             f"|{'---|' * len(heading)}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import pickle
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -578,3 +579,13 @@ def test_calls_on_a_cpu_are_not_remembered(called: list[tuple[int, ...]]) -> Non
     decode_attention(query, cache)
     assert remembering.decode_again(query, cache.key, cache.value, cache.lengths, None, 0.0, 0.25) is None
     assert not remembering._by_layout and "_calls" not in cache.__dict__
+
+
+def test_keys_before_every_window_are_neither_read_nor_computed() -> None:
+    """On a CPU: 2**26 keys of one memory, of which a query sees four. All of them would take 12 s."""
+    key = torch.randn(1, 1, 1, 16).expand(1, 1 << 26, 1, 16)
+    query = torch.randn(1, 1, 2, 16)
+    started = time.perf_counter()
+    out = decode_attention(query, ContiguousKV(key, key), window=(3, 0))
+    assert time.perf_counter() - started < 3.0
+    torch.testing.assert_close(out, reference.attention(query, key[:, :4], key[:, :4])[0].float())

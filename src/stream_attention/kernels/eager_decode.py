@@ -77,10 +77,12 @@ def _decode(
     slopes = None
     if scores.slopes is not None:
         slopes = scores.slopes.to(wide).view(-1, kv_heads, q_heads // kv_heads, 1, 1)
-    end = capacity
+    begin, end = 0, capacity
     if device.type == "cpu" and batch and not torch.compiler.is_compiling():  # elsewhere looking would synchronise
         end = min(end, int(seen.lengths.max()))
-    for start in range(0, end, EAGER_KEYS):
+        if seen.left is not None:  # whole tiles before the window of every query are skipped
+            begin = max(0, int(seen.lengths.min()) - q_len - seen.left) // EAGER_KEYS * EAGER_KEYS
+    for start in range(begin, end, EAGER_KEYS):
         stop = min(start + EAGER_KEYS, end)
         key, value = tile(start, stop)
         at = torch.arange(start, stop, device=device)

@@ -230,6 +230,13 @@ MORE_PACKED_CASES: dict[str, Case] = {
 }
 
 
+@pytest.mark.parametrize("dims", [(20, 20), (7, 7), (16, 5), (9, 16)], ids=str)
+@pytest.mark.parametrize("of", [EACH, PACKED], ids=["dense", "packed"])
+def test_head_dims_that_are_padded(of: Case, dims: tuple[int, int]) -> None:
+    """With every modifier and gradient: what is padded shows in none of them."""
+    check(replace(of, D=dims[0], Dv=dims[1]))
+
+
 @pytest.mark.parametrize("name", [*PACKED_CASES, *MORE_PACKED_CASES])
 def test_packed_sequences(name: str) -> None:
     check((PACKED_CASES | MORE_PACKED_CASES)[name])
