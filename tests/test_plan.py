@@ -436,6 +436,7 @@ def test_plain_torch_on_a_gpu_is_one_of_sdpas_kernels(facts: dict[str, Any], pat
     [
         ({"dtype": torch.float64}, "take no float64"),
         ({"arch": 75, "dtype": torch.bfloat16}, "take bfloat16 from compute capability 8.0 on"),
+        ({"batch": 65536}, "take at most 65535 batch entries and heads"),
         ({"left": 3}, "let NaN through a window"),
         ({"right": 0, "q_start": 1}, "align causal bottom-right"),
         ({"right": 0, "q_len": 4097, "q_start": -1}, "give rows without a key another LSE"),

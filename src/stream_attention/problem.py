@@ -173,10 +173,14 @@ def addressable(t: Tensor) -> bool:
     """Whether TMA can read rows of `[..., T, H, D]` where they lie. Asked on GPUs that have it alone: looking costs."""
     if t.device.type != "cuda" or arch(t.device) < 90:
         return True
+    return aligned(t) and all(size == 1 or stride > 0 for size, stride in zip(t.shape, t.stride(), strict=True))
+
+
+def aligned(t: Tensor) -> bool:
+    """Whether rows of `[..., D]` start on 16 bytes, and whole 16 bytes apart."""
     unit = 16 // t.element_size()
     return _address(t) % 16 == 0 and all(
-        size == 1 or (stride > 0 and stride % unit == 0)
-        for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
+        size == 1 or stride % unit == 0 for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
     )
 
 

@@ -440,7 +440,7 @@ def lengths_and_pages(cache: KVCache, q_len: int, left: int, look: bool | None) 
     lengths = cache.lengths
     if lengths is None:
         return
-    if checks.looks(look, lengths):
+    if checks.should_validate(look, lengths):
         first = None if left == UNBOUNDED else (lengths.long() - q_len - left).clamp_(min=0)
         cache.validate(first=first)
 

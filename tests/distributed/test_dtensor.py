@@ -112,6 +112,22 @@ def test_shards_are_the_whole_call_forward_and_backward(pool: Any, name: str) ->
     pool.results(compare, **(defaults | CASES[name]))
 
 
+def alone_or_one_entry(rank: int, groups: Any) -> None:
+    """Over a mesh dim of one rank everything is whole; a batch of 1 is sharded as the query's is."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    for sizes, kv_heads in (((1, 4), 4), ((4, 1), 1)):
+        tensors = {name: t[:1] for name, t in call_tensors(kv_heads, False, False).items()}
+        mesh = init_device_mesh("cpu", sizes)
+        sharded = {name: distribute_tensor(t, mesh, placements_of("batch, heads")) for name, t in tensors.items()}
+        torch.testing.assert_close(full(attention(**sharded)), attention(**tensors))
+
+
+def test_a_mesh_dim_of_one_rank_and_a_batch_of_one(pool: Any) -> None:
+    pool.results(alone_or_one_entry)
+
+
 def explained(rank: int, groups: Any) -> tuple[str, Any]:
     tensors = distributed(call_tensors(2, False, False), all_alike("batch, heads"))
     module = FusedOnlineAttention(HEADS, DIM)

@@ -41,6 +41,8 @@ BY_TORCH: dict[str, dict[str, Any]] = {
     "d258 of dv 64": {"D": 258, "Dv": 64} | CAUSAL,
     "d320 packed": {"lengths_q": (70, 1, 129), "lengths_k": (70, 40, 129)} | CAUSAL,
     "d320 one query": {"Tq": 1} | CAUSAL,
+    "d320 off 16 bytes": {"layout": "offset"},
+    "d320 expanded": {"layout": "expanded"} | CAUSAL,
 }
 BLOCKED: dict[str, dict[str, Any]] = {
     "d320 more queries than keys": {"Tq": 300, "Tk": 200} | CAUSAL,
@@ -53,7 +55,10 @@ FLASH: dict[str, dict[str, Any]] = {
     "d128 causal gqa": {"D": 128, "Dv": 128} | CAUSAL | GQA,
     "d84 causal fp16": {"D": 84, "Dv": 84, "dtype": F16} | CAUSAL,
     "d256": {"D": 256, "Dv": 256},
+    "d64 off 16 bytes": {"D": 64, "Dv": 64, "layout": "offset"},
+    "d128 strided": {"D": 128, "Dv": 128, "layout": "strided"} | GQA,
 }
+FLASH_PACKED: dict[str, Any] = {"D": 64, "Dv": 64, "lengths_q": (70, 1, 129), "lengths_k": (70, 40, 129)} | CAUSAL
 
 
 @pytest.mark.parametrize("name", PADDED)
@@ -95,6 +100,11 @@ def test_without_triton_flash_attention_2_computes(name: str) -> None:
     query, key, value, options = make(case)
     assert explain(query, key, value, **options, backend="eager").config.path == "cuda_flash"
     assert check_case(case, "eager").worst <= 1
+
+
+def test_packs_without_triton() -> None:
+    """One after another, each with rows of the pack's LSE."""
+    assert check_case(replace(BASE, **FLASH_PACKED), "eager").worst <= 1
 
 
 def test_the_memory_efficient_kernel_does_what_flash_does() -> None:

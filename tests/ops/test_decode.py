@@ -589,3 +589,9 @@ def test_keys_before_every_window_are_neither_read_nor_computed() -> None:
     out = decode_attention(query, ContiguousKV(key, key), window=(3, 0))
     assert time.perf_counter() - started < 3.0
     torch.testing.assert_close(out, reference.attention(query, key[:, :4], key[:, :4])[0].float())
+
+
+def test_explain_names_foreign_keywords_too() -> None:
+    cache = ContiguousKV(*torch.randn(2, 1, 8, 2, 16))
+    with pytest.raises(TypeError, match="`is_causal` is called `causal` here"):
+        explain_decode(torch.randn(1, 1, 2, 16), cache, is_causal=True)

@@ -176,3 +176,11 @@ def test_bad_calls_are_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"gpu: expected .* as torch finds no GPU"):
             estimate_attention_memory(1, 8, 1, 8, device="cuda")
+
+
+def test_head_dims_that_torchs_kernel_computes() -> None:
+    """Output, its gradient and those of the inputs: the kernel keeps no matrix."""
+    estimate = estimate_attention_memory(1, 4096, 8, 320, device="cuda", gpu=(90, 132), dtype=torch.bfloat16)
+    one = 4096 * 8 * 320 * 2
+    assert estimate.backend == "eager" and estimate.backward is not None
+    assert 5 * one <= estimate.backward <= 5.1 * one

@@ -151,7 +151,7 @@ class Cache(ABC):
         for name, written in zip(self.STORES, self._plain(), strict=True):
             checks.writable(name, written)
         checks.writable("lengths", lengths)
-        if checks.looks(validate, lengths):
+        if checks.should_validate(validate, lengths):
             self.validate(n, first=lengths)
             if rotary is not None and n:
                 checks.room(lengths, n, rotary.cos.shape[0], "the rotary table's positions")

@@ -90,8 +90,8 @@ def room(lengths: Tensor, new: int, capacity: int, what: str = "the capacity") -
             refuse("lengths", f"from 0 to {what}, {capacity}", f"{length} in row {row}{more}")
 
 
-def looks(validate: Any, lengths: Tensor) -> bool:
-    """Whether to look at the values of lengths and pages: as asked; by default (None) on a CPU, where that is free."""
+def should_validate(validate: Any, lengths: Tensor) -> bool:
+    """Whether to look at the values of lengths and pages: as asked; by default (None) on a CPU, where nothing waits."""
     if validate is None:
         return type(lengths) is Tensor and lengths.is_cpu and not torch.compiler.is_compiling()
     if not isinstance(validate, bool):

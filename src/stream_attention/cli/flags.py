@@ -30,7 +30,7 @@ def exit_code(prog: str, run: Callable[[], int]) -> int:
         print(f"{prog}: {refused}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted; what it writes is whole or as it was", file=sys.stderr)
+        print(f"{prog}: interrupted; its files are complete or unchanged", file=sys.stderr)
         return 130
 
 

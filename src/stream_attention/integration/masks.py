@@ -82,12 +82,12 @@ class Side(NamedTuple):
 class RightPadding(NamedTuple):
     """Padded queries that see tokens: all of their row, or those that a window reaches."""
 
-    rows: Tensor  # of the flattened batch. Under a window every sequence has equally many: those it lacks are others
+    rows: Tensor  # of the flattened batch; under a window more rows follow, so that all sequences are equally long
     queries: Side
     keys: Side
     window: tuple[int, int] | None
-    kept: Tensor | None  # which of the rows are no others; None: all
-    into: Tensor  # the rows that are kept
+    kept: Tensor | None  # which of them are padded queries; None: all
+    into: Tensor  # where those lie in the flattened batch
 
 
 class Unpadded(NamedTuple):

@@ -2,7 +2,8 @@
 
 Two ops, chosen by the plan (tuning/eager.py): FlashAttention-2, for fp16 and bf16 up to D 256 on a GPU without Triton,
 and the memory-efficient kernel, for wider heads, fp32 and older GPUs. Both take `[B, T, H, D]`, align causal
-bottom-right and return the LSE, natural log. Both read rows of a whole number of 16 bytes: other head dims are padded.
+bottom-right and return the LSE, natural log. Both read 16 bytes at a time: other head dims are padded, and tensors that
+lie otherwise are copied.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..problem import Gradients, Inputs, Problem, padded_to
+from ..problem import Gradients, Inputs, Problem, aligned, padded_to
 
 BOTTOM_RIGHT = 2
 """`custom_mask_type` of the memory-efficient kernel: 0 masks nothing, 1 is causal top-left, 2 causal bottom-right."""
@@ -39,8 +40,8 @@ def forward(problem: Problem, inputs: Inputs, path: str) -> tuple[Tensor, Tensor
 def backward(problem: Problem, inputs: Inputs, path: str, out: Tensor, lse: Tensor, grad_out: Tensor) -> Gradients:
     """The gradients of query, key and value."""
     query, key, value = _inputs(problem, inputs, path)
-    width = value.shape[-1]
-    out, grad_out = padded_to(out, width), padded_to(grad_out, width)
+    out, grad_out = (_in_16_bytes(t) for t in (out, grad_out))
+    lse = lse.contiguous()  # of a packed sequence it is a slice, which the ops would misread
     causal, lengths = problem.right == 0, (problem.q_len, problem.k_len)
     if path == "cuda_flash":
         unused = query.new_empty(2, dtype=torch.uint64), query.new_empty(0)  # the state of a dropout that is not there
@@ -61,8 +62,14 @@ def backward(problem: Problem, inputs: Inputs, path: str, out: Tensor, lse: Tens
 
 def _inputs(problem: Problem, inputs: Inputs, path: str) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value as the ops read them."""
-    unit = 16 // problem.dtype.itemsize
-    query, key, value = (padded_to(t, -(-t.shape[-1] // unit) * unit) for t in inputs[:3])
+    query, key, value = (_in_16_bytes(t) for t in inputs[:3])
     if path == "cuda_efficient" and problem.group > 1:  # it has no GQA
         key, value = (t.repeat_interleave(problem.group, dim=2) for t in (key, value))
     return query, key, value
+
+
+def _in_16_bytes(t: Tensor) -> Tensor:
+    """`t` with its last dim padded to whole 16 bytes, and every row on 16 bytes."""
+    unit = 16 // t.element_size()
+    t = padded_to(t, -(-t.shape[-1] // unit) * unit)
+    return t if aligned(t) else t.clone(memory_format=torch.contiguous_format)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..cache_views import ContiguousKV, PagedKV, QuantizedKV
-from ..cache_views.checks import looks
+from ..cache_views.checks import should_validate
 from ..cache_views.codes import BITS, CHANNELS, SYMMETRIC, TOKENS, QuantizedTensor, quantize
 from ..cache_views.quantized import FORMATS, check_blocks, quantized_lengths, window_slots
 from ..cache_views.write import places, take
@@ -83,7 +83,7 @@ def quantize_kv(
             lengths.copy_(cache.lengths)
     slots = window_slots(residual, group)
     start = quantized_lengths(lengths, residual, group)
-    if cache.lengths is not None and looks(validate, cache.lengths):
+    if cache.lengths is not None and should_validate(validate, cache.lengths):
         cache.validate(first=start)
     start = start.unsqueeze(1)
     positions = start + (torch.arange(slots, device=cache.device) - start) % slots  # of what each slot holds

@@ -341,6 +341,7 @@ def _launch(
     facts: Hashable | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute by the Triton or Gluon kernels, and remember the call if it has facts."""
+    decode: Callable[..., tuple[Tensor, Tensor | None, Any]]
     if plan.backend == "gluon":
         from ..kernels.gluon.decode_codes import decode
     else:
@@ -403,6 +404,8 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
     try:
         bound = signature(decode_attention).bind(query, cache, **arguments)
     except TypeError as error:
+        if unknown := arguments.keys() - signature(decode_attention).parameters.keys():
+            refuse_unexpected(decode_attention, (), sorted(unknown))
         raise TypeError(f"decode_attention() {error}") from None
     bound.apply_defaults()
     given = bound.arguments

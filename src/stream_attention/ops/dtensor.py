@@ -133,11 +133,13 @@ def _shard(name: str, tensor: Any, query: Any, dims: dict[int, str]) -> Any:
         refuse(name, f"the query's mesh {mesh}", tensor.device_mesh)
     wanted: list[Any] = []
     gradients: list[Any] = []
-    for of_query, given in zip(query.placements, tensor.placements, strict=True):
+    for place, (of_query, given) in enumerate(zip(query.placements, tensor.placements, strict=True)):
         one = gradient = replicated
-        if of_query.is_shard():
+        if mesh.size(place) == 1:  # one rank has all of it, whatever its placement is called
+            one = gradient = given
+        elif of_query.is_shard():
             from_end = _FROM_END[name].get(dims[of_query.dim], tensor.dim() + 1)
-            broadcast = tensor.dim() < from_end or tensor.shape[-from_end] == 1
+            broadcast = tensor.dim() < from_end or (tensor.shape[-from_end] == 1 < query.shape[of_query.dim])
             one = replicated if broadcast else Shard(tensor.dim() - from_end)
             gradient = Partial() if broadcast else one  # each rank has that of its own shard
         if given not in (one, replicated):

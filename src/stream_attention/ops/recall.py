@@ -33,7 +33,8 @@ ON_CPU = interpreting()
 ENABLED = True
 """Whether calls are repeated at all."""
 
-_known: dict[Hashable, Repeat] = {}
+_known: dict[Hashable, Repeat | None] = {}
+"""By the facts of a call; None where its backend cannot repeat it."""
 
 
 def _watchers() -> tuple[Callable[[], Any], ...]:
@@ -136,10 +137,11 @@ known = _known.get
 
 def remember(facts: Hashable, arguments: tuple[Any, ...], out: Tensor, lse: Tensor) -> None:
     """Keep the launch that a call with these facts made, if its backend can repeat it."""
+    if facts in _known:
+        return
     problem, inputs, backend = problem_of(arguments)
     planned = planning.plan(problem, backend)
-    repeat = getattr(BY_NAME[planned.backend].load(), "repeat", None)
-    if repeat is not None and not planned.padded_from:
-        if len(_known) >= MOST:
-            _known.clear()
-        _known[facts] = repeat(problem, inputs, planned.config, out, lse)
+    repeat = None if planned.padded_from else getattr(BY_NAME[planned.backend].load(), "repeat", None)
+    if len(_known) >= MOST:
+        _known.clear()
+    _known[facts] = None if repeat is None else repeat(problem, inputs, planned.config, out, lse)

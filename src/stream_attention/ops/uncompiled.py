@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -19,7 +18,7 @@ def uncompiled(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            if "torch._dynamo" not in sys.modules:  # `disable` would import it, which takes a second
+            if not torch.compiler.is_compiling():  # `disable` would import torch._dynamo, which takes 2 s
                 return function(*args, **kwargs)
             disabled = torch.compiler.disable(function, reason=reason)
             return disabled(*args, **kwargs)

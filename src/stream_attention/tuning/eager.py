@@ -121,6 +121,7 @@ def why_not_cuda(problem: Problem) -> tuple[str, ...]:
         (problem.dtype is torch.float64, "take no float64"),
         (problem.dtype is torch.bfloat16 and problem.arch < 80, "take bfloat16 from compute capability 8.0 on"),
         (problem.empty or 0 in (problem.head_dim, problem.value_dim), "were not run on empty inputs"),
+        (max(problem.batch, problem.q_heads) > 65535, "take at most 65535 batch entries and heads"),
         (problem.left != UNBOUNDED or problem.right not in (UNBOUNDED, 0), "let NaN through a window"),
         (problem.right == 0 and not aligned, "give rows without a key another LSE, and align causal bottom-right"),
         (problem.scale < TINY_SCALE, "want a positive scale"),

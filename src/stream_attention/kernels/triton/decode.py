@@ -212,6 +212,7 @@ def decode(
     out: Tensor | None,
     return_lse: bool,
     workspace: Tensor | None,
+    *,
     computed_by: KernelOf | None = None,
 ) -> tuple[Tensor, Tensor | None, Repeat | None]:
     """out `[B, Tq, Hq, Dv]` in the query's dtype; lse `[B, Hq, Tq]`, fp32, if wanted; and the call as a function, if it
