@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 pytest.importorskip("hypothesis")
@@ -594,9 +595,10 @@ def test_no_heads_and_head_dims_of_zero_are_those_of_torch(name: str, causal: bo
     tensors = leaves(query, key, normal(2, 6, heads["Hkv"], heads["Dv"], seed=2))
     out = attention(*tensors, causal=causal)
     theirs = leaves(*tensors)
-    expected = F.scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in theirs), is_causal=causal, enable_gqa=heads["Hkv"] > 0
-    ).transpose(1, 2)
+    with sdpa_kernel(SDPBackend.MATH):  # the CPU flash op of torch 2.11 ends the process here
+        expected = F.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in theirs), is_causal=causal, enable_gqa=heads["Hkv"] > 0
+        ).transpose(1, 2)
     torch.testing.assert_close(out, expected)
     grads = torch.autograd.grad(out.sum(), tensors)
     torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), theirs))
