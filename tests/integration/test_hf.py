@@ -12,26 +12,14 @@ import torch
 from torch import Tensor
 
 from stream_attention.integration.hf import NAME, register
+from tiny_models import SIZES, VOCABULARY
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.xdist_group("transformers")  # models are imported and built once
 
 OLD = transformers.__version__ < "5"
-VOCABULARY, WINDOW, LENGTH = 64, 6, 14
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
+WINDOW, LENGTH = 6, 14
 DECODERS: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": WINDOW},

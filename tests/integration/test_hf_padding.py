@@ -12,30 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiny_models import SIZES, VOCABULARY
+
 transformers = pytest.importorskip("transformers")
 from stream_attention.integration.hf import NAME, register  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("transformers")
 
 OLD = transformers.__version__ < "5"
-VOCABULARY = 64
 TIMES = 10
 """How often each token of the patterns below is repeated, so that rows are not short: those have a mask."""
 WINDOW, LENGTH = 6 * TIMES, 14 * TIMES
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": WINDOW},

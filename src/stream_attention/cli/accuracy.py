@@ -46,7 +46,7 @@ def _run(options: argparse.Namespace) -> int:
     show(found, cell)
     if options.json_out is not None:
         why = flags.written(results_.save, results_.conditions(device) | found, options.json_out)
-        if flags.told_unwritten({options.json_out: why}):
+        if flags.report_unwritten({options.json_out: why}):
             return 1
         print(f"written to {options.json_out}")
     return 0 if all(_passed(one) for one in found["providers"].values()) else 1

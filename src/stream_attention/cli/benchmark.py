@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
         print(f"written to {path}")
     if not outcomes:
         print("no --json-out, --csv or --report: nothing was written")
-    unwritten = flags.told_unwritten(outcomes)
+    unwritten = flags.report_unwritten(outcomes)
     if "interrupted" in found:
         where = f"written to {', '.join(map(str, kept))}" if kept else "printed above and not written"
         print(f"interrupted {found['interrupted']}: those were {where}", file=sys.stderr)

@@ -69,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps(_told(work, cluster, speed, found, advice), indent=1))
     else:
         _print(work, cluster, speed, found, advice)
-    if options.plot and flags.told_unwritten({options.plot: why}):
+    if options.plot and flags.report_unwritten({options.plot: why}):
         return 1
     for path in (options.plot / name for name in scaling.FILES) if options.plot else ():
         print(f"written to {path}", file=sys.stderr if options.json else sys.stdout)

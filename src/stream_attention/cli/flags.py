@@ -159,7 +159,7 @@ def written(write: Callable[..., object], *arguments: Any) -> str | None:
     return None
 
 
-def told_unwritten(outcomes: dict[Path, str | None]) -> bool:
+def report_unwritten(outcomes: dict[Path, str | None]) -> bool:
     """Say below what was printed which files could not be written; whether there are any."""
     failed = {path: why for path, why in outcomes.items() if why is not None}
     sys.stdout.flush()

@@ -121,7 +121,7 @@ def seen(mask: Tensor) -> Seen:
     padding = mask[:, :1, :1].view(torch.bool) if batch else None
     rows = None if padding is None else padding[:, 0, 0]
     unpadded = None
-    if kind == Kind.UNPADDED and rows is not None and not _blind(mask.device):
+    if kind == Kind.UNPADDED and rows is not None and not _host_may_not_read(mask.device):
         unpadded = _unpadded(rows, window - 1)
     return Seen(window - 1, kind == Kind.BOTH_SIDES, filled, padding, filled + behind, rows, unpadded)
 
@@ -177,7 +177,7 @@ def matrix(mask: Tensor, batch: int, q_len: int, k_len: int) -> Tensor:
 
 def stream_mask(**asked: Any) -> Tensor | None:
     """The mask function that is registered: what transformers asks of it differs by version, always by keyword."""
-    looking = not _blind(_device(asked))
+    looking = not _host_may_not_read(_device(asked))
     if looking and (own := _own_attention(type(asked["config"]))) is not None:  # type: ignore[arg-type]
         hint = f"{own} computes its attention itself."
         refuse("attn_implementation", 'another one, as "eager"', '"stream_attention"', hint)
@@ -267,7 +267,7 @@ def _device(asked: dict[str, Any]) -> torch.device:
     return given.device if isinstance(given, Tensor) else torch.device(given)
 
 
-def _blind(device: torch.device) -> bool:
+def _host_may_not_read(device: torch.device) -> bool:
     """Whether the host may not look at tensors: a graph is being compiled or captured."""
     return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 

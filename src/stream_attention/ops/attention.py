@@ -16,7 +16,7 @@ from ..backends import AUTO
 from ..plan import plan, requested
 from ..problem import UNBOUNDED, Gradients, Inputs, Positions, Wanted, gradient_of, state_problem
 from . import recall
-from .flops import tell_counters
+from .flops import register_flop_formulas
 from .library import forward_op, problem_of, run_backward, run_forward, run_forward_into
 from .merge import fold_state
 
@@ -312,7 +312,7 @@ def call(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     if backend == "reference":
         return _call_reference(arguments)
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
-        tell_counters()  # here too: in inference mode the op has no Autograd key
+        register_flop_formulas()  # here too: in inference mode the op has no Autograd key
     if backend != AUTO and not torch.compiler.is_compiling() and torch.is_grad_enabled():
         inputs = arguments[: len(Inputs._fields)]
         if any(t is not None and t.requires_grad for t in inputs):

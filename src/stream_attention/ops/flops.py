@@ -42,7 +42,7 @@ def _scores(arguments: tuple[Any, ...]) -> tuple[int, int, int]:
     return pairs * query.shape[-2], query.shape[-1], value.shape[-1]
 
 
-def tell_counters() -> None:
+def register_flop_formulas() -> None:
     """Give the formulas to the registry, if it was imported, and to the counters at work, which copied it before."""
     counting = sys.modules.get(_MODULE)
     if counting is None:

@@ -21,7 +21,7 @@ from torch.autograd.function import _SingleLevelFunction
 from ..backends import BY_NAME
 from ..plan import Plan, plan
 from ..problem import Gradients, Inputs, Problem, Wanted, padded_to, state_problem
-from .flops import tell_counters
+from .flops import register_flop_formulas
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sink, "
@@ -228,7 +228,7 @@ def _autograd_kernel(op: Any, function: Any) -> Callable[..., Any]:
 
     def kernel(*arguments: Any) -> Any:
         if torch._C._len_torch_dispatch_stack():
-            tell_counters()
+            register_flop_formulas()
         differentiable = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
         if not differentiable and forward_ad._current_level < 0:
             with torch._C._AutoDispatchBelowAutograd():
@@ -292,4 +292,4 @@ for _name, _op, _kernel, _fake, _function, _inputs_at in (
     _library.impl(_name, _autograd_kernel(_op, _function), "Autograd")
     torch.library.register_fake(f"stream_attention::{_name}", _fake, lib=_library)
     torch.library.register_vmap(f"stream_attention::{_name}", _vmap_rule(_op, _inputs_at), lib=_library)
-tell_counters()
+register_flop_formulas()
