@@ -17,7 +17,7 @@ from stream_attention import (
     explain,
     merge_states,
 )
-from stream_attention.cli.values import count, device
+from stream_attention_tools.cli.values import count, device
 
 SHORTEST = 16  # some of it is cached, and half of it padding
 

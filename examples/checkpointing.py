@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stream_attention import attention
-from stream_attention.cli.values import count, device
 from stream_attention.utils.memory import (
     MemoryProfiler,
     estimate_attention_memory,
     gradient_checkpoint_sequential,
     stream_checkpoint_policy,
 )
+from stream_attention_tools.cli.values import count, device
 
 
 class Block(nn.Module):

@@ -20,7 +20,7 @@ from stream_attention import (
     explain_decode,
     quantize_kv,
 )
-from stream_attention.cli.values import count, device
+from stream_attention_tools.cli.values import count, device
 
 ROWS = 3
 PAGE = 64

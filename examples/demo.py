@@ -18,9 +18,9 @@ from torch import Tensor
 from stream_attention import attention, explain
 from stream_attention.files import check_writable, save_figure
 from stream_attention.kernels import reference
-from stream_attention.testing.inputs import Case, make
-from stream_attention.testing.memory import peak_bytes
-from stream_attention.testing.tolerance import check_case
+from stream_attention_tools.testing.inputs import Case, make
+from stream_attention_tools.testing.memory import peak_bytes
+from stream_attention_tools.testing.tolerance import check_case
 
 PICTURE = Path("out/demo.png")
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)

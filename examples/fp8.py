@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stream_attention import UnsupportedProblem, attention, attention_fp8, explain, merge_states, quantize_fp8
-from stream_attention.cli.values import count, device
+from stream_attention_tools.cli.values import count, device
 
 OUTLIER = 8.0
 

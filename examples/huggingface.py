@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from stream_attention import StreamAttentionConfig
-from stream_attention.cli.values import count, device
 from stream_attention.integration.hf import replace_llama_attention
+from stream_attention_tools.cli.values import count, device
 
 VOCABULARY, NEW = 512, 32
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stream_attention import StreamAttention, StreamAttentionConfig, StreamMultiheadAttention
-from stream_attention.cli.values import count, device
+from stream_attention_tools.cli.values import count, device
 
 PADDING = 5  # tokens at the end of every sequence
 

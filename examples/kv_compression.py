@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stream_attention import attention, attention_mass, create_kv_compressor
-from stream_attention.cli.values import count, device
+from stream_attention_tools.cli.values import count, device
 
 METHODS = ("importance", "snap", "chunk", "hybrid", "quantized", "key_norm", "streaming")
 LATER = 16  # queries that come after the prompt

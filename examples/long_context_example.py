@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from stream_attention import attention, explain
-from stream_attention.cli.values import count, count_or_none, device, seconds
+from stream_attention_tools.cli.values import count, count_or_none, device, seconds
 
 LENGTHS = [2**power for power in range(14, 21)]  # 16k to 1M
 MARGIN = 1.25  # estimates are this much on the safe side

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stream_attention.cli.values import count, device
+from stream_attention_tools.cli.values import count, device
 
 try:
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM

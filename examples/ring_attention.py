@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stream_attention import ContiguousKV, attention
-from stream_attention.cli.values import count, device
 from stream_attention.distributed import (
     Processes,
     Recorder,
@@ -33,6 +32,7 @@ from stream_attention.distributed import (
     ulysses_attention,
     unshard_sequence,
 )
+from stream_attention_tools.cli.values import count, device
 
 
 def main() -> None:

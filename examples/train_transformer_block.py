@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stream_attention import attention
-from stream_attention.cli.values import count, device
+from stream_attention_tools.cli.values import count, device
 
 
 class Block(nn.Module):

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import re
-import tokenize
 from os.path import relpath
 from pathlib import Path
 
 import measured
 
 from stream_attention.files import write_file
+from stream_attention_tools.count_lines import code_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "learn" / "languages.md"
@@ -42,15 +41,9 @@ PROVIDERS = {"Triton": "triton", "Gluon": "gluon"}
 
 def python_lines(text: str) -> tuple[set[int], set[int]]:
     """Numbers of the lines with code, and of those in functions for the device."""
-    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in skipped:
-            code |= set(range(token.start[0], token.end[0] + 1))
+    code = code_lines(text)
     device: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            code -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))  # a docstring
         if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
             device |= set(range(node.decorator_list[0].lineno, (node.end_lineno or node.lineno) + 1))
     return code, device & code

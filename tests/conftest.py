@@ -25,7 +25,7 @@ from gates import unchanged
 from tests.interpreter import quicken
 
 from stream_attention import backends, device
-from stream_attention.plan import plan, plan_decode
+from stream_attention.plan import forget_plans
 
 try:
     from hypothesis import HealthCheck, settings
@@ -104,10 +104,6 @@ def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:
 def planned_with() -> Iterator[Callable[[str | None], None]]:
     """Sets the Triton release for which calls are planned, such as "3.6"; None: none is installed."""
 
-    def forget_plans() -> None:
-        plan.cache_clear()
-        plan_decode.cache_clear()
-
     with pytest.MonkeyPatch.context() as patch:
 
         def with_release(release: str | None) -> None:
@@ -136,7 +132,7 @@ def h200(monkeypatch: pytest.MonkeyPatch, hopper_triton: None) -> Iterator[None]
     device._facts.cache_clear()
 
 
-FOLDERS = ("tests/cli/", "tests/core/", "tests/flash_attention/", "tests/learn/")
+FOLDERS = ("tests/stream_attention_tools/cli/", "tests/core/", "tests/flash_attention/", "tests/learn/")
 """Folders whose GPU tests stand beside the others: one results file each."""
 
 

@@ -13,21 +13,34 @@ from typing import NamedTuple
 
 import pytest
 
+from stream_attention.moved import new_name
+
 SRC = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SRC / "stream_attention"
+TOOLS = "stream_attention_tools"
 
 LAYERS = (
     # From the top: a module imports from its own layer and those below it.
     ("__init__",),
-    ("core", "distributed", "kvcache", "utils", "integration", "compat", "cli", "benchmark", "testing"),
+    ("core", "distributed", "kvcache", "utils", "integration", "compat"),
     ("ops",),
     ("plan", "validate"),
     ("backends", "tuning"),
     ("kernels",),
+    ("gpu",),
     ("state", "cache_views", "problem"),
-    ("errors", "env", "device", "files"),
+    ("errors", "env", "device", "files", "moved"),
 )
 RANK = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}
+
+TOOL_LAYERS = (
+    # The same of stream_attention_tools.
+    ("cli",),
+    ("cluster", "count_lines", "report", "tune"),
+    ("bench",),
+    ("testing",),
+)
+TOOL_RANK = {name: -depth for depth, layer in enumerate(TOOL_LAYERS) for name in layer}
 
 UPWARD = {
     # part -> part it may import although that stands higher, and why
@@ -36,8 +49,12 @@ UPWARD = {
     ("cache_views", "backends"): "which says whether Triton kernels run on a device; asked by the first append",
 }
 
+NAMES_TOOLS = {
+    # file -> why it names stream_attention_tools outside of docstrings
+    "moved.py": "what moved there is found under its old name",
+}
+
 REFERENCE = "stream_attention.kernels.reference"
-COMPARES_WITH_THE_REFERENCE = {"testing", "benchmark"}  # whose purpose it is, and which nothing fast imports
 
 
 class Import(NamedTuple):
@@ -76,8 +93,26 @@ def imports_of(path: Path) -> Iterator[Import]:
                 yield from walk(child, lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
 
     for one in walk(ast.parse(path.read_text()), lazy=False):
-        if one.imported.split(".")[0] == "stream_attention" and one.imported != "stream_attention.__version__":
+        if one.imported.split(".")[0] in (PACKAGE.name, TOOLS) and one.imported != "stream_attention.__version__":
             yield one
+
+
+def names_tools(source: str) -> list[int]:
+    """Lines that import stream_attention_tools, or name it in a string (for import_module) that is no docstring."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            names = [node.value]
+        else:
+            continue
+        found += [node.lineno for name in names if TOOLS in name]
+    return found
 
 
 def part(module: str) -> str:
@@ -87,6 +122,7 @@ def part(module: str) -> str:
 
 
 ALL = [one for path in sorted(PACKAGE.rglob("*.py")) for one in imports_of(path)]
+OF_TOOLS = [one for path in sorted((SRC / TOOLS).rglob("*.py")) for one in imports_of(path)]
 
 
 # The parser, on itself
@@ -137,12 +173,11 @@ def test_no_module_imports_the_package_itself() -> None:
 
 def test_tables_import_no_kernels_until_they_are_searched() -> None:
     eager = [one for one in ALL if part(one.importer) == "tuning" and not one.lazy]
-    assert [str(one) for one in eager if part(one.imported) in ("kernels", "testing")] == []
+    assert [str(one) for one in eager if part(one.imported) == "kernels"] == []
 
 
 def test_fast_code_does_not_import_the_reference() -> None:
-    fast = [one for one in ALL if part(one.importer) not in COMPARES_WITH_THE_REFERENCE]
-    importers = [one for one in fast if one.imported.startswith(REFERENCE)]
+    importers = [one for one in ALL if one.imported.startswith(REFERENCE)]
     assert {one.importer.removeprefix("stream_attention.") for one in importers} == {
         "ops.attention",  # for backend="reference"
         "ops.fp8",  # likewise, and where no kernel makes codes
@@ -151,18 +186,46 @@ def test_fast_code_does_not_import_the_reference() -> None:
     assert all(one.lazy for one in importers), "only inside the function that needs it"
 
 
-def test_only_commands_import_what_compares_with_the_reference() -> None:
-    importers = {
-        part(one.importer) for one in ALL if part(one.imported) in COMPARES_WITH_THE_REFERENCE and not one.lazy
-    }
-    assert importers <= {*COMPARES_WITH_THE_REFERENCE, "cli"}
-
-
 def test_kernels_are_reached_only_through_ops() -> None:
     reached = {
         part(one.importer) for one in ALL if part(one.imported) == "kernels" and not one.imported.startswith(REFERENCE)
     }
-    assert reached <= {"kernels", "ops", "backends", "tuning", "testing", "benchmark", "cache_views"}
+    assert reached <= {"kernels", "ops", "backends", "tuning", "cache_views"}
+
+
+# The tools import the library, and it imports none of them
+
+
+def test_the_library_names_the_tools_only_where_old_names_are_found() -> None:
+    found = {path.relative_to(PACKAGE).as_posix(): names_tools(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    assert {name for name, lines in found.items() if lines} == set(NAMES_TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("import stream_attention_tools.bench", [1]),
+        ("def f():\n    from stream_attention_tools import tune", [2]),
+        ("if TYPE_CHECKING:\n    from stream_attention_tools.bench.cells import Cell", [2]),
+        ("x = 1\nimport_module('stream_attention_tools.bench')", [2]),
+        ("import_module(f'stream_attention_tools.{name}')", [1]),
+        ("'stream_attention_tools.tune proposes rows.'\n# stream_attention_tools\nimport stream_attention", []),
+    ],
+)
+def test_a_name_of_the_tools_would_be_noticed(source: str, lines: list[int]) -> None:
+    assert names_tools(source) == lines
+
+
+def test_the_tools_import_no_old_name() -> None:
+    """They would warn their users of what these did not write."""
+    assert [str(one) for one in OF_TOOLS if new_name(one.imported)] == []
+
+
+def test_the_tools_import_downwards_only() -> None:
+    inside = [one for one in OF_TOOLS if one.imported.split(".")[0] == TOOLS]
+    found = [(TOOL_RANK[one.importer.split(".")[1]], TOOL_RANK[one.imported.split(".")[1]], one) for one in inside]
+    assert len(found) > 50
+    assert [str(one) for importer, imported, one in found if importer < imported] == []
 
 
 # What the import brings in
@@ -195,7 +258,7 @@ def test_the_import_brings_in_no_other_package(added: list[str]) -> None:
 def test_the_import_brings_in_no_kernel_and_no_extra(added: list[str]) -> None:
     parts = {name.split(".")[1] for name in added if name.startswith("stream_attention.")}
     assert {"ops", "plan", "backends", "problem"} <= parts
-    assert not parts & {"kernels", "testing", "cli", "integration", "compat", "distributed"}
+    assert not parts & {"kernels", "integration", "compat", "distributed"}
 
 
 @pytest.mark.parametrize("kernels", ["triton", "gluon"])

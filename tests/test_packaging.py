@@ -69,10 +69,10 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_wheel
 def test_the_wheel_holds_the_package_its_type_marker_and_the_licence(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    sources = (ROOT / "src").rglob("*.py")
+    sources = [path for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".css", ".typed")]
     missing = {path.relative_to(ROOT / "src").as_posix() for path in sources} - set(names)
     assert not missing
-    assert "stream_attention/py.typed" in names
+    assert {"stream_attention/py.typed", "stream_attention_tools/py.typed"} <= set(names)
     assert any(re.fullmatch(r"stream_attention-[^/]+\.dist-info/(licenses/)?LICENSE", name) for name in names)
     assert not [name for name in names if name.startswith(("tests/", "examples/", "benchmarks/"))]
 
@@ -207,7 +207,7 @@ added = set(sys.modules) - before
 foreign = {name.partition(".")[0] for name in added} - set(sys.stdlib_module_names) - {"torch", "stream_attention"}
 assert not foreign, f"the import brought in {sorted(foreign)}"
 lazy = [n for n in added if n.startswith(("stream_attention.kernels.triton", "stream_attention.kernels.gluon",
-        "stream_attention.testing", "stream_attention.cli", "stream_attention.integration"))]
+        "stream_attention.integration"))]
 assert not lazy, f"the import brought in {lazy}"
 
 q = torch.randn(1, 5, 2, 8, requires_grad=True)

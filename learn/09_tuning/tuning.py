@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from stream_attention.testing.inputs import Case
-from stream_attention.testing.offline import Report, compiling_for, launch_case, report
 from stream_attention.tuning.triton import TritonConfig
+from stream_attention_tools.testing.inputs import Case
+from stream_attention_tools.testing.offline import Report, compiling_for, launch_case, report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import checking

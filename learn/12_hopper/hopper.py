@@ -15,7 +15,7 @@ import torch
 import triton
 from flash_gluon import ORDERS, attention, launch
 
-from stream_attention.testing.offline import Report, compiling_for, report
+from stream_attention_tools.testing.offline import Report, compiling_for, report
 
 WORTH_READING = {
     "UTMALDG": "the producer asks the TMA unit for a whole tile: one instruction, no addresses in registers",

@@ -15,6 +15,7 @@ from .core import (
 )
 from .errors import UnsupportedProblem
 from .kvcache import create_kv_compressor, quantize_kv
+from .moved import install as _find_old_names
 from .ops.attention import attention
 from .ops.decode import decode_attention, decode_workspace, explain_decode
 from .ops.explain import explain
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from .distributed import ring_attention
 
 __version__ = "0.1.0"
+
+_find_old_names()
 
 __all__ = [
     "ContiguousKV",

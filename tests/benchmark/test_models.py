@@ -18,10 +18,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from stream_attention.benchmark.models import line, markdown, table
-from stream_attention.benchmark.page import page
-from stream_attention.benchmark.results import load
 from stream_attention.integration.hf import register
+from stream_attention_tools.bench.results import load
+from stream_attention_tools.report.models import line, markdown, table
+from stream_attention_tools.report.page import page
 
 ROWS = [row for row in rows(tiny=True) if row.name in ("prefill 48", "decode b1 96", "training 48")]
 

@@ -15,7 +15,7 @@ from benchmarks.models import padding
 from benchmarks.models.llama import TINY
 from benchmarks.models.rows import OURS
 
-from stream_attention.benchmark.results import load, save
+from stream_attention_tools.bench.results import load, save
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*/padding.json"))

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stream_attention.benchmark import overview
 from stream_attention.files import write_file
+from stream_attention_tools.report import overview
 
 from . import canvas, memory, roofline, running, tiles
 

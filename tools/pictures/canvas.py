@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from stream_attention.benchmark import figures
-from stream_attention.benchmark.figures import DARK, LIGHT, WIDTH
+from stream_attention_tools.report import figures
+from stream_attention_tools.report.figures import DARK, LIGHT, WIDTH
 
 THEMES = {"": LIGHT, "_dark": DARK}  # by what the file name ends in
 

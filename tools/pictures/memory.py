@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from stream_attention.benchmark import figures
-from stream_attention.benchmark.figures import Point, Series
 from stream_attention.files import write_file
+from stream_attention_tools.report import figures
+from stream_attention_tools.report.figures import Point, Series
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 HEAD_DIM = 64
@@ -22,7 +22,7 @@ def measure(lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
     import torch
 
     from stream_attention import __version__, attention
-    from stream_attention.testing import peak_bytes
+    from stream_attention_tools.testing import peak_bytes
 
     def standard(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))

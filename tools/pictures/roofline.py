@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from stream_attention.benchmark.figures import marker
+from stream_attention_tools.report.figures import marker
 
 from .canvas import path, picture, text, told
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from stream_attention.benchmark.figures import marker
+from stream_attention_tools.report.figures import marker
 
 from .canvas import box, path, picture, text, told
 

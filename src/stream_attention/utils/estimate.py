@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..backends import COMPILED
 from ..cache_views import ContiguousKV, PagedKV
 from ..device import arch, processors
 from ..errors import refuse
 from ..kvcache import quantize_kv
 from ..kvcache.request import count
 from ..ops.attention import attention, prepare_attention
-from ..ops.library import problem_of, run_backward, run_forward
-from ..ops.warmup import COMPILED, Call, Gpu, kernels_of
+from ..ops.prepare import problem_of, run_backward, run_forward
+from ..ops.warmup import Call, Gpu, kernels_of
 from ..plan import Plan, plan
 from ..problem import UNBOUNDED, Inputs, Problem, Wanted
 from ..validate import DTYPES

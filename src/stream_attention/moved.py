@@ -1,0 +1,80 @@
+"""Modules that moved to `stream_attention_tools` can still be imported, and run by `python -m`, under their old names.
+
+This file is the only one of the package that names `stream_attention_tools`, and only an import of an old name loads
+it. The commands keep their names (`python -m stream_attention.cli.benchmark`); other old names are deprecated.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+from warnings import warn
+
+MOVED = {
+    "stream_attention.benchmark": "stream_attention_tools.bench",
+    **{
+        f"stream_attention.benchmark.{name}": f"stream_attention_tools.report.{name}"
+        for name in ("figures", "models", "overview", "page", "plots", "style")
+    },
+    "stream_attention.cli": "stream_attention_tools.cli",
+    **{
+        f"stream_attention.distributed.{name}": f"stream_attention_tools.cluster.{name}"
+        for name in ("calibrate", "planner", "speed", "traffic", "trial")
+    },
+    "stream_attention.distributed.demo": "stream_attention_tools.cli.demo",
+    "stream_attention.testing": "stream_attention_tools.testing",
+    "stream_attention.tuning.search": "stream_attention_tools.tune",
+}
+"""Old name -> new name, of modules and of packages with all that is in them."""
+
+KEPT = ("stream_attention.cli",)
+"""Old names that are not deprecated."""
+
+
+def new_name(old: str) -> str | None:
+    """Where the module `old` is now; None if it did not move."""
+    for start in sorted(MOVED, key=len, reverse=True):
+        if old == start or old.startswith(f"{start}."):
+            return MOVED[start] + old.removeprefix(start)
+    return None
+
+
+class OldNames(MetaPathFinder, Loader):
+    """Finds modules under their old names. What it loads forwards attributes to the module itself (PEP 562)."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if not fullname.startswith("stream_attention.") or (new := new_name(fullname)) is None:
+            return None
+        found = find_spec(new)
+        if found is None:
+            return None
+        return ModuleSpec(fullname, self, origin=new, is_package=found.submodule_search_locations is not None)
+
+    def exec_module(self, module: ModuleType) -> None:
+        real = import_module(_resolve(module.__name__))
+        module.__doc__ = real.__doc__
+        module.__dict__["__getattr__"] = lambda name: getattr(real, name)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """What `python -m` runs."""
+        run = f"from runpy import run_module\nrun_module({_resolve(fullname)!r}, run_name=__name__, alter_sys=True)\n"
+        return compile(run, fullname, "exec")
+
+
+def _resolve(old: str) -> str:
+    """The new name, after a warning if the old one is deprecated."""
+    new = new_name(old)
+    assert new is not None
+    if not old.startswith(KEPT):
+        warn(f"{old} is deprecated: it moved to {new}", DeprecationWarning, stacklevel=3)
+    return new
+
+
+def install() -> None:
+    """Let imports find old names. Before other finders: a folder that moved may have left its __pycache__."""
+    if not any(isinstance(finder, OldNames) for finder in sys.meta_path):
+        sys.meta_path.insert(0, OldNames())

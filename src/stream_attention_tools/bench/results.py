@@ -1,0 +1,310 @@
+"""The results file: what was measured, of what, where, when and how; and its table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stream_attention import __version__
+from stream_attention.files import write_file
+
+from .form import lacking
+from .summary import capital, span
+from .timing import CLOCKS
+
+
+def conditions(device: str) -> dict[str, Any]:
+    """Commit, date, versions and machine."""
+    return {
+        "commit": _commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "versions": {
+            "stream_attention": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": _installed("triton"),
+            "cuda": torch.version.cuda if device == "cuda" else None,
+            "cudnn": torch.backends.cudnn.version() if device == "cuda" else None,
+        },
+        "machine": _gpu() if device == "cuda" else _cpu(),
+    }
+
+
+def _commit() -> dict[str, Any]:
+    """From git; a copy of the tree that has no git is told by the environment, "HASH" or "HASH-dirty"."""
+    told = os.environ.get("STREAM_ATTENTION_COMMIT")
+    if told:
+        return {"hash": told.removesuffix("-dirty"), "dirty": told.endswith("-dirty")}
+
+    def git(*words: str) -> str | None:
+        here = Path(__file__).parent
+        command = ["git", "--no-optional-locks", *words]  # whoever works there is not kept waiting
+        try:
+            done = subprocess.run(command, cwd=here, capture_output=True, encoding="utf-8", timeout=30)
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    top = git("rev-parse", "--show-toplevel")
+    if top is None or not Path(top, "src", "stream_attention").is_dir():  # installed, maybe inside another's checkout
+        return {"hash": None, "dirty": None}
+    changed = git("status", "--porcelain")
+    return {"hash": git("rev-parse", "--verify", "HEAD"), "dirty": None if changed is None else bool(changed)}
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str:
+    """What this machine's CPU calls itself; where the system does not say, its instruction set."""
+    listing = Path("/proc/cpuinfo")  # Linux
+    if listing.exists():
+        for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cpu() -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "name": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _gpu() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": "cuda",
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+    }
+
+
+def save(results: dict[str, Any], path: Path) -> None:
+    """Write a results file, and make the folders around it. A number that is not finite is null there."""
+    write_file(path, json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def load(path: Path) -> dict[str, Any]:
+    """What a results file holds; a ValueError says what it lacks to be one."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("expected a results file of the benchmark command; it is nested too deeply") from None
+    if missing := lacking(found):
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        told = f"{', '.join(missing[:8])}{more}"
+        raise ValueError(f"expected a results file of the benchmark command; missing or of another kind: {told}")
+    return found
+
+
+def line(entry: dict[str, Any]) -> str:
+    """One cell in one line."""
+    parts = [f"{entry['name']:28} {entry['direction']:16}"]
+    for name, one in entry["providers"].items():
+        if "median_ms" in one:
+            eager = f", eager {_ms(one['eager']['median_ms'])}" if "eager" in one else ""
+            parts.append(f"{name} {_ms(one['median_ms'])} (best {_ms(one['best_ms'])}, {_rate(one)}{eager})")
+        elif "failed" in one:
+            parts.append(f"{name} FAILED: {one['failed']}")
+        elif "unavailable" not in one:
+            parts.append(f"{name} WRONG: error {one['error']:.2e}, allowed {one['allowed']:.2e}")
+    if entry["ratio"] is not None:
+        parts.append(f"{1 / entry['ratio']:.2f}x the speed of {entry['fastest_peer']}{_bar(entry)}")
+    if (eager := entry.get("eager", {})).get("ratio") is not None:
+        parts.append(f"eager {1 / eager['ratio']:.2f}x that of {eager['fastest_peer']}")
+    return "  ".join(parts)
+
+
+def _rate(one: dict[str, Any]) -> str:
+    return f"{one['tb_per_s']:.3g} TB/s" if "tb_per_s" in one else f"{one['tflops']:.3g} TFLOP/s"
+
+
+def _ms(ms: float) -> str:
+    if ms >= 1e3:
+        return f"{ms / 1e3:.3g} s"
+    return f"{ms:.3g} ms" if ms >= 1 else f"{ms * 1e3:.3g} us"
+
+
+def _bar(entry: dict[str, Any]) -> str:
+    if entry["bar"] is None:
+        return ""
+    return f" ({'meets' if entry['met'] else 'MISSES'} the bar of {1 / entry['bar']:.2f}x)"
+
+
+RATIO = "time, ours / fastest peer"
+NAMED = "as named"
+
+
+def table(results: dict[str, Any]) -> list[list[str]]:
+    """Rows of the short table, headings first: one row per cell, one column per provider, then the ratio.
+
+    Whom a cell is named after stands in one column with all who are.
+    Before it stand what modifiers cost on each backend and the share of the read bandwidth, where that was measured.
+    """
+    by_rate = _unit(results) != "time"
+    shown = [_columns(cell, "median_ms") for cell in results["cells"]]
+    names = list(dict.fromkeys(name for its in shown for name in its))
+    costs = [name for name in names if any(_cost(cell["providers"].get(name, {})) for cell in results["cells"])]
+    beside = [f"time, {name} / plain {name}" for name in costs]
+    rows = [["problem", "direction", *names, *beside, "TB/s, ours / reading alone", RATIO, "bar"]]
+    for cell, its in zip(results["cells"], shown, strict=True):
+        times = [_shown(its[name], by_rate) if name in its else "" for name in names]
+        times += [_cost(cell["providers"].get(name, {})) for name in costs]
+        ratio = "" if cell["ratio"] is None else f"{cell['ratio']:.2f}"
+        bar = "" if cell["bar"] is None else f"{cell['bar']:.3g}{'' if cell.get('met') else ' missed'}"
+        share = cell["providers"].get(cell.get("ours"), {}).get("share_of_read_bandwidth")
+        rows.append([cell["name"], cell["direction"], *times, "" if share is None else f"{share:.2f}", ratio, bar])
+    return _filled(rows)
+
+
+def eager_table(results: dict[str, Any]) -> list[list[str]] | None:
+    """The same cells by the second clock, times alone; None where there was none."""
+    cells = [cell for cell in results["cells"] if "eager" in cell]
+    shown = [_columns(cell, "eager") for cell in cells]
+    names = list(dict.fromkeys(name for its in shown for name in its))
+    if not names:
+        return None
+    rows = [["problem", "direction", *names, RATIO]]
+    for cell, its in zip(cells, shown, strict=True):
+        times = [_ms(its[name]["eager"]["median_ms"]) if name in its else "" for name in names]
+        ratio = cell["eager"]["ratio"]
+        rows.append([cell["name"], cell["direction"], *times, "" if ratio is None else f"{ratio:.2f}"])
+    return _filled(rows)
+
+
+def _filled(rows: list[list[str]]) -> list[list[str]]:
+    """Without the columns that say nothing."""
+    kept = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
+    return [[row[column] for column in kept] for row in rows]
+
+
+def read_speed(results: dict[str, Any]) -> str | None:
+    """How fast the device read a large buffer in the same run, where that was measured."""
+    read = results.get("read_bandwidth")
+    return None if read is None else f"reading alone {read['tb_per_s']:.2f} TB/s ({read['way']})"
+
+
+def losses(results: dict[str, Any]) -> str | None:
+    """What who computes in fewer bits loses, over the cells; None where nobody does."""
+    found: dict[str, list[float]] = {}
+    for cell in results["cells"]:
+        for name, one in cell["providers"].items():
+            if one.get("rms_error") is not None:
+                found.setdefault(name, []).append(one["rms_error"])
+    if all(max(its) < 0.02 for its in found.values()):
+        return None
+    return "relative rms error: " + ", ".join(f"{name} {span(its, '.1%')}" for name, its in found.items())
+
+
+def _cost(one: dict[str, Any]) -> str:
+    return f"{one['vs_plain']:.2f}" if "vs_plain" in one else ""
+
+
+def _shown(one: dict[str, Any], by_rate: bool) -> str:
+    """A measurement as readers compare it: decoding by time and TB/s, other GPU cells by TFLOP/s, or by time."""
+    if "tb_per_s" in one:
+        return f"{_ms(one['median_ms'])} ({one['tb_per_s']:.2f})"
+    return f"{one['tflops']:.0f}" if by_rate else _ms(one["median_ms"])
+
+
+def _unit(results: dict[str, Any]) -> str:
+    if results["machine"].get("device") != "cuda" or results["conditions"]["timing"] == CLOCKS["calls"]:
+        return "time"
+    decoding = any("tb_per_s" in one for cell in results["cells"] for one in cell["providers"].values())
+    return "time (TB/s of K and V)" if decoding else "TFLOP/s"
+
+
+def _columns(cell: dict[str, Any], key: str) -> dict[str, dict[str, Any]]:
+    """By its column's heading, every entry that has a key."""
+    entries = cell["providers"].items()
+    return {NAMED if cell["name"].startswith(f"{name} ") else name: one for name, one in entries if key in one}
+
+
+def aligned(rows: list[list[str]], right: bool = False) -> str:
+    """A table for a terminal, columns flush left, or right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    place = str.rjust if right else str.ljust
+    return "\n".join(
+        "  ".join(place(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+_SHAPE = ("B", "Tq", "Tk", "Hq", "Hkv", "D", "Dv", "dtype", "causal", "dropout_p", "chunk")
+_TIMES = "median_ms p20_ms p80_ms best_ms repeats".split()
+_RATES = "tflops gb_per_s tb_per_s share_of_read_bandwidth".split()
+_FIGURES = (*_TIMES, *_RATES, "vs_ours", "vs_plain", *(f"eager_{name}" for name in (*_TIMES, "vs_ours")), "peak_bytes")
+_VERDICT = "error allowed rms_error right ran unavailable failed".split()
+
+
+def save_csv(results: dict[str, Any], path: Path) -> None:
+    """One row per cell and provider."""
+    text = io.StringIO(newline="")
+    rows = csv.DictWriter(text, ("cell", "direction", *_SHAPE, "provider", *_FIGURES, *_VERDICT))
+    rows.writeheader()
+    for cell in results["cells"]:
+        shape = {key: value for key, value in cell["problem"].items() if key in _SHAPE}
+        for name, one in cell["providers"].items():
+            eager = {f"eager_{key}": value for key, value in one.get("eager", {}).items()}
+            figures = {key: value for key, value in one.items() if key != "eager"} | eager
+            rows.writerow({"cell": cell["name"], "direction": cell["direction"], **shape, "provider": name} | figures)
+    write_file(path, text.getvalue())
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table for a page, under a line that says where, when and with what it was measured."""
+    machine, versions = results["machine"], results["versions"]
+    threads = f", {machine['threads']} threads" if "threads" in machine else ""
+    commit = results["commit"]["hash"]
+    origin = (
+        f"commit {commit[:12]}{' with changes' if results['commit']['dirty'] else ''}" if commit else "no commit yet"
+    )
+    reading = "" if (speed := read_speed(results)) is None else f" {capital(speed)}."
+    note = f" {results['note']}" if "note" in results else ""  # by hand: what is not as the line says
+    lines = [
+        f"{machine['name']}{threads}, torch {versions['torch']}, {results['date'][:10]}, {origin}; "
+        f"{_unit(results)} by {results['conditions']['timing']}: medians, "
+        f"and the median of the ratios round by round.{reading}{note}",
+        "",
+        *_piped(table(results)),
+    ]
+    if (eager := eager_table(results)) is not None:
+        lines += ["", f"The same calls, time by {results['conditions']['eager']}:", "", *_piped(eager)]
+    return "\n".join(lines)
+
+
+def _piped(rows: list[list[str]]) -> list[str]:
+    heading, *body = rows
+    return [
+        f"| {' | '.join(heading)} |",
+        f"|{'---|' * len(heading)}",
+        *(f"| {' | '.join(row)} |" for row in body),
+    ]

@@ -1,0 +1,1 @@
+"""Results files as tables, pictures and pages."""

@@ -1,0 +1,292 @@
+"""Plots as SVG text, written by hand: small, the same bytes on every machine, letters that stay readable on a phone.
+
+A plot is drawn 360 wide, about a phone's width, and pages lay several side by side; so its letters are 11-14 px on
+every screen. Colours come by class (`s0`, `s1`, ...) from `RULES`; each provider has a marker beside its colour.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from html import escape
+from typing import NamedTuple
+
+from ..bench.summary import short
+
+WIDTH = 360
+
+LIGHT = {
+    "paper": "#ffffff",
+    "ink": "#16191d",
+    "quiet": "#565d66",
+    "grid": "#dde1e6",
+    "s0": "#0063ad",
+    "s1": "#c2500c",
+    "s2": "#007a5a",
+    "s3": "#9c4596",
+    "s4": "#866a00",
+    "s5": "#4a4f55",
+    "s6": "#007389",
+    "s7": "#b3003b",
+}
+DARK = {
+    "paper": "#14171a",
+    "ink": "#eceff2",
+    "quiet": "#a7afb9",
+    "grid": "#343b43",
+    "s0": "#62b5f5",
+    "s1": "#ff9654",
+    "s2": "#43cf9f",
+    "s3": "#e19fde",
+    "s4": "#e3c541",
+    "s5": "#c3c9d0",
+    "s6": "#52cfe4",
+    "s7": "#ff7f9f",
+}
+COLOURS = 8
+
+RULES = "\n".join(
+    [
+        "svg text { font: 12px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif; fill: var(--ink); }",
+        "svg .title { font-size: 14px; font-weight: 600; }",
+        "svg .quiet { font-size: 11px; fill: var(--quiet); }",
+        "svg .grid { stroke: var(--grid); stroke-width: 1; }",
+        "svg .axis { stroke: var(--quiet); stroke-width: 1; }",
+        "svg .line { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; }",
+        "svg .ours { stroke-width: 3.5; }",
+        "svg .bold { font-weight: 700; }",
+        "svg .thin { fill: none; stroke: currentColor; stroke-width: 1; opacity: .6; }",
+        "svg .mark { fill: currentColor; stroke: var(--paper); stroke-width: 1; }",
+        *(f".s{n} {{ color: var(--s{n}); }}" for n in range(COLOURS)),
+    ]
+)
+
+
+class Point(NamedTuple):
+    x: float
+    y: float
+    low: float  # y between p20 and p80
+    high: float
+
+
+class Series(NamedTuple):
+    name: str
+    points: list[Point]
+
+
+SHAPES = (
+    "M4.5 0A4.5 4.5 0 1 1-4.5 0A4.5 4.5 0 1 1 4.5 0Z",  # disc
+    "M-4-4H4V4H-4Z",  # square
+    "M0-5.6L5.6 0L0 5.6L-5.6 0Z",  # diamond
+    "M0-5L5 4H-5Z",  # triangle up
+    "M0 5L5-4H-5Z",  # triangle down
+    "M-1.6-5H1.6V-1.6H5V1.6H1.6V5H-1.6V1.6H-5V-1.6H-1.6Z",  # cross
+)
+
+
+def marker(index: int, x: float, y: float, scale: float = 1) -> str:
+    """The sign of a provider: its shape and colour by its index, so that they are the same all over a page."""
+    larger = f" scale({scale:g})" if scale != 1 else ""
+    place = f"translate({_n(x)} {_n(y)}){larger}"
+    return f'<path class="mark s{index % COLOURS}" transform="{place}" d="{SHAPES[index % len(SHAPES)]}"/>'
+
+
+def lines(
+    title: str,
+    unit: str,
+    series: Sequence[Series],
+    order: Sequence[str],
+    ours: Collection[str],
+    form: Callable[[float], str],
+    top: float,
+    log: bool = False,
+    axis: str = "length, tokens",
+) -> str:
+    """Values over `axis`, one line per provider, named at its end; `order` gives them their signs, ours are bold.
+
+    The value axis goes from 0 to `top`, so that panels side by side can share it; or it is logarithmic.
+    """
+    points = [point for one in series for point in one.points]
+    series = sorted(series, key=lambda one: one.name not in ours)  # wide and below, ours are seen under an equal
+    texts = [_cut(one.name, 20) for one in series]
+    upper, lower = 48.0, 204.0
+    lengths = sorted({point.x for point in points})
+    first, last = math.log2(lengths[0]), math.log2(lengths[-1])
+    ticks = _powers([p.y for p in points]) if log else _steps(top)
+    top = ticks[-1] if log else max(1.02 * top, ticks[-1])
+    left = 14 + 6.2 * max(len(form(tick)) for tick in ticks)
+    right = WIDTH - 12 - 7.0 * max(map(len, texts))
+
+    def x_of(value: float) -> float:
+        return left + 8 + (right - left - 16) * ((math.log2(value) - first) / (last - first) if last > first else 0.5)
+
+    def y_of(value: float) -> float:
+        if log:
+            share = math.log2(value / ticks[0]) / math.log2(top / ticks[0])
+        else:
+            share = value / top
+        return lower - (lower - upper) * min(max(share, 0.0), 1.0)
+
+    body = [_text(0, 14, title, "title"), _text(0, 34, unit, "quiet")]
+    for tick in ticks:
+        kind = "axis" if tick == ticks[0] else "grid"
+        body.append(_rule(left, y_of(tick), right, y_of(tick), kind))
+        body.append(_text(left - 6, y_of(tick) + 4, form(tick), "quiet", "end"))
+    room = 5 + 6.2 * max(len(short(int(value))) for value in lengths)
+    for value in _thinned(lengths, (right - left) / room):
+        body.append(_text(x_of(value), lower + 17, short(int(value)), "quiet", "middle"))
+    body.append(_text((left + right) / 2, lower + 33, axis, "quiet", "middle"))
+    ends = [(x_of(one.points[-1].x), y_of(one.points[-1].y)) for one in series]
+    for one, text, (end_x, end_y), label_y in zip(series, texts, ends, _spread(ends, upper, lower), strict=True):
+        index = order.index(one.name)
+        path = "L".join(f"{_n(x_of(p.x))} {_n(y_of(p.y))}" for p in one.points)
+        whiskers = "".join(f"M{_n(x_of(p.x))} {_n(y_of(p.low))}V{_n(y_of(p.high))}" for p in one.points)
+        leader = f"M{_n(end_x + 6)} {_n(end_y)}L{_n(right + 4)} {_n(label_y)}"
+        kind, scale = ("line ours", 1.4) if one.name in ours else ("line", 1)
+        body.append(f'<g class="s{index % COLOURS}"><path class="{kind}" d="M{path}"/>')
+        body.append(f'<path class="thin" d="{whiskers}{leader}"/></g>')
+        for p in one.points:
+            told = f"{one.name}, {int(p.x)}: {form(p.y)} {unit}"
+            body.append(_told(told, marker(index, x_of(p.x), y_of(p.y), scale)))
+        body.append(_text(right + 8, label_y + 4, text, "bold" if one.name in ours else ""))
+    return _svg(f"{title}: {unit} over {axis.partition(',')[0]}", lower + 40, body)
+
+
+def bars(
+    title: str,
+    unit: str,
+    groups: Sequence[tuple[str, dict[str, float]]],
+    order: Sequence[str],
+    form: Callable[[float], str],
+    top: float,
+) -> str:
+    """Values of problems that have no common axis: a group each under its name, a bar with its figure per provider."""
+    left, right, upper = 4.0, WIDTH - 10.0, 28.0
+    ticks = _steps(top)
+    room = 8.0 + 6.6 * max(len(form(value)) for _, values in groups for value in values.values())
+    marks: list[str] = []
+    y = upper
+
+    def x_of(value: float) -> float:
+        return left + (right - room - left) * value / top
+
+    for name, values in groups:
+        y += 16
+        marks.append(_text(left + 6, y, _cut(name, 50)))
+        for who, value in values.items():
+            y += 14
+            index = order.index(who)
+            bar = f'<g class="s{index % COLOURS}">{_rule(left, y - 4, x_of(value), y - 4, "line")}</g>'
+            told = f"{name}, {who}: {form(value)} {unit}"
+            marks.append(_told(told, bar + marker(index, x_of(value), y - 4)))
+            marks.append(_text(x_of(value) + 8, y, form(value), "quiet"))
+        y += 6
+    body = [_text(0, 14, title, "title")]
+    for tick in ticks:
+        body.append(_rule(x_of(tick), upper, x_of(tick), y, "axis" if tick == 0 else "grid"))
+        body.append(_text(x_of(tick), y + 16, form(tick), "quiet", "start" if tick == 0 else "middle"))
+    body.append(_text((left + right) / 2, y + 32, unit, "quiet", "middle"))
+    return _svg(f"{title}: {unit}", y + 38, [*body, *marks])
+
+
+def strips(title: str, unit: str, rows: Sequence[tuple[str, Sequence[float]]], order: Sequence[str]) -> str:
+    """Shares of what is allowed, on a logarithmic axis with a line at 1: a row per provider, a stroke per problem."""
+    left, right, step = 4.0, WIDTH - 10.0, 38.0
+    shown = [value for _, values in rows for value in values if 0 < value < math.inf]
+    low = math.floor(math.log10(min([*shown, 0.1])))
+    high = max(math.ceil(math.log10(max([*shown, 1.0]))), 0) + 0.15
+    first, lower = 30.0, 30.0 + step * len(rows)
+
+    def x_of(value: float) -> float:
+        exponent = low if value <= 0 else high if value == math.inf else math.log10(value)
+        return left + (right - left) * (exponent - low) / (high - low)
+
+    body = [_text(0, 14, title, "title")]
+    for power in range(low, math.floor(high) + 1):
+        x = x_of(10.0**power)
+        body.append(_rule(x, first, x, lower, "axis" if power == 0 else "grid"))
+        anchor = "start" if power == low else "middle"
+        body.append(_text(x, lower + 16, "1 = allowed" if power == 0 else f"{10.0**power:g}", "quiet", anchor))
+    body.append(_text((left + right) / 2, lower + 32, unit, "quiet", "middle"))
+    for row, (name, values) in enumerate(rows):
+        base, worst = first + step * row, max(values)
+        strokes = "".join(f"M{_n(x_of(value))} {_n(base + 20)}v14" for value in values)
+        body.append(_text(left + 6, base + 14, f"{_cut(name, 26)}: at most {worst:.2f}"))
+        body.append(f'<g class="s{order.index(name) % COLOURS}"><path class="thin" d="{strokes}"/></g>')
+        body.append(_told(f"{name}, worst: {worst:.3g}", marker(order.index(name), x_of(worst), base + 27)))
+    return _svg(f"{title}: {unit}", lower + 38, body)
+
+
+def sign(index: int) -> str:
+    """A provider's marker alone, for a legend."""
+    return f'<svg class="sign" viewBox="0 0 14 14" aria-hidden="true">{marker(index, 7, 7)}</svg>'
+
+
+def standalone(svg: str, theme: dict[str, str]) -> str:
+    """A plot as a file of its own: names its size and carries its colours."""
+    rules = re.sub(r"var\(--(\w+)\)", lambda found: theme[found[1]], RULES)
+    opening = re.match(r"<svg viewBox=\"0 0 (\d+) (\d+)\"", svg)
+    assert opening is not None, "every plot is opened by _svg"
+    size = f'<svg xmlns="http://www.w3.org/2000/svg" width="{opening[1]}" height="{opening[2]}"'
+    return f"{svg.replace('<svg', size, 1).replace('>', f'><style>{rules}</style>', 1)}\n"
+
+
+def _svg(told: str, height: float, body: Sequence[str]) -> str:
+    told = escape(told)
+    opening = f'<svg viewBox="0 0 {WIDTH} {math.ceil(height)}" role="img" aria-label="{told}"><title>{told}</title>'
+    return "\n".join([opening, *body, "</svg>"])
+
+
+def _told(text: str, mark: str) -> str:
+    return f"<g><title>{escape(text)}</title>{mark}</g>"
+
+
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    where = f'x="{_n(x)}" y="{_n(y)}"' + (f' class="{kind}"' if kind else "")
+    aligned = f' text-anchor="{anchor}"' if anchor != "start" else ""
+    return f"<text {where}{aligned}>{escape(text)}</text>"
+
+
+def _rule(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<path class="{kind}" d="M{_n(x1)} {_n(y1)}L{_n(x2)} {_n(y2)}"/>'
+
+
+def _n(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _steps(top: float) -> list[float]:
+    """Round values from 0 up to `top`, four to six of them."""
+    unit = 10.0 ** math.floor(math.log10(top))
+    step = next(unit * share for share in (0.2, 0.25, 0.5, 1.0, 2.0) if unit * share * 5 >= top)
+    return [n * step for n in range(math.floor(top / step + 1e-9) + 1)]
+
+
+def _powers(values: Sequence[float]) -> list[float]:
+    """Powers of two around the values, at most seven of them."""
+    low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
+    stride = max(1, math.ceil((high - low) / 6))
+    return [2.0**n for n in range(low, max(high, low + 1) + stride, stride)]
+
+
+def _thinned(values: Sequence[float], most: float) -> list[float]:
+    return list(values[:: max(1, math.ceil(len(values) / most))])
+
+
+def _spread(ends: Sequence[tuple[float, float]], upper: float, lower: float, gap: float = 15.0) -> list[float]:
+    """Heights for the names of lines that end at these points: in the same order, no two closer than `gap`."""
+    order = sorted(range(len(ends)), key=lambda n: ends[n][1])
+    heights = [ends[n][1] for n in order]
+    for n in range(1, len(heights)):
+        heights[n] = max(heights[n], heights[n - 1] + gap)
+    excess = max(0.0, heights[-1] - max(lower, upper + gap * (len(heights) - 1)))
+    heights[-1] -= excess
+    for n in range(len(heights) - 2, -1, -1):
+        heights[n] = min(heights[n], heights[n + 1] - gap)
+    placed = dict(zip(order, heights, strict=True))
+    return [placed[n] for n in range(len(ends))]

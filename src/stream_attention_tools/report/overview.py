@@ -1,0 +1,115 @@
+"""The README's pictures and table: one problem over length from each results file, and every head dim in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from html import escape
+from typing import Any, NamedTuple
+
+from ..bench.summary import (
+    Entry,
+    Row,
+    figure,
+    is_variant,
+    length,
+    names,
+    origin,
+    rate,
+    rows,
+    short,
+    span,
+    speed_over,
+    timed,
+)
+from . import figures
+from .figures import DARK, LIGHT, Point, Series
+
+THEMES = {"": LIGHT, "_dark": DARK}  # by what the file name ends in
+
+
+class Picture(NamedTuple):
+    stem: str
+    told: str
+    svg: str
+
+
+def files(results: Mapping[str, dict[str, Any]], label: str) -> dict[str, str]:
+    """The pictures by file name, one for light pages and one for dark pages each. `results` come by their names."""
+    return {
+        f"{picture.stem}{suffix}.svg": figures.standalone(picture.svg, theme)
+        for picture in _pictures(results, label)
+        for suffix, theme in THEMES.items()
+    }
+
+
+def markdown(results: Mapping[str, dict[str, Any]], label: str, folder: str) -> str:
+    """The pictures, which are kept in `folder`, side by side where there is room; the table; where they come from."""
+    shown = [
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{folder}/{picture.stem}_dark.svg">\n'
+        f'<img src="{folder}/{picture.stem}.svg" width="{figures.WIDTH}" alt="{escape(picture.told)}"></picture>'
+        for picture in _pictures(results, label)
+    ]
+    told = (
+        "Over all lengths, full and causal: TFLOP/s of ours, and its speed as a multiple of everybody else's, so that\n"
+        f"above 1.00 ours is faster.\n{'; '.join(dict.fromkeys(map(origin, results.values())))}."
+    )
+    return "\n".join([*shown, "", *_table(list(results.values())), "", told])
+
+
+def _pictures(results: Mapping[str, dict[str, Any]], label: str) -> list[Picture]:
+    """On one scale, so that they can be compared."""
+    found = {
+        _stem(name, row): row
+        for name, its in results.items()
+        for row in rows(its["cells"])
+        if row.label == label and row.is_line
+    }
+    if not found:
+        raise ValueError(f"overview: expected a problem that the results have at three lengths or more; got {label!r}.")
+    unit = rate({"cells": [cell for row in found.values() for cell in row.cells]})
+    series = {stem: _series(row, unit.of) for stem, row in found.items()}
+    top = max(point.y for its in series.values() for one in its for point in one.points)
+    order = names(results.values())
+    pictures = []
+    for stem, row in found.items():
+        ours = {cell["ours"] for cell in row.cells}
+        title = f"{label}, {row.direction}"
+        speeds = ", ".join(f"{one.name} {span([point.y for point in one.points], '.0f')}" for one in series[stem])
+        told = f"{title}, {short(length(row.cells[0]))} to {short(length(row.cells[-1]))} tokens, {unit.unit}: {speeds}"
+        drawn = figures.lines(title, unit.unit, series[stem], order, ours, figure, top)
+        pictures.append(Picture(stem, told, drawn))
+    return pictures
+
+
+def _stem(name: str, row: Row) -> str:
+    """h200_forward_d128_causal; the direction is named where the results are not."""
+    words = [*name.split("/"), *row.label.replace("/", "-").split()]
+    return "_".join(words if row.direction in words else [*words, *row.direction.split("+")])
+
+
+def _series(row: Row, read: Callable[[Entry], float]) -> list[Series]:
+    found: dict[str, list[Point]] = {}
+    for cell in row.cells:
+        for name, one in timed(cell).items():
+            if not is_variant(name, row.cells):
+                found.setdefault(name, []).append(Point(float(length(cell)), *[read(one)] * 3))
+    return [Series(name, points) for name, points in found.items()]
+
+
+def _table(results: list[dict[str, Any]]) -> list[str]:
+    """A line per direction and head dim, a column for everybody whom ours is compared with."""
+    cells = [cell for its in results for cell in its["cells"] if cell["ours"] is not None]
+    for cell in cells:
+        if "D" not in cell["problem"]:
+            raise ValueError(f"overview: expected the head dim D in every problem; {cell['name']!r} has none.")
+    others = [name for name in names(results) if speed_over(cells, name) and not is_variant(name, cells)]
+    lines = [
+        f"| | TFLOP/s | {' | '.join(f'x {name}' for name in others)} |",
+        f"|{'---|' * (len(others) + 2)}",
+    ]
+    for direction, dim in dict.fromkeys((cell["direction"], cell["problem"]["D"]) for cell in cells):
+        its = [cell for cell in cells if (cell["direction"], cell["problem"]["D"]) == (direction, dim)]
+        speed = span([timed(cell)[cell["ours"]]["tflops"] for cell in its], ".0f")
+        ratios = [span(found) if (found := speed_over(its, name, paired=True)) else "" for name in others]
+        lines.append(f"| {direction}, head dim {dim} | {speed} | {' | '.join(ratios)} |")
+    return lines

@@ -1,0 +1,134 @@
+"""The drawn parts of the report: speed, memory and accuracy of a results file as HTML figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from typing import Any
+
+from ..bench.summary import Entry, Row, capital, figure, length, rate, rows, size, strictness
+from . import figures
+from .figures import Point, Series
+
+BARS_PER_PLOT = 24  # of those plots that have bars by problem: about as tall as a phone
+
+
+def speed(results: dict[str, Any], order: Sequence[str]) -> list[str]:
+    unit = rate(results)
+
+    def value(one: Entry) -> Point | None:
+        if "median_ms" not in one:
+            return None
+        middle = unit.of(one)
+        low, high = (middle * one["median_ms"] / one.get(f"{end}_ms", one["median_ms"]) for end in ("p80", "p20"))
+        return Point(0, middle, low, high)
+
+    thin = " Thin upright strokes reach from p20 to p80." if any(row.is_line for row in rows(results["cells"])) else ""
+    caption = f"{unit.unit}, medians. Higher is faster.{thin}"
+    return _plots(results, order, unit.unit, value, figure, caption) or ["<p>Nobody was timed.</p>"]
+
+
+def memory(results: dict[str, Any], order: Sequence[str]) -> list[str]:
+    def value(one: Entry) -> Point | None:
+        peak = one.get("peak_bytes")
+        return None if "median_ms" not in one or not peak else Point(0, float(peak), float(peak), float(peak))
+
+    caption = "Peak memory of one call beyond its inputs. Lower is better; over length, both axes are logarithmic."
+    drawn = _plots(results, order, "peak memory", value, size, caption, log=True)
+    return drawn or ["<p>Not measured: the results have no peak bytes.</p>"]
+
+
+def _plots(
+    results: dict[str, Any],
+    order: Sequence[str],
+    unit: str,
+    value: Callable[[Entry], Point | None],
+    form: Callable[[float], str],
+    caption: str,
+    log: bool = False,
+) -> list[str]:
+    """A figure per direction: a panel for every row with enough lengths for lines, the other cells as bars."""
+    found = []
+    for direction in dict.fromkeys(cell["direction"] for cell in results["cells"]):
+        its = [row for row in rows(results["cells"]) if row.direction == direction]
+        lined = {row.label: _series(row, value) for row in its if row.is_line}
+        drawn = {label: series for label, series in lined.items() if series}
+        highest = max((p.high for series in drawn.values() for one in series for p in one.points), default=0.0)
+        ours = {cell["ours"] for row in its for cell in row.cells}
+        panels = [
+            figures.lines(label, unit, series, order, ours, form, highest, log) for label, series in drawn.items()
+        ]
+        panels += _bars([row for row in its if not row.is_line], order, unit, value, form, start=not panels)
+        if panels:
+            shown = [name for name in order if any(name in cell["providers"] for row in its for cell in row.cells)]
+            legend = "".join(f"<li>{figures.sign(order.index(name))} {escape(name)}</li>" for name in shown)
+            told = f"{capital(direction)}. {caption}"
+            found += [
+                f'<figure><ul class="legend">{legend}</ul><div class="panels">',
+                *panels,
+                f"</div><figcaption>{escape(told)}</figcaption></figure>",
+            ]
+    return found
+
+
+def _series(row: Row, value: Callable[[Entry], Point | None]) -> list[Series]:
+    found: dict[str, list[Point]] = {}
+    for cell in row.cells:
+        for name, one in cell["providers"].items():
+            point = value(one)
+            if point is not None:
+                found.setdefault(name, []).append(point._replace(x=float(length(cell))))
+    return [Series(name, points) for name, points in found.items()]
+
+
+def _bars(
+    its: Iterable[Row],
+    order: Sequence[str],
+    unit: str,
+    value: Callable[[Entry], Point | None],
+    form: Callable[[float], str],
+    start: bool,
+) -> list[str]:
+    shown: list[tuple[str, dict[str, float]]] = []
+    for row in its:
+        for cell in row.cells:
+            points = {name: value(one) for name, one in cell["providers"].items()}
+            values = {name: point.y for name, point in points.items() if point is not None}
+            if values:
+                shown.append((str(cell["name"]), values))
+    if not shown:
+        return []
+    highest = max(most for _, values in shown for most in values.values())
+    plots = math.ceil(sum(len(values) for _, values in shown) / BARS_PER_PLOT)
+    each = math.ceil(len(shown) / plots)
+    title = "By problem" if start else "Other problems"
+    return [
+        figures.bars(
+            title if plots == 1 else f"{title}, {n + 1} of {plots}",
+            unit,
+            shown[n * each : (n + 1) * each],
+            order,
+            form,
+            highest,
+        )
+        for n in range(plots)
+    ]
+
+
+def accuracy(results: dict[str, Any], order: Sequence[str]) -> list[str]:
+    shares: dict[str, list[float]] = {}
+    for cell in results["cells"]:
+        for name, one in cell["providers"].items():
+            share = strictness(one)
+            if share is not None and not math.isnan(share):
+                shares.setdefault(name, []).append(share)
+    if not shares:
+        return ["<p>Not measured.</p>"]
+    signs = [*order, *(name for name in shares if name not in order)]
+    plot = figures.strips("Error by what is allowed", "error / allowed", list(shares.items()), signs)
+    caption = (
+        "Error against fp64 as a share of what is allowed, a stroke per cell and the sign at the worst. "
+        "A provider that is past 1 is wrong and has no speed."
+    )
+    return [f'<figure><div class="panels">{plot}</div><figcaption>{caption}</figcaption></figure>']

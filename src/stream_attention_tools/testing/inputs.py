@@ -1,0 +1,261 @@
+"""Random calls of the public ops: a `Case` says which, `make` draws its tensors, its `repr` can be pasted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from inspect import signature
+from random import Random
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from stream_attention.backends import BY_NAME
+from stream_attention.ops.attention import attention, prepare_attention
+from stream_attention.ops.prepare import problem_of
+from stream_attention.ops.varlen import prepare_varlen, varlen_attention
+from stream_attention.problem import Inputs, Problem
+
+Layout = Literal["contiguous", "heads_first", "qkv_packed", "strided", "offset", "expanded"]
+LAYOUTS: tuple[Layout, ...] = ("contiguous", "heads_first", "qkv_packed", "strided", "offset", "expanded")
+"""How query, key and value lie in memory. Whatever a view leaves out of its buffer is NaN.
+
+- `heads_first`: `[B, H, T, D]` transposed
+- `qkv_packed`: slices of one buffer, heads side by side, head dims padded to the longer of D and Dv
+- `strided`: every second row of a longer buffer; mask and bias are transposed views
+- `offset`: contiguous, but three elements into its storage, so no pointer is aligned to more than its dtype
+- `expanded`: stride 0 over the batch (packed sequences: over the heads)
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random call. Two equal cases have equal inputs, on any device.
+
+    `lengths_q` and `lengths_k` make it a packed call, in which B, Tq and Tk follow from them, plus `tail` rows past the
+    last sequence. Modifiers that are tensors are given by their shape; `alibi` by "H" or "BH".
+    """
+
+    B: int = 1
+    Tq: int = 16
+    Tk: int = 16
+    Hq: int = 2
+    Hkv: int = 2
+    D: int = 16
+    Dv: int = 16
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    seed: int = 0
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    mask: tuple[int, ...] | None = None
+    bias: tuple[int, ...] | None = None
+    bias_hides: bool = False  # about a fifth of the bias is -inf
+    alibi: Literal["H", "BH"] | None = None
+    sink: bool = False
+    aux_dtype: torch.dtype | None = None  # of bias, slopes and sink; None: that of the query
+    softcap: float = 0.0
+    scale: float | None = None
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    layout: Layout = "contiguous"
+    lengths_q: tuple[int, ...] | None = None
+    lengths_k: tuple[int, ...] | None = None
+    tail: int = 0
+    max_lengths: bool = False  # pass max_seqlen_q and max_seqlen_k
+    backward: bool = True
+    lse_grad: bool = False  # a gradient arrives through the LSE too
+    row_grad: bool = True  # ALiBi slopes and sinks want gradients
+
+    @property
+    def packed(self) -> bool:
+        return self.lengths_q is not None
+
+    @property
+    def sequences(self) -> int:
+        return self.B if self.lengths_q is None else len(self.lengths_q)
+
+    def __repr__(self) -> str:
+        """The line that reproduces it, without what is left at its default (shapes are always said)."""
+        shapes = ("Hq", "Hkv", "D", "Dv") if self.packed else ("B", "Tq", "Tk", "Hq", "Hkv", "D", "Dv")
+        said = (
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if field.name in shapes or getattr(self, field.name) != field.default
+        )
+        return f"Case({', '.join(said)})"
+
+
+def make(case: Case) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """Fresh inputs of a case: query, key, value, and the keywords of `attention` (packed: of `varlen_attention`)."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def normal(*shape: int) -> Tensor:
+        # Drawn on the CPU in fp64, so that a case has the same values on every device, rounded once to each dtype.
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    lead_q, lead_k = [case.B, case.Tq], [case.B, case.Tk]
+    if case.lengths_q is not None and case.lengths_k is not None:
+        lead_q, lead_k = [sum(case.lengths_q) + case.tail], [sum(case.lengths_k) + case.tail]
+    drawn = (
+        normal(*lead_q, case.Hq, case.D),
+        normal(*lead_k, case.Hkv, case.D),
+        normal(*lead_k, case.Hkv, case.Dv),
+    )
+    query, key, value = _laid_out(case.layout, [x.to(case.device, case.dtype) for x in drawn])
+
+    aux_dtype = case.aux_dtype or case.dtype
+    options: dict[str, Any] = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+    options |= {"scale": case.scale, "dropout_p": case.dropout_p, "deterministic": case.deterministic}
+    if case.dropout_p:
+        options["seed"] = case.seed
+    if case.mask is not None:
+        mask = torch.rand(case.mask, generator=generator) < 0.7
+        if mask.dim() > 1 and mask.shape[-2] > 1:
+            mask[..., 0, :] = False  # a row that sees nothing
+        options["mask"] = _tile_laid_out(case.layout, mask.to(case.device))
+    if case.bias is not None:
+        bias = normal(*case.bias)
+        if case.bias_hides:
+            bias[torch.rand(case.bias, generator=generator) < 0.2] = -torch.inf
+        options["bias"] = _tile_laid_out(case.layout, bias.to(case.device, aux_dtype))
+    if case.alibi is not None:
+        shape = (case.Hq,) if case.alibi == "H" else (case.sequences, case.Hq)
+        options["alibi_slopes"] = normal(*shape).abs().mul(0.2).to(case.device, aux_dtype)
+    if case.sink:
+        options["sink"] = normal(case.Hq).to(case.device, aux_dtype)
+    if case.lengths_q is not None and case.lengths_k is not None:
+        for side, lengths in (("q", case.lengths_q), ("k", case.lengths_k)):
+            offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            options[f"cu_seqlens_{side}"] = offsets.to(case.device)
+            if case.max_lengths:
+                options[f"max_seqlen_{side}"] = max(lengths, default=0)
+    return query, key, value, options
+
+
+def why_not(case: Case, backend: str) -> tuple[str, ...]:
+    """Why a backend cannot do a case, in its own sentences; empty if it can."""
+    query, key, value, options = make(case)
+    problem = stated(case, {"query": query, "key": key, "value": value}, options)[0]
+    problems = [problem]
+    if case.backward:
+        row_grad = case.row_grad and (case.alibi is not None or case.sink)
+        problems.append(problem._replace(backward=True, lse_grad=case.lse_grad, row_grad=row_grad))
+    return tuple(dict.fromkeys(reason for one in problems for reason in BY_NAME[backend].why_not(one)))
+
+
+def stated(case: Case, tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Problem, Inputs]:
+    """The problem that a call of the case's op states, and its tensors in the form kernels read."""
+    op, prepare = (varlen_attention, prepare_varlen) if case.packed else (attention, prepare_attention)
+    bound = signature(op).bind(**tensors, **options)
+    bound.apply_defaults()
+    return problem_of(prepare(**bound.arguments))[:2]
+
+
+def random_case(
+    rng: Random,
+    *,
+    device: str = "cpu",
+    dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16, torch.float32),
+    head_dims: Sequence[int] = (16, 64, 128),
+    max_length: int = 300,
+    packed: bool | None = None,
+) -> Case:
+    """A random combination of everything. `packed` None draws dense and packed calls.
+
+    Head dims come from a short list and Dv != D is one pair of it, so that kernels which compile per head dim compile a
+    bounded number of variants however many cases are drawn.
+    """
+
+    def perhaps(value: Any, probability: float = 0.25, otherwise: Any = None) -> Any:
+        return value if rng.random() < probability else otherwise
+
+    def length() -> int:
+        # Small lengths hold the corners; lengths beside powers of two hold the partial tiles.
+        near_a_power = max(0, 2 ** rng.randrange(max(1, max_length.bit_length())) + rng.choice((-1, 0, 1)))
+        return min(
+            max_length, rng.choice((rng.randint(0, min(8, max_length)), near_a_power, rng.randint(1, max_length)))
+        )
+
+    def broadcast(*full: int) -> tuple[int, ...]:
+        shape = tuple(1 if rng.random() < 0.35 else size for size in full)
+        return shape[rng.choice((0, 0, 2)) :]  # also the 2-D form [Tq, Tk]
+
+    packed = rng.random() < 0.25 if packed is None else packed
+    sequences = rng.randint(0, 4) if packed else rng.choice((0, 1, 1, 2, 2, 3))
+    q_len, k_len = length(), length()
+    if rng.random() < 0.4:
+        k_len = q_len
+    kv_heads = rng.randint(1, 3)
+    q_heads = kv_heads * rng.choice((1, 1, 2, 3))
+    head_dim = rng.choice(tuple(head_dims))
+    full = (sequences, q_heads, q_len, k_len)
+    dtype = rng.choice(tuple(dtypes))
+    bias = None if packed else perhaps(broadcast(*full))
+    lengths_q = tuple(rng.randint(0, q_len) for _ in range(sequences))
+    lengths_k = tuple(rng.randint(0, k_len) for _ in range(sequences))
+    dense: dict[str, Any] = {"B": sequences, "Tq": q_len, "Tk": k_len, "mask": perhaps(broadcast(*full)), "bias": bias}
+    varlen: dict[str, Any] = {"lengths_q": lengths_q, "lengths_k": lengths_q if q_len == k_len else lengths_k}
+    varlen |= {"tail": perhaps(rng.randint(1, 5), otherwise=0), "max_lengths": rng.random() < 0.5}
+    return Case(
+        Hq=q_heads,
+        Hkv=kv_heads,
+        D=head_dim,
+        Dv=perhaps(min(head_dims), 0.15, head_dim) if head_dim == max(head_dims) else head_dim,
+        dtype=dtype,
+        device=device,
+        seed=rng.randrange(2**31),
+        causal=rng.random() < 0.4,
+        window=perhaps((rng.randint(-1, 40), rng.randint(-1, 40))),
+        bias_hides=bias is not None and rng.random() < 0.5,
+        alibi=perhaps(rng.choice(("H", "BH"))),
+        sink=rng.random() < 0.25,
+        aux_dtype=perhaps(torch.float32) if dtype is not torch.float64 else None,
+        softcap=perhaps(rng.choice((1.5, 20.0)), otherwise=0.0),
+        scale=perhaps(rng.choice((0.0, 0.3, -0.2))),
+        dropout_p=perhaps(rng.choice((0.1, 0.5, 0.9)), otherwise=0.0),
+        deterministic=rng.random() < 0.3,
+        layout=rng.choice(LAYOUTS),
+        lse_grad=rng.random() < 0.3,
+        **(varlen if packed else dense),
+    )
+
+
+def run(
+    case: Case, tensors: dict[str, Any], options: dict[str, Any], backend: str = "auto", config: Any = None
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of the op that a case calls; of the backend's forward alone where a configuration is forced."""
+    if config is not None:
+        return BY_NAME[backend].forward(*stated(case, tensors, options), config)
+    op: Callable[..., tuple[Tensor, Tensor]] = varlen_attention if case.packed else attention
+    return op(**tensors, **options, return_lse=True, backend=backend)
+
+
+def _laid_out(layout: Layout, tensors: list[Tensor]) -> list[Tensor]:
+    """The same values in another layout; packed `[N, H, D]` and dense `[B, T, H, D]` alike."""
+    if layout == "heads_first":
+        return [x.transpose(-3, -2).contiguous().transpose(-3, -2) for x in tensors]
+    if layout == "strided":
+        return [_inside(x, *x.shape[:-3], 2 * x.shape[-3], *x.shape[-2:])[..., ::2, :, :].copy_(x) for x in tensors]
+    if layout == "offset":
+        return [_inside(x, x.numel() + 3)[3:].view(x.shape).copy_(x) for x in tensors]
+    if layout == "expanded":
+        dim = 0 if tensors[0].dim() == 4 else 1
+        return [x.narrow(dim, 0, min(1, x.shape[dim])).expand_as(x) if x.shape[dim] else x for x in tensors]
+    if layout == "qkv_packed":
+        rows, width = max(x.shape[-3] for x in tensors), max(x.shape[-1] for x in tensors)
+        heads = [x.shape[-2] for x in tensors]
+        slices = _inside(tensors[0], *tensors[0].shape[:-3], rows, sum(heads), width).split(heads, dim=-2)
+        views = (s[..., : x.shape[-3], :, : x.shape[-1]] for s, x in zip(slices, tensors, strict=True))
+        return [view.copy_(x) for view, x in zip(views, tensors, strict=True)]
+    return tensors
+
+
+def _tile_laid_out(layout: Layout, tile: Tensor) -> Tensor:
+    """A mask or bias: transposed in memory where the layout is strided."""
+    return tile.mT.contiguous().mT if layout == "strided" and tile.dim() >= 2 else tile
+
+
+def _inside(like: Tensor, *shape: int) -> Tensor:
+    return like.new_full(shape, torch.nan)

@@ -1,0 +1,174 @@
+"""Compile kernels for a GPU that is not there, and read what the compiler made of them.
+
+Triton, ptxas and the disassembler need no GPU, so registers, spills and matrix instructions are checked anywhere:
+
+    with compiling_for(90) as compiled:
+        BY_NAME["triton"].forward(problem, inputs_on_the_cpu, config)      # launches are compiled, not run
+    report(compiled[0]).spill_bytes
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.compiler import make_backend
+
+from stream_attention.backends import BY_NAME
+from stream_attention.kernels.offline import Form, launching_for
+from stream_attention.problem import Wanted
+
+from .inputs import Case, make, stated
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Report(NamedTuple):
+    """What one compiled kernel costs."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    warps: int
+    instructions: Counter[str]  # by opcode, such as "HGMMA" (Hopper), "HMMA" (Ampere), "MUFU", "LDGSTS"
+    warnings: tuple[str, ...]
+
+
+@contextmanager
+def compiling_for(arch: int) -> Iterator[list[Any]]:
+    """Within this block, launches of jit functions compile for compute capability `arch` (90 for 9.0) and do not run.
+
+    CPU tensors stand for pointers. Yields the list of compiled kernels, in launch order.
+    """
+    compiled: list[Any] = []
+    with launching_for(arch, lambda form: compiled.append(_compile(form))):
+        yield compiled
+
+
+def precompile(
+    cases: Iterable[Case], arch: int, processors: int, workers: int | None = None, backend: str = "triton"
+) -> list[str]:
+    """Compile the kernels of `cases` on a backend into Triton's cache, in parallel and without a GPU.
+
+    Returns what went wrong, a line each.
+    """
+    jobs = [(replace(case, device="cpu"), arch, processors, backend) for case in cases]
+    # Fresh processes: a fork of one that has used CUDA, or has threads, may hang.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return [error for error in pool.map(_compile_case, jobs) if error]
+
+
+def _compile_case(job: tuple[Case, int, int, str]) -> str:
+    case, arch, processors, backend = job
+    try:
+        with compiling_for(arch):
+            launch_case(case, arch, processors, backend=backend)
+    except Exception as error:
+        return f"{case!r} for sm_{arch}: {type(error).__name__}: {error}"
+    return ""
+
+
+def launch_case(
+    case: Case,
+    arch: int,
+    processors: int,
+    forward_config: Any = None,
+    backward_config: Any = None,
+    backend: str = "triton",
+) -> None:
+    """Launch the kernels of a case as a GPU of `arch` would be given them; for use while compiling.
+
+    All gradients are wanted. Without a configuration the one of the tables is taken.
+    """
+    query, key, value, options = make(case)
+    problem, inputs = stated(case, {"query": query, "key": key, "value": value}, options)
+    problem = problem._replace(device=torch.device("cuda"), arch=arch, processors=processors)
+    chosen = BY_NAME[backend]
+    out, lse = chosen.forward(problem, inputs, forward_config or chosen.configure(problem))
+    if case.backward:
+        has_bias, has_slopes, has_sink = (t is not None for t in (inputs.bias, inputs.alibi_slopes, inputs.sink))
+        wanted = Wanted(bias=has_bias, alibi_slopes=has_slopes and case.row_grad, sink=has_sink and case.row_grad)
+        row_grad = wanted.alibi_slopes or wanted.sink
+        problem = problem._replace(backward=True, lse_grad=case.lse_grad, row_grad=row_grad)
+        grad_lse = torch.zeros_like(lse) if case.lse_grad else None
+        saved = out, lse, torch.zeros_like(out), grad_lse
+        config = backward_config or chosen.configure(problem)
+        chosen.backward(problem, inputs, config, *saved, wanted)
+
+
+def _compile(form: Form) -> Any:
+    with _assembler_log() as log:
+        compiled = form.compile()
+    compiled.assembler_log = log.getvalue()  # empty where Triton's cache had it
+    return compiled
+
+
+def _assemble(compiled: Any) -> str:
+    """Assemble once more as Triton does, with the options of its release, and return the assembler's log."""
+    target = compiled.metadata.target
+    backend = make_backend(target)
+    with _assembler_log() as log:
+        # Warps do not concern the assembler, and those of all roles together need not be the power of 2 it asks for.
+        options = backend.parse_options({**compiled.metadata._asdict(), "num_warps": 4})
+        backend.make_cubin(compiled.asm["ptx"], {}, options, target.arch)
+    return log.getvalue()
+
+
+@contextmanager
+def _assembler_log() -> Iterator[StringIO]:
+    log = StringIO()
+    with triton.knobs.nvidia.scope(), redirect_stdout(log):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        yield log
+
+
+def report(compiled: Any) -> Report:
+    """Read the assembler's report, assembling again if it is not there, and count what is in the kernel."""
+    log = compiled.assembler_log or _assemble(compiled)
+    sass = disassemble(compiled)
+    opcodes = re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+)", sass, re.MULTILINE)
+    return Report(
+        registers=int(_find(r"Used (\d+) registers", log)),
+        spill_bytes=int(_find(r"(\d+) bytes spill stores", log)) + int(_find(r"(\d+) bytes spill loads", log)),
+        shared_bytes=compiled.metadata.shared,
+        warps=compiled.metadata.num_warps,
+        instructions=Counter(opcodes),
+        warnings=tuple(sorted(set(re.findall(r"\(C\d+\)[^\n]*|[Ww]arning[^\n]*", log)))),
+    )
+
+
+def disassemble(compiled: Any) -> str:
+    """The machine code of a kernel that Triton has compiled, as text; it keeps it."""
+    if not hasattr(compiled, "sass"):
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder, "kernel.cubin")
+            cubin.write_bytes(compiled.asm["cubin"])
+            compiled.sass = _run(_TOOLS / "nvdisasm", "-c", "-ndf", cubin)  # without data flow: a third less time
+    text: str = compiled.sass
+    return text
+
+
+def _run(tool: Path, *arguments: str | Path) -> str:
+    done = subprocess.run([str(tool), *map(str, arguments)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{tool.name} failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout + done.stderr
+
+
+def _find(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"no {pattern!r} in the assembler's report:\n{text}")
+    return found[1]

@@ -1,0 +1,388 @@
+"""Sweep launch configurations of the Triton kernels on this GPU and propose rows for the tables.
+
+    python -m stream_attention_tools.tune --head-dims 64 128 --lengths 512 2048 8192 --out sweep.json
+    python -m stream_attention_tools.tune --kernels query key --modifiers "" softcap mask
+
+Every configuration is compiled first, in parallel and without the GPU, into Triton's cache; then each is checked
+against SDPA (with a modifier: against each other) and timed beside it in one run, batch * length = 16384, hidden size
+2048. A proposed row carries GPU, date, versions and its gain; nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from importlib.metadata import version
+from itertools import product
+from multiprocessing import get_context
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from stream_attention.files import write_file
+from stream_attention.problem import Inputs, Problem, state_problem
+from stream_attention.tuning.triton import Tile, TritonConfig, configure_backward, configure_forward
+
+TOKENS, HIDDEN = 16384, 2048
+
+
+KERNELS = {"forward": 2, "query": 3, "key": 4, "dk": 3, "dv": 2, "bias": 2}
+"""The kernels, and how many products of a tile each computes; "dk" and "dv" are the halves of "key" by themselves."""
+
+MODIFIERS = ("", "window", "mask", "key mask", "bias", "alibi", "softcap", "sink", "dropout")
+
+
+class Cell(NamedTuple):
+    """One problem of the sweep, plain or with one modifier."""
+
+    head_dim: int
+    length: int
+    causal: bool
+    dtype: torch.dtype = torch.bfloat16
+    modifier: str = ""
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """What a compiled kernel depends on."""
+        return self.head_dim, self.causal, self.dtype, self.modifier
+
+    def inputs(self, device: str, batch: int | None = None) -> Inputs:
+        heads = HIDDEN // self.head_dim
+        batch, length, extra = batch or TOKENS // self.length, self.length, {}
+        if self.modifier == "mask":
+            extra["mask"] = torch.rand(1, 1, length, length, device=device) > 0.1
+        elif self.modifier == "key mask":
+            extra["mask"] = torch.rand(batch, 1, 1, length, device=device) > 0.1
+        elif self.modifier == "bias":
+            extra["bias"] = torch.randn(1, 1, length, length, device=device, dtype=self.dtype)
+        elif self.modifier == "alibi":
+            extra["alibi_slopes"] = torch.rand(1, heads, device=device)
+        elif self.modifier == "sink":
+            extra["sink"] = torch.randn(heads, device=device)
+        elif self.modifier == "dropout":
+            extra["seed"] = torch.tensor([1, 2], device=device)
+        shape = (batch, length, heads, self.head_dim)
+        return Inputs(*(torch.randn(shape, device=device, dtype=self.dtype) for _ in range(3)), **extra)
+
+    def problem(self, inputs: Inputs) -> Problem:
+        return state_problem(
+            inputs,
+            q_len=0,
+            k_len=0,
+            causal=self.causal,
+            window=(self.length // 4, -1) if self.modifier == "window" else (-1, -1),
+            softcap=20.0 if self.modifier == "softcap" else 0.0,
+            scale=self.head_dim**-0.5,
+            dropout_p=0.1 if self.modifier == "dropout" else 0.0,
+            deterministic=False,
+        )
+
+    def flops(self, products: float) -> float:
+        return 2 * products * TOKENS * self.length * HIDDEN * (0.5 if self.causal else 1.0)
+
+    def described(self) -> dict[str, Any]:
+        return {**self._asdict(), "dtype": str(self.dtype)}
+
+
+def candidates(kernel: str, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> list[Any]:
+    """Configurations worth trying: what exceeds shared memory or makes no sense is left out."""
+    found: list[Any] = []
+    narrow = dtype.itemsize == 2
+    sizes = ((64, 128), (32, 64, 128)) if narrow else ((16, 32, 64, 128), (16, 32, 64))
+    stage_counts = (2, 3, 4) if narrow and kernel == "forward" else (2, 3) if narrow and head_dim <= 128 else (1, 2)
+    sums = 2 if kernel == "key" else 1
+    for owned, streamed, warps, stages in product(*sizes, (4, 8), stage_counts):
+        # The tile a program owns stays in shared memory, those that stream by have a copy per stage.
+        kept, moving = 2 * owned, 2 * streamed
+        if kernel == "forward":
+            kept = owned
+        elif kernel == "bias":
+            kept, moving = 0, 2 * (owned + streamed)
+        shared = head_dim * dtype.itemsize * (kept + stages * moving)
+        few_rows = 4 if not narrow else 8 if sums * head_dim > 256 else 16
+        if (
+            shared <= 227 * 1024
+            and few_rows <= owned // warps <= 32
+            and owned * streamed * head_dim <= 128 * 128 * 128
+            and owned * sums * head_dim <= warps * 32 * 192  # registers of the threads
+        ):
+            if kernel == "forward":
+                found.append(TritonConfig(owned, streamed, warps, stages))
+            else:
+                by_keys = kernel in ("key", "dk", "dv")
+                found.append(Tile(*((streamed, owned) if by_keys else (owned, streamed)), warps, stages))
+    return found
+
+
+class Bench(NamedTuple):
+    """One kernel on one problem: how it is launched with a configuration, and what it writes."""
+
+    launch: Callable[[Any], Any]
+    results: tuple[torch.Tensor, ...]
+
+
+def bench(kernel: str, problem: Problem, inputs: Inputs) -> Bench:
+    """Set a kernel up. For kernels of the backward this runs those before it."""
+    from stream_attention.kernels.triton.backward_bias import prepare_bias_gradient
+    from stream_attention.kernels.triton.backward_key import bind_key
+    from stream_attention.kernels.triton.backward_query import bind_query
+    from stream_attention.kernels.triton.forward import bind_forward
+    from stream_attention.kernels.triton.prepass import Prepass
+    from stream_attention.kernels.triton.rows import Rows
+
+    before = Prepass.of(problem, inputs, needs_queries=True)
+    computed = before.run(inputs)
+    out = torch.empty_like(inputs.query)
+    lse = out.new_zeros(problem.batch, problem.q_heads, problem.q_len, dtype=torch.float32)
+
+    def forward(config: Any) -> None:
+        bind_forward(problem, inputs, config, out, lse, before)(*inputs, *computed, out, lse)
+
+    if kernel == "forward":
+        return Bench(forward, (out,))
+    forward(configure_forward(problem))
+    problem = problem._replace(backward=True)
+    dq, dk, dv = (torch.empty_like(t) for t in inputs[:3])
+    grad_out = output_gradient(out)
+    rows = Rows(*(torch.empty_like(t, device=out.device) for t in Rows.samples(problem, out)))
+    slopes = out.new_zeros(problem.batch * problem.q_heads * problem.q_len, dtype=torch.float32)
+    d_slopes = slopes if problem.alibi else None
+
+    def query(tile: Tile) -> None:
+        written = dq, d_slopes, None
+        launch = bind_query(problem, inputs, tile, before, out, lse, grad_out, None, rows, *written, problem.alibi)
+        launch(*inputs, *computed, out, lse, grad_out, None, *rows, *written)
+
+    def key(its_dk: torch.Tensor | None, its_dv: torch.Tensor | None, tile: Tile) -> None:
+        launch = bind_key(problem, inputs, tile, before, grad_out, rows, its_dk, its_dv)
+        launch(*inputs, *computed, grad_out, *rows, its_dk, its_dv)
+
+    query(configure_backward(problem).query._replace(num_splits=1))
+    if kernel == "query":
+        return Bench(query, (dq,))
+    if kernel == "key":
+        return Bench(partial(key, dk, dv), (dk, dv))
+    if kernel == "dk":
+        return Bench(partial(key, dk, None), (dk,))
+    if kernel == "dv":
+        return Bench(partial(key, None, dv), (dv,))
+    assert inputs.bias is not None
+    d_bias = torch.empty_like(inputs.bias)
+
+    def bias(tile: Tile) -> None:
+        gradient = prepare_bias_gradient(problem, inputs, tile, before, grad_out, rows)
+        d_bias.copy_(gradient(inputs, (*computed, grad_out, *rows)))
+
+    return Bench(bias, (d_bias,))
+
+
+def output_gradient(out: torch.Tensor) -> torch.Tensor:
+    """The same random gradient for us and the peer."""
+    generator = torch.Generator(out.device).manual_seed(0)
+    return torch.randn(out.shape, generator=generator, device=out.device, dtype=out.dtype)
+
+
+def _compile_one(job: tuple[Cell, str, Any, int]) -> str:
+    """Compile in a worker process, filling Triton's cache. Returns what went wrong, if anything."""
+    from stream_attention.kernels.offline import launching_for
+
+    cell, kernel, config, arch = job
+    inputs = cell._replace(length=1024).inputs("cpu", batch=2)
+    problem = cell.problem(inputs)._replace(device=torch.device("cuda"), arch=arch, processors=132)
+    try:
+        with launching_for(arch, lambda form: form.compile()):
+            bench(kernel, problem, inputs).launch(config)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+def time_ms(function: Any, repeats: int) -> float:
+    """Median milliseconds by CUDA events, after a warm-up."""
+    for _ in range(3):
+        function()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, stop in events:
+        start.record()
+        function()
+        stop.record()
+    torch.cuda.synchronize()
+    return median(start.elapsed_time(stop) for start, stop in events)
+
+
+def sdpa(inputs: Inputs, causal: bool, backward: bool) -> tuple[Callable[[], Any], dict[str, tuple[torch.Tensor, ...]]]:
+    """The peer, SDPA's flash kernel or its memory-efficient one for fp32: what to time, and what each kernel gives."""
+    query, key, value = (t.detach().requires_grad_(backward) for t in inputs[:3])
+
+    def forward() -> torch.Tensor:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], set_priority=True):
+            q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+    out = forward()
+    if not backward:
+        return forward, {"forward": (out,)}
+    again = partial(torch.autograd.grad, out, (query, key, value), output_gradient(out), retain_graph=True)
+    dq, dk, dv = again()
+    return again, {"query": (dq,), "key": (dk, dv), "dk": (dk,), "dv": (dv,)}
+
+
+def sweep(
+    cells: list[Cell], kernels: list[str], repeats: int, configs: dict[tuple[str, int], list[Any]]
+) -> list[dict[str, Any]]:
+    """Time every configuration of every kernel and cell beside SDPA's flash kernel."""
+    major, minor = torch.cuda.get_device_capability()
+    jobs = [
+        (cell, kernel, config, major * 10 + minor)
+        for cell, kernel in product(cells, kernels)
+        for config in configs[kernel, cell.head_dim]
+    ]
+    unique = {(*cell.variant, kernel, config): (cell, kernel, config, arch) for cell, kernel, config, arch in jobs}
+    started = time.time()
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        errors = dict(zip(unique, pool.map(_compile_one, unique.values()), strict=True))
+    print(f"compiled {len(unique)} variants in {time.time() - started:.0f} s", flush=True)
+
+    rows = []
+    for cell in cells:
+        inputs = cell.inputs("cuda")
+        problem = cell.problem(inputs)
+        again, truths = sdpa(inputs, cell.causal, backward=kernels != ["forward"])
+        peer = time_ms(again, repeats)
+        for kernel in kernels:
+            set_up = bench(kernel, problem, inputs)
+            expected = None if cell.modifier else truths[kernel]
+            for config in configs[kernel, cell.head_dim]:
+                variant = (*cell.variant, kernel, config)
+                row = {**cell.described(), "kernel": kernel, "config": list(config), "error": errors[variant]}
+                rows.append(row)
+                if row["error"]:
+                    continue
+                try:
+                    for result in set_up.results:
+                        result.fill_(float("nan"))
+                    set_up.launch(config)
+                    expected = expected or tuple(result.clone() for result in set_up.results)
+                    distance = max(_distance(ours, truth) for ours, truth in zip(set_up.results, expected, strict=True))
+                    if not distance < 0.02:
+                        row["error"] = f"wrong by {distance}"
+                        continue
+                    ms = time_ms(partial(set_up.launch, config), repeats)
+                    row.update(ms=ms, tflops=cell.flops(KERNELS[kernel]) / ms / 1e9, sdpa_ms=peer)
+                except Exception as failure:
+                    row["error"] = f"{type(failure).__name__}: {str(failure)[:120]}"
+    return rows
+
+
+def _distance(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    """Largest difference, as a share of the largest value."""
+    return ((ours - truth).abs().max() / truth.abs().max()).item()
+
+
+def propose(rows: list[dict[str, Any]], where: str) -> list[str]:
+    """The best configurations per variant and kernel, by the geometric mean of speed over the lengths."""
+    lines = []
+    variants = sorted({(row["head_dim"], row["causal"], row["modifier"], row["kernel"]) for row in rows})
+    for variant in variants:
+        found: dict[tuple[int, ...], dict[int, dict[str, Any]]] = {}
+        for row in rows:
+            if (row["head_dim"], row["causal"], row["modifier"], row["kernel"]) == variant and "ms" in row:
+                found.setdefault(tuple(row["config"]), {})[row["length"]] = row
+        lengths = sorted({length for by_length in found.values() for length in by_length})
+        complete = {config: by_length for config, by_length in found.items() if len(by_length) == len(lengths)}
+        fastest = {length: min(its[length]["ms"] for its in complete.values()) for length in lengths}
+        means = {
+            config: _geometric_mean([fastest[length] / its[length]["ms"] for length in lengths])
+            for config, its in complete.items()
+        }
+        head_dim, causal, modifier, kernel = variant
+        for config in sorted(means, key=lambda config: -means[config])[:4]:
+            its = complete[config]
+            shown = " ".join(f"{fastest[length] / its[length]['ms']:.2f}" for length in lengths)
+            speeds = " ".join(f"{its[length]['tflops']:.0f}" for length in lengths)
+            shares = " ".join(f"{its[length]['ms'] / its[length]['sdpa_ms']:.2f}" for length in lengths)
+            lines.append(
+                f"D={head_dim} {'causal' if causal else 'full'} {modifier or 'plain'} {kernel}: {config[:4]}  "
+                f"# {means[config]:.2f} of the best ({shown} at {lengths}), {speeds} TFLOP/s, "
+                f"{shares} of the time of plain SDPA; {where}"
+            )
+    return lines
+
+
+def _geometric_mean(numbers: list[float]) -> float:
+    product_ = 1.0
+    for number in numbers:
+        product_ *= number
+    return product_ ** (1 / len(numbers))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m stream_attention_tools.tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    numbers: dict[str, Any] = {"type": int, "nargs": "+"}
+    parser.add_argument("--head-dims", **numbers, default=[64, 128, 256], help="default: 64 128 256")
+    parser.add_argument("--lengths", **numbers, default=[512, 2048, 8192], help="default: 512 2048 8192")
+    kernels = "query is dQ, key is dK and dV, dk and dv are its halves, bias is dBias; default: forward"
+    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=["forward"], help=kernels)
+    parser.add_argument("--repeats", type=int, default=10, help="of each configuration; default: 10")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--causal", choices=["both", "yes", "no"], default="both", help="default: both")
+    parser.add_argument("--modifiers", nargs="+", choices=MODIFIERS, default=[""], help='"" is none, the default')
+    parser.add_argument("--out", default="sweep.json", help="every figure, as JSON; default: sweep.json")
+    options = parser.parse_args(arguments)
+    sizes = {"--repeats": [options.repeats], "--lengths": options.lengths, "--head-dims": options.head_dims}
+    for name, given in sizes.items():
+        if min(given) < 1:
+            parser.error(f"{name}: expected positive numbers; got {min(given)}")
+    unfit = [dim for dim in options.head_dims if HIDDEN % dim or dim % 8 or dim > 256]
+    if unfit:
+        parser.error(f"--head-dims: expected multiples of 8 up to 256 that divide {HIDDEN}; got {unfit}")
+    if any(TOKENS % length for length in options.lengths):
+        parser.error(f"--lengths: expected divisors of {TOKENS}, the tokens of a batch; got {options.lengths}")
+    if "forward" in options.kernels and len(options.kernels) > 1:
+        parser.error("--kernels: sweep the forward by itself, its peer is another")
+    if "bias" in options.kernels and options.modifiers != ["bias"]:
+        parser.error("--kernels bias: expected --modifiers bias, the problem that has a gradient of it")
+    if not torch.cuda.is_available():
+        print("tuning needs a CUDA device; there is none here", file=sys.stderr)
+        return 1
+    dtype = getattr(torch, options.dtype)
+    cells = [
+        Cell(head_dim, length, causal, dtype, modifier)
+        for head_dim in options.head_dims
+        for modifier in options.modifiers
+        for causal in {"both": (False, True), "yes": (True,), "no": (False,)}[options.causal]
+        for length in options.lengths
+    ]
+    configs = {(name, dim): candidates(name, dim, dtype) for name in options.kernels for dim in options.head_dims}
+    rows = sweep(cells, options.kernels, options.repeats, configs)
+    conditions = {
+        "gpu": torch.cuda.get_device_name(),
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+    }
+    failed = [row for row in rows if row["error"]]
+    for row in failed[:10]:
+        print("failed", row)
+    print("\n".join(propose(rows, "{gpu}, {date}, torch {torch}, Triton {triton}".format_map(conditions))))
+    write_file(options.out, json.dumps({**conditions, "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
