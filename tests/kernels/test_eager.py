@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cpu_time import least_cpu_time
 from stream_attention import attention
 from stream_attention.kernels import eager, reference
 from stream_attention.kernels.dropout import keep, line_words
@@ -20,8 +21,8 @@ from stream_attention.ops.attention import backward_step, forward_state
 from stream_attention.plan import plan
 from stream_attention.problem import UNBOUNDED, Gradients, Inputs, Positions, Problem, Wanted, state_problem
 from stream_attention.state import add_sink, merge
-from stream_attention.testing import Case, check_case, make, peak_bytes, poisoned_memory
 from stream_attention.tuning.eager import EagerConfig, configure
+from stream_attention_tools.testing import Case, check_case, make, peak_bytes, poisoned_memory
 
 F64 = torch.float64
 NAN = math.nan
@@ -107,10 +108,15 @@ def test_both_paths_agree_where_both_apply(causal: bool, heads: tuple[int, int])
         ({"Dv": 8}, "blocked"),
         ({"window": (3, 3)}, "blocked"),
         ({"window": (99, 99)}, "flash"),
-        ({"mask": (16, 16)}, "blocked"),
-        ({"bias": (16, 16)}, "blocked"),
+        ({"mask": (16, 16)}, "flash"),
+        ({"mask": (16, 16), "causal": True}, "flash"),
+        ({"mask": (16, 16), "window": (3, 3)}, "blocked"),
+        ({"bias": (16, 16)}, "flash"),
+        ({"bias": (16, 16), "dtype": torch.bfloat16}, "flash"),
         ({"alibi": "H"}, "blocked"),
-        ({"sink": True}, "blocked"),
+        ({"sink": True}, "flash"),
+        ({"sink": True, "dtype": torch.bfloat16}, "blocked"),
+        ({"scale": 1.0}, "flash"),
         ({"softcap": 1.0}, "blocked"),
         ({"dropout_p": 0.5}, "blocked"),
         ({"Tk": 0}, "blocked"),
@@ -183,6 +189,23 @@ def test_a_nan_in_a_bias_reaches_what_its_row_sees_as_in_the_reference(options: 
     found, found_grads = both_ways(stated(inputs, **its), inputs, EagerConfig("blocked", 1, tile, tile), grads)
     torch.testing.assert_close((*found, *found_grads[:4]), expected, equal_nan=True)
     assert all(x.isnan().any() and x.isfinite().any() for x in expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+def test_tanh_is_exact_to_rounding_whatever_its_argument(dtype: torch.dtype) -> None:
+    exponents = torch.linspace(-20, 0, 50_000, dtype=F64)  # more than are computed at a time
+    small = torch.cat((-(2.0**exponents), 2.0**exponents)) * eager.TANH[0]
+    for x in (small, small * 1.01, small * 40, torch.tensor([0.1, NAN, math.inf, -math.inf, 0.0])):
+        found = eager._tanh_(x.to(dtype, copy=True))
+        exact = x.to(dtype).double().tanh()
+        torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("magnitude", [0.1, 1.0, 10.0])
+def test_softcapped_scores_small_and_large_are_within_the_tolerance(magnitude: float) -> None:
+    for seed in range(4):
+        scale = magnitude * 64**-0.5
+        check_case(Case(B=2, Tq=70, Tk=90, Hq=4, D=64, Dv=64, softcap=10.0, scale=scale, seed=seed), "eager")
 
 
 # Shards: positions are explicit, so any shard of a call means what it means in the whole
@@ -461,6 +484,25 @@ def test_the_blocked_pass_is_within_twice_of_dense_torch(backward: bool) -> None
     run: Callable[..., Callable[[], Any]] = with_backward if backward else lambda f, *t: lambda: f(*t)
     our_time, dense_time = best_of(6, run(ours, *tensors), run(dense, *tensors))
     assert our_time < 2 * dense_time, f"{our_time * 1e3:.1f} ms, dense {dense_time * 1e3:.1f} ms"
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "most"), [("sink", 1.6), ("alibi", 1.6), ("softcap", 1.85)])
+def test_modifiers_cost_little_beside_a_causal_call_of_sdpa(name: str, most: float, dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(1, 1024, 8, 64).to(dtype) for _ in range(3))
+    options: dict[str, dict[str, Any]] = {
+        "sink": {"sink": torch.randn(8)},
+        "alibi": {"alibi_slopes": 2.0 ** -torch.arange(1.0, 9.0)},
+        "softcap": {"softcap": 30.0},
+    }
+    heads_first = [t.transpose(1, 2) for t in (query, key, value)]
+    ours, theirs = least_cpu_time(
+        8,
+        lambda: attention(query, key, value, causal=True, **options[name]),
+        lambda: F.scaled_dot_product_attention(*heads_first, is_causal=True),
+    )
+    assert ours < most * theirs, f"{ours * 1e3:.2f} ms, SDPA {theirs * 1e3:.2f} ms"
 
 
 # Regressions

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from cpu_time import least_cpu_time
 from stream_attention import (
     ContiguousKV,
     PagedKV,
@@ -28,8 +30,8 @@ from stream_attention import (
 from stream_attention.cache_views import KVCache
 from stream_attention.kernels import reference
 from stream_attention.ops import decode as remembering
-from stream_attention.testing.memory import peak_bytes
-from stream_attention.tuning.decode import EAGER_KEYS
+from stream_attention.tuning.decode import EAGER_KEYS, widened_keys
+from stream_attention_tools.testing.memory import peak_bytes
 
 LENGTHS = (37, 0, 5, 100)
 
@@ -48,8 +50,13 @@ class Rows:
 
 
 def rows(
-    lengths: tuple[int, ...] = LENGTHS, q_len: int = 3, heads: tuple[int, int] = (4, 2), dtype: Any = torch.float64
+    lengths: tuple[int, ...] = LENGTHS,
+    q_len: int = 3,
+    heads: tuple[int, int] = (4, 2),
+    dtype: Any = torch.float64,
+    value_dim: int = 8,
 ) -> Rows:
+    """With a value dim of 16, that of the keys, torch's CPU flash op computes what is contiguous and has no softcap."""
     generator = torch.Generator().manual_seed(sum(lengths) + q_len)
 
     def normal(*shape: int) -> Tensor:
@@ -58,7 +65,7 @@ def rows(
     return Rows(
         normal(len(lengths), q_len, heads[0], 16),
         [normal(n, heads[1], 16) for n in lengths],
-        [normal(n, heads[1], 8) for n in lengths],
+        [normal(n, heads[1], value_dim) for n in lengths],
     )
 
 
@@ -222,8 +229,10 @@ def test_more_keys_than_a_tile() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_errors_are_at_most_twice_those_of_dense_arithmetic(dtype: torch.dtype) -> None:
-    x = rows((300, 1000), q_len=2, dtype=dtype)
+@pytest.mark.parametrize("value_dim", [8, 16])
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_errors_are_at_most_twice_those_of_dense_arithmetic(q_len: int, value_dim: int, dtype: torch.dtype) -> None:
+    x = rows((300, 1000), q_len=q_len, dtype=dtype, value_dim=value_dim)
     out = decode_attention(x.query, contiguous(x, 1000))
     exact = expected(x, causal=True)[0]
     dense = [
@@ -257,6 +266,105 @@ def test_quantised_caches_are_those_of_what_they_stand_for(format: str, page: in
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
     plain = expected(x, causal=True)[0]
     assert float((out.double() - plain).norm() / plain.norm()) < {"fp8": 0.1, "int8": 0.02, "int4": 0.25}[format]
+
+
+# torch's CPU flash op
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("lengths", [LENGTHS, (60, 60, 60, 60)], ids=["ragged", "equal"])
+def test_torchs_op_gives_the_attention_of_each_row(lengths: tuple[int, ...], q_len: int, name: str) -> None:
+    x, options = rows(lengths, q_len=q_len, value_dim=16), OPTIONS[name]
+    out, lse = decode_attention(x.query, contiguous(x), return_lse=True, **options)
+    exact, exact_lse = expected(x, **({"causal": True} | options))
+    torch.testing.assert_close(out, exact, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(lse, exact_lse, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_torchs_op_reads_strided_queries(dtype: torch.dtype, q_len: int) -> None:
+    x = rows((40, 40), q_len=q_len, value_dim=16, dtype=dtype)
+    cache = ContiguousKV(torch.stack(x.keys), torch.stack(x.values))
+    spread = x.query.repeat_interleave(2, -1)[..., ::2]
+    assert torch.equal(decode_attention(spread, cache), decode_attention(x.query, cache))
+
+
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": (9000, 0)}, {"sink": torch.ones(4)}], ids=["plain", "window", "sink"]
+)
+def test_half_precision_is_widened_tile_by_tile(q_len: int, options: dict[str, Any]) -> None:
+    most = widened_keys(2 * 16)
+    x = rows((2 * most + 3, most, 5), q_len=q_len, dtype=torch.bfloat16, value_dim=16)
+    out, lse = decode_attention(x.query, contiguous(x, 2 * most + 3), return_lse=True, **options)
+    exact, exact_lse = expected(x, causal=True, **options)
+    assert out.dtype is torch.bfloat16 and out.is_contiguous()
+    torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-6)  # rounded once
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-5)
+
+
+def test_widened_tiles_take_little_memory() -> None:
+    key, value = torch.randn(2, 1, 40_000, 8, 64).bfloat16()
+    query, cache = torch.randn(1, 1, 8, 64).bfloat16(), ContiguousKV(key, value)
+    peak = peak_bytes(lambda: decode_attention(query, cache))
+    assert peak < key.nbytes / 5, f"{peak} bytes; the keys have {key.nbytes}, widened twice that"
+
+
+def test_a_key_that_no_query_sees_may_hold_anything() -> None:
+    x = rows((20, 20), value_dim=16)
+    tree = torch.eye(3, dtype=torch.bool).expand(2, -1, -1).clone()
+    tree[:, :, 1] = False  # the second of the new tokens, which does not see itself either
+    key, value = (torch.stack(tensors) for tensors in (x.keys, x.values))
+    clean = decode_attention(x.query, ContiguousKV(key, value), tree_mask=tree)
+    key[:, 18] = value[:, 18] = torch.nan
+    found = decode_attention(x.query, ContiguousKV(key, value), tree_mask=tree)
+    torch.testing.assert_close(found, clean)
+    assert found.isfinite().all()
+
+
+def test_explain_says_which_caches_torchs_op_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    for value_dim, words in ((16, "torch's CPU flash op over the keys of each row"), (8, "plain torch, tiles of")):
+        x = rows(value_dim=value_dim)
+        explain_decode(x.query, contiguous(x))
+        assert f"backend   eager: {words}" in capsys.readouterr().out
+    explain_decode(x.query, paged(rows(value_dim=16), 16))
+    assert "backend   eager: plain torch, tiles of" in capsys.readouterr().out
+
+
+def test_forward_mode_takes_the_tiles() -> None:
+    x = rows((30,), q_len=1, value_dim=16)
+    cache, tangent = contiguous(x), torch.randn_like(x.query)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.query, tangent)
+        out = torch.autograd.forward_ad.unpack_dual(decode_attention(dual, cache, backend="eager"))
+    step = 1e-6
+    ahead, behind = (decode_attention(x.query + sign * step * tangent, cache) for sign in (1, -1))
+    torch.testing.assert_close(out.tangent, (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-8)
+
+
+def test_vmap_over_queries_takes_the_tiles() -> None:
+    x = rows((30, 7), q_len=2, value_dim=16)
+    cache, queries = contiguous(x), torch.randn(3, *x.query.shape, dtype=torch.float64)
+    mapped = torch.vmap(lambda query: decode_attention(query, cache, validate=False))(queries)
+    torch.testing.assert_close(mapped, torch.stack([decode_attention(query, cache) for query in queries]))
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [(8, 8), (32, 8)], ids=str)
+def test_a_contiguous_cache_costs_what_it_costs_in_sdpa(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    query = torch.randn(1, 1, heads[0], 64).to(dtype)
+    key, value = torch.randn(2, 1, 4096, heads[1], 64).to(dtype)
+    cache = ContiguousKV(key, value, torch.tensor([4096], dtype=torch.int32))
+    heads_first = [t.transpose(1, 2) for t in (query, key, value)]
+    ours, theirs = least_cpu_time(
+        20,
+        lambda: decode_attention(query, cache),
+        lambda: F.scaled_dot_product_attention(*heads_first, enable_gqa=heads[0] != heads[1]),
+    )
+    assert ours < 1.7 * theirs, f"{ours * 1e3:.2f} ms, SDPA {theirs * 1e3:.2f} ms"
 
 
 def test_a_cache_that_grows_gives_the_attention_of_all_its_tokens() -> None:

@@ -12,28 +12,36 @@ in which the products run, so K and V are never expanded for GQA. What is hidden
 K, V, Q and dO that a tile hides altogether are zeroed before a product, as 0 * NaN is NaN: padding may hold anything.
 
 The passes over a tile are chosen for what torch vectorises on a CPU (AMD EPYC, AVX-512, one core, a tile of 2 MiB,
-2026-11-15): exp2 takes 0.2 ms whatever it is given, exp 0.4 ms and up to 15 ms where results are 0 or denormal;
-a minimum takes 0.05 ms, masked_fill 1.3 ms; amax of bytes 0.005 ms, any and all 0.1 ms; a comparison of order takes
-two thirds of one of equality.
+2026-11-15): exp2 takes 0.2 ms whatever it is given, exp 0.4 ms and up to 15 ms where results are 0 or denormal; minima
+take 0.05 ms, masked_fill 1.3 ms; amax of bytes 0.005 ms, any and all 0.1 ms; tanh 1.4 to 1.9 ms, a polynomial 0.45 ms.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ..problem import UNBOUNDED, Gradients, Inputs, Problem, Wanted
+from ..problem import UNBOUNDED, Backward, Forward, Gradients, Inputs, Problem, Wanted
 from ..state import EMPTY, add_sink
 from ..tuning.eager import EagerConfig, configure
-from . import torch_cuda
+from . import torch_cpu, torch_cuda
 from .dropout import keep, line_words
+from .torch_cpu import any_of
 
-_flash_forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+def prepare(problem: Problem, inputs: Inputs, config: EagerConfig) -> Forward:
+    """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs."""
+    return lambda inputs, with_lse: forward(problem, inputs, config)
+
+
+def prepare_backward(problem: Problem, inputs: Inputs, config: EagerConfig, *saved_and_wanted: Any) -> Backward:
+    """The backward of such calls, as a function of inputs, out, lse and their gradients."""
+    compute, wanted = cast(Any, backward), saved_and_wanted[-1]  # the saved tensors are not kept
+    return lambda inputs, *saved: compute(problem, inputs, config, *saved, wanted)
 
 
 def forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tensor, Tensor]:
@@ -48,9 +56,8 @@ def forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tens
         return _blocked_forward(problem, inputs, config)
     if config.path != "flash":
         return torch_cuda.forward(problem, inputs, config.path)
-    query, key, value = (t.transpose(1, 2) for t in inputs[:3])
-    out, lse = _flash_forward_op(query, key, value, 0.0, problem.right == 0, scale=problem.scale)
-    return out.transpose(1, 2), lse.contiguous()
+    state = torch_cpu.forward(problem, inputs)
+    return _blocked_forward(problem, inputs, config) if state is None else state
 
 
 def backward(
@@ -73,39 +80,39 @@ def backward(
         return _blocked_backward(problem, inputs, config, out, lse, grad_out, grad_lse, wanted)
     if config.path != "flash":
         return torch_cuda.backward(problem, inputs, config.path, out, lse, grad_out)
+    if (
+        wanted.bias and not problem.partial
+    ):  # the LSE of the scores that the pass recomputes; a shard's is of whole rows
+        out, lse = _blocked_forward(problem, inputs, config)
+    grads = None if wanted.bias else _flash_backward(problem, inputs, config, out, lse, grad_out, grad_lse, wanted)
+    return _blocked_backward(problem, inputs, config, out, lse, grad_out, grad_lse, wanted) if grads is None else grads
+
+
+def _flash_backward(
+    problem: Problem,
+    inputs: Inputs,
+    config: EagerConfig,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients | None:
+    """By torch's CPU flash op; None where it let a NaN through a mask."""
+    d_sink = None
+    if inputs.sink is not None and wanted.sink:
+        d_sink = _sink_gradient(inputs.sink, lse, _delta(out, lse, grad_out, grad_lse)).to(inputs.sink.dtype)
     if grad_lse is None or not grad_lse.any():
-        return _flash_backward(problem, inputs, out, lse, grad_out)
-    # dV does not depend on the gradient of the LSE: it is the flash op's either way, and has the same bits.
-    out_less_grad = _less_lse_gradient(out, grad_out, grad_lse)
-    if out_less_grad is not None:
-        return _flash_backward(problem, inputs, out_less_grad, lse, grad_out)
-    d_value = _flash_backward(problem, inputs, out, lse, grad_out).value if wanted.value else None
-    if wanted.query or wanted.key:
+        carried: Tensor | None = out
+    else:
+        carried = torch_cpu.less_lse_gradient(out, grad_out, grad_lse)
+    grads = torch_cpu.backward(problem, inputs, out if carried is None else carried, lse, grad_out)
+    if grads is not None and carried is None and (wanted.query or wanted.key):
+        # dV does not depend on the gradient of the LSE: it is the flash op's either way, and has the same bits.
         others = wanted._replace(value=False)
-        grads = _blocked_backward(problem, inputs, config, out, lse, grad_out, grad_lse, others)
-        return grads._replace(value=d_value)
-    return Gradients(value=d_value)
-
-
-def _flash_backward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor) -> Gradients:
-    tensors = (t.transpose(1, 2) for t in (grad_out, *inputs[:3], out))
-    grads = _flash_backward_op(*tensors, lse, 0.0, problem.right == 0, scale=problem.scale)
-    return Gradients(*(grad.transpose(1, 2) for grad in grads))
-
-
-def _less_lse_gradient(out: Tensor, grad_out: Tensor, grad_lse: Tensor) -> Tensor | None:
-    """An output whose dO . O is that of `out` less `grad_lse`; None where no such output exists.
-
-    The flash op takes no gradient of the LSE, but reads `out` for delta = dO . O alone. A row's largest element of dO
-    carries it: the error of delta is eps * (|dO . O| + |dLSE|), as that of a difference. An output of half precision
-    cannot hold it, nor one whose row of dO is 0.
-    """
-    if out.dtype is not grad_lse.dtype:
-        return None
-    place = grad_out.abs().argmax(-1, keepdim=True)
-    arriving = grad_lse.transpose(1, 2).unsqueeze(-1)  # [B, Tq, Hq, 1]
-    carried = torch.where(arriving == 0, 0.0, arriving / grad_out.gather(-1, place))
-    return out.scatter_add(-1, place, -carried) if carried.isfinite().all() else None
+        of_tiles = _blocked_backward(problem, inputs, config, out, lse, grad_out, grad_lse, others)
+        grads = of_tiles._replace(value=grads.value)
+    return grads if grads is None else grads._replace(sink=d_sink)
 
 
 class _Sequence(NamedTuple):
@@ -238,6 +245,30 @@ def _exp_(x: Tensor) -> Tensor:
     return x.mul_(math.log2(math.e)).exp2_()
 
 
+TANH = 0.5, (-0.33333143895797124, 0.13325878947405695, -0.053045493615031435, 0.017241490181203578)
+"""tanh(x) = x (1 + c0 u + c1 u^2 + c2 u^3 + c3 u^4) with u = x^2 for |x| up to the first, to 1.5e-8 of it (minimax)."""
+
+
+def _tanh_(x: Tensor) -> Tensor:
+    """tanh in place, of a tensor without gaps. In fp32 on a CPU by a polynomial where all elements are small, as scores
+    over a softcap mostly are, for 256 KiB at a time, which with two like it stay in the L2 cache."""
+    limit, (first, *others, last) = TANH
+    if x.device.type != "cpu" or x.dtype is not torch.float32:
+        return x.tanh_()
+    least, most = x.aminmax()
+    if not (-limit <= least and most <= limit):  # NaN is neither
+        return x.tanh_()
+    room = x.new_empty(2, min(x.numel(), 1 << 16))
+    for part in x.view(-1).split(room.shape[1]):
+        square, series = room[:, : part.numel()]
+        torch.mul(part, part, out=square)
+        torch.mul(square, last, out=series)
+        for coefficient in (*reversed(others), first):
+            series.add_(coefficient).mul_(square)
+        part.addcmul_(part, series)
+    return x
+
+
 def _blocked_backward(
     problem: Problem,
     inputs: Inputs,
@@ -249,8 +280,7 @@ def _blocked_backward(
     wanted: Wanted,
 ) -> Gradients:
     """Gradients from the saved LSE and `delta = rowsum(dO * O) - dLSE`, both `[B, Hq, Tq]`."""
-    delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(1, 2)
-    delta = delta if grad_lse is None else delta - grad_lse
+    delta = _delta(out, lse, grad_out, grad_lse)
     dq, dk, dv = (
         torch.zeros_like(t, dtype=problem.out_dtype) if want else None
         for t, want in zip(inputs[:3], wanted[:3], strict=True)
@@ -342,6 +372,11 @@ def key_mass(
     return mass
 
 
+def _delta(out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
+    delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    return delta if grad_lse is None else delta - grad_lse
+
+
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """The sink takes exp(sink - lse) of each row and gives no value: its gradient is -sum of that times delta."""
     logit = sink.to(lse.dtype).view(-1, 1)
@@ -414,6 +449,10 @@ class _Tiles:
         device = problem.device
         self.q = self.fold_queries(inputs.query) * problem.scale
         self.k, self.v = self._fold_keys(inputs.key), self._fold_keys(inputs.value)
+        rows, cols = min(config.block_q, problem.q_len), min(config.block_k, problem.k_len)
+        self.scores = self.q.new_empty(
+            self.k.shape[0] * problem.group * rows * cols
+        )  # fresh pages cost as much as a pass
         self.q_positions = problem.q_start + problem.q_stride * torch.arange(problem.q_len, device=device)
         self.k_positions = problem.k_start + problem.k_stride * torch.arange(problem.k_len, device=device)
         if inputs.seed is not None and problem.dropout_p:
@@ -461,10 +500,12 @@ class _Tiles:
         visible = self._visible(rows, cols)
         tile = _Tile(q, visible, *self._out_of_sight(visible), None)
         keys = self.clean_keys(self.k[:, cols], tile)
-        folded = torch.bmm(self.clean_queries(q, tile), keys.transpose(1, 2))
+        shape = *q.shape[:2], keys.shape[1]
+        folded = self.scores[: math.prod(shape)].view(shape)
+        torch.bmm(self.clean_queries(q, tile), keys.transpose(1, 2), out=folded)
         scores, slope = self.unfold(folded), None
         if p.softcap:
-            folded.div_(p.softcap).tanh_()
+            _tanh_(folded.div_(p.softcap))
             slope = 1.0 - folded * folded if with_slope else None
             folded.mul_(p.softcap)
         if self.inputs.bias is not None:
@@ -539,8 +580,8 @@ class _Tiles:
             return None, None
         by_group = visible
         if visible.shape[1] > 1:
-            by_group = _any(visible.unflatten(1, (self.problem.kv_heads, self.problem.group)), 2)
-        unseen, blind = ~_any(by_group, 2), ~_any(visible, 3)
+            by_group = any_of(visible.unflatten(1, (self.problem.kv_heads, self.problem.group)), 2)
+        unseen, blind = ~any_of(by_group, 2), ~any_of(visible, 3)
         return unseen if self._some_on_host(unseen) else None, blind if self._some_on_host(blind) else None
 
     def clean_keys(self, x: Tensor, tile: _Tile) -> Tensor:
@@ -558,9 +599,4 @@ class _Tiles:
 
     def _some_on_host(self, flags: Tensor) -> bool:
         """Whether a flag may be set; where asking would be a synchronisation, on an accelerator, one may be."""
-        return self.problem.device.type != "cpu" or bool(_any(flags.flatten(), 0))
-
-
-def _any(flags: Tensor, dim: int) -> Tensor:
-    """`flags.any(dim)` of bools."""
-    return flags.view(torch.uint8).amax(dim).view(torch.bool)
+        return self.problem.device.type != "cpu" or bool(any_of(flags.flatten(), 0))

@@ -4,6 +4,10 @@
 
 A tile is read from the cache as it is kept, dequantised or gathered from its pages there: O(tile) memory. Rows of a
 batch may have different lengths, so where a query stands is a number per row, and what it sees is asked of positions.
+
+On a CPU torch's flash op computes a contiguous cache without a softcap, over the keys of a row and no others. Query
+heads that share a KV head are rows of one product, where SDPA reads the keys once for each of them. Half precision is
+widened tile by tile: the op's products of one row are slow in it.
 """
 
 from __future__ import annotations
@@ -13,9 +17,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ..cache_views import KVCache
-from ..tuning.decode import EAGER_KEYS
+from ..cache_views import ContiguousKV, KVCache
+from ..state import EMPTY, add_sink, logsumexp
+from ..tuning.decode import EAGER_KEYS, widened_keys
+from .torch_cpu import forward_op
 
 Tile = Callable[[int, int], tuple[Tensor, Tensor]]
 """Keys and values from a position to another."""
@@ -42,10 +49,120 @@ def decode(
     query: Tensor, cache: KVCache, seen: Seen, scores: Scores, row_by_row: bool = False
 ) -> tuple[Tensor, Tensor]:
     """out `[B, Tq, Hq, Dv]` in the query's dtype and lse `[B, Hq, Tq]`, fp32 (fp64 for fp64)."""
+    if isinstance(cache, ContiguousKV) and _op_can(query, cache, scores):
+        state = _decode_by_op(query, cache, seen, scores)
+        if state is not None:
+            return state
     if row_by_row and query.shape[0] > 1:
         outs, lses = zip(*(_decode_row(b, query, cache, seen, scores) for b in range(query.shape[0])), strict=True)
         return torch.cat(outs), torch.cat(lses)
     return _decode(query, cache.tile, cache.capacity, cache.kv_heads, cache.value_dim, seen, scores)
+
+
+def _op_can(query: Tensor, cache: ContiguousKV, scores: Scores) -> bool:
+    """Whether torch's CPU flash op computes a call. It has one head dim, no softcap, no derivative in forward mode and
+    no rule for vmap; and lengths have to be looked at."""
+    return (
+        query.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and scores.softcap == 0.0
+        and cache.head_dim == cache.value_dim > 0
+        and min(query.shape) > 0
+        and forward_ad._current_level < 0
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _decode_by_op(query: Tensor, cache: ContiguousKV, seen: Seen, scores: Scores) -> tuple[Tensor, Tensor] | None:
+    """None where a NaN may have come from a key that a query does not see."""
+    batch, q_len, q_heads, dim = query.shape
+    lengths, kv_heads = seen.lengths.tolist(), cache.kv_heads
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    # Rows of equal lengths are computed at once, each with the bits that it has alone. Widened tiles are best small.
+    together = query.dtype is wide and lengths.count(lengths[0]) == batch
+    folded = query.to(wide)
+    if folded.stride(3) != 1:  # the op reads a row element after element
+        folded = folded.contiguous()
+    if q_len == 1:
+        folded = folded.reshape(batch, kv_heads, -1, dim)
+    else:
+        folded = folded.view(batch, q_len, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    if together:
+        out, lse = _rows_by_op(folded, cache, slice(None), lengths[0], seen, scores, q_len)
+    else:
+        groups = [slice(b, b + 1) for b in range(batch)]
+        states = [
+            _rows_by_op(folded[group], cache, group, length, seen, scores, q_len)
+            for group, length in zip(groups, lengths, strict=True)
+        ]
+        out, lse = (torch.cat(parts) for parts in zip(*states, strict=True))
+    if (q_len > 1 or seen.tree is not None) and bool(out.sum().isnan()):
+        return None
+    lse = lse.reshape(batch, q_heads, q_len)
+    if q_len == 1:
+        out = out.reshape(batch, q_len, q_heads, dim)
+    else:
+        out = out.reshape(batch, q_heads, q_len, dim).transpose(1, 2).contiguous()
+    if scores.sink is not None:
+        out, lse = add_sink(out, lse, scores.sink)
+    return out if together else out.to(query.dtype), lse
+
+
+def _rows_by_op(
+    query: Tensor, cache: ContiguousKV, group: slice, length: int, seen: Seen, scores: Scores, q_len: int
+) -> tuple[Tensor, Tensor]:
+    """Rows of one length: out `[b, Hkv, R, D]` and lse `[b, Hkv, R]` of wide queries `[b, Hkv, R, D]`. R counts the
+    queries of all heads that share a KV head."""
+    begin = 0 if seen.left is None else max(0, length - q_len - seen.left)
+    step = max(length - begin, 1)
+    if cache.dtype is not query.dtype:
+        step = widened_keys(cache.kv_heads * cache.head_dim)
+    outs, lses = [], []
+    for start in range(begin, length, step):
+        stop = min(start + step, length)
+        key, value = cache.key[group, start:stop].transpose(1, 2), cache.value[group, start:stop].transpose(1, 2)
+        if cache.dtype is not query.dtype:
+            key, value = key.to(query.dtype), value.to(query.dtype)
+        mask, visible = _op_mask(query, group, start, stop, seen, scores, q_len)
+        out, lse = forward_op(query, key, value, 0.0, False, attn_mask=mask, scale=scores.scale)
+        if visible is not None:  # the op gives a row that sees none of the keys LSE 0
+            sees = visible.any(-1)[:, None, None].expand(-1, -1, query.shape[2] // q_len, -1).flatten(2)
+            lse = lse.masked_fill(~sees, EMPTY)
+        outs.append(out)
+        lses.append(lse)
+    if not outs:
+        return torch.zeros_like(query), query.new_full(query.shape[:3], EMPTY)
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    stacked = torch.stack(lses)
+    lse = logsumexp(stacked, dim=0)
+    weights = torch.exp(stacked - lse.clamp_min(torch.finfo(lse.dtype).min))
+    return (torch.stack(outs) * weights.unsqueeze(-1)).sum(0), lse
+
+
+def _op_mask(
+    query: Tensor, group: slice, start: int, stop: int, seen: Seen, scores: Scores, q_len: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """What the op adds to the scores of a tile, `[b, Hkv, R, n]`, dims may be 1, and what queries see, bool
+    `[b, Tq, n]`; None: nothing, everything."""
+    hides = seen.tree is not None or (q_len > 1 and (seen.left is not None or seen.right is not None))
+    if not hides and scores.slopes is None:
+        return None, None
+    lengths = seen.lengths[group]
+    at = torch.arange(start, stop, device=query.device)
+    position = lengths.long()[:, None] - q_len + torch.arange(q_len, device=query.device)  # [b, Tq]
+    added = query.new_zeros(1, 1, 1, q_len, stop - start)  # [b, Hkv, group, Tq, n]
+    if scores.slopes is not None:
+        slopes = scores.slopes[group] if scores.slopes.shape[0] > 1 else scores.slopes
+        slopes = slopes.to(query.dtype).view(-1, query.shape[1], query.shape[2] // q_len, 1, 1)
+        added = slopes * -(position[:, :, None] - at).abs()[:, None, None]
+    visible = None
+    if hides:
+        tree = None if seen.tree is None else seen.tree[group]
+        visible = _visible(seen._replace(lengths=lengths, tree=tree), position, at)
+        added = added.masked_fill(~visible[:, None, None], EMPTY)
+    per_head = query.shape[2] // q_len
+    return added.expand(-1, -1, per_head, -1, -1).flatten(2, 3), visible
 
 
 def _decode_row(b: int, query: Tensor, cache: KVCache, seen: Seen, scores: Scores) -> tuple[Tensor, Tensor]:

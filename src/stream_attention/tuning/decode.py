@@ -20,8 +20,18 @@ INVARIANT_KEYS = 2048
 EAGER_KEYS = 1024
 """Keys at a time in plain torch."""
 
+WIDENED_ELEMENTS = 1 << 18
+"""Elements of a row's keys in half precision that are widened at once for torch's CPU flash op, 1 MiB in fp32. AMD
+EPYC, one core, torch 2.13, bf16, 8 heads of 64, 8k keys, 2026-11-18, ms by keys at a time: 128 4.5, 256 3.4, 512 2.9,
+1024 2.9, 2048 3.2."""
+
 MOST_ROWS = 64
 """Rows of a tile at most."""
+
+
+def widened_keys(elements: int) -> int:
+    """How many keys, of so many elements each, are widened at once."""
+    return max(256, WIDENED_ELEMENTS // max(elements, 1))
 
 
 class DecodeProblem(NamedTuple):
@@ -82,16 +92,25 @@ class DecodeProblem(NamedTuple):
         )
 
 
+def configure_eager(problem: DecodeProblem, *_: object) -> str:
+    """How plain torch computes a call on a cache, in words."""
+    tiles = f"plain torch, tiles of {EAGER_KEYS} keys"
+    by_op = problem.device.type == "cpu" and not problem.page and problem.coding is None
+    if not by_op or problem.head_dim != problem.value_dim:
+        return tiles
+    return f"torch's CPU flash op over the keys of each row; with a softcap {tiles}"
+
+
 FEWEST_KEYS = 256
 """Below that many a row has too few to share."""
 
 
-def on_a_cache(problem: Problem) -> DecodeProblem | None:
+def on_a_cache(problem: Problem, fewest_keys: int = FEWEST_KEYS) -> DecodeProblem | None:
     """A plain forward of few queries, as the call on a cache of its keys that it is; None where it is another one."""
     offset = problem.q_start - problem.k_start
     alike = (
         problem.group * problem.q_len <= MOST_ROWS
-        and problem.k_len >= FEWEST_KEYS
+        and problem.k_len >= fewest_keys
         and offset == problem.k_len - problem.q_len  # the last query is the last token
         and problem.q_stride == problem.k_stride == 1
         and problem.dtype in (torch.float16, torch.bfloat16)

@@ -18,6 +18,14 @@ BLOCK_K = 512
 ALiBi, a mask, a softcap: 128-512 by 512-1024 are within 5 % of each other, 64 rows or 256 columns cost 10-40 % more."""
 
 
+MASK_ELEMENTS = 1 << 21
+"""Elements of a mask that are converted at once for torch's CPU flash op, 8 MiB in fp32: 1024 queries by 2048 keys."""
+
+MASK_ROWS = 64, 256
+"""Queries of such a part: at least, and in whole multiples of where there is room. The op has tiles of 256 queries from
+768 on, of 64 from 192 on, else of 32. AMD EPYC, one core, torch 2.13, B1 T2048 H8 D64 fp32, 2026-11-18, ms by queries
+at a time: 2048 105.8, 1024 106.8, 512 112, 256 113, 128 119."""
+
 TINY_SCALE = 1e-30
 """Scales below this may be 0 in fp32."""
 
@@ -32,7 +40,8 @@ TORCH_KERNELS = {
 class EagerConfig(NamedTuple):
     """`path` is one of `TORCH_KERNELS`, "blocked" (our pass over tiles) or "sequences" (each by itself).
 
-    With "flash" the tiles, if any, are those of dQ and dK where the op cannot take the gradient of the LSE.
+    With "flash" the tiles, if any, are for what the op cannot take: some gradients of the LSE, a bias that wants one,
+    and NaN that a mask hides.
     """
 
     path: str
@@ -47,8 +56,8 @@ class EagerConfig(NamedTuple):
             return "one sequence after the other, each by a kernel of torch's if it can or else by the blocked pass"
         tile = f"blocked pass, tiles of {self.block_b} x {self.block_q} x {self.block_k} (batch x queries x keys)"
         if self.path in TORCH_KERNELS:
-            rest = f"; a gradient of the LSE that it cannot take: {tile}" if self.block_b else ""
-            return f"{TORCH_KERNELS[self.path]}{rest}"
+            rest = "; for gradients of the LSE and of a bias, and NaN under a mask, that it cannot take: "
+            return TORCH_KERNELS[self.path] + (rest + tile if self.block_b else "")
         return f"{tile}, because {self.kernel} {', '.join(self.because)}" if self.because else tile
 
 
@@ -62,7 +71,7 @@ def configure(problem: Problem) -> EagerConfig:
             return blocked(problem, reasons)
         return EagerConfig("cuda_efficient" if why_not_cuda_flash(problem) else "cuda_flash")
     reasons = why_not_flash(problem)
-    if not reasons and not problem.lse_grad:
+    if not reasons and not problem.lse_grad and not problem.mask and problem.bias is None:
         return EagerConfig("flash")
     tiles = blocked(problem, reasons)
     return tiles if reasons else tiles._replace(path="flash")
@@ -83,14 +92,25 @@ def blocked(problem: Problem, reasons: tuple[str, ...] = ("was not asked",)) -> 
     return EagerConfig("blocked", block_b, block_q, block_k, reasons if kernel else (), kernel)
 
 
+def mask_blocks(batch: int, q_len: int, shape: tuple[int, int, int, int]) -> tuple[int, int]:
+    """Batch entries and queries of a call to torch's CPU flash op whose mask, of this shape in all, is converted.
+
+    >>> mask_blocks(4, 2048, (4, 1, 2048, 2048)), mask_blocks(4, 2048, (4, 1, 1, 2048))
+    ((1, 1024), (4, 2048))
+    """
+    batches, heads, rows, keys = shape
+    block_b = batch if batches == 1 else min(batch, max(1, MASK_ELEMENTS // max(heads * rows * keys, 1)))
+    if rows == 1 or heads * rows * keys <= MASK_ELEMENTS:
+        return block_b, q_len
+    least, multiple = MASK_ROWS
+    room = MASK_ELEMENTS // (heads * keys)
+    return block_b, min(q_len, max(least, room // multiple * multiple or room))
+
+
 def why_not_flash(problem: Problem) -> tuple[str, ...]:
     """Why torch's CPU flash op cannot compute this problem; empty if it can."""
     same_positions = (problem.q_start, problem.q_stride) == (problem.k_start, problem.k_stride)
-    # Its LSE does not match the scores a backward recomputes, and where scaled scores are large dV misses the earned
-    # bound for it, whoever computes the backward: in 6, 25 and 43 of 60 draws at 3, 7 and 14 times the default scale
-    # (fp32, D 128, normal inputs, torch 2.13, 2026-11-15). With our own forward in none, and at the default scale in
-    # none of 600. Half types round more than that.
-    steep = problem.scale > 1.001 * max(problem.head_dim, 1) ** -0.5 and problem.dtype is problem.state_dtype
+    half = problem.dtype is not problem.state_dtype
     top_left = problem.right == 0 and same_positions and problem.k_len <= problem.q_len
     reasons = (
         (problem.device.type != "cpu", "runs on the CPU alone"),
@@ -99,14 +119,11 @@ def why_not_flash(problem: Problem) -> tuple[str, ...]:
         (problem.left != UNBOUNDED, "has no window"),
         (problem.right != UNBOUNDED and not top_left, "aligns causal top-left"),
         (problem.scale < TINY_SCALE, "wants a positive scale: it multiplies -inf by it in fp32"),
-        (problem.mask, "gives LSE 0 for masked rows and lets NaN through a mask"),
-        (problem.bias is not None, "has no bias gradient"),
         (problem.alibi, "has no ALiBi"),
-        (problem.sink, "has no sink"),
+        (problem.sink and half, "rounds an output that a sink has yet to rescale"),
         (problem.softcap != 0.0, "has no softcap"),
         (problem.dropout_p != 0.0, "draws its own dropout mask"),
-        (problem.partial and problem.dtype is not problem.state_dtype, "rounds partial outputs"),
-        (steep, "keeps too coarse an LSE for gradients at a scale above D ** -0.5"),
+        (problem.partial and half, "rounds partial outputs"),
     )
     return tuple(reason for applies, reason in reasons if applies)
 
