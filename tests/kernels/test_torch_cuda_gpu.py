@@ -10,9 +10,9 @@ import torch
 
 from stream_attention import attention, explain
 from stream_attention.kernels import torch_cuda
-from stream_attention.testing import Case, check_case
-from stream_attention.testing.inputs import make, stated
 from stream_attention.tuning.eager import configure, why_not_cuda_flash
+from stream_attention_tools.testing import Case, check_case
+from stream_attention_tools.testing.inputs import make, stated
 
 pytestmark = pytest.mark.gpu
 

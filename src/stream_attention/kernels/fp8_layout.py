@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..gpu.scratch import filled
 from ..problem import Problem
 from ..state import EMPTY
 
@@ -94,12 +95,12 @@ def room_for_keys(key: Tensor, blocks: int) -> KeyCodes:
     )
 
 
-def room_for_out(problem: Problem, queries: QueryCodes) -> tuple[Tensor, Tensor]:
-    """out and lse, empty; holding those of no key where there are rows that no program writes."""
+def room_for_out(problem: Problem, rows: int, like: Tensor, by_driver: bool = False) -> tuple[Tensor, Tensor]:
+    """out and lse of `rows` queries on the device of `like`, empty; holding those of no key where some rows are written
+    by no program."""
     lead = () if problem.packed else (problem.batch,)
-    out = queries.scales.new_empty((*lead, queries.rows, problem.q_heads, problem.head_dim), dtype=problem.out_dtype)
-    lse = queries.scales.new_empty((*lead, problem.q_heads, queries.rows))
+    shapes = (*lead, rows, problem.q_heads, problem.head_dim), (*lead, problem.q_heads, rows)
     if problem.packed or problem.empty:
-        out.zero_()
-        lse.fill_(EMPTY)
-    return out, lse
+        out = filled(like, shapes[0], problem.out_dtype, 0.0, by_driver)
+        return out, filled(like, shapes[1], torch.float32, EMPTY, by_driver)
+    return like.new_empty(shapes[0], dtype=problem.out_dtype), like.new_empty(shapes[1], dtype=torch.float32)

@@ -33,7 +33,7 @@ def main(names: list[str]) -> None:
     from test_backward_gpu import NAMED as OF_GRADIENTS  # beside this file: a script's own folder comes first
     from test_forward_gpu import NAMED
 
-    from stream_attention.testing.inputs import make, run
+    from stream_attention_tools.testing.inputs import make, run
 
     backward = "--backward" in names
     named, sample = (OF_GRADIENTS, SAMPLE_OF_GRADIENTS) if backward else (NAMED, SAMPLE)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import triton
 from compile_gate import beyond
 
-from stream_attention.testing.offline import Report
+from stream_attention_tools.testing.offline import Report
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that a program may use on Hopper."""

@@ -17,11 +17,13 @@ from compile_gate import F16, FULL, RELEASE, Compiled, problem, with_tables
 from gates import GATED_TRITON
 from sass_gate import NO_SPILLS, SHARED_BYTES, Spills, as_file, differs, faults_of_any, fingerprint, parse, ran
 
-from stream_attention.kernels.gluon import backward
+from stream_attention.backends import BY_NAME
 from stream_attention.problem import Inputs, Problem, Wanted
-from stream_attention.testing.offline import compiling_for, disassemble, report
 from stream_attention.tuning import gluon as tuning
 from stream_attention.tuning.gluon import GluonBackwardConfig, configure_backward
+from stream_attention_tools.testing.offline import compiling_for, disassemble, report
+
+backward = BY_NAME["gluon"].backward
 
 TABLE = {name: row for name, row in vars(tuning).items() if isinstance(row, GluonBackwardConfig)}
 

@@ -22,8 +22,8 @@ from stream_attention import attention, explain, varlen_attention
 from stream_attention.backends import BY_NAME
 from stream_attention.kernels import reference
 from stream_attention.ops.explain import problems_of_call
-from stream_attention.testing import Case, check_case
-from stream_attention.testing.inputs import make
+from stream_attention_tools.testing import Case, check_case
+from stream_attention_tools.testing.inputs import make
 
 __all__ = ["give_memory_back"]
 

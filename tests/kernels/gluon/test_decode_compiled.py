@@ -23,8 +23,8 @@ from stream_attention.backends import DECODERS
 from stream_attention.kernels.gluon.decode_codes import decode
 from stream_attention.kernels.triton.decode_call import workspace_numbers
 from stream_attention.ops.decode import decode_problem
-from stream_attention.testing.offline import compiling_for, disassemble, report
 from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeProblem, configure_gluon
+from stream_attention_tools.testing.offline import compiling_for, disassemble, report
 
 BF16, F16 = torch.bfloat16, torch.float16
 

@@ -33,11 +33,14 @@ from sass_gate import (
     shortest,
 )
 
-from stream_attention.kernels.gluon import forward, forward_into
+from stream_attention.backends import BY_NAME
+from stream_attention.kernels.gluon import forward_into
 from stream_attention.problem import Inputs, Problem
-from stream_attention.testing.offline import Report, compiling_for, disassemble, report
 from stream_attention.tuning import gluon as tuning
 from stream_attention.tuning.gluon import ROWS, WIDTHS, GluonConfig, configure, joining, tile_widths
+from stream_attention_tools.testing.offline import Report, compiling_for, disassemble, report
+
+forward = BY_NAME["gluon"].forward
 
 BARRIER_BYTES = 1024
 """Room beside the rings: barriers, the numbers of tiles, and what a reduction passes between warps."""

@@ -28,8 +28,8 @@ from sass_gate import (
     shortest,
 )
 
-from stream_attention.testing.offline import compiling_for, disassemble, report
 from stream_attention.tuning.fp8 import configure_gluon
+from stream_attention_tools.testing.offline import compiling_for, disassemble, report
 
 FORMS = {
     "d64 full": Fp8Call(D=64, Tq=1024, Tk=1024),

@@ -20,8 +20,8 @@ from stream_attention.kernels import reference, reference_fp8
 from stream_attention.kernels.fp8_layout import room_for_out
 from stream_attention.kernels.gluon import forward_fp8_sm90
 from stream_attention.kernels.triton import quantize_fp8 as pre_pass
-from stream_attention.testing.fp8 import check_fp8
 from stream_attention.tuning.fp8 import GLUON, configure_gluon
+from stream_attention_tools.testing.fp8 import check_fp8
 
 __all__ = ["give_memory_back"]
 
@@ -71,8 +71,8 @@ def compare(call: Fp8Call, backend: str) -> float:
         out, lse = varlen_attention(query, key, value, **packs, precision="fp8", rotate=call.rotate, **options)
     else:
         out, lse = attention(query, key, value, precision="fp8", rotate=call.rotate, **options)
-    sides = problem.left, problem.right
-    queries, keys = pre_pass.quantize(query, key, value, *cu, problem.q_len, problem.k_len, call.rotate, sides)
+    asked = problem.q_len, problem.k_len, call.rotate, problem.left
+    queries, keys = pre_pass.quantize(query, key, value, *cu, *asked)
     return check_fp8(out, lse, problem, queries, keys, *cu).worst
 
 
@@ -136,11 +136,12 @@ def lost_tiles(call: Fp8Call, *tensors: Tensor, **config: Any) -> tuple[int, Ten
     cu = cu or [None, None]
     problem = call.stated(query, key, value, *cu)
     queries, keys = pre_pass.quantize(query, key, value, *cu, problem.q_len, problem.k_len)
-    out, lse = room_for_out(problem, queries)
+    out, lse = room_for_out(problem, queries.rows, queries.scales)
     words = lse.new_zeros(1 + problem.processors, dtype=torch.int32)
     chosen = configure_gluon(problem)._replace(**config)
-    arguments = forward_fp8_sm90._launch_arguments(problem, queries, keys, *cu, chosen, out, lse, words)
-    forward_fp8_sm90._kernel.launch(**arguments)
+    launch = forward_fp8_sm90.bind_fp8(problem, queries, keys, *cu, chosen, out, lse, words)
+    scales = keys.scales.view(torch.int64)
+    launch(queries.query, keys.key, keys.value, queries.scales, scales, *cu, out, lse, words)
     assert not (words[1:] % 16).any(), "a tile is lost still"
     return int((words[1:] // 16).sum()), out, lse
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from stream_attention import attention, explain, varlen_attention
 from stream_attention.backends import BY_NAME
-from stream_attention.ops import recall
-from stream_attention.testing import Case, check_case
-from stream_attention.testing.inputs import stated
+from stream_attention.ops import launch_cache
+from stream_attention_tools.testing import Case, check_case
+from stream_attention_tools.testing.inputs import stated
 
 pytest.importorskip("triton")
 
@@ -116,10 +116,10 @@ def test_two_hundred_runs_are_bit_equal() -> None:
 
 
 def test_a_repeat_is_the_first_call() -> None:
-    recall._known.clear()
+    launch_cache.clear()
     query, key, value = qkv(D=128)
     first, lse = ours(query, key, value, causal=True, return_lse=True)
-    assert len(recall._known) == 1
+    assert launch_cache.size() == 1
     again = ours(query, key, value, causal=True)
     fresh = normal(*query.shape, seed=9)
     assert torch.equal(again, first)
@@ -177,7 +177,7 @@ def test_a_partial_state_is_the_output_before_it_is_rounded(dim: int) -> None:
     case = replace(BASE, Tq=500, Tk=700, D=dim, Dv=dim)
     problem, inputs = stated(case, {"query": query, "key": key, "value": value}, {"causal": True})
     problem = problem._replace(partial=True)
-    state, its_lse = BY_NAME["gluon"].load().forward(problem, inputs, BY_NAME["gluon"].configure(problem))
+    state, its_lse = BY_NAME["gluon"].forward(problem, inputs, BY_NAME["gluon"].configure(problem))
     assert state.dtype is torch.float32 and torch.equal(state.to(BF16), rounded) and torch.equal(its_lse, lse)
 
 

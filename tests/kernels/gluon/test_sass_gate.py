@@ -30,7 +30,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from stream_attention.testing.offline import Report, compiling_for, disassemble, report
+from stream_attention_tools.testing.offline import Report, compiling_for, disassemble, report
 
 # On a few lines
 

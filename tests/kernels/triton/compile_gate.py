@@ -13,8 +13,8 @@ from torch import Tensor
 
 from stream_attention.backends import triton_release
 from stream_attention.problem import Inputs, Problem, state_problem
-from stream_attention.testing.offline import Report
 from stream_attention.tuning.triton import Row, configure_backward, configure_forward
+from stream_attention_tools.testing.offline import Report
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 

@@ -29,9 +29,9 @@ from stream_attention.kernels import reference
 from stream_attention.kernels.offline import Form, launching_for
 from stream_attention.ops.decode import decode_problem
 from stream_attention.problem import UNBOUNDED
-from stream_attention.testing import Case, poisoned_memory
-from stream_attention.testing.inputs import Layout, _laid_out, _tile_laid_out
-from stream_attention.testing.tolerance import (
+from stream_attention_tools.testing import Case, poisoned_memory
+from stream_attention_tools.testing.inputs import Layout, _laid_out, _tile_laid_out
+from stream_attention_tools.testing.tolerance import (
     DRAWS,
     FORWARD_FACTOR,
     _eager_in_order,

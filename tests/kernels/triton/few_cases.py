@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from stream_attention.testing import Case
+from stream_attention_tools.testing import Case
 
 BASE = Case(B=2, Tq=1, Tk=5000, Hq=4, Hkv=2, D=64, Dv=64, dtype=torch.bfloat16)
 NAMED: dict[str, Case] = {

@@ -14,10 +14,10 @@ from stream_attention.kernels import reference_fp8
 from stream_attention.kernels.fp8_layout import KeyCodes, QueryCodes, blocks_of, room_for_keys, room_for_queries
 from stream_attention.kernels.offline import launching_for
 from stream_attention.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
-from stream_attention.testing import poisoned_memory
-from stream_attention.testing.fp8 import Fp8Report, check_fp8
 from stream_attention.tuning.fp8 import configure_triton
 from stream_attention.tuning.gluon import many_cuts
+from stream_attention_tools.testing import poisoned_memory
+from stream_attention_tools.testing.fp8 import Fp8Report, check_fp8
 
 F16, BF16 = torch.float16, torch.bfloat16
 CAUSAL, FULL = (UNBOUNDED, 0), (UNBOUNDED, UNBOUNDED)

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from stream_attention.kernels.triton.arguments import WIDE, access
 from stream_attention.problem import UNBOUNDED, Inputs, state_problem
-from stream_attention.testing import Case, check_case, random_case
-from stream_attention.testing.inputs import _tile_laid_out
-from stream_attention.testing.offline import precompile
 from stream_attention.tuning.decode import configure as configure_decode
 from stream_attention.tuning.decode import on_a_cache
 from stream_attention.tuning.gluon import configure as configure_gluon
 from stream_attention.tuning.gluon import has_edges, has_idle_queries, many_cuts, reads_unseen
 from stream_attention.tuning.triton import configure_backward, configure_forward
+from stream_attention_tools.testing import Case, check_case, random_case
+from stream_attention_tools.testing.inputs import _tile_laid_out
+from stream_attention_tools.testing.offline import precompile
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 

@@ -18,7 +18,7 @@ from compile_gate import atomics
 
 from stream_attention.cache_views import Rotary
 from stream_attention.kernels.triton.append import launch_append
-from stream_attention.testing.offline import compiling_for, report
+from stream_attention_tools.testing.offline import compiling_for, report
 
 
 class Append(NamedTuple):

@@ -118,7 +118,7 @@ def test_a_graph_that_is_replayed_advances_the_lengths(n: int) -> None:
             for t, tokens in zip(static, fresh, strict=True):
                 t.copy_(tokens)
             graph.replay()
-            on_cpu.append(*fresh, rotary=rotary)
+            on_cpu.append(*fresh, rotary=rotary, validate=False)  # a full row drops the token, as on a GPU
         assert on_cpu.lengths.tolist() == [min(start + 6 * n, cache.capacity) for start in (0, 17, 250, 300)]
         assert on_gpu.lengths.tolist() == on_cpu.lengths.tolist()
         for got, want in zip(on_gpu._plain(), on_cpu._plain(), strict=True):

@@ -40,12 +40,14 @@ from compile_gate import (
 )
 from gates import GATED_TRITON
 
+from stream_attention.backends import BY_NAME
 from stream_attention.kernels.triton.arguments import tile_width
-from stream_attention.kernels.triton.backward import backward
 from stream_attention.kernels.triton.rows import PAD
 from stream_attention.problem import UNBOUNDED, Problem, Wanted
-from stream_attention.testing.offline import Report, compiling_for, report
 from stream_attention.tuning.triton import ANY, BACKWARD, INTERPRETER_BACKWARD, BackwardConfig, Row, Tile, configure
+from stream_attention_tools.testing.offline import Report, compiling_for, report
+
+backward = BY_NAME["triton"].backward
 
 TABLES = named(BACKWARD)
 KINDS: dict[str, list[dict[str, Any]]] = {

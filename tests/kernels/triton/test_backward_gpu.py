@@ -17,9 +17,9 @@ from random_problems import Drawn, draw, run_all
 from stream_attention import attention, explain, varlen_attention
 from stream_attention.kernels import reference
 from stream_attention.plan import plan
-from stream_attention.testing import Case, check_case
-from stream_attention.testing.inputs import make, stated
 from stream_attention.tuning.triton import BackwardConfig
+from stream_attention_tools.testing import Case, check_case
+from stream_attention_tools.testing.inputs import make, stated
 
 __all__ = ["give_memory_back"]
 

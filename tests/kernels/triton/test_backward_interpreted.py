@@ -49,15 +49,17 @@ from test_forward_interpreted import (
 )
 
 from stream_attention import attention, explain, varlen_attention
+from stream_attention.backends import BY_NAME
 from stream_attention.kernels import reference
-from stream_attention.kernels.triton import backward, forward
-from stream_attention.kernels.triton.rows import empty_rows, padded_row
+from stream_attention.kernels.triton.rows import Rows, padded_row
 from stream_attention.ops.attention import backward_step
 from stream_attention.problem import Inputs, Positions, Problem, Wanted
-from stream_attention.testing import Case, check_case, make, poisoned_memory, random_case, why_not
-from stream_attention.testing.inputs import LAYOUTS, Layout
-from stream_attention.testing.inputs import stated as stated_by
 from stream_attention.tuning.triton import INTERPRETER, INTERPRETER_BACKWARD, BackwardConfig, Tile
+from stream_attention_tools.testing import Case, check_case, make, poisoned_memory, random_case, why_not
+from stream_attention_tools.testing.inputs import LAYOUTS, Layout
+from stream_attention_tools.testing.inputs import stated as stated_by
+
+forward, backward = BY_NAME["triton"].forward, BY_NAME["triton"].backward
 
 # Infinities and what nobody has written meet in products, on the way to a result that does not hold them.
 pytestmark = pytest.mark.filterwarnings(
@@ -824,7 +826,7 @@ def test_sequences_share_no_block_of_padded_rows(lengths: tuple[int, ...]) -> No
     _padded_rows_kernel[(len(lengths),)](cu, starts)
     ends = starts + (torch.tensor(lengths) + 127) // 128 * 128
     assert not (starts % 128).any() and (ends[:-1] <= starts[1:]).all()
-    assert ends[-1] <= empty_rows(problem, query).lse.shape[-1]
+    assert ends[-1] <= Rows.samples(problem, query).lse.shape[-1]
 
 
 # The repairs of the interpreter, without which the tests above would say nothing

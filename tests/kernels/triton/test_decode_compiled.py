@@ -23,8 +23,8 @@ from stream_attention.cache_views.codes import Coding
 from stream_attention.kernels.triton.decode import decode
 from stream_attention.kernels.triton.decode_call import workspace_numbers
 from stream_attention.ops.decode import decode_problem
-from stream_attention.testing.offline import compiling_for, disassemble, report
 from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeConfig, DecodeProblem, configure
+from stream_attention_tools.testing.offline import compiling_for, disassemble, report
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 120: 99 << 10}

@@ -15,9 +15,9 @@ from gpu_tools import BF16, captured, compile_ahead, keep, normal
 
 from stream_attention import ContiguousKV, attention, decode_attention, explain
 from stream_attention.kernels.offline import launching_for
-from stream_attention.testing import Case, check_case
-from stream_attention.testing.inputs import make
 from stream_attention.tuning.decode import DecodeConfig
+from stream_attention_tools.testing import Case, check_case
+from stream_attention_tools.testing.inputs import make
 
 pytestmark = pytest.mark.gpu
 

@@ -18,9 +18,9 @@ pytest.importorskip("triton")
 from few_cases import NAMED, OTHERS
 
 from stream_attention import attention, explain
-from stream_attention.testing import check_case
-from stream_attention.testing.inputs import make
 from stream_attention.tuning.decode import DecodeConfig
+from stream_attention_tools.testing import check_case
+from stream_attention_tools.testing.inputs import make
 
 
 @pytest.mark.parametrize("name", NAMED)

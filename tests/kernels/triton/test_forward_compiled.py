@@ -31,13 +31,13 @@ from compile_gate import (
 from gates import GATED_TRITON
 
 from stream_attention.backends import BY_NAME
-from stream_attention.kernels.triton.dropout import dropout_words
-from stream_attention.kernels.triton.forward import forward
-from stream_attention.kernels.triton.merge import launch_fold, launch_merge
-from stream_attention.kernels.triton.visibility import keys_seen, queries_seen
+from stream_attention.kernels.triton.merge import bind_merge, launch_fold
+from stream_attention.kernels.triton.prepass import Prepass
 from stream_attention.problem import UNBOUNDED
-from stream_attention.testing.offline import Report, compiling_for, report
 from stream_attention.tuning.triton import ANY, FORWARD, TritonConfig, configure
+from stream_attention_tools.testing.offline import Report, compiling_for, report
+
+forward = BY_NAME["triton"].forward
 
 PLAIN, MASKED, COMPUTED, FLOAT32 = (FORWARD[kind] for kind in ("plain", "masked", "computed", "float32"))
 TABLES = named(FORWARD)
@@ -339,13 +339,12 @@ def test_the_kernels_beside_it_compile(arch: int) -> None:
     stated = kernel.problem(inputs)
     outs, lses = torch.zeros(3, 1, 64, 4, 64), torch.zeros(3, 1, 4, 64)
     with compiling_for(arch) as launched:
-        dropout_words(stated, inputs)
-        keys_seen(stated, inputs)
-        queries_seen(stated, inputs)
-        launch_merge(outs, lses, torch.zeros(4), torch.zeros(1, 64, 4, 64, dtype=BF16), lses[0])
+        Prepass.of(stated, inputs, needs_queries=True).run(inputs)
+        merged = outs, lses, torch.zeros(4), torch.zeros(1, 64, 4, 64, dtype=BF16), lses[0]
+        bind_merge(outs.device, *merged)(*merged)
     names = [one.metadata.name for one in launched]
-    assert names == ["_words_kernel", "_words_kernel", "_seen_kernel", "_seen_kernel", "_merge_kernel"]
-    for one in launched[1:]:
+    assert names == ["_seen_kernel", "_seen_kernel", "_words_kernel", "_words_kernel", "_merge_kernel"]
+    for one in launched:
         made = report(one)
         known = BESIDE[RELEASE].get(one.metadata.name, 0)
         assert made.spill_bytes <= known and not made.warnings, f"{one.metadata.name}: {made}"

@@ -17,7 +17,7 @@ from random_problems import Drawn, draw, run_all
 
 from stream_attention import attention, explain, varlen_attention
 from stream_attention.kernels import reference
-from stream_attention.testing import Case, check_case, peak_bytes
+from stream_attention_tools.testing import Case, check_case, peak_bytes
 
 __all__ = ["give_memory_back"]
 

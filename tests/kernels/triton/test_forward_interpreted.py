@@ -27,17 +27,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stream_attention import attention, explain, varlen_attention
+from stream_attention.backends import BY_NAME
 from stream_attention.kernels import dropout as dropout_rule
 from stream_attention.kernels import reference
-from stream_attention.kernels.triton.dropout import dropout_words
-from stream_attention.kernels.triton.forward import forward
-from stream_attention.kernels.triton.merge import launch_merge
+from stream_attention.kernels.triton.dropout import prepare_words
+from stream_attention.kernels.triton.merge import bind_merge
 from stream_attention.ops.attention import forward_state
 from stream_attention.problem import Inputs, Positions, state_problem
 from stream_attention.state import add_sink, merge
-from stream_attention.testing import Case, check_case, poisoned_memory, random_case, why_not
-from stream_attention.testing.inputs import Layout
 from stream_attention.tuning.triton import INTERPRETER, TritonConfig
+from stream_attention_tools.testing import Case, check_case, poisoned_memory, random_case, why_not
+from stream_attention_tools.testing.inputs import Layout
+
+forward = BY_NAME["triton"].forward
 
 # An empty row takes log2(0) and infinities meet in products, on the way to a result that does not hold them.
 pytestmark = pytest.mark.filterwarnings(
@@ -215,7 +217,6 @@ def test_random_cases(seed: int) -> None:
 
 
 def forced(inputs: Inputs, config: TritonConfig, **options: Any) -> tuple[Tensor, Tensor]:
-    from stream_attention.kernels.triton.forward import forward
 
     return forward(stated(inputs, **options), inputs, config)
 
@@ -292,7 +293,7 @@ def test_the_merge_kernel_is_the_rule_of_state(dim: int, with_sink: bool, packed
     sink = normal(3, seed=2) if with_sink else None
     with poisoned_memory():
         out, lse = torch.empty(outs.shape[1:]), torch.empty(lses.shape[1:])
-        launch_merge(outs, lses, sink, out, lse)
+        bind_merge(out.device, outs, lses, sink, out, lse)(outs, lses, sink, out, lse)
     expected = merge(outs.double().unbind(), lses.double().unbind())
     if sink is not None:
         expected = add_sink(*expected, sink)
@@ -303,7 +304,7 @@ def test_the_merge_kernel_is_the_rule_of_state(dim: int, with_sink: bool, packed
 def test_the_merge_kernel_writes_the_dtype_of_its_output() -> None:
     outs, lses = normal(2, 1, 3, 2, 8), normal(2, 1, 2, 3)
     out, lse = torch.empty(1, 3, 2, 8, dtype=BF16), torch.empty(1, 2, 3)
-    launch_merge(outs, lses, None, out, lse)
+    bind_merge(out.device, outs, lses, None, out, lse)(outs, lses, None, out, lse)
     torch.testing.assert_close(out, merge(outs.unbind(), lses.unbind())[0].to(BF16))
 
 
@@ -327,7 +328,7 @@ def test_dropout_words_are_those_of_the_reference(seed: int, offset: int) -> Non
     inputs = Inputs(query, key, value, seed=torch.tensor([seed, offset]))
     positions = Positions(25, 3, 4, 5, q_base=10)
     problem = stated(inputs, dropout_p=0.5, positions=positions, batch_start=6)
-    rows, columns = dropout_words(problem, inputs)
+    rows, columns = (compute(inputs) for _, compute in prepare_words(problem, inputs))
     for p in (0.1, 0.5, 0.999):
         found = dropout_rule.keep(rows[..., :, None], columns[..., None, :], p)
         index = {"q_index": 15 + 3 * torch.arange(20), "k_index": 4 + 5 * torch.arange(40)}
@@ -339,7 +340,8 @@ def test_dropout_words_of_packed_sequences_count_within_each() -> None:
     query, key = normal(12, 2, 8), normal(14, 2, 8)
     cu_q, cu_k = offsets(5, 0, 7), offsets(6, 3, 4)
     inputs = Inputs(query, key, key, seed=torch.tensor([3, 4]), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    rows, columns = dropout_words(stated(inputs, q_len=7, k_len=6, dropout_p=0.5), inputs)
+    problem = stated(inputs, q_len=7, k_len=6, dropout_p=0.5)
+    rows, columns = (compute(inputs) for _, compute in prepare_words(problem, inputs))
     for b, (q_slice, k_slice) in enumerate(
         ((slice(0, 5), slice(0, 6)), (slice(5, 5), slice(6, 9)), (slice(5, 12), slice(9, 13)))
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -16,12 +17,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter specialises nothing; run without TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
+from stream_attention.gpu import driver, launch
+from stream_attention.gpu.launch import Kernel, Parameters
 from stream_attention.kernels import triton as kernels
 from stream_attention.kernels.offline import launching_for
-from stream_attention.kernels.triton import launch, quantize_fp8
-from stream_attention.kernels.triton.launch import Kernel
+from stream_attention.kernels.triton import quantize_fp8
 
 MODULES = [import_module(f"{kernels.__name__}.{found.name}") for found in pkgutil.iter_modules(kernels.__path__)]
+MODULES_BY_NAME = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 FUNCTIONS = {
     value.function.__name__: value.function
     for module in MODULES
@@ -39,6 +42,49 @@ def test_every_kernel_is_found() -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))
+def test_names_say_what_a_parameter_is(function: Any) -> None:
+    """A launch takes constexprs from names in capitals, and addresses from names that end in _ptr or _desc."""
+    for parameter in function.params:
+        assert parameter.is_constexpr == parameter.name.isupper(), parameter.name
+
+
+def test_arguments_are_bound_by_the_names_of_the_parameters() -> None:
+    seed, words = torch.zeros(2, dtype=torch.int64), torch.zeros(1, 1, 8, dtype=torch.int32)
+    kernel = MODULES_BY_NAME["dropout"]._kernel
+    given = dict.fromkeys(kernel.names, 1) | {"seed_ptr": seed, "words_ptr": words, "cu_ptr": None}
+    assert not kernel.bind(1, (seed, words), {}, **given).is_compiled
+    with pytest.raises(AssertionError, match="stride_h"):
+        kernel.bind(1, (seed, words), {}, **{name: value for name, value in given.items() if name != "stride_h"})
+    with pytest.raises(AssertionError, match="distinct"):
+        kernel.bind(1, (seed, seed), {}, **given)
+
+
+def test_parameters_lie_as_ptx_declares_them() -> None:
+    """The driver is given them in one block, so their places must be those of the compiled kernel."""
+    forms: list[Any] = []
+    with launching_for(90, forms.append):
+        quantize_fp8.quantize_queries(torch.empty(1, 128, 1, 64, dtype=torch.float16))
+    (form,) = forms
+    declared = re.findall(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w)(\d+)", form.compile().asm["ptx"].partition(")")[0])
+    sizes = [int(bits) // 8 for _, _, bits in declared]
+    ours = Parameters(form.source.signature, ()).offsets
+    assert [size for _, size in ours] == sizes and len(ours) > 20
+    end = 0
+    for place, size in ours:
+        assert place == -(-end // size) * size
+        end = place + size
+
+
+def test_a_tensor_map_is_aligned_and_followed_by_shape_and_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "address_word", lambda: 0)
+    signature = {"rows": "i32", "q_desc": "tensordesc<bf16[1, 64]>", "SIZE": "constexpr", "out_ptr": "*fp32"}
+    parameters = Parameters(signature, [{"block_size": [1, 64], "swizzle": 3}], start=48)
+    scratch = [(272, 8), (280, 8)]
+    assert parameters.offsets == [(48, 4), (112, 128), (240, 4), (244, 4), (248, 8), (256, 8), (264, 8), *scratch]
+    assert parameters.words == {"q_desc": driver.FIRST_PARAMETER + 14, "out_ptr": driver.FIRST_PARAMETER + 33}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))
 def test_integers_have_fixed_types_and_no_specialisation(function: Any) -> None:
     """Triton compiles apart for multiples of 16, and without a type for 1; a kernel that is found again by its pointers
     and constants must rely on neither."""
@@ -52,7 +98,7 @@ NAMES = """
 import pkgutil, sys
 from importlib import import_module
 from stream_attention.kernels import gluon, triton
-from stream_attention.kernels.triton.launch import Kernel, name_steadily
+from stream_attention.gpu.launch import Kernel, name_steadily
 kernels = {}
 for package in (gluon, triton):
     for found in pkgutil.iter_modules(package.__path__):

@@ -17,7 +17,7 @@ from compile_gate import SHARED_KIB, atomics, serialised
 from quantize_fp8_cases import F16, Case
 
 from stream_attention.kernels.triton import quantize_fp8
-from stream_attention.testing.offline import compiling_for, disassemble, report
+from stream_attention_tools.testing.offline import compiling_for, disassemble, report
 
 KERNELS = {
     "d128": (90, Case(D=128)),
@@ -31,7 +31,7 @@ KERNELS = {
 
 def launched(arch: int, case: Case) -> Any:
     with compiling_for(arch) as compiled:
-        quantize_fp8.quantize(*case.inputs(), *case.offsets(), *case.longest(), case.rotate, case.seen)
+        quantize_fp8.quantize(*case.inputs(), *case.offsets(), *case.longest(), case.rotate, case.left)
     (one,) = compiled  # one launch for all three
     return one
 

@@ -131,9 +131,9 @@ def test_a_graph_is_replayed() -> None:
 def test_the_host_never_waits() -> None:
     for case in (Case(D=128, B=2), Case(D=128, packed=((130, 70), (3, 200)), seen=(10, 0))):
         inputs, offsets = case.inputs("cuda"), case.offsets("cuda")
-        quantize_fp8.quantize(*inputs, *offsets, *case.longest(), seen=case.seen)  # compiles
+        quantize_fp8.quantize(*inputs, *offsets, *case.longest(), left=case.left)  # compiles
         with without_synchronising():
-            quantize_fp8.quantize(*inputs, *offsets, *case.longest(), seen=case.seen)
+            quantize_fp8.quantize(*inputs, *offsets, *case.longest(), left=case.left)
 
 
 # Layouts

@@ -8,13 +8,15 @@ Grid: one program per (batch, head, block of rows).
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton.language as tl
 from torch import Tensor
 
+from ...gpu.launch import Kernel, Launch, jit
 from ...problem import Inputs, Problem
 from ...tuning.gluon import tile_widths
-from ..triton.arguments import UNIT, line_strides, row_strides
-from ..triton.launch import Kernel, jit
+from ..triton.arguments import UNIT, line_strides, named, row_strides
 from ..triton.rows import PAD, Rows, padded_row
 from ..triton.tiles import LOG2E, packed_rows
 
@@ -96,7 +98,34 @@ def _prepare_kernel(
             tl.store(counts_ptr + start // CHUNK * chunks + tl.arange(0, chunks), 0)
 
 
-def prepare_rows(
+def rows_sizes(
+    problem: Problem,
+    inputs: Inputs,
+    lines: range,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    rows: Rows,
+    first_count: int,
+) -> tuple[int, dict[str, Any]]:
+    """The grid and the arguments that depend on lengths."""
+    packed, block_m = problem.packed, max(16, 4096 // tile_widths(problem)[0])
+    blocks = -(-problem.q_len // PAD.value) * PAD.value // block_m
+    return len(lines) * problem.group * blocks, {
+        **named("stride_ob stride_om stride_oh", row_strides(out, packed, UNIT)),
+        **named("stride_gb stride_gm stride_gh", row_strides(grad_out, packed, UNIT)),
+        **named("stride_lb stride_lh", line_strides(lse, packed)),
+        **named("stride_eb stride_eh", line_strides(grad_lse, packed)),
+        "q_len": problem.q_len,
+        "q_rows": inputs.query.shape[-3],
+        "rows": rows.lse.shape[-1],
+        "blocks": blocks,
+        "first_count": first_count,
+    }
+
+
+def bind_rows(
     problem: Problem,
     inputs: Inputs,
     lines: range,
@@ -109,44 +138,38 @@ def prepare_rows(
     counts: Tensor,
     counter: Tensor,
     first_count: int,
-) -> None:
-    """For some KV heads of all batch entries: fill rows, clear the scratch and its counts. Sets the counters of tiles
-    to `first_count`.
+) -> Launch:
+    """For some KV heads of all batch entries: fills rows, clears the scratch and its counts, and sets the counters of
+    tiles to `first_count`. A function of out, grad_out, lse, grad_lse, cu_seqlens_q and what it writes.
 
     `out` and `grad_out` are aligned.
     """
     block_d, block_dv = tile_widths(problem)
-    block_m = max(16, 4096 // block_d)
-    blocks = -(-problem.q_len // PAD.value) * PAD.value // block_m
-    grid = len(lines) * problem.group * blocks
-    _prepare.launch(
-        grid=grid,
-        pointers=(
-            *(out, grad_out, lse, grad_lse, inputs.cu_seqlens_q),
-            *(*rows, scratch, counts, counter),
-        ),
-        scalars=(
-            *row_strides(out, problem.packed, UNIT),
-            *row_strides(grad_out, problem.packed, UNIT),
-            *line_strides(lse, problem.packed),
-            *line_strides(grad_lse, problem.packed),
-            problem.q_heads,
-            problem.q_len,
-            inputs.query.shape[-3],
-            rows.lse.shape[-1],
-            blocks,
-            lines.start * problem.group,
-            first_count,
-        ),
-        constants=(
-            problem.value_dim,  # DV
-            block_d,  # BLOCK_D
-            block_dv,  # BLOCK_DV
-            block_m,  # BLOCK_M
-            problem.packed,  # IS_PACKED
-            grad_lse is not None,  # HAS_LSE_GRAD
-        ),
-        num_warps=4,
+    cu_q = inputs.cu_seqlens_q
+    grid, sizes = rows_sizes(problem, inputs, lines, out, lse, grad_out, grad_lse, rows, first_count)
+    return _prepare.bind(
+        grid,
+        (out, grad_out, lse, grad_lse, cu_q, *rows, scratch, counts, counter),
+        {"num_warps": 4},
+        out_ptr=out,
+        grad_out_ptr=grad_out,
+        lse_ptr=lse,
+        grad_lse_ptr=grad_lse,
+        cu_q_ptr=cu_q,
+        rows_lse_ptr=rows.lse,
+        rows_delta_ptr=rows.delta,
+        scratch_ptr=scratch,
+        counts_ptr=counts,
+        counter_ptr=counter,
+        **sizes,
+        heads=problem.q_heads,
+        first_head=lines.start * problem.group,
+        DV=problem.value_dim,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        BLOCK_M=max(16, 4096 // block_d),
+        IS_PACKED=problem.packed,
+        HAS_LSE_GRAD=grad_lse is not None,
     )
 
 

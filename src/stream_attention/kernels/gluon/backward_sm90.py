@@ -27,7 +27,7 @@ beyond D 128. Triton's backward has them (`why_not`). Parity with the reference:
 tests/kernels/gluon/test_backward_gpu.py.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,16 +36,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from ...problem import UNBOUNDED, Gradients, Inputs, Problem, Wanted, addressable
+from ...gpu.launch import Kernel, Launch
+from ...gpu.scratch import Scratch as ScratchMemory
+from ...gpu.scratch import filled
+from ...problem import UNBOUNDED, Backward, Gradients, Inputs, Problem, Wanted, addressable
 from ...tuning.gluon import KEYS as KEYS_OF_A_WARPGROUP
 from ...tuning.gluon import GluonBackwardConfig, has_edges, has_idle_queries, reads_unseen, tile_widths
-from ..triton.arguments import FAR, line_strides, scale_of, slope_stride, tanh
+from ..triton.arguments import FAR, line_strides, named, sample, scale_of, slope_stride, tanh
 from ..triton.arguments import UNIT as ELEMENTS_OF_A_UNIT
-from ..triton.dropout import dropout_words
-from ..triton.launch import Kernel
-from ..triton.rows import Rows, empty_rows
+from ..triton.prepass import Prepass
+from ..triton.rows import Rows
 from .backward_block import CHUNK, Part, Room, Scratch, Sum, consume, key_tiles, query_blocks
-from .backward_rows import prepare_rows
+from .backward_rows import bind_rows, rows_sizes
 from .backward_wide import consume_for_key, consume_for_value
 from .facts import Call, Scores
 from .launch import chunks_descriptor, even_group, jit, numbers_descriptor, rows_descriptor, scales_late
@@ -432,7 +434,7 @@ SCRATCH_BYTES = 256 << 20
 """Of the scratch in which dQ grows. Heads for which it would be larger are computed by launch after launch."""
 
 
-def backward(
+def prepare_backward(
     problem: Problem,
     inputs: Inputs,
     config: GluonBackwardConfig,
@@ -441,120 +443,212 @@ def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     wanted: Wanted,
-) -> Gradients:
-    """The gradients that are `wanted` of queries, keys and values."""
+) -> Backward:
+    """The backward of calls whose tensors lie as these do, as a function of inputs, out, lse and their gradients: those
+    gradients of queries, keys and values that are `wanted`."""
     assert not any(wanted[3:]), "why_not has said so"
-    packed, dim = problem.packed, tile_widths(problem)[0]
-    out, grad_out = (t if addressable(t) else t.contiguous() for t in (out, grad_out))
-    # Rows of a pack that belong to no sequence are written by no program.
-    room = torch.zeros_like if packed else torch.empty_like
-    dtype = torch.float32 if problem.partial else problem.dtype
-    dq, dk, dv = (room(t, memory_format=torch.contiguous_format, dtype=dtype) for t in inputs[:3])
-    saved = out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
-    rows = empty_rows(problem, inputs.query)
-    words = dropout_words(problem, inputs) if problem.dropout_p else (None, None)
-    lines = problem.batch * problem.kv_heads
-    at_once, numbers = lines, rows.lse.numel() * dim
-    if not packed:
-        of_line = numbers // lines
-        at_once = min(lines, max(1, SCRATCH_BYTES // (4 * of_line)))
-        numbers = at_once * of_line
-    scratch = rows.lse.new_empty(numbers)
-    counts = rows.lse.new_empty(numbers // CHUNK.value**2, dtype=torch.int32)
-    for first in range(0, lines, at_once):
-        some = range(first, min(first + at_once, lines))
-        counter = counts.new_empty(2)
-        programs = min(problem.processors, len(some) * -(-problem.k_len // (2 * KEYS.value)))
-        prepare_rows(problem, inputs, some, *saved, rows, scratch, counts, counter, -programs)
-        for part in config.parts:
-            arguments = inputs, config, part, some, words, grad_out, rows, scratch, counts, counter, (dq, dk, dv)
-            _kernel.launch(programs, **_launch_arguments(problem, *arguments), num_warps=4)
-    return Gradients(*(grad if want else None for grad, want in zip((dq, dk, dv), wanted[:3], strict=True)))
+    layout = _Layout.of(problem, inputs, out, lse, grad_out, grad_lse)
+    before = Prepass.of(problem, inputs)
+    launches: list[tuple[Launch, list[Launch]]] = []
+    for some, programs in layout.shares:
+        of_rows = bind_rows(problem, inputs, some, *layout.saved, layout.rows, *layout.workspace, -programs)
+        parts = [_bind(problem, inputs, config, part, some, before, layout, programs) for part in config.parts]
+        launches.append((of_rows, parts))
+    return _Backward(config, layout, before, launches, wanted)
 
 
-def _launch_arguments(
+class _Layout(NamedTuple):
+    """Samples of what a backward reads and writes besides its inputs, and how its heads are shared out."""
+
+    saved: tuple[Tensor, Tensor, Tensor, Tensor | None]  # out, lse and their gradients, as kernels read them
+    copies: tuple[bool, bool]  # whether out and its gradient are copied to lie so
+    rows: Rows
+    workspace: tuple[Tensor, Tensor, Tensor]  # in which dQ grows, its counts, the counter of tiles
+    grads: list[Tensor]
+    shares: list[tuple[range, int]]  # KV heads of all batch entries that are computed together, by how many programs
+
+    @classmethod
+    def of(
+        cls, problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> "_Layout":
+        copies = not addressable(out), not addressable(grad_out)
+        saved = (
+            sample(out.shape, out.dtype) if copies[0] else out,
+            lse,
+            sample(grad_out.shape, grad_out.dtype) if copies[1] else grad_out,
+            grad_lse,
+        )
+        rows = Rows.samples(problem, inputs.query)
+        lines = problem.batch * problem.kv_heads
+        at_once, numbers = lines, rows.lse.numel() * tile_widths(problem)[0]
+        if not problem.packed:
+            of_line = numbers // lines
+            at_once = min(lines, max(1, SCRATCH_BYTES // (4 * of_line)))
+            numbers = at_once * of_line
+        counts = sample((numbers // CHUNK.value**2,), torch.int32)
+        workspace = sample((numbers,), torch.float32), counts, sample((2,), torch.int32)
+        dtype = torch.float32 if problem.partial else problem.dtype
+        shares = []
+        for first in range(0, lines, at_once):
+            some = range(first, min(first + at_once, lines))
+            shares.append((some, min(problem.processors, len(some) * -(-problem.k_len // (2 * KEYS.value)))))
+        return cls(saved, copies, rows, workspace, [sample(t.shape, dtype) for t in inputs[:3]], shares)
+
+
+class _Backward:
+    def __init__(
+        self,
+        config: GluonBackwardConfig,
+        layout: _Layout,
+        before: Prepass,
+        launches: list[tuple[Launch, list[Launch]]],
+        wanted: Wanted,
+    ) -> None:
+        self._config, self._before, self._launches, self._wanted = config, before, launches, wanted
+        self._copies, self._shapes = layout.copies, [grad.shape for grad in layout.grads]
+        self._dtype = layout.grads[0].dtype
+        self._scratch = ScratchMemory.of(*layout.rows, *layout.workspace)
+        self._all = [launch for of_rows, parts in launches for launch in (of_rows, *parts)]
+
+    def __call__(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        if self._copies[0]:  # contiguous() would leave one as it is that starts off 16 bytes
+            out = out.clone(memory_format=torch.contiguous_format)
+        if self._copies[1]:
+            grad_out = grad_out.clone(memory_format=torch.contiguous_format)
+        query, cu_q, dtype = inputs.query, inputs.cu_seqlens_q, self._dtype
+        is_compiled = all(launch.is_compiled for launch in self._all)
+        if cu_q is not None:  # rows that belong to no sequence are written by no program
+            dq, dk, dv = (filled(query, shape, dtype, 0.0, is_compiled) for shape in self._shapes)
+        else:
+            dq, dk, dv = (query.new_empty(shape, dtype=dtype) for shape in self._shapes)
+        computed = self._before.run(inputs)
+        memory, pieces = self._scratch.allocate(query, is_compiled)
+        for of_rows, parts in self._launches:
+            of_rows(out, grad_out, lse, grad_lse, cu_q, *pieces)
+            for launch in parts:
+                launch(*inputs, *computed, grad_out, *pieces, dq, dk, dv)
+        del memory  # all that reads it is queued
+        wanted = self._wanted
+        return Gradients(dq if wanted.query else None, dk if wanted.key else None, dv if wanted.value else None)
+
+    def resized(self, problem: Problem, inputs: Inputs, config: GluonBackwardConfig, *saved: Any) -> Backward | None:
+        """The same backward of tensors of other lengths; None where other kernels compute it."""
+        if config != self._config or self._before.steps or len(self._launches) > 1:
+            return None
+        layout = _Layout.of(problem, inputs, *saved)
+        if len(layout.shares) > 1:
+            return None
+        (some, programs), (of_rows, parts) = layout.shares[0], self._launches[0]
+        grid, sizes = rows_sizes(problem, inputs, some, *layout.saved, layout.rows, -programs)
+        resized_rows = of_rows.resized(grid, **sizes)
+        sizes = _sizes(problem, inputs, config, some, layout)
+        resized = [launch.resized(programs, **sizes) for launch in parts]
+        if resized_rows is None or None in resized:
+            return None
+        found = [(resized_rows, [launch for launch in resized if launch is not None])]
+        return _Backward(config, layout, self._before, found, self._wanted)
+
+
+def _sizes(
+    problem: Problem, inputs: Inputs, config: GluonBackwardConfig, lines: range, layout: _Layout
+) -> dict[str, Any]:
+    """The kernel's arguments that depend on lengths."""
+    query, key, value = inputs[:3]
+    _, dk, dv = layout.grads
+    dim, value_dim = tile_widths(problem)
+    tile, rows = 2 * KEYS.value, layout.rows
+    return {
+        "q_desc": rows_descriptor(query, config.block_m, dim),
+        "k_desc": rows_descriptor(key, tile, dim),
+        "v_desc": rows_descriptor(value, tile, value_dim),
+        "do_desc": rows_descriptor(layout.saved[2], config.block_m, value_dim),
+        "dk_desc": rows_descriptor(key if problem.partial else dk, KEYS.value, dim),  # fp32 is written without
+        "dv_desc": rows_descriptor(value if problem.partial else dv, KEYS.value, value_dim),
+        "lse_desc": numbers_descriptor(rows.lse, config.block_m),
+        "delta_desc": numbers_descriptor(rows.delta, config.block_m),
+        "scratch_desc": chunks_descriptor(layout.workspace[0], CHUNK.value),
+        "lines": len(lines),
+        "tiles_n": -(-problem.k_len // tile),
+        "group_n": _lines_in_cache(problem, len(lines)),
+        "blocks_m": -(-problem.q_len // config.block_m),
+        "q_len": problem.q_len,
+        "k_len": problem.k_len,
+        "offset": problem.q_start - problem.k_start,
+        "left": min(problem.left, FAR),
+        "right": min(problem.right, FAR),
+        "q_rows": query.shape[-3],
+        "k_rows": key.shape[-3],
+        "rows": rows.lse.shape[-1],
+        "first_line": lines.start,
+        "skipped": lines.start * problem.group * rows.lse.shape[-1],
+        "HAS_LEFT": problem.left != UNBOUNDED,
+        "HAS_RIGHT": problem.right != UNBOUNDED,
+        "EDGES": has_edges(problem),
+        "UNSEEN": problem.packed or reads_unseen(problem) or has_idle_queries(problem),
+    }
+
+
+def _bind(
     problem: Problem,
     inputs: Inputs,
     config: GluonBackwardConfig,
     part: tuple[str, int, int, int],
     lines: range,
-    words: tuple[Tensor | None, Tensor | None],
-    grad_out: Tensor,
-    rows: Rows,
-    scratch: Tensor,
-    counts: Tensor,
-    counter: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-) -> dict[str, Any]:
-    """What `Kernel.launch` takes. Where there is no tensor, the counter stands in for it, unread."""
-    query, key, value, _, _, slopes, _, _, cu_q, cu_k = inputs
-    dq, dk, dv = grads
+    before: Prepass,
+    layout: _Layout,
+    programs: int,
+) -> Launch:
+    """The kernel as a function of inputs, of what is computed before, of grad_out, the pieces of scratch memory, dq, dk
+    and dv. Where there is no tensor, the counter stands in for it, unread."""
+    slopes, _, _, cu_q, cu_k = inputs[5:]
+    _, _, row_words, col_words = before.samples
+    (dq, dk, dv), (scratch, counts, counter) = layout.grads, layout.workspace
     packed = problem.packed
-    dim, value_dim = tile_widths(problem)
-    tile = 2 * KEYS.value
     what, slots, consumer_registers, warp_registers = part
-    optional = (slopes, *words, cu_q, cu_k)
-    return {
-        "descriptors": (
-            rows_descriptor(query, config.block_m, dim),
-            rows_descriptor(key, tile, dim),
-            rows_descriptor(value, tile, value_dim),
-            rows_descriptor(grad_out, config.block_m, value_dim),
-            rows_descriptor(key if problem.partial else dk, KEYS.value, dim),  # fp32 is written without
-            rows_descriptor(value if problem.partial else dv, KEYS.value, value_dim),
-            numbers_descriptor(rows.lse, config.block_m),
-            numbers_descriptor(rows.delta, config.block_m),
-            chunks_descriptor(scratch, CHUNK.value),
-        ),
-        "pointers": (dq, dk, dv, scratch, counts, counter, *(counter if t is None else t for t in optional)),
-        "scalars": (
-            len(lines),
-            -(-problem.k_len // tile),
-            _lines_in_cache(problem, len(lines)),
-            -(-problem.q_len // config.block_m),
-            problem.kv_heads,
-            problem.group,
-            problem.q_len,
-            problem.k_len,
-            problem.q_start - problem.k_start,
-            min(problem.left, FAR),
-            min(problem.right, FAR),
-            query.shape[-3],
-            key.shape[-3],
-            rows.lse.shape[-1],
-            lines.start,
-            lines.start * problem.group * rows.lse.shape[-1],
-            slope_stride(slopes),
-            *line_strides(words[0], packed),
-            *line_strides(words[1], packed),
-            int(problem.dropout_p * 2**32),
-            scale_of(problem),
-            problem.softcap,
-            1.0 / (1.0 - problem.dropout_p),
-        ),
-        "constants": (
-            problem.head_dim,  # D
-            problem.value_dim,  # DV
-            what,  # PART
-            slots,  # SLOTS
-            config.places,  # PLACES
-            config.halves,  # HALVES
-            config.peel,  # PEEL
-            problem.deterministic,  # ORDERED
-            problem.left != UNBOUNDED,  # HAS_LEFT
-            problem.right != UNBOUNDED,  # HAS_RIGHT
-            slopes is not None,  # HAS_ALIBI
-            problem.softcap != 0.0,  # HAS_SOFTCAP
-            problem.dropout_p != 0.0,  # HAS_DROPOUT
-            packed,  # IS_PACKED
-            has_edges(problem),  # EDGES
-            packed or reads_unseen(problem) or has_idle_queries(problem),  # UNSEEN
-            scales_late(problem),  # SCALE_LATE
-            tanh(problem),  # TANH
-            consumer_registers,  # CONSUMER_REGISTERS
-            warp_registers,  # WARP_REGISTERS
-        ),
-    }
+    return _kernel.bind(
+        programs,
+        (*inputs, *before.samples, layout.saved[2], *layout.rows, *layout.workspace, dq, dk, dv),
+        {"num_warps": 4},
+        **_sizes(problem, inputs, config, lines, layout),
+        dq_ptr=dq,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        scratch_ptr=scratch,
+        counts_ptr=counts,
+        counter_ptr=counter,
+        slopes_ptr=counter if slopes is None else slopes,
+        row_words_ptr=counter if row_words is None else row_words,
+        col_words_ptr=counter if col_words is None else col_words,
+        cu_q_ptr=counter if cu_q is None else cu_q,
+        cu_k_ptr=counter if cu_k is None else cu_k,
+        kv_heads=problem.kv_heads,
+        group=problem.group,
+        stride_ab=slope_stride(slopes),
+        **named("stride_rb stride_rh", line_strides(row_words, packed)),
+        **named("stride_cb stride_ch", line_strides(col_words, packed)),
+        dropout_threshold=int(problem.dropout_p * 2**32),
+        scale=scale_of(problem),
+        softcap=problem.softcap,
+        dropout_scale=1.0 / (1.0 - problem.dropout_p),
+        D=problem.head_dim,
+        DV=problem.value_dim,
+        PART=what,
+        SLOTS=slots,
+        PLACES=config.places,
+        HALVES=config.halves,
+        PEEL=config.peel,
+        ORDERED=problem.deterministic,
+        HAS_ALIBI=slopes is not None,
+        HAS_SOFTCAP=problem.softcap != 0.0,
+        HAS_DROPOUT=problem.dropout_p != 0.0,
+        IS_PACKED=packed,
+        SCALE_LATE=scales_late(problem),
+        TANH=tanh(problem),
+        CONSUMER_REGISTERS=consumer_registers,
+        WARP_REGISTERS=warp_registers,
+    )
 
 
 def _lines_in_cache(problem: Problem, lines: int) -> int:

@@ -27,11 +27,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from ...cache_views import KVCache, QuantizedKV
-from ..triton.arguments import UNIT, row_strides
+from ...gpu.launch import Kernel
+from ..triton.arguments import UNIT, named, row_strides
 from ..triton.decode import decode as decode_by
-from ..triton.decode_call import DecodeCall, side_by_side
-from ..triton.decode_codes import all_see, code_pointers, scale_rows
-from ..triton.launch import Kernel
+from ..triton.decode_call import DecodeCall
+from ..triton.decode_codes import quantized_arguments, scale_rows
 from .decode_tiles import (
     FIRST,
     MMA,
@@ -604,30 +604,19 @@ def decode(*arguments: Any) -> Any:
 
 def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
     assert isinstance(cache, QuantizedKV)
-    coding, table = cache.coding, side_by_side(cache.page_table)
-    pointers = code_pointers(call, cache)
-    key, value, windows = pointers[1], pointers[4], (cache.key_window, cache.value_window)
+    arguments = quantized_arguments(call, cache)
+    key, value = arguments["k_ptr"], arguments["v_ptr"]
     scales = scale_rows(cache.key)[0], scale_rows(cache.value)[0]
-    return codes_kernel, {
-        "grid": call.grid,
-        "pointers": pointers,
-        "scalars": (
-            cache.residual,
-            cache.key_window.shape[1],
-            call.config.window_splits,
-            *row_strides(call.query, False, 1),
-            *(stride for t in (key, value) for stride in row_strides(t, False, UNIT)[::2]),
-            *(stride for t in (*scales, *windows) for stride in row_strides(t, False, UNIT)),
-            *call.scalars(table, key.shape[0]),
-        ),
-        "constants": (
-            *call.constants(),
-            coding.format,  # FORMAT
-            coding.group,  # TOKENS
-            all_see(call, cache),  # ALL_SEE
-            call.config.num_stages,  # STAGES
-        ),
-        **call.options,
+    return codes_kernel, arguments | {
+        "window_splits": call.config.window_splits,
+        **named("stride_qb stride_qm stride_qh", row_strides(call.query, False, 1)),
+        **named("stride_kb stride_kh", row_strides(key, False, UNIT)[::2]),
+        **named("stride_vb stride_vh", row_strides(value, False, UNIT)[::2]),
+        **named("stride_ksb stride_kss stride_ksh", row_strides(scales[0], False, UNIT)),
+        **named("stride_vsb stride_vss stride_vsh", row_strides(scales[1], False, UNIT)),
+        **named("stride_kwb stride_kwn stride_kwh", row_strides(cache.key_window, False, UNIT)),
+        **named("stride_vwb stride_vwn stride_vwh", row_strides(cache.value_window, False, UNIT)),
+        "STAGES": call.config.num_stages,
     }
 
 

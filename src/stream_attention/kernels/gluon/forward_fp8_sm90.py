@@ -25,6 +25,7 @@ Grid: one program per processor, or fewer. Parity with the reference: tests/kern
 
 # No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,18 +33,18 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
-from ...problem import UNBOUNDED, Problem
+from ...gpu.launch import Descriptor, Kernel, Launch
+from ...gpu.scratch import filled
+from ...problem import UNBOUNDED, Problem, distinct
 from ...tuning.fp8 import GluonFp8Config
 from ...tuning.gluon import ROWS as ROWS_OF_A_WARPGROUP
 from ...tuning.gluon import many_cuts
 from ..fp8_layout import BLOCK as ROWS_OF_A_BLOCK
 from ..fp8_layout import SHIFT as SHIFT_OF_WEIGHTS
 from ..fp8_layout import KeyCodes, QueryCodes, room_for_out
-from ..triton.arguments import FAR, UNIT, line_strides, row_strides
-from ..triton.launch import Kernel
+from ..triton.arguments import FAR, UNIT, line_strides, named, row_strides, sample
 from .facts import Call, Crew, Result
 from .launch import even_group, jit, rows_descriptor
 from .pipeline import make_ring, pass_turn, take_turn
@@ -685,6 +686,37 @@ def _forward_fp8_kernel(
         )
 
 
+def prepare_fp8(
+    problem: Problem,
+    queries: QueryCodes,
+    keys: KeyCodes,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    config: GluonFp8Config,
+    device: torch.device | None = None,
+) -> tuple[Launch, Callable[..., tuple[Tensor, Tensor]]]:
+    """The kernel, and the forward of codes that lie as these do: a function of codes (of queries, keys and values, then
+    scales of queries and keys), cu_seqlens, and a tensor on their device, which returns out `[B, Tq, Hq, D]` and lse
+    `[B, Hq, Tq]`; packed: `[Nq, Hq, D]` and `[Hq, Nq]`."""
+    # From which the launch draws its tiles, and a word for each of its programs.
+    words = 1 + problem.processors
+    rows = queries.rows
+    out, lse = room_for_out(problem, rows, sample((), torch.float32))
+    counter = sample((words,), torch.int32)
+    launch = bind_fp8(problem, queries, keys, cu_seqlens_q, cu_seqlens_k, config, out, lse, counter, device)
+
+    def run(*codes_and_ends: Any) -> tuple[Tensor, Tensor]:
+        *given, like = codes_and_ends
+        if isinstance(given[4], Tensor):
+            given[4] = given[4].view(torch.int64)  # the scales of a block's keys and values, as one word
+        out, lse = room_for_out(problem, rows, like, launch.is_compiled)
+        counter = filled(like, (words,), torch.int32, 0.0, launch.is_compiled)
+        launch(*given, out, lse, counter)
+        return out, lse
+
+    return launch, run
+
+
 def forward_fp8(
     problem: Problem,
     queries: QueryCodes,
@@ -693,17 +725,16 @@ def forward_fp8(
     cu_seqlens_k: Tensor | None,
     config: GluonFp8Config,
 ) -> tuple[Tensor, Tensor]:
-    """out `[B, Tq, Hq, D]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, D]` and `[Hq, Nq]`."""
-    out, lse = room_for_out(problem, queries)
-    if not problem.empty:
-        # From which the launch draws its tiles, and a word for each of its programs.
-        counter = lse.new_zeros(1 + problem.processors, dtype=torch.int32)
-        cu_seqlens = cu_seqlens_q, cu_seqlens_k
-        _kernel.launch(**_launch_arguments(problem, queries, keys, *cu_seqlens, config, out, lse, counter))
-    return out, lse
+    """What `prepare_fp8` prepares, at once."""
+    if problem.empty:
+        return room_for_out(problem, queries.rows, queries.scales)
+    ends = cu_seqlens_q, cu_seqlens_k
+    codes = queries.query, keys.key, keys.value, queries.scales, keys.scales
+    _, run = prepare_fp8(problem, queries, keys, *ends, config)
+    return run(*codes, *ends, queries.scales)
 
 
-def _launch_arguments(
+def bind_fp8(
     problem: Problem,
     queries: QueryCodes,
     keys: KeyCodes,
@@ -713,75 +744,73 @@ def _launch_arguments(
     out: Tensor,
     lse: Tensor,
     counter: Tensor,
-) -> dict[str, Any]:
-    """What `Kernel.launch` takes. Where there is no tensor, the LSE stands in for it, unread."""
+    device: torch.device | None = None,
+) -> Launch:
+    """The kernel as a function of query, key and value codes, scales of queries and keys, cu_seqlens, out, lse and the
+    counter of tiles. Where there is no tensor, the LSE stands in for it, unread."""
     dim, packed = problem.head_dim, problem.packed
     lines, tiles_m = problem.batch * problem.q_heads, -(-problem.q_len // (config.warpgroups * ROWS.value))
     tiles = lines * tiles_m
-    return {
-        "grid": min(problem.processors, tiles),
-        "descriptors": (
-            _codes_descriptor(queries.query, ROWS.value, dim),
-            _codes_descriptor(keys.key, config.block_n, dim),
-            _codes_descriptor(keys.value, dim, config.block_n),
-            rows_descriptor(out, ROWS.value, dim // config.parts),
-        ),
-        "pointers": (
-            out,
-            lse,
-            queries.scales,
-            keys.scales.view(torch.int64),
-            lse if cu_seqlens_q is None else cu_seqlens_q,
-            lse if cu_seqlens_k is None else cu_seqlens_k,
-            counter,
-        ),
-        "scalars": (
-            lines,
-            tiles_m,
-            _lines_in_cache(problem, lines),
-            tiles,
-            problem.q_heads,
-            problem.group,
-            problem.q_len,
-            problem.k_len,
-            problem.q_start - problem.k_start,
-            min(problem.left, FAR),
-            min(problem.right, FAR),
-            queries.rows,
-            keys.rows,
-            queries.scales.shape[1],
-            keys.scales.shape[1],
-            *row_strides(out, packed, UNIT),
-            *line_strides(lse, packed),
-            problem.scale,
-        ),
-        "constants": (
-            dim,  # D
-            config.warpgroups,  # WARPGROUPS
-            config.q_slots,  # Q_SLOTS
-            config.k_slots,  # K_SLOTS
-            config.v_slots,  # V_SLOTS
-            config.in_turn,  # IN_TURN
-            config.two_level,  # TWO_LEVEL
-            config.apart,  # APART
-            config.parts,  # PARTS
-            config.lazy,  # LAZY
-            config.sums_first,  # SUMS_FIRST
-            problem.left != UNBOUNDED,  # HAS_LEFT
-            problem.right != UNBOUNDED,  # HAS_RIGHT
-            packed,  # IS_PACKED
-            many_cuts(problem, config.block_n),  # MANY_CUTS
-            config.consumer_registers,  # CONSUMER_REGISTERS
-            config.producer_registers,  # PRODUCER_REGISTERS
-        ),
-        "num_warps": 4,
-    }
+    scales = keys.scales.view(torch.int64)
+    cu_seqlens_q, cu_seqlens_k = distinct(cu_seqlens_q, cu_seqlens_k)
+    return _kernel.bind(
+        min(problem.processors, tiles),
+        (queries.query, keys.key, keys.value, queries.scales, scales, cu_seqlens_q, cu_seqlens_k, out, lse, counter),
+        {"num_warps": 4},
+        device,
+        q_desc=_codes_descriptor(queries.query, ROWS.value, dim),
+        k_desc=_codes_descriptor(keys.key, config.block_n, dim),
+        v_desc=_codes_descriptor(keys.value, dim, config.block_n),
+        o_desc=rows_descriptor(out, ROWS.value, dim // config.parts),
+        out_ptr=out,
+        lse_ptr=lse,
+        query_scales_ptr=queries.scales,
+        scales_ptr=scales,
+        cu_q_ptr=lse if cu_seqlens_q is None else cu_seqlens_q,
+        cu_k_ptr=lse if cu_seqlens_k is None else cu_seqlens_k,
+        count_ptr=counter,
+        lines=lines,
+        tiles_m=tiles_m,
+        line_group=_lines_in_cache(problem, lines),
+        tiles=tiles,
+        q_heads=problem.q_heads,
+        group=problem.group,
+        q_len=problem.q_len,
+        k_len=problem.k_len,
+        offset=problem.q_start - problem.k_start,
+        left=min(problem.left, FAR),
+        right=min(problem.right, FAR),
+        q_rows=queries.rows,
+        k_rows=keys.rows,
+        query_scales_of_head=queries.scales.shape[1],
+        blocks_of_head=keys.scales.shape[1],
+        **named("stride_ob stride_om stride_oh", row_strides(out, packed, UNIT)),
+        **named("stride_lb stride_lh", line_strides(lse, packed)),
+        scale=problem.scale,
+        D=dim,
+        WARPGROUPS=config.warpgroups,
+        Q_SLOTS=config.q_slots,
+        K_SLOTS=config.k_slots,
+        V_SLOTS=config.v_slots,
+        IN_TURN=config.in_turn,
+        TWO_LEVEL=config.two_level,
+        APART=config.apart,
+        PARTS=config.parts,
+        LAZY=config.lazy,
+        SUMS_FIRST=config.sums_first,
+        HAS_LEFT=problem.left != UNBOUNDED,
+        HAS_RIGHT=problem.right != UNBOUNDED,
+        IS_PACKED=packed,
+        MANY_CUTS=many_cuts(problem, config.block_n),
+        CONSUMER_REGISTERS=config.consumer_registers,
+        PRODUCER_REGISTERS=config.producer_registers,
+    )
 
 
-def _codes_descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _codes_descriptor(t: Tensor, rows: int, columns: int) -> Descriptor:
     """How TMA reads tiles of codes of one head."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns), element_bitwidth=8, rank=3)
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, columns], layout)
+    return Descriptor(t, t.dtype, list(t.shape), list(t.stride()), [1, rows, columns], layout)
 
 
 def _lines_in_cache(problem: Problem, lines: int) -> int:

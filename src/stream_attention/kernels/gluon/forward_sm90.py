@@ -27,7 +27,6 @@ Not here: mask and bias, strided positions, few queries against many keys: the T
 Parity with the reference: tests/kernels/gluon/test_forward_gpu.py.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,14 +39,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...problem import UNBOUNDED, Inputs, Problem
+from ...gpu.launch import Kernel, Launch
+from ...gpu.scratch import filled
+from ...problem import UNBOUNDED, Forward, Inputs, Problem
 from ...tuning.gluon import ROWS as ROWS_OF_A_WARPGROUP
 from ...tuning.gluon import GluonConfig, joining, many_cuts, reads_unseen, tile_widths
-from ..triton.arguments import FAR, UNIT, line_strides, room_for_results, row_strides, scale_of, slope_stride, tanh
-from ..triton.dropout import dropout_words
-from ..triton.launch import Kernel
+from ..triton.arguments import (
+    FAR,
+    UNIT,
+    Outputs,
+    line_strides,
+    named,
+    row_strides,
+    sample,
+    scale_of,
+    slope_stride,
+    tanh,
+)
+from ..triton.prepass import Prepass
 from .facts import Call, Crew, Result, Scores
-from .launch import Rows, even_group, jit, rows_descriptor, scales_late
+from .launch import even_group, jit, rows_descriptor, scales_late
 from .pipeline import load_rows, make_ring, pass_turn, take_turn
 from .scheduler import Order, draw, drawn, make_mailbox
 from .tiles import LN2, LOG2E, clear_unseen, dropout_keep, from_here, hide, row_sums
@@ -524,11 +535,45 @@ def _forward_kernel(
         )
 
 
-def forward(problem: Problem, inputs: Inputs, config: GluonConfig) -> tuple[Tensor, Tensor]:
-    """out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, Dv]` and `[Hq, Nq]`."""
-    out, lse = room_for_results(problem, inputs.query)
-    _kernel.launch(**_launch_arguments(problem, inputs, config, out, lse, _fresh_counter(lse)))
-    return out, lse
+def prepare(problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward:
+    """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs: `(out, lse)`."""
+    outputs = Outputs.of(problem, inputs.query)
+    before = Prepass.of(problem, inputs)
+    return _Forward(config, outputs, before, _bind(problem, inputs, config, before, *outputs.samples()))
+
+
+class _Forward:
+    def __init__(self, config: GluonConfig, outputs: Outputs, before: Prepass, launch: Launch) -> None:
+        self._config, self._outputs, self._before, self._launch = config, outputs, before, launch
+        self._without_lse: Launch | None = None
+
+    def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        outputs, launch, query = self._outputs, self._launch, inputs.query
+        is_compiled, computed = launch.is_compiled, self._before.run(inputs)
+        counter = filled(query, (1,), torch.int32, 0.0, is_compiled)  # may be freed once the launch is queued
+        if with_lse or not is_compiled or outputs.has_unwritten_rows:
+            out, lse = outputs.allocate(query, is_compiled)
+            launch(*inputs, *computed, out, lse, counter)
+            return out, lse
+        if self._without_lse is None:
+            self._without_lse = launch.replaced(write_lse=0)
+        out = query.new_empty(outputs.out_shape, dtype=outputs.out_dtype)
+        self._without_lse(*inputs, *computed, out, 0, counter)
+        return out, None
+
+    def resized(self, problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward | None:
+        """The same call on tensors of other lengths; None where another kernel computes it."""
+        if config != self._config or self._before.steps:
+            return None
+        outputs = Outputs.of(problem, inputs.query)
+        grid, sizes = _sizes(problem, inputs, config)
+        if config.by_tma:
+            out, _ = outputs.samples()
+            sizes["o_desc"] = rows_descriptor(out, ROWS.value, tile_widths(problem)[1])
+        else:
+            sizes["o_desc"] = sizes["q_desc"]
+        launch = self._launch.resized(grid, **sizes, **outputs.strides(problem.packed))
+        return None if launch is None else _Forward(config, outputs, self._before, launch)
 
 
 def forward_into(
@@ -539,120 +584,106 @@ def forward_into(
     if problem.empty or (resumes and tile_widths(problem)[1] > JOINED_WIDTH):
         return False
     config, states = joining(problem, config) if resumes else (config, 0)
-    _kernel.launch(**_launch_arguments(problem, inputs, config, out, lse, _fresh_counter(lse), states))
+    before = Prepass.of(problem, inputs)
+    counter = lse.new_zeros(1, dtype=torch.int32)
+    launch = _bind(problem, inputs, config, before, out, lse, states)
+    launch(*inputs, *before.run(inputs), out, lse, counter)
     return True
 
 
-def repeat(
-    problem: Problem, inputs: Inputs, config: GluonConfig, out: Tensor, lse: Tensor
-) -> Callable[[Tensor, Tensor, Tensor, bool], Any]:
-    """A plain call that was computed, as a function of a query, key and value of the same layout and of whether the LSE
-    is returned too. `out` and `lse` are that call's results. Keeps none of the tensors."""
-    arguments = _launch_arguments(problem, inputs, config, out, lse, _fresh_counter(lse))
-    with_lse = arguments.pop("scalars")
-    launch = _kernel.repeat(**arguments)
-    assert launch is not None, "the call was computed, so it is compiled"
-    out_shape, lse_shape, float32, int32 = out.shape, lse.shape, lse.new_empty(0), lse.new_empty(0, dtype=torch.int32)
-    q_form, k_form, v_form, o_form = ((d.shape, d.strides) for d in arguments["descriptors"])
-    by_tma = config.by_tma
-    without_lse = (0, *with_lse[1:])
-
-    def compute(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> Any:
-        out = query.new_empty(out_shape)
-        lse = float32.new_empty(lse_shape) if return_lse else None
-        stored = Rows(out, *o_form) if by_tma else Rows(query, *q_form)
-        descriptors = Rows(query, *q_form), Rows(key, *k_form), Rows(value, *v_form), stored
-        unused = out.data_ptr()
-        counter = int32.new_zeros(1)  # lives until the launch is queued
-        addresses = unused, lse.data_ptr() if lse is not None else unused, *(unused,) * 6, counter.data_ptr()
-        launch(*descriptors, *addresses, *(with_lse if return_lse else without_lse))
-        return out if lse is None else (out, lse)
-
-    return compute
-
-
-def _fresh_counter(lse: Tensor) -> Tensor:
-    """From which a launch draws its tiles."""
-    return lse.new_zeros(1, dtype=torch.int32)
+def _sizes(problem: Problem, inputs: Inputs, config: GluonConfig) -> tuple[int, dict[str, Any]]:
+    """The grid and the arguments that depend on lengths, but for those of results."""
+    query, key, value = inputs[:3]
+    dim, value_dim = tile_widths(problem)
+    lines, tiles_m = problem.batch * problem.q_heads, -(-problem.q_len // (config.warpgroups * ROWS.value))
+    tiles = lines * tiles_m
+    return min(problem.processors, tiles), {
+        "q_desc": rows_descriptor(query, ROWS.value, dim),
+        "k_desc": rows_descriptor(key, config.block_n, dim),
+        "v_desc": rows_descriptor(value, config.block_n, value_dim),
+        "lines": lines,
+        "tiles_m": tiles_m,
+        "line_group": _lines_in_cache(problem, lines),
+        "tiles": tiles,
+        "q_len": problem.q_len,
+        "k_len": problem.k_len,
+        "offset": problem.q_start - problem.k_start,
+        "left": min(problem.left, FAR),
+        "right": min(problem.right, FAR),
+        "q_rows": query.shape[-3],
+        "k_rows": key.shape[-3],
+        "HAS_LEFT": problem.left != UNBOUNDED,
+        "HAS_RIGHT": problem.right != UNBOUNDED,
+        "MANY_CUTS": many_cuts(problem, config.block_n),
+        "UNSEEN": problem.packed or reads_unseen(problem),
+    }
 
 
-def _launch_arguments(
+def _bind(
     problem: Problem,
     inputs: Inputs,
     config: GluonConfig,
+    before: Prepass,
     out: Tensor,
     lse: Tensor,
-    counter: Tensor,
     states: int = 0,
-) -> dict[str, Any]:
-    """What `Kernel.launch` takes. Where there is no tensor, the LSE stands in for it, unread."""
-    query, key, value, _, _, slopes, sink, _, cu_q, cu_k = inputs
+) -> Launch:
+    """The kernel as a function of inputs, of what is computed before, of results and a counter of tiles, which is 0.
+
+    Where there is no tensor, the LSE stands in for it, unread."""
+    slopes, sink, _, cu_q, cu_k = inputs[5:]
+    _, _, row_words, col_words = before.samples
     packed = problem.packed
-    dim, value_dim = tile_widths(problem)
-    row_words, col_words = dropout_words(problem, inputs) if problem.dropout_p else (None, None)
-    tile_rows = config.warpgroups * ROWS.value
-    lines, tiles_m = problem.batch * problem.q_heads, -(-problem.q_len // tile_rows)
-    tiles = lines * tiles_m
-    q_desc, k_desc = rows_descriptor(query, ROWS.value, dim), rows_descriptor(key, config.block_n, dim)
-    v_desc = rows_descriptor(value, config.block_n, value_dim)
-    o_desc = rows_descriptor(out, ROWS.value, value_dim) if config.by_tma or states else q_desc
-    optional = (sink, slopes, row_words, col_words, cu_q, cu_k)
-    return {
-        "grid": min(problem.processors, tiles),
-        "descriptors": (q_desc, k_desc, v_desc, o_desc),
-        "pointers": (out, lse, *(lse if t is None else t for t in optional), counter),
-        "scalars": (
-            1,  # write_lse
-            lines,
-            tiles_m,
-            _lines_in_cache(problem, lines),
-            tiles,
-            problem.q_heads,
-            problem.group,
-            problem.q_len,
-            problem.k_len,
-            problem.q_start - problem.k_start,
-            min(problem.left, FAR),
-            min(problem.right, FAR),
-            query.shape[-3],
-            key.shape[-3],
-            *row_strides(out, packed, UNIT),
-            *line_strides(lse, packed),
-            slope_stride(slopes),
-            *line_strides(row_words, packed),
-            *line_strides(col_words, packed),
-            int(problem.dropout_p * 2**32),
-            scale_of(problem),
-            problem.softcap,
-            1.0 / (1.0 - problem.dropout_p),
-        ),
-        "constants": (
-            problem.value_dim,  # DV
-            config.warpgroups,  # WARPGROUPS
-            config.q_slots,  # Q_SLOTS
-            config.k_slots,  # K_SLOTS
-            config.v_slots,  # V_SLOTS
-            config.by_tma,  # BY_TMA
-            config.in_turn,  # IN_TURN
-            config.rescale_late,  # RESCALE_LATE
-            config.keys_first,  # KEYS_FIRST
-            problem.left != UNBOUNDED,  # HAS_LEFT
-            problem.right != UNBOUNDED,  # HAS_RIGHT
-            slopes is not None,  # HAS_ALIBI
-            sink is not None,  # HAS_SINK
-            problem.softcap != 0.0,  # HAS_SOFTCAP
-            problem.dropout_p != 0.0,  # HAS_DROPOUT
-            packed,  # IS_PACKED
-            many_cuts(problem, config.block_n),  # MANY_CUTS
-            packed or reads_unseen(problem),  # UNSEEN
-            scales_late(problem),  # SCALE_LATE
-            tanh(problem),  # TANH
-            states,  # STATES
-            config.consumer_registers,  # CONSUMER_REGISTERS
-            config.producer_registers,  # PRODUCER_REGISTERS
-        ),
-        "num_warps": 4,
-    }
+    counter = sample((1,), torch.int32)
+    grid, sizes = _sizes(problem, inputs, config)
+    by_tma = config.by_tma or states
+    return _kernel.bind(
+        grid,
+        (*inputs, *before.samples, out, lse, counter),
+        {"num_warps": 4},
+        **sizes,
+        o_desc=rows_descriptor(out, ROWS.value, tile_widths(problem)[1]) if by_tma else sizes["q_desc"],
+        out_ptr=out,
+        lse_ptr=lse,
+        sink_ptr=lse if sink is None else sink,
+        slopes_ptr=lse if slopes is None else slopes,
+        row_words_ptr=lse if row_words is None else row_words,
+        col_words_ptr=lse if col_words is None else col_words,
+        cu_q_ptr=lse if cu_q is None else cu_q,
+        cu_k_ptr=lse if cu_k is None else cu_k,
+        counter_ptr=counter,
+        write_lse=1,
+        q_heads=problem.q_heads,
+        group=problem.group,
+        **named("stride_ob stride_om stride_oh", row_strides(out, packed, UNIT)),
+        **named("stride_lb stride_lh", line_strides(lse, packed)),
+        stride_ab=slope_stride(slopes),
+        **named("stride_rb stride_rh", line_strides(row_words, packed)),
+        **named("stride_cb stride_ch", line_strides(col_words, packed)),
+        threshold=int(problem.dropout_p * 2**32),
+        scale=scale_of(problem),
+        softcap=problem.softcap,
+        dropout_scale=1.0 / (1.0 - problem.dropout_p),
+        DV=problem.value_dim,
+        WARPGROUPS=config.warpgroups,
+        Q_SLOTS=config.q_slots,
+        K_SLOTS=config.k_slots,
+        V_SLOTS=config.v_slots,
+        BY_TMA=config.by_tma,
+        IN_TURN=config.in_turn,
+        RESCALE_LATE=config.rescale_late,
+        KEYS_FIRST=config.keys_first,
+        HAS_ALIBI=slopes is not None,
+        HAS_SINK=sink is not None,
+        HAS_SOFTCAP=problem.softcap != 0.0,
+        HAS_DROPOUT=problem.dropout_p != 0.0,
+        IS_PACKED=packed,
+        SCALE_LATE=scales_late(problem),
+        TANH=tanh(problem),
+        STATES=states,
+        CONSUMER_REGISTERS=config.consumer_registers,
+        PRODUCER_REGISTERS=config.producer_registers,
+    )
 
 
 def _lines_in_cache(problem: Problem, lines: int) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...gpu.launch import Descriptor
 from ...problem import Problem
 from ..triton.arguments import scale_of
 
@@ -21,18 +21,7 @@ def jit(function: Any) -> Any:
     return gluon.jit(function, do_not_specialize=names)
 
 
-class Rows:
-    """What Triton reads of a tensor descriptor to make one for a launch, without the checks of `TensorDescriptor`."""
-
-    __slots__ = ("base", "shape", "strides")
-    padding = "zero"
-    round_f32_to_tf32 = False  # read from Triton 3.7 on
-
-    def __init__(self, base: Tensor, shape: list[int], strides: list[int]) -> None:
-        self.base, self.shape, self.strides = base, shape, strides
-
-
-def rows_descriptor(t: Tensor, rows: int, width: int) -> TensorDescriptor:
+def rows_descriptor(t: Tensor, rows: int, width: int) -> Descriptor:
     """How TMA reads or writes `rows` rows of one head of `[B, T, H, D]`, or of a pack `[N, H, D]`, `width` columns.
 
     Strides of dims of size 1 are never used, but must be legal.
@@ -42,19 +31,19 @@ def rows_descriptor(t: Tensor, rows: int, width: int) -> TensorDescriptor:
         shape, strides = [1, *shape], [0, *strides]
     strides = [width if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * t.itemsize, rank=4)
-    return TensorDescriptor(t, shape, [*strides, 1], [1, rows, 1, width], layout)
+    return Descriptor(t, t.dtype, shape, [*strides, 1], [1, rows, 1, width], layout)
 
 
-def numbers_descriptor(t: Tensor, count: int) -> TensorDescriptor:
+def numbers_descriptor(t: Tensor, count: int) -> Descriptor:
     """How TMA reads `count` consecutive fp32 numbers."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return TensorDescriptor(t, [t.numel()], [1], [count], layout)
+    return Descriptor(t, t.dtype, [t.numel()], [1], [count], layout)
 
 
-def chunks_descriptor(t: Tensor, size: int) -> TensorDescriptor:
+def chunks_descriptor(t: Tensor, size: int) -> Descriptor:
     """How TMA reads, or adds to, chunks of size x size fp32 numbers that lie one behind the other."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    return TensorDescriptor(t, [t.numel() // size, size], [size, 1], [size, size], layout)
+    return Descriptor(t, t.dtype, [t.numel() // size, size], [size, 1], [size, size], layout)
 
 
 def even_group(lines: int, fitting: int) -> int:

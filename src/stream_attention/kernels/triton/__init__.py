@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...problem import Inputs, Problem
+from ...problem import Forward, Inputs, Problem
 from ...tuning.decode import DecodeConfig
 from . import few, interpreter
 from . import forward as tiles
-from .backward import backward
+from .backward import prepare_backward
 
-__all__ = ["backward", "forward", "repeat"]
+__all__ = ["prepare", "prepare_backward"]
 
 interpreter.fix()
 
 
-def forward(problem: Problem, inputs: Inputs, config: Any) -> Any:
-    """`(out, lse)`: of tiles of queries, or of few."""
-    return (few if isinstance(config, DecodeConfig) else tiles).forward(problem, inputs, config)
-
-
-def repeat(problem: Problem, inputs: Inputs, config: Any, *results: Any) -> Any:
-    """A plain call that was computed, as a function of tensors of the same layout."""
-    return (few if isinstance(config, DecodeConfig) else tiles).repeat(problem, inputs, config, *results)
+def prepare(problem: Problem, inputs: Inputs, config: Any) -> Forward:
+    """A forward as a function of its inputs: by tiles of queries, or for few of them."""
+    return (few if isinstance(config, DecodeConfig) else tiles).prepare(problem, inputs, config)

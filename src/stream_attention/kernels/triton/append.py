@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...cache_views.write import Rotary
-from .arguments import UNIT
-from .launch import Kernel, jit
+from ...gpu.launch import Kernel, jit
+from .arguments import UNIT, named
 
 TILE = 2048
 """Elements of a tile, 16 for each thread: no layout spills. A guess of what is fast."""
@@ -211,20 +211,34 @@ def launch_append(
     table = (0, 0, 0) if page_table is None else (*page_table.stride(), key_store.shape[0])
     page = 0 if page_table is None else key_store.shape[1]
     _append.launch(
-        grid=batch * how.parts,
-        pointers=(key, value, key_store, value_store, cos, sin, page_table, lengths),
-        scalars=(*how.scalars, *table, lengths.stride(0), capacity),
-        constants=(*how.constants, bool(interleaved), page),
-        num_warps=4,
-        enable_fp_fusion=False,
+        batch * how.parts,
+        {"num_warps": 4, "enable_fp_fusion": False},
+        key_ptr=key,
+        value_ptr=value,
+        key_store_ptr=key_store,
+        value_store_ptr=value_store,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        page_table_ptr=page_table,
+        lengths_ptr=lengths,
+        **how.numbers,
+        **named("stride_pb stride_pc pages", table),
+        stride_l=lengths.stride(0),
+        capacity=capacity,
+        **how.constants,
+        INTERLEAVED=bool(interleaved),
+        PAGE=page,
     )
     if how.parts > 1:
         _advance.launch(
-            grid=triton.cdiv(batch, 256),
-            pointers=(lengths,),
-            scalars=(lengths.stride(0), batch, key.shape[1], capacity),
-            constants=(256,),
-            num_warps=4,
+            triton.cdiv(batch, 256),
+            {"num_warps": 4},
+            lengths_ptr=lengths,
+            stride_l=lengths.stride(0),
+            rows=batch,
+            n=key.shape[1],
+            capacity=capacity,
+            BLOCK=256,
         )
     torch.autograd.graph.increment_version((key_store, value_store, lengths))
 
@@ -233,8 +247,8 @@ class Layout(NamedTuple):
     """How a launch is cut, and what it is told of where tensors lie."""
 
     parts: int
-    scalars: tuple[int, ...]  # stride_kb to parts
-    constants: tuple[int, ...]  # HEADS to UNIT
+    numbers: dict[str, int]
+    constants: dict[str, int]
 
 
 Side = tuple[tuple[int, ...], tuple[int, ...], bool]
@@ -259,10 +273,21 @@ def layout(
     block_r = max(1, min(triton.next_power_of_2(max(1, lines)), TILE // most))
     blocks = triton.cdiv(lines, block_r)
     parts = blocks if blocks > ALONE else 1
+    strides_of = "stride_kb stride_kn stride_kh stride_vb stride_vn stride_vh stride_key_i stride_key_j stride_key_h"
+    strides_of += " stride_value_i stride_value_j stride_value_h stride_ct stride_cp stride_st stride_sp"
     return Layout(
         parts,
-        (*strides, *table_strides, last_position, n, parts),
-        (heads, dim, value_dim, pairs, block_r, *widths, unit),
+        {
+            **named(strides_of, (*strides, *table_strides)),
+            "last_position": last_position,
+            "n": n,
+            "parts": parts,
+        },
+        {
+            **named("HEADS D DV PAIRS BLOCK_R", (heads, dim, value_dim, pairs, block_r)),
+            **named("BLOCK_D BLOCK_DV BLOCK_P", widths),
+            "UNIT": unit,
+        },
     )
 
 

@@ -7,13 +7,16 @@ kernel.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...gpu.scratch import filled
 from ...problem import UNBOUNDED, Inputs, Problem
 from ...state import EMPTY
 from ...tuning.decode import DecodeProblem
@@ -32,14 +35,59 @@ FAR = 1 << 30
 """A window side beyond every position; larger ones would not fit 32 bits."""
 
 
-def room_for_results(problem: Problem, query: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of a forward, empty; holding those of no key where there are rows that no program writes."""
-    *lead, rows, heads = query.shape[:-1]
-    if problem.packed or problem.empty:
-        out = query.new_zeros(*lead, rows, heads, problem.value_dim, dtype=problem.out_dtype)
-        return out, query.new_full((*lead, heads, rows), EMPTY, dtype=torch.float32)
-    out = query.new_empty(*lead, rows, heads, problem.value_dim, dtype=problem.out_dtype)
-    return out, query.new_empty(*lead, heads, rows, dtype=torch.float32)
+class Outputs(NamedTuple):
+    """What a forward returns: out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, Dv]` and `[Hq, Nq]`."""
+
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    out_dtype: torch.dtype
+    has_unwritten_rows: bool  # rows that no program writes: they hold the state of no key
+
+    @classmethod
+    def of(cls, problem: Problem, query: Tensor) -> Outputs:
+        *lead, rows, heads, _ = query.shape
+        unwritten = problem.packed or problem.empty
+        return cls((*lead, rows, heads, problem.value_dim), (*lead, heads, rows), problem.out_dtype, unwritten)
+
+    def strides(self, packed: bool) -> dict[str, int]:
+        """Of out in wide words, and of lse; 0 where there is one entry or none."""
+        heads, rows = self.lse_shape[-2:]
+        width = self.out_shape[-1] // UNIT
+        by_batch = not packed and self.lse_shape[0] > 1
+        return {
+            "stride_ob": rows * heads * width if by_batch else 0,
+            "stride_om": heads * width if rows > 1 else 0,
+            "stride_oh": width if heads > 1 else 0,
+            "stride_lb": 0 if packed else heads * rows,
+            "stride_lh": rows,
+        }
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        """Both without memory."""
+        return sample(self.out_shape, self.out_dtype), sample(self.lse_shape, torch.float32)
+
+    def allocate(self, query: Tensor, by_driver: bool = False) -> tuple[Tensor, Tensor]:
+        """`by_driver`: the kernel is compiled, so there is a driver that can fill memory."""
+        if self.has_unwritten_rows:
+            out = filled(query, self.out_shape, self.out_dtype, 0.0, by_driver)
+            return out, filled(query, self.lse_shape, torch.float32, EMPTY, by_driver)
+        out = query.new_empty(self.out_shape, dtype=self.out_dtype)
+        return out, query.new_empty(self.lse_shape, dtype=torch.float32)
+
+
+def sample(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor without memory, to bind a launch to; as aligned as allocations are."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def named(names: str, values: Iterable[Any]) -> dict[str, Any]:
+    """Values by the names of kernel parameters, which are separated by spaces."""
+    return dict(zip(_split(names), values, strict=True))
+
+
+@cache
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(names.split())
 
 
 def scale_of(problem: Problem) -> float:
@@ -52,35 +100,48 @@ def in_fp32(scale: float) -> float:
     return scale if abs(scale) > 1e-30 else 0.0
 
 
-def meaning_of(problem: Problem) -> tuple[int | float, ...]:
-    """What scores mean, as the kernels of the backward take it: window, starts, dropout's threshold, scale, softcap,
-    and the factor of what dropout keeps."""
-    window = min(problem.left, FAR), min(problem.right, FAR)
-    threshold, kept = int(problem.dropout_p * 2**32), 1.0 / (1.0 - problem.dropout_p)
-    return (*window, problem.q_start, problem.k_start, threshold, scale_of(problem), problem.softcap, kept)
+def score_params(problem: Problem) -> dict[str, Any]:
+    """How scores are modified, as the kernels of the backward take it."""
+    return {
+        "dropout_threshold": int(problem.dropout_p * 2**32),
+        "scale": scale_of(problem),
+        "softcap": problem.softcap,
+        "dropout_scale": 1.0 / (1.0 - problem.dropout_p),
+    }
 
 
-def constants_of(problem: Problem, inputs: Inputs, tile: Tile, aligned: bool) -> tuple[Any, ...]:
-    """The constexprs that the kernels of the backward share, in their order, from GROUP to HAS_DROPOUT."""
-    return (
-        problem.group,  # GROUP
-        problem.q_stride,  # Q_STRIDE
-        problem.k_stride,  # K_STRIDE
-        problem.head_dim,  # D
-        problem.value_dim,  # DV
-        tile_width(problem.head_dim),  # BLOCK_D
-        tile_width(problem.value_dim),  # BLOCK_DV
-        tile.block_m,  # BLOCK_M
-        tile.block_n,  # BLOCK_N
-        aligned,  # ALIGNED
-        problem.left != UNBOUNDED,  # HAS_LEFT
-        problem.right != UNBOUNDED,  # HAS_RIGHT
-        access(inputs.mask),  # MASK
-        access(inputs.bias),  # BIAS
-        problem.alibi,  # HAS_ALIBI
-        problem.softcap != 0.0,  # HAS_SOFTCAP
-        problem.dropout_p != 0.0,  # HAS_DROPOUT
-    )
+def backward_constants(problem: Problem, inputs: Inputs, tile: Tile) -> dict[str, Any]:
+    """The constexprs that the kernels of the backward share."""
+    return {
+        "GROUP": problem.group,
+        "Q_STRIDE": problem.q_stride,
+        "K_STRIDE": problem.k_stride,
+        "D": problem.head_dim,
+        "DV": problem.value_dim,
+        "BLOCK_D": tile_width(problem.head_dim),
+        "BLOCK_DV": tile_width(problem.value_dim),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "MASK": access(inputs.mask),
+        "BIAS": access(inputs.bias),
+        "HAS_ALIBI": problem.alibi,
+        "HAS_SOFTCAP": problem.softcap != 0.0,
+        "HAS_DROPOUT": problem.dropout_p != 0.0,
+        "PRECISION": precision(problem),
+        "TANH": tanh(problem),
+    }
+
+
+def visible_range(problem: Problem) -> dict[str, Any]:
+    """Which keys a query sees by position: numbers, and which sides of the window there are."""
+    return {
+        "left": min(problem.left, FAR),
+        "right": min(problem.right, FAR),
+        "q_start": problem.q_start,
+        "k_start": problem.k_start,
+        "HAS_LEFT": problem.left != UNBOUNDED,
+        "HAS_RIGHT": problem.right != UNBOUNDED,
+    }
 
 
 def slope_stride(slopes: Tensor | None) -> int:
@@ -153,8 +214,24 @@ def access_unit(t: Tensor | None) -> int:
 
 def is_aligned(*tensors: Tensor) -> bool:
     """Whether every row starts on 16 bytes and strides are whole multiples of `UNIT` elements."""
-    return all(
-        t.data_ptr() % 16 == 0
-        and all(s % UNIT == 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
-        for t in tensors
-    )
+    for t in tensors:
+        if t.data_ptr() % 16:
+            return False
+        *strides, _ = t.stride()
+        for size, stride in zip(t.shape, strides, strict=False):
+            if stride % UNIT and size > 1:
+                return False
+    return True
+
+
+def qkv_strides(inputs: Inputs, packed: bool, unit: int) -> dict[str, int]:
+    """Strides of query, key and value, in units."""
+    query, key, value = inputs[:3]
+    qb, qm, qh = row_strides(query, packed, unit)
+    kb, kn, kh = row_strides(key, packed, unit)
+    vb, vn, vh = row_strides(value, packed, unit)
+    return {
+        "stride_qb": qb, "stride_qm": qm, "stride_qh": qh,
+        "stride_kb": kb, "stride_kn": kn, "stride_kh": kh,
+        "stride_vb": vb, "stride_vn": vn, "stride_vh": vh,
+    }  # fmt: skip

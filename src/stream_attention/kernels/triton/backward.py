@@ -18,20 +18,25 @@ are a launch each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...problem import Gradients, Inputs, Problem, Wanted
+from ...gpu.launch import Launch
+from ...gpu.scratch import Scratch, filled
+from ...problem import Backward, Gradients, Inputs, Problem, Wanted
 from ...tuning.triton import BackwardConfig, Tile
-from .backward_bias import bias_gradient
-from .backward_key import launch_key
-from .backward_query import launch_query, programs
-from .dropout import dropout_words
-from .rows import PAD, empty_rows
-from .visibility import seen_by_mask
+from .arguments import sample
+from .backward_bias import prepare_bias_gradient
+from .backward_key import bind_key, key_sizes
+from .backward_query import bind_query, programs, query_sizes
+from .prepass import Prepass
+from .rows import PAD, Rows, padded_rows
 
 
-def backward(
+def prepare_backward(
     problem: Problem,
     inputs: Inputs,
     config: BackwardConfig,
@@ -40,66 +45,167 @@ def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     wanted: Wanted,
-) -> Gradients:
-    """The gradients that are `wanted`, in the inputs' dtypes, or in fp32 where the problem is one of several shards."""
+) -> Backward:
+    """The backward of calls whose tensors lie as these do, as a function of inputs, out, lse and their gradients: those
+    gradients that are `wanted`, in the inputs' dtypes, or in fp32 where the problem is one of several shards."""
     others = [tile for tile in config[1:] if tile is not None]
     assert PAD.value >= config.query.block_m >= max(tile.block_m for tile in others), "rows are written by whole tiles"
-    # Rows of a pack that belong to no sequence are written by no program.
-    unwritten = problem.packed or 0 in (problem.batch, problem.q_len)
-    room = torch.zeros_like if unwritten else torch.empty_like
-    dq, dk, dv = (
-        room(t, dtype=problem.out_dtype, memory_format=torch.contiguous_format) if want else None
-        for t, want in zip(inputs[:3], wanted[:3], strict=True)
-    )
-    # Sums over rows want the exact delta, which whole rows give: no splits of the keys, and none of a shard.
-    exact_delta = any(wanted[3:]) and not problem.partial
-    by_queries = config.query._replace(num_splits=1) if exact_delta else config.query
-    d_slopes, d_sink = (
-        lse.new_zeros(programs(problem, by_queries)) if want else None for want in (wanted.alibi_slopes, wanted.sink)
-    )
-    rows = empty_rows(problem, inputs.query)
-    words: tuple[Tensor | None, Tensor | None] = (None, None)
-    if problem.batch and problem.q_len:
-        seen = seen_by_mask(problem, inputs)
-        words = dropout_words(problem, inputs) if problem.dropout_p else words
-        saved = out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
-        dq_parts = _parts(dq, by_queries)
-        launch_query(problem, inputs, by_queries, seen, words, *saved, rows, dq_parts, d_slopes, d_sink, exact_delta)
-        _sum_parts(dq, dq_parts)
-        launches = [(config.key, dk, dv)]
-        if config.value is not None:
-            launches = [(config.key, dk, None), (config.value, None, dv)]
-        for tile, its_dk, its_dv in launches:
-            if its_dk is None and its_dv is None:
-                continue
-            dk_parts, dv_parts = _parts(its_dk, tile), _parts(its_dv, tile)
-            launch_key(problem, inputs, tile, seen, words, grad_out, rows, dk_parts, dv_parts)
-            _sum_parts(its_dk, dk_parts)
-            _sum_parts(its_dv, dv_parts)
-    d_bias = None
+    made = _Results.of(problem, inputs, config, wanted)
+    if not (problem.batch and problem.q_len):
+        return lambda inputs, *saved: made.of_no_query(inputs)
+    before, rows = Prepass.of(problem, inputs, needs_queries=True), Rows.samples(problem, inputs.query)
+    saved = out, lse, grad_out, grad_lse
+    (dq,), (d_slopes, d_sink) = made.samples(made.by_queries, 0), made.sum_samples()
+    written = dq, d_slopes, d_sink
+    query = bind_query(problem, inputs, made.by_queries, before, *saved, rows, *written, made.exact_delta)
+    keys = []
+    for tile, *places in made.by_keys:
+        dk, dv = made.samples(tile, *places)
+        keys.append(bind_key(problem, inputs, tile, before, grad_out, rows, dk, dv))
+    bias = None
     if wanted.bias:
         assert config.bias is not None
-        d_bias = bias_gradient(problem, inputs, config.bias, words, grad_out, rows)
-    return Gradients(
-        dq,
-        dk,
-        dv,
-        d_bias,
-        _by_head(problem, d_slopes, inputs.alibi_slopes),
-        _by_head(problem, d_sink, inputs.sink),
-    )
+        bias = prepare_bias_gradient(problem, inputs, config.bias, before, grad_out, rows)
+    return _Backward(config, made, before, inputs.query, query, keys, bias)
 
 
-def _parts(grad: Tensor | None, tile: Tile) -> Tensor | None:
-    """Where a kernel writes `grad`: there, or with several splits in fp32, a part each."""
-    if grad is None or tile.num_splits == 1:
-        return grad
-    return grad.new_empty(tile.num_splits, *grad.shape, dtype=torch.float32)
+class _Results(NamedTuple):
+    """What a backward writes, and by which launches."""
+
+    problem: Problem
+    wanted: Wanted
+    shapes: list[torch.Size | None]  # of dq, dk and dv; None where it is not wanted
+    unwritten: bool  # rows of a pack that belong to no sequence are written by no program
+    by_queries: Tile
+    by_keys: list[tuple[Tile, int | None, int | None]]  # launches: a tile, and places of dk and dv, if it has them
+    exact_delta: bool
+    sums: int  # programs of the launch by queries: each leaves a sum for slopes and sinks
+
+    @classmethod
+    def of(cls, problem: Problem, inputs: Inputs, config: BackwardConfig, wanted: Wanted) -> _Results:
+        # Sums over rows want the exact delta, which whole rows give: no splits of the keys, and none of a shard.
+        exact_delta = any(wanted[3:]) and not problem.partial
+        by_queries = config.query._replace(num_splits=1) if exact_delta else config.query
+        by_keys: list[tuple[Tile, int | None, int | None]] = [(config.key, 1, 2)]
+        if config.value is not None:
+            by_keys = [(config.key, 1, None), (config.value, None, 2)]
+        shapes = [t.shape if want else None for t, want in zip(inputs[:3], wanted[:3], strict=True)]
+        dk, dv = (place if wanted[place] else None for place in (1, 2))
+        by_keys = [(tile, dk if k is not None else None, dv if v is not None else None) for tile, k, v in by_keys]
+        by_keys = [one for one in by_keys if one[1:] != (None, None)]
+        unwritten = problem.packed or 0 in (problem.batch, problem.q_len)
+        sums = programs(problem, by_queries)
+        return cls(problem, wanted, shapes, unwritten, by_queries, by_keys, exact_delta, sums)
+
+    def samples(self, tile: Tile, *places: int | None) -> list[Tensor | None]:
+        """Of what a launch writes: gradients, or with several splits a part of each, in fp32."""
+        shapes = [None if place is None else self.shapes[place] for place in places]
+        if tile.num_splits > 1:
+            return [None if shape is None else sample((tile.num_splits, *shape), torch.float32) for shape in shapes]
+        return [None if shape is None else sample(shape, self.problem.out_dtype) for shape in shapes]
+
+    def sum_samples(self) -> list[Tensor | None]:
+        return [sample((self.sums,), torch.float32) if want else None for want in self.wanted[4:]]
+
+    def gradients(self, query: Tensor, by_driver: bool = False) -> list[Tensor | None]:
+        dtype = self.problem.out_dtype
+        if self.unwritten:
+            return [None if shape is None else filled(query, shape, dtype, 0.0, by_driver) for shape in self.shapes]
+        return [None if shape is None else query.new_empty(shape, dtype=dtype) for shape in self.shapes]
+
+    def row_sums(self, query: Tensor, by_driver: bool = False) -> list[Tensor | None]:
+        wanted = self.wanted[4:]
+        return [filled(query, (self.sums,), torch.float32, 0.0, by_driver) if want else None for want in wanted]
+
+    def of_no_query(self, inputs: Inputs) -> Gradients:
+        d_bias = None
+        if self.wanted.bias and inputs.bias is not None:
+            dtype = self.problem.state_dtype if self.problem.partial else inputs.bias.dtype
+            d_bias = inputs.bias.new_zeros(inputs.bias.shape, dtype=dtype)
+        query = inputs.query
+        return _gathered(self.problem, inputs, self.gradients(query), d_bias, self.row_sums(query))
 
 
-def _sum_parts(grad: Tensor | None, parts: Tensor | None) -> None:
-    if grad is not None and parts is not None and parts is not grad:
-        grad.copy_(parts.sum(0))
+class _Backward:
+    """A launch by queries, one or two by keys, and one of the bias if its gradient is wanted."""
+
+    def __init__(
+        self,
+        config: BackwardConfig,
+        made: _Results,
+        before: Prepass,
+        like: Tensor,
+        query: Launch,
+        keys: list[Launch],
+        bias: Callable[..., Tensor] | None,
+    ) -> None:
+        self._config, self._made, self._before, self._query, self._keys = config, made, before, query, keys
+        problem = made.problem
+        rows = (*like.shape[:-3], problem.q_heads, padded_rows(problem, like)), torch.float32
+        self._bias, self._scratch = bias, Scratch.of_shapes(rows, rows)
+
+    def __call__(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        query, made = inputs.query, self._made
+        is_compiled = self._query.is_compiled and all(launch.is_compiled for launch in self._keys)
+        grads, sums = made.gradients(query, is_compiled), made.row_sums(query, is_compiled)
+        computed = self._before.run(inputs)
+        memory, rows = self._scratch.allocate(query, is_compiled and self._bias is None)
+        parts = _parts(query, made.by_queries, grads[:1])
+        self._query(*inputs, *computed, out, lse, grad_out, grad_lse, *rows, *parts, *sums)
+        _sum_parts(grads[:1], parts)
+        for launch, (tile, *places) in zip(self._keys, made.by_keys, strict=True):
+            written = [None if place is None else grads[place] for place in places]
+            parts = _parts(query, tile, written)
+            launch(*inputs, *computed, grad_out, *rows, *parts)
+            _sum_parts(written, parts)
+        d_bias = None if self._bias is None else self._bias(inputs, (*computed, grad_out, *rows))
+        del memory  # all that reads it is queued
+        return _gathered(made.problem, inputs, grads, d_bias, sums)
+
+    def resized(self, problem: Problem, inputs: Inputs, config: BackwardConfig, *saved: Any) -> Backward | None:
+        """The same backward of tensors of other lengths; None where other kernels compute it."""
+        if config != self._config or self._before.steps or problem.empty:
+            return None
+        made = _Results.of(problem, inputs, config, self._made.wanted)
+        out, _, grad_out, _ = saved
+        grid, sizes = query_sizes(problem, inputs, made.by_queries, out, grad_out)
+        query = self._query.resized(grid, **sizes)
+        keys = []
+        for launch, (tile, *_) in zip(self._keys, made.by_keys, strict=True):
+            grid, sizes = key_sizes(problem, inputs, tile, grad_out)
+            keys.append(launch.resized(grid, **sizes))
+        if query is None or None in keys:
+            return None
+        found = [launch for launch in keys if launch is not None]
+        return _Backward(config, made, self._before, inputs.query, query, found, None)
+
+
+def _parts(query: Tensor, tile: Tile, grads: list[Tensor | None]) -> list[Tensor | None]:
+    """What a launch writes: gradients, or with several splits a part of each, in fp32."""
+    if tile.num_splits == 1:
+        return grads
+    shapes = [None if grad is None else (tile.num_splits, *grad.shape) for grad in grads]
+    return [None if shape is None else query.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+
+def _sum_parts(grads: list[Tensor | None], parts: list[Tensor | None]) -> None:
+    for grad, part in zip(grads, parts, strict=True):
+        if grad is not None and part is not None and part is not grad:
+            grad.copy_(part.sum(0))
+
+
+def _gathered(
+    problem: Problem,
+    inputs: Inputs,
+    grads: list[Tensor | None],
+    d_bias: Tensor | None,
+    sums: list[Tensor | None],
+) -> Gradients:
+    d_slopes = _by_head(problem, sums[0], inputs.alibi_slopes)
+    dq, dk, dv = grads
+    return Gradients(dq, dk, dv, d_bias, d_slopes, _by_head(problem, sums[1], inputs.sink))
 
 
 def _by_head(problem: Problem, sums: Tensor | None, parameter: Tensor | None) -> Tensor | None:

@@ -12,28 +12,31 @@ Dense problems only: packed sequences take no bias.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...gpu.launch import Kernel, Launch, jit
 from ...problem import Inputs, Problem
 from ...tuning.triton import Tile
 from .arguments import (
     UNIT,
     WIDE,
     access_unit,
+    backward_constants,
     broadcast_strides,
-    constants_of,
     is_aligned,
-    meaning_of,
-    precision,
+    named,
     row_strides,
+    sample,
+    score_params,
     slope_stride,
-    tanh,
+    visible_range,
 )
-from .launch import Kernel, jit
+from .prepass import Prepass
 from .rows import PAD, Rows
 from .tiles import dropout_keep, load_broadcast, tile_gradients
 
@@ -249,82 +252,92 @@ def _bias_kernel(
         )
 
 
-def bias_gradient(
-    problem: Problem,
-    inputs: Inputs,
-    tile: Tile,
-    words: tuple[Tensor | None, Tensor | None],
-    grad_out: Tensor,
-    rows: Rows,
-) -> Tensor:
-    """The gradient of the bias, in its shape and dtype; in fp32 where the problem is one of several shards."""
+def prepare_bias_gradient(
+    problem: Problem, inputs: Inputs, tile: Tile, before: Prepass, grad_out: Tensor, rows: Rows
+) -> Callable[[Inputs, Sequence[Any]], Tensor]:
+    """The gradient of the bias, in its shape and dtype; in fp32 where the problem is one of several shards. A function
+    of the inputs, and of (the results of the prepass, grad_out, rows)."""
     bias = inputs.bias
     assert bias is not None
     dtype: Any = problem.state_dtype if problem.partial else bias.dtype
     if problem.empty:
-        return bias.new_zeros(bias.shape, dtype=dtype)
-    if bias.shape[2] == 1:
-        sums = bias.new_empty(problem.batch, problem.q_heads, 1, problem.k_len, dtype=problem.state_dtype)
-        _launch(problem, inputs, tile, words, grad_out, rows, sums, sum_rows=True)
-    elif bias.shape[3] == 1:
-        sums = bias.new_empty(problem.batch, problem.q_heads, problem.q_len, 1, dtype=problem.state_dtype)
-        _launch(problem, inputs, tile, words, grad_out, rows, sums, sum_columns=True)
+        return lambda inputs, others: inputs.query.new_zeros(bias.shape, dtype=dtype)
+    shape, sums_dtype = bias.shape, problem.state_dtype
+    sum_rows, sum_columns = bias.shape[2] == 1, bias.shape[2] > 1 and bias.shape[3] == 1
+    if sum_rows:
+        sums_shape: Sequence[int] = (problem.batch, problem.q_heads, 1, problem.k_len)
+    elif sum_columns:
+        sums_shape = (problem.batch, problem.q_heads, problem.q_len, 1)
     else:
-        sums = bias.new_empty(bias.shape, dtype=dtype)
-        _launch(problem, inputs, tile, words, grad_out, rows, sums)
-    return sums.sum_to_size(bias.shape).to(dtype)
+        sums_shape, sums_dtype = bias.shape, dtype
+    sums = sample(sums_shape, sums_dtype)
+    launch = _bind(problem, inputs, tile, before, grad_out, rows, sums, sum_rows, sum_columns)
+
+    def run(inputs: Inputs, others: Sequence[Any]) -> Tensor:
+        sums = inputs.query.new_empty(sums_shape, dtype=sums_dtype)
+        launch(*inputs, *others, sums)
+        return sums.sum_to_size(shape).to(dtype)
+
+    return run
 
 
-def _launch(
+def _bind(
     problem: Problem,
     inputs: Inputs,
     tile: Tile,
-    words: tuple[Tensor | None, Tensor | None],
+    before: Prepass,
     grad_out: Tensor,
     rows: Rows,
     sums: Tensor,
-    sum_rows: bool = False,
-    sum_columns: bool = False,
-) -> None:
+    sum_rows: bool,
+    sum_columns: bool,
+) -> Launch:
     query, key, value, mask, bias, slopes = inputs[:6]
+    _, _, row_words, col_words = before.samples
     aligned = is_aligned(query, key, value, grad_out)
     unit = UNIT if aligned else 1
     out_batch, out_heads = sums.shape[:2]
     tiles_m, tiles_n = triton.cdiv(problem.q_len, tile.block_m), triton.cdiv(problem.k_len, tile.block_n)
     heads_walked = problem.q_heads // out_heads
-    steps = tiles_m if sum_rows else tiles_n if sum_columns else heads_walked * (problem.batch // out_batch)
     out_tiles_m, out_tiles_n = 1 if sum_rows else tiles_m, 1 if sum_columns else tiles_n
-    _kernel.launch(
-        grid=out_batch * out_heads * out_tiles_m * out_tiles_n,
-        pointers=(query, key, value, mask, bias, slopes, *words, grad_out, *rows, sums),
-        scalars=(
-            *row_strides(query, False, unit),
-            *row_strides(key, False, unit),
-            *row_strides(value, False, unit),
-            *row_strides(grad_out, False, unit),
-            *broadcast_strides(mask, access_unit(mask)),
-            *broadcast_strides(bias, access_unit(bias)),
-            slope_stride(slopes),
-            problem.q_len,
-            problem.k_len,
-            rows.lse.shape[-1] // PAD.value,
-            problem.q_heads,
-            out_heads,
-            out_tiles_m,
-            out_tiles_n,
-            heads_walked,
-            steps,
-            *meaning_of(problem),
-        ),
-        constants=(
-            *constants_of(problem, inputs, tile, aligned),
-            sum_rows,  # SUM_ROWS
-            sum_columns,  # SUM_COLUMNS
-            precision(problem),  # PRECISION
-            tanh(problem),  # TANH
-        ),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+    return _kernel.bind(
+        out_batch * out_heads * out_tiles_m * out_tiles_n,
+        (*inputs, *before.samples, grad_out, *rows, sums),
+        {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        q_ptr=query,
+        k_ptr=key,
+        v_ptr=value,
+        mask_ptr=mask,
+        bias_ptr=bias,
+        slopes_ptr=slopes,
+        row_words_ptr=row_words,
+        col_words_ptr=col_words,
+        grad_out_ptr=grad_out,
+        rows_lse_ptr=rows.lse,
+        rows_delta_ptr=rows.delta,
+        d_bias_ptr=sums,
+        **named("stride_qb stride_qm stride_qh", row_strides(query, False, unit)),
+        **named("stride_kb stride_kn stride_kh", row_strides(key, False, unit)),
+        **named("stride_vb stride_vn stride_vh", row_strides(value, False, unit)),
+        **named("stride_gb stride_gm stride_gh", row_strides(grad_out, False, unit)),
+        **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask, access_unit(mask))),
+        **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias, access_unit(bias))),
+        stride_ab=slope_stride(slopes),
+        q_len=problem.q_len,
+        k_len=problem.k_len,
+        row_tiles=rows.lse.shape[-1] // PAD.value,
+        q_heads=problem.q_heads,
+        out_heads=out_heads,
+        out_tiles_m=out_tiles_m,
+        out_tiles_n=out_tiles_n,
+        heads_walked=heads_walked,
+        steps=tiles_m if sum_rows else tiles_n if sum_columns else heads_walked * (problem.batch // out_batch),
+        **visible_range(problem),
+        **score_params(problem),
+        **backward_constants(problem, inputs, tile),
+        ALIGNED=aligned,
+        SUM_ROWS=sum_rows,
+        SUM_COLUMNS=sum_columns,
     )
 
 

@@ -15,30 +15,33 @@ and sinks leave as one number per program, to be summed in a fixed order: no ato
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...gpu.launch import Kernel, Launch, jit
 from ...problem import Inputs, Problem
 from ...tuning.triton import Tile
 from .arguments import (
     UNIT,
     WIDE,
     access_unit,
+    backward_constants,
     broadcast_strides,
-    constants_of,
     flag_strides,
     is_aligned,
-    meaning_of,
-    precision,
+    named,
+    qkv_strides,
     row_strides,
+    score_params,
     slope_stride,
-    tanh,
+    visible_range,
 )
-from .launch import Kernel, jit
-from .rows import PAD, Rows, padded_row
+from .prepass import Prepass
+from .rows import PAD, Rows, padded_row, padded_rows
 from .tiles import LOG2E, dropout_keep, load_broadcast, packed_rows, tile_gradients
-from .visibility import Seen
 
 
 @jit
@@ -360,12 +363,33 @@ def _query_kernel(
             tl.store(d_sink_ptr + pid, -tl.sum(tl.exp2(sink - lse) * delta, 0))
 
 
-def launch_query(
+def query_sizes(
+    problem: Problem, inputs: Inputs, tile: Tile, out: Tensor, grad_out: Tensor
+) -> tuple[int, dict[str, Any]]:
+    """The grid and the arguments that depend on lengths."""
+    query, key, value = inputs[:3]
+    packed = problem.packed
+    aligned = is_aligned(query, key, value, out, grad_out)
+    unit = UNIT if aligned else 1
+    return programs(problem, tile), {
+        **qkv_strides(inputs, packed, unit),
+        **named("stride_ob stride_om stride_oh", row_strides(out, packed, unit)),
+        **named("stride_gb stride_gm stride_gh", row_strides(grad_out, packed, unit)),
+        "q_len": problem.q_len,
+        "k_len": problem.k_len,
+        "q_rows": query.shape[-3],
+        "k_rows": key.shape[-3],
+        "row_tiles": padded_rows(problem, query) // PAD.value,
+        **visible_range(problem),
+        "ALIGNED": aligned,
+    }
+
+
+def bind_query(
     problem: Problem,
     inputs: Inputs,
     tile: Tile,
-    seen: Seen,
-    words: tuple[Tensor | None, Tensor | None],
+    before: Prepass,
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
@@ -375,8 +399,9 @@ def launch_query(
     d_slopes: Tensor | None,
     d_sink: Tensor | None,
     exact_delta: bool,
-) -> None:
-    """Write rows, and those of dq, d_slopes and d_sink that are not None; the last two by `programs`, fp32.
+) -> Launch:
+    """Writes rows, and those of dq, d_slopes and d_sink that are not None; the last two by `programs`, fp32. A function
+    of all tensors, in this order.
 
     With several splits dq is `[splits, B, Tq, Hq, D]`, a part of the sum each. `exact_delta` needs whole rows: no
     splits, and no shards.
@@ -384,50 +409,53 @@ def launch_query(
     The LSE and its gradient, words and dq are contiguous.
     """
     query, key, value, mask, bias, slopes, sink, _, cu_q, cu_k = inputs
+    keys_seen, queries_seen, row_words, col_words = before.samples
     packed = problem.packed
-    aligned = is_aligned(query, key, value, out, grad_out)
-    unit = UNIT if aligned else 1
-    _kernel.launch(
-        grid=programs(problem, tile),
-        pointers=(
-            *(query, key, value, mask, bias, *seen, slopes, sink, *words, cu_q, cu_k),
-            *(out, lse, grad_out, grad_lse, *rows, dq, d_slopes, d_sink),
-        ),
-        scalars=(
-            *row_strides(query, packed, unit),
-            *row_strides(key, packed, unit),
-            *row_strides(value, packed, unit),
-            *row_strides(out, packed, unit),
-            *row_strides(grad_out, packed, unit),
-            *broadcast_strides(mask, access_unit(mask)),
-            *broadcast_strides(bias, access_unit(bias)),
-            *flag_strides(seen.keys),
-            *flag_strides(seen.queries),
-            slope_stride(slopes),
-            problem.batch,
-            problem.q_len,
-            problem.k_len,
-            query.shape[-3],
-            key.shape[-3],
-            rows.lse.shape[-1] // PAD.value,
-            problem.q_heads,
-            tile.num_splits,
-            *meaning_of(problem),
-        ),
-        constants=(
-            *constants_of(problem, inputs, tile, aligned),
-            grad_lse is not None,  # HAS_LSE_GRAD
-            packed,  # IS_PACKED
-            tile.num_splits > 1,  # IS_SPLIT
-            dq is not None,  # WANT_QUERY
-            d_slopes is not None,  # WANT_SLOPES
-            d_sink is not None,  # WANT_SINK
-            exact_delta,  # EXACT_DELTA
-            precision(problem),  # PRECISION
-            tanh(problem),  # TANH
-        ),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+    grid, sizes = query_sizes(problem, inputs, tile, out, grad_out)
+    return _kernel.bind(
+        grid,
+        (*inputs, *before.samples, out, lse, grad_out, grad_lse, *rows, dq, d_slopes, d_sink),
+        {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        q_ptr=query,
+        k_ptr=key,
+        v_ptr=value,
+        mask_ptr=mask,
+        bias_ptr=bias,
+        keys_seen_ptr=keys_seen,
+        queries_seen_ptr=queries_seen,
+        slopes_ptr=slopes,
+        sink_ptr=sink,
+        row_words_ptr=row_words,
+        col_words_ptr=col_words,
+        cu_q_ptr=cu_q,
+        cu_k_ptr=cu_k,
+        out_ptr=out,
+        lse_ptr=lse,
+        grad_out_ptr=grad_out,
+        grad_lse_ptr=grad_lse,
+        rows_lse_ptr=rows.lse,
+        rows_delta_ptr=rows.delta,
+        dq_ptr=dq,
+        d_slopes_ptr=d_slopes,
+        d_sink_ptr=d_sink,
+        **sizes,
+        **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask, access_unit(mask))),
+        **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias, access_unit(bias))),
+        **named("stride_fb stride_fh", flag_strides(keys_seen)),
+        **named("stride_sb stride_sh", flag_strides(queries_seen)),
+        stride_ab=slope_stride(slopes),
+        batches=problem.batch,
+        q_heads=problem.q_heads,
+        num_splits=tile.num_splits,
+        **score_params(problem),
+        **backward_constants(problem, inputs, tile),
+        HAS_LSE_GRAD=grad_lse is not None,
+        IS_PACKED=packed,
+        IS_SPLIT=tile.num_splits > 1,
+        WANT_QUERY=dq is not None,
+        WANT_SLOPES=d_slopes is not None,
+        WANT_SINK=d_sink is not None,
+        EXACT_DELTA=exact_delta,
     )
 
 

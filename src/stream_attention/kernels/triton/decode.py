@@ -20,8 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...cache_views import ContiguousKV, KVCache, PagedKV, QuantizedKV
+from ...gpu.launch import Kernel, Launch, jit
+from ...problem import Inputs
 from ...tuning.decode import DecodeConfig, DecodeProblem
-from .arguments import UNIT, is_aligned, row_strides, tile_width
+from .arguments import UNIT, is_aligned, qkv_strides, tile_width
 from .decode_call import DecodeCall, side_by_side, workspace_numbers
 from .decode_codes import codes_arguments, codes_kernel
 from .decode_tiles import (
@@ -35,7 +37,6 @@ from .decode_tiles import (
     normalised,
     wait_for_kernels_ahead,
 )
-from .launch import Kernel, jit
 from .tiles import online_softmax_step
 
 
@@ -235,57 +236,44 @@ def decode(
     asked = side_by_side(cache.lengths), tree, slopes, sink, left, right, scale, softcap
     call = DecodeCall(problem, config, query, *asked, out, lse, workspace)
     kernel, arguments = (computed_by or kernel_of)(call, cache)
-    kernel.launch(**arguments)
-    if workspace is not None:
-        merge_kernel.launch(**call.merging())
+    launch = kernel.bind_addresses(call.grid, call.options, **arguments)
+    addresses = [arguments[name] for name in kernel.addresses]
+    launch(*addresses)
+    merge = None if workspace is None else call.bind_merge(merge_kernel)
+    if merge is not None:
+        merge(workspace, sink, out, lse)
     if given is not query or call.lengths is not cache.lengths or tree is not None:
         return out, lse, None
-    return out, lse, _repeat(call, cache, kernel, arguments)
+    return out, lse, _repeat(call, cache, launch, merge, addresses)
 
 
 KernelOf = Callable[[DecodeCall, KVCache], tuple[Kernel, dict[str, Any]]]
-"""The kernel that computes a call, or its parts, and what `Kernel.launch` takes."""
+"""The kernel that computes a call, or its parts, and its arguments by name."""
 
 Repeat = Callable[[Tensor, tuple[int, ...], Tensor, Tensor | None, Tensor | None], None]
 """Computes a call anew: query, addresses of the cache, out, lse, workspace."""
 
 
-def _repeat(call: DecodeCall, cache: KVCache, kernel: Kernel, arguments: dict[str, Any]) -> Repeat | None:
+def _repeat(
+    call: DecodeCall, cache: KVCache, launch: Launch, merge: Launch | None, pointers: list[Tensor | None]
+) -> Repeat | None:
     """A plain call that was computed, as a function of a query, results and a workspace of the same layout, and of the
     cache's addresses: a `ContiguousKV` may lie elsewhere, of others it keeps those that they had. None where that
     cannot be: there are slopes or sinks, a table was copied, or the interpreter runs."""
     table = getattr(cache, "page_table", None)
-    if call.slopes is not None or call.sink is not None or table is not side_by_side(table):
+    if call.slopes is not None or call.sink is not None or table is not side_by_side(table) or not launch.is_compiled:
         return None
-    scalars = arguments.pop("scalars")
-    compute = kernel.repeat(**arguments)
-    if compute is None:
-        return None
-    fixed = tuple(None if t is None else t.data_ptr() for t in arguments["pointers"][1:-3])
+    fixed = tuple(None if t is None else t.data_ptr() for t in pointers[1:-3])
     held = _held_by_rows if isinstance(cache, ContiguousKV) else lambda _: fixed
-    if call.workspace is None:
 
-        def at_once(
-            query: Tensor, addresses: tuple[int, ...], out: Tensor, lse: Tensor | None, workspace: Tensor | None
-        ) -> None:
-            results = out.data_ptr(), None if lse is None else lse.data_ptr()
-            compute(query.data_ptr(), *held(addresses), *results, None, *scalars)
-
-        return at_once
-    merging = call.merging()
-    merge_scalars = merging.pop("scalars")
-    merge = merge_kernel.repeat(**merging)
-    assert merge is not None, "it was launched as the other was"
-
-    def in_parts(
+    def again(
         query: Tensor, addresses: tuple[int, ...], out: Tensor, lse: Tensor | None, workspace: Tensor | None
     ) -> None:
-        assert workspace is not None
-        results = out.data_ptr(), None if lse is None else lse.data_ptr()
-        compute(query.data_ptr(), *held(addresses), *results, workspace.data_ptr(), *scalars)
-        merge(workspace.data_ptr(), None, *results, *merge_scalars)
+        launch(query, *held(addresses), out, lse, workspace)
+        if merge is not None:
+            merge(workspace, None, out, lse)
 
-    return in_parts
+    return again
 
 
 def _held_by_rows(addresses: tuple[int, ...]) -> tuple[int | None, ...]:
@@ -297,30 +285,31 @@ def _held_by_rows(addresses: tuple[int, ...]) -> tuple[int | None, ...]:
 def kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
     if isinstance(cache, QuantizedKV):
         return codes_kernel, codes_arguments(call, cache)
-    table = None
     if isinstance(cache, PagedKV):
-        key, value, table = cache.key_pages, cache.value_pages, side_by_side(cache.page_table)
-    else:
-        key, value = cache.key, cache.value
-    aligned = is_aligned(call.query, key, value)
-    unit = UNIT if aligned else 1
-    return _kernel, {
-        "grid": call.grid,
-        "pointers": (call.query, key, value, *call.pointers(table)),
-        "scalars": (
-            *row_strides(call.query, False, unit),
-            *row_strides(key, False, unit),
-            *row_strides(value, False, unit),
-            *call.scalars(table, key.shape[0]),
-        ),
-        "constants": (
-            *call.constants(),
-            tile_width(call.problem.head_dim),  # BLOCK_D
-            aligned,  # ALIGNED
-            "ieee" if call.query.dtype is torch.float32 else "tf32",  # PRECISION
-        ),
-        **call.options,
+        return rows_kernel, row_arguments(call, cache.key_pages, cache.value_pages, side_by_side(cache.page_table))
+    return rows_kernel, row_arguments(call, cache.key, cache.value)
+
+
+def row_arguments(call: DecodeCall, key: Tensor, value: Tensor, table: Tensor | None = None) -> dict[str, Any]:
+    """Arguments of the kernel for keys and values `[B, T, Hkv, D]` or, with a table, `[pages, page, Hkv, D]`."""
+    return {
+        **call.arguments(table),
+        "k_ptr": key,
+        "v_ptr": value,
+        **row_sizes(call, key, value),
+        "BLOCK_D": tile_width(call.problem.head_dim),
+        "PRECISION": "ieee" if call.query.dtype is torch.float32 else "tf32",
     }
 
 
-_kernel = Kernel(_decode_kernel)
+def row_sizes(call: DecodeCall, key: Tensor, value: Tensor) -> dict[str, Any]:
+    """Those of `row_arguments` that depend on lengths."""
+    aligned = is_aligned(call.query, key, value)
+    return {
+        **call.sizes(key.shape[0]),
+        **qkv_strides(Inputs(call.query, key, value), False, UNIT if aligned else 1),
+        "ALIGNED": aligned,
+    }
+
+
+rows_kernel = Kernel(_decode_kernel)

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...gpu.launch import Kernel, Launch
 from ...problem import UNBOUNDED
 from ...tuning.decode import DecodeConfig, DecodeProblem
-from .arguments import FAR, in_fp32, slope_stride, tanh, tile_width
+from .arguments import FAR, in_fp32, named, slope_stride, tanh, tile_width
 
 
 class DecodeCall(NamedTuple):
@@ -45,63 +46,89 @@ class DecodeCall(NamedTuple):
     def grid(self) -> int:
         return self.problem.lines * self.config.num_splits * self.problem.tiles_r
 
-    def pointers(self, table: Tensor | None) -> tuple[Tensor | None, ...]:
-        """From table_ptr to workspace_ptr."""
-        results = self.out, self.lse, self.workspace
-        return (table, self.lengths, self.tree, self.slopes, self.sink, *results)
+    def arguments(self, table: Tensor | None) -> dict[str, Any]:
+        """Of the kernel that computes, those that depend neither on the format of the cache nor on lengths."""
+        problem = self.problem
+        return {
+            "q_ptr": self.query,
+            "table_ptr": table,
+            "lengths_ptr": self.lengths,
+            "tree_ptr": self.tree,
+            "slopes_ptr": self.slopes,
+            "sink_ptr": self.sink,
+            "out_ptr": self.out,
+            "lse_ptr": self.lse,
+            "workspace_ptr": self.workspace,
+            "stride_tb": 0 if table is None else table.stride(0),
+            **named("stride_rb stride_rm", (0, 0) if self.tree is None else self.tree.stride()[:2]),
+            "stride_ab": slope_stride(self.slopes),
+            "batch": problem.batch,
+            "kv_heads": problem.kv_heads,
+            "scale": in_fp32(self.scale),
+            "softcap": self.softcap,
+            "GROUP": problem.group,
+            "D": problem.head_dim,
+            "DV": problem.value_dim,
+            "BLOCK_DV": tile_width(problem.value_dim),
+            "PAGE": problem.page,
+            "HAS_SOFTCAP": self.softcap != 0.0,
+            "EARLY": self.early,
+            "TANH": tanh(problem),
+        }
 
-    def scalars(self, table: Tensor | None, pages: int) -> tuple[int | float, ...]:
-        """From stride_tb to softcap."""
+    def sizes(self, pages: int) -> dict[str, Any]:
+        """Those that depend on lengths."""
         problem, config = self.problem, self.config
-        return (
-            0 if table is None else table.stride(0),
-            *((0, 0) if self.tree is None else self.tree.stride()[:2]),
-            slope_stride(self.slopes),
-            *self.out.stride(),
-            problem.batch,
-            problem.kv_heads,
-            problem.capacity,
-            pages,
-            problem.q_len,
-            config.num_splits,
-            config.split_keys,
-            min(self.left, FAR),
-            min(self.right, FAR),
-            in_fp32(self.scale),
-            self.softcap,
-        )
+        return {
+            **named("stride_ob stride_om stride_oh stride_od", self.out.stride()),
+            "capacity": problem.capacity,
+            "pages": pages,
+            "q_len": problem.q_len,
+            "num_splits": config.num_splits,
+            "split_keys": config.split_keys,
+            "left": min(self.left, FAR),
+            "right": min(self.right, FAR),
+            "BLOCK_R": problem.block_r,
+            "BLOCK_N": config.block_n,
+            "HAS_LEFT": self.left != UNBOUNDED,
+            "HAS_RIGHT": self.right != UNBOUNDED,
+            "IS_SPLIT": config.num_splits > 1,
+        }
 
-    def constants(self) -> tuple[Any, ...]:
-        """From GROUP to TANH."""
-        problem, config = self.problem, self.config
-        return (
-            problem.group,  # GROUP
-            problem.head_dim,  # D
-            problem.value_dim,  # DV
-            tile_width(problem.value_dim),  # BLOCK_DV
-            problem.block_r,  # BLOCK_R
-            config.block_n,  # BLOCK_N
-            problem.page,  # PAGE
-            self.left != UNBOUNDED,  # HAS_LEFT
-            self.right != UNBOUNDED,  # HAS_RIGHT
-            self.softcap != 0.0,  # HAS_SOFTCAP
-            config.num_splits > 1,  # IS_SPLIT
-            self.early,  # EARLY
-            tanh(problem),  # TANH
-        )
+    @property
+    def merge_grid(self) -> int:
+        return self.problem.lines * self.problem.rows
 
-    def merging(self) -> dict[str, Any]:
-        """What `Kernel.launch` takes for the kernel that merges."""
+    def merge_sizes(self) -> dict[str, int]:
+        """Arguments of the kernel that merges parts which depend on lengths."""
+        return {
+            **named("stride_ob stride_om stride_oh stride_od", self.out.stride()),
+            "q_len": self.problem.q_len,
+            "num_splits": self.config.num_splits,
+        }
+
+    def bind_merge(self, kernel: Kernel) -> Launch:
+        """The kernel that merges parts, as a function of workspace, sink, out and lse."""
         problem = self.problem
         width = tile_width(problem.value_dim)
         options: dict[str, Any] = {"num_warps": 4, "launch_pdl": True} if self.early else {"num_warps": 4}
-        return {
-            "grid": problem.lines * problem.rows,
-            "pointers": (self.workspace, self.sink, self.out, self.lse),
-            "scalars": (*self.out.stride(), problem.batch, problem.kv_heads, problem.q_len, self.config.num_splits),
-            "constants": (problem.group, problem.value_dim, width, min(32, 4096 // width), self.early),
-            **options,
-        }
+        return kernel.bind_addresses(
+            self.merge_grid,
+            options,
+            self.query.device,
+            workspace_ptr=self.workspace,
+            sink_ptr=self.sink,
+            out_ptr=self.out,
+            lse_ptr=self.lse,
+            **self.merge_sizes(),
+            batch=problem.batch,
+            kv_heads=problem.kv_heads,
+            GROUP=problem.group,
+            DV=problem.value_dim,
+            BLOCK_DV=width,
+            AT_ONCE=min(32, 4096 // width),
+            EARLY=self.early,
+        )
 
 
 def side_by_side(t: Tensor | None) -> Tensor | None:

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from ...cache_views import QuantizedKV
 from ...cache_views.codes import TOKENS, QuantizedTensor
+from ...gpu.launch import Kernel, jit
 from ...problem import UNBOUNDED
-from .arguments import UNIT, is_aligned, row_strides, tile_width
+from .arguments import UNIT, is_aligned, named, row_strides, tile_width
 from .decode_call import DecodeCall, side_by_side
 from .decode_tiles import (
     first_seen,
@@ -41,7 +42,6 @@ from .decode_tiles import (
     wait_for_kernels_ahead,
 )
 from .interpreter import active as interpreting
-from .launch import Kernel, jit
 
 _INT4 = tl.constexpr("""{
 .reg .b32 w;
@@ -532,45 +532,50 @@ def _codes_kernel(
 
 
 def codes_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
-    """What `Kernel.launch` takes."""
-    coding, table = cache.coding, side_by_side(cache.page_table)
+    """The kernel's arguments, by name."""
+    coding = cache.coding
     planes = 4 if coding.format == "int4" else 2
-    pointers = code_pointers(call, cache)
-    key, value, windows = pointers[1], pointers[4], (cache.key_window, cache.value_window)
+    arguments = quantized_arguments(call, cache)
+    key, value, windows = arguments["k_ptr"], arguments["v_ptr"], (cache.key_window, cache.value_window)
     rows = scale_rows(cache.key), scale_rows(cache.value)
     aligned = is_aligned(call.query, key, value, *windows, *(t for pair in rows for t in pair))
     unit = UNIT if aligned else 1
-    return {
-        "grid": call.grid,
-        "pointers": pointers,
-        "scalars": (
-            cache.residual,
-            cache.key_window.shape[1],
-            *(stride for t in (call.query, key, value) for stride in row_strides(t, False, unit)),
-            *(stride for pair in rows for stride in row_strides(pair[0], False, unit)),
-            *(stride for t in windows for stride in row_strides(t, False, unit)),
-            *call.scalars(table, key.shape[0]),
-        ),
-        "constants": (
-            *call.constants(),
-            coding.format,  # FORMAT
-            coding.group,  # TOKENS
-            coding.keys_per_channel,  # PER_CHANNEL
-            tile_width(call.problem.head_dim // planes),  # BLOCK_W
-            tile_width(call.problem.value_dim // planes),  # BLOCK_WV
-            all_see(call, cache),  # ALL_SEE
-            aligned,  # ALIGNED
-            interpreting(),  # INTERPRETED
-        ),
-        **call.options,
+    return arguments | {
+        **named("stride_qb stride_qm stride_qh", row_strides(call.query, False, unit)),
+        **named("stride_kb stride_kn stride_kh", row_strides(key, False, unit)),
+        **named("stride_vb stride_vn stride_vh", row_strides(value, False, unit)),
+        **named("stride_ksb stride_kss stride_ksh", row_strides(rows[0][0], False, unit)),
+        **named("stride_vsb stride_vss stride_vsh", row_strides(rows[1][0], False, unit)),
+        **named("stride_kwb stride_kwn stride_kwh", row_strides(windows[0], False, unit)),
+        **named("stride_vwb stride_vwn stride_vwh", row_strides(windows[1], False, unit)),
+        "PER_CHANNEL": coding.keys_per_channel,
+        "BLOCK_W": tile_width(call.problem.head_dim // planes),
+        "BLOCK_WV": tile_width(call.problem.value_dim // planes),
+        "ALIGNED": aligned,
+        "INTERPRETED": interpreting(),
     }
 
 
-def code_pointers(call: DecodeCall, cache: QuantizedKV) -> tuple[Any, ...]:
-    """From q_ptr to workspace_ptr."""
-    sides = ((side.codes.view(torch.int16), side.scale, side.zero) for side in (cache.key, cache.value))
-    windows = cache.key_window, cache.value_window
-    return (call.query, *(t for side in sides for t in side), *windows, *call.pointers(side_by_side(cache.page_table)))
+def quantized_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
+    """Arguments that kernels of a quantised cache share."""
+    key, value = (side.codes.view(torch.int16) for side in (cache.key, cache.value))
+    return {
+        **call.arguments(side_by_side(cache.page_table)),
+        **call.sizes(key.shape[0]),
+        "k_ptr": key,
+        "k_scale_ptr": cache.key.scale,
+        "k_zero_ptr": cache.key.zero,
+        "v_ptr": value,
+        "v_scale_ptr": cache.value.scale,
+        "v_zero_ptr": cache.value.zero,
+        "k_window_ptr": cache.key_window,
+        "v_window_ptr": cache.value_window,
+        "residual": cache.residual,
+        "slots": cache.key_window.shape[1],
+        "FORMAT": cache.coding.format,
+        "TOKENS": cache.coding.group,
+        "ALL_SEE": all_see(call, cache),
+    }
 
 
 def all_see(call: DecodeCall, cache: QuantizedKV) -> bool:

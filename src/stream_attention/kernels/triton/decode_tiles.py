@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import Kernel, jit
+from ...gpu.launch import Kernel, jit
 from .tiles import LN2, LOG2E, online_softmax_step, softcap_scores
 
 

@@ -9,13 +9,16 @@ Grid: one program per (batch, head, block of lines).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...gpu.launch import Kernel, jit
 from ...problem import Inputs, Problem
-from .launch import Kernel, jit
+from .arguments import sample
 from .tiles import packed_rows
 
 BLOCK = 1024
@@ -61,51 +64,52 @@ def _words_kernel(
     )
 
 
-def dropout_words(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Words of the rows `[B, Hq, Tq]` and of the columns `[B, Hq, Tk]` as int32; packed: `[Hq, Nq]` and `[Hq, Nk]`."""
-    rows = (
-        problem.q_len,
-        problem.q_start - problem.q_base,
-        problem.q_stride,
-        inputs.query.shape[-3],
-        inputs.cu_seqlens_q,
-    )
-    cols = (problem.k_len, problem.k_start, problem.k_stride, inputs.key.shape[-3], inputs.cu_seqlens_k)
+def prepare_words(problem: Problem, inputs: Inputs) -> list[tuple[Tensor, Callable[[Inputs], Tensor]]]:
+    """Samples of the words of the rows `[B, Hq, Tq]` and of the columns `[B, Hq, Tk]` as int32, packed: `[Hq, Nq]` and
+    `[Hq, Nk]`, and what computes them."""
+    rows = problem.q_len, problem.q_start - problem.q_base, problem.q_stride
+    columns = problem.k_len, problem.k_start, problem.k_stride
     if problem.packed:
-        rows, cols = (rows[0], 0, 1, *rows[3:]), (cols[0], 0, 1, *cols[3:])
-    return _launch(problem, inputs.seed, *rows, False), _launch(problem, inputs.seed, *cols, True)
+        rows, columns = (problem.q_len, 0, 1), (problem.k_len, 0, 1)
+    return [
+        _prepare(problem, inputs, "query", "cu_seqlens_q", *rows),
+        _prepare(problem, inputs, "key", "cu_seqlens_k", *columns),
+    ]
 
 
-def _launch(
-    problem: Problem,
-    seed: Tensor | None,
-    length: int,
-    first: int,
-    step: int,
-    lines: int,
-    cu_seqlens: Tensor | None,
-    is_column: bool,
-) -> Tensor:
-    assert seed is not None
+def _prepare(
+    problem: Problem, inputs: Inputs, side: str, offsets: str, length: int, first: int, step: int
+) -> tuple[Tensor, Callable[[Inputs], Tensor]]:
+    seed, cu_seqlens, lines = inputs.seed, getattr(inputs, offsets), getattr(inputs, side).shape[-3]
     lead = () if problem.packed else (problem.batch,)
-    words = torch.empty(*lead, problem.q_heads, lines, dtype=torch.int32, device=seed.device)
-    _kernel.launch(
-        grid=triton.cdiv(length, BLOCK) * problem.q_heads * problem.batch,
-        pointers=(seed, words, cu_seqlens),
-        scalars=(
-            length,
-            lines,
-            problem.q_heads,
-            first,
-            step,
-            problem.batch_start,
-            0 if problem.packed else words.stride(0),
-            words.stride(-2),
-        ),
-        constants=(BLOCK, is_column, problem.packed),
-        num_warps=4,
+    words = sample((*lead, problem.q_heads, lines), torch.int32)
+    shape = words.shape
+    launch = _kernel.bind(
+        triton.cdiv(length, BLOCK) * problem.q_heads * problem.batch,
+        (seed, words, cu_seqlens),
+        {"num_warps": 4},
+        seed_ptr=seed,
+        words_ptr=words,
+        cu_ptr=cu_seqlens,
+        length=length,
+        lines=lines,
+        heads=problem.q_heads,
+        first=first,
+        step=step,
+        batch_start=problem.batch_start,
+        stride_b=0 if problem.packed else words.stride(0),
+        stride_h=words.stride(-2),
+        BLOCK=BLOCK,
+        IS_COLUMN=side == "key",
+        IS_PACKED=problem.packed,
     )
-    return words
+
+    def run(inputs: Inputs) -> Tensor:
+        words = inputs.query.new_empty(shape, dtype=torch.int32)
+        launch(inputs.seed, words, getattr(inputs, offsets))
+        return words
+
+    return words, run
 
 
 _kernel = Kernel(_words_kernel)

@@ -6,71 +6,65 @@ tensors in every step, of one more token. Which calls these are, `tuning.decode.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...cache_views import ContiguousKV
-from ...problem import Inputs, Problem
-from ...tuning.decode import DecodeConfig, DecodeProblem, on_a_cache
-from .decode import decode, kernel_of
+from ...gpu.launch import Launch
+from ...problem import Forward, Inputs, Problem
+from ...tuning.decode import DecodeConfig, on_a_cache
+from .arguments import Outputs, sample
+from .decode import row_arguments, row_sizes, rows_kernel
 from .decode_call import DecodeCall, workspace_numbers
 from .decode_tiles import merge_kernel
 
 
-def forward(problem: Problem, inputs: Inputs, config: DecodeConfig) -> tuple[Tensor, Tensor]:
-    """out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`."""
-    asked = None, inputs.alibi_slopes, inputs.sink, problem.left, problem.right, problem.scale, problem.softcap
-    cache = ContiguousKV(inputs.key, inputs.value)
-    out, lse, _ = decode(_stated(problem), config, inputs.query, cache, *asked, None, True, None)
-    assert lse is not None
-    return out, lse
+def prepare(problem: Problem, inputs: Inputs, config: DecodeConfig) -> Forward:
+    """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs: `(out, lse)`."""
+    outputs = Outputs.of(problem, inputs.query)
+    call = _call(problem, inputs, config, outputs)
+    launch = rows_kernel.bind_addresses(call.grid, call.options, **row_arguments(call, inputs.key, inputs.value))
+    merge = None if call.workspace is None else call.bind_merge(merge_kernel)
+    return _Forward(outputs, call, launch, merge)
 
 
-def repeat(
-    problem: Problem, inputs: Inputs, config: DecodeConfig, out: Tensor, lse: Tensor
-) -> Callable[[Tensor, Tensor, Tensor, bool], Any]:
-    """A plain call that was computed, as a function of a query, key and value of the same layout and of whether the LSE
-    is returned too. `out` and `lse` are that call's results. Keeps none of the tensors."""
-    numbers = workspace_numbers(_stated(problem), config)
-    workspace = lse.new_empty(numbers) if numbers else None
-    sides = problem.left, problem.right, problem.scale, problem.softcap
-    call = DecodeCall(_stated(problem), config, inputs.query, None, None, None, None, *sides, out, lse, workspace)
-    kernel, arguments = kernel_of(call, ContiguousKV(inputs.key, inputs.value))
-    scalars = arguments.pop("scalars")
-    launch = kernel.repeat(**arguments)
-    merging = call.merging() if numbers else {}
-    merge_scalars = merging.pop("scalars", ())
-    merge = merge_kernel.repeat(**merging) if numbers else None
-    out_shape, lse_shape, float32 = out.shape, lse.shape, torch.float32
-    absent = (None,) * 5  # table, lengths, tree, slopes, sink
-
-    def compute(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> Any:
-        results = forward(problem, Inputs(query, key, value), config)
-        return results if return_lse else results[0]
-
-    if launch is None:  # the interpreter
-        return compute
-
-    def compute_at_once(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> Any:
-        out = query.new_empty(out_shape)
-        lse = query.new_empty(lse_shape, dtype=float32)
-        results = out.data_ptr(), lse.data_ptr()
-        addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), *absent, *results
-        if merge is None:
-            launch(*addresses, None, *scalars)
-        else:
-            parts = query.new_empty(numbers, dtype=float32)
-            launch(*addresses, parts.data_ptr(), *scalars)
-            merge(parts.data_ptr(), None, *results, *merge_scalars)
-        return (out, lse) if return_lse else out
-
-    return compute_at_once
-
-
-def _stated(problem: Problem) -> DecodeProblem:
-    stated = on_a_cache(problem)
+def _call(problem: Problem, inputs: Inputs, config: DecodeConfig, outputs: Outputs) -> DecodeCall:
+    """The call on a cache that a problem is; results and workspace are samples."""
+    stated = on_a_cache(problem, fewest_keys=0)  # it was planned by a length that is rounded up
     assert stated is not None, "its configuration says that it is one"
-    return stated
+    numbers = workspace_numbers(stated, config)
+    workspace = sample((numbers,), torch.float32) if numbers else None
+    asked = None, None, inputs.alibi_slopes, inputs.sink, problem.left, problem.right, problem.scale, problem.softcap
+    return DecodeCall(stated, config, inputs.query, *asked, *outputs.samples(), workspace)
+
+
+class _Forward:
+    """The decode kernel and, if keys are in splits, the one that merges."""
+
+    def __init__(self, outputs: Outputs, call: DecodeCall, launch: Launch, merge: Launch | None) -> None:
+        self._outputs, self._launch, self._merge, self._options = outputs, launch, merge, call.options
+        self._numbers = 0 if call.workspace is None else call.workspace.numel()
+
+    def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        query, slopes, sink = inputs.query, inputs.alibi_slopes, inputs.sink
+        out, lse = self._outputs.allocate(query)
+        workspace = query.new_empty(self._numbers, dtype=torch.float32) if self._numbers else None
+        self._launch(query, inputs.key, inputs.value, None, None, None, slopes, sink, out, lse, workspace)
+        if self._merge is not None:
+            self._merge(workspace, sink, out, lse)
+        return out, lse
+
+    def resized(self, problem: Problem, inputs: Inputs, config: Any) -> Forward | None:
+        """The same call on keys of another length; None where another kernel computes it."""
+        if not isinstance(config, DecodeConfig):
+            return None
+        outputs = Outputs.of(problem, inputs.query)
+        call = _call(problem, inputs, config, outputs)
+        if call.options != self._options:
+            return None
+        launch = self._launch.resized(call.grid, **row_sizes(call, inputs.key, inputs.value))
+        merge = None if self._merge is None else self._merge.resized(call.merge_grid, **call.merge_sizes())
+        if launch is None or (merge is None) != (call.workspace is None):
+            return None
+        return _Forward(outputs, call, launch, merge)

@@ -14,37 +14,39 @@ Not here: paged and quantised caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...problem import UNBOUNDED, Inputs, Problem
+from ...gpu.launch import Kernel, Launch, jit
+from ...problem import Forward, Inputs, Problem
 from ...tuning.triton import TritonConfig
 from .arguments import (
-    FAR,
     UNIT,
     WIDE,
+    Outputs,
     access,
     access_unit,
     broadcast_strides,
     flag_strides,
     is_aligned,
     line_strides,
+    named,
     precision,
-    room_for_results,
+    qkv_strides,
     row_strides,
+    sample,
     scale_of,
     slope_stride,
     tanh,
     tile_width,
+    visible_range,
 )
-from .dropout import dropout_words
-from .launch import Kernel, jit
-from .merge import launch_merge
+from .merge import bind_merge
+from .prepass import Prepass
 from .tiles import LN2, LOG2E, add_bias, dropout_keep, online_softmax_step, packed_rows, softcap_scores
-from .visibility import keys_seen
 
 
 @jit
@@ -316,133 +318,150 @@ def _forward_kernel(
     tl.store(lse_ptr + batch * stride_lb + offs_h * stride_lh + offs_m, lse, mask=mask_lse)
 
 
-def forward(problem: Problem, inputs: Inputs, config: TritonConfig) -> tuple[Tensor, Tensor]:
-    """out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, Dv]` and `[Hq, Nq]`."""
-    out, lse = room_for_results(problem, inputs.query)
+def prepare(problem: Problem, inputs: Inputs, config: TritonConfig) -> Forward:
+    """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs: `(out, lse)`."""
+    outputs = Outputs.of(problem, inputs.query)
     if 0 in (problem.batch, problem.q_len):
+        return lambda inputs, with_lse: outputs.allocate(inputs.query)
+    before, (out, lse) = Prepass.of(problem, inputs), outputs.samples()
+    if config.num_splits > 1:
+        return _prepare_split(problem, inputs, config, outputs, before)
+    return _Forward(config, outputs, before, bind_forward(problem, inputs, config, out, lse, before))
+
+
+class _Forward:
+    """One launch, whole rows."""
+
+    def __init__(self, config: TritonConfig, outputs: Outputs, before: Prepass, launch: Launch) -> None:
+        self._config, self._outputs, self._before, self._launch = config, outputs, before, launch
+        self._without_lse: Launch | None = None
+
+    def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        outputs, launch, query = self._outputs, self._launch, inputs.query
+        computed = self._before.run(inputs)
+        if with_lse or not launch.is_compiled or outputs.has_unwritten_rows:
+            out, lse = outputs.allocate(query, launch.is_compiled)
+            launch(*inputs, *computed, out, lse)
+            return out, lse
+        if self._without_lse is None:
+            self._without_lse = launch.replaced(write_lse=0)
+        out = query.new_empty(outputs.out_shape, dtype=outputs.out_dtype)
+        self._without_lse(*inputs, *computed, out, 0)
+        return out, None
+
+    def resized(self, problem: Problem, inputs: Inputs, config: TritonConfig) -> Forward | None:
+        """The same call on tensors of other lengths; None where another kernel computes it."""
+        if config != self._config or self._before.steps or problem.empty:
+            return None
+        outputs = Outputs.of(problem, inputs.query)
+        grid, sizes = _sizes(problem, inputs, config)
+        launch = self._launch.resized(grid, **sizes, **outputs.strides(problem.packed))
+        return None if launch is None else _Forward(config, outputs, self._before, launch)
+
+
+def _prepare_split(
+    problem: Problem, inputs: Inputs, config: TritonConfig, outputs: Outputs, before: Prepass
+) -> Forward:
+    """Keys in splits that run side by side and are merged."""
+    out, lse = outputs.samples()
+    outs, lses = (sample((config.num_splits, *t.shape), torch.float32) for t in (out, lse))
+    launch = bind_forward(problem, inputs._replace(sink=None), config, outs, lses, before)
+    merge = bind_merge(inputs.query.device, outs, lses, inputs.sink, out, lse)
+
+    def run(inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        out, lse = outputs.allocate(inputs.query)
+        outs_now, lses_now = (lse.new_empty(t.shape) for t in (outs, lses))
+        launch(*inputs, *before.run(inputs), outs_now, lses_now)
+        merge(outs_now, lses_now, inputs.sink, out, lse)
         return out, lse
-    if config.num_splits == 1:
-        launch_forward(problem, inputs, config, out, lse)
-        return out, lse
-    outs, lses = lse.new_empty(config.num_splits, *out.shape), lse.new_empty(config.num_splits, *lse.shape)
-    launch_forward(problem, inputs._replace(sink=None), config, outs, lses)
-    launch_merge(outs, lses, inputs.sink, out, lse)
-    return out, lse
+
+    return run
 
 
-def repeat(
-    problem: Problem, inputs: Inputs, config: TritonConfig, out: Tensor, lse: Tensor
-) -> Callable[[Tensor, Tensor, Tensor, bool], Any]:
-    """A plain call that was computed, as a function of a query, key and value of the same layout and of whether the LSE
-    is returned too. `out` and `lse` are that call's results. Keeps none of the tensors."""
-
-    def compute(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> Any:
-        results = forward(problem, Inputs(query, key, value), config)
-        return results if return_lse else results[0]
-
-    if config.num_splits > 1 or problem.empty:
-        return compute
-    arguments = _launch_arguments(problem, inputs, config, out, lse)
-    with_lse = arguments.pop("scalars")
-    launch = _kernel.repeat(**arguments)
-    if launch is None:  # the interpreter
-        return compute
-    out_shape, lse_shape, float32 = out.shape, lse.shape, lse.new_empty(0)
-    absent = (None,) * 9  # mask to cu_seqlens_k
-    without_lse = (0, *with_lse[1:])
-
-    def compute_at_once(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> Any:
-        out = query.new_empty(out_shape)
-        addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), *absent, out.data_ptr()
-        if not return_lse:
-            launch(*addresses, None, *without_lse)
-            return out
-        lse = float32.new_empty(lse_shape)
-        launch(*addresses, lse.data_ptr(), *with_lse)
-        return out, lse
-
-    return compute_at_once
-
-
-def launch_forward(problem: Problem, inputs: Inputs, config: TritonConfig, out: Tensor, lse: Tensor) -> None:
-    """Launch the kernel. `out` and `lse` are fresh, with a leading dim of splits if there are several."""
-    _kernel.launch(**_launch_arguments(problem, inputs, config, out, lse))
-
-
-def _launch_arguments(
-    problem: Problem, inputs: Inputs, config: TritonConfig, out: Tensor, lse: Tensor
-) -> dict[str, Any]:
-    """What `Kernel.launch` takes."""
-    query, key, value, mask, bias, slopes, sink, _, cu_q, cu_k = inputs
-    packed, is_split = problem.packed, config.num_splits > 1
+def _sizes(problem: Problem, inputs: Inputs, config: TritonConfig) -> tuple[int, dict[str, Any]]:
+    """The grid and the arguments that depend on lengths, but for strides of results."""
+    query, key, value = inputs[:3]
     heads_per_tile = problem.group if config.pack_heads else 1
-    aligned = is_aligned(query, key, value)
-    unit = UNIT if aligned else 1
-    seen = keys_seen(problem, inputs) if mask is not None or bias is not None else None
-    row_words, col_words = dropout_words(problem, inputs) if problem.dropout_p else (None, None)
     tiles_m = -(-problem.q_len * heads_per_tile // config.block_m)
-    return {
-        "grid": tiles_m * config.num_splits * (problem.q_heads // heads_per_tile) * problem.batch,
-        "pointers": (query, key, value, mask, bias, seen, slopes, sink, row_words, col_words, cu_q, cu_k, out, lse),
-        "scalars": (
-            1,  # write_lse
-            *row_strides(query, packed, unit),
-            *row_strides(key, packed, unit),
-            *row_strides(value, packed, unit),
-            *broadcast_strides(mask, access_unit(mask)),
-            *broadcast_strides(bias, access_unit(bias)),
-            *flag_strides(seen),
-            slope_stride(slopes),
-            *line_strides(row_words, packed),
-            *line_strides(col_words, packed),
-            out.stride(0) // UNIT if is_split else 0,
-            *row_strides(out[0] if is_split else out, packed, UNIT),
-            lse.stride(0) if is_split else 0,
-            *line_strides(lse, packed),
-            problem.q_len,
-            problem.k_len,
-            query.shape[-3],
-            key.shape[-3],
-            problem.q_heads,
-            config.num_splits,
-            min(problem.left, FAR),
-            min(problem.right, FAR),
-            problem.q_start,
-            problem.q_stride,
-            problem.k_start,
-            problem.k_stride,
-            int(problem.dropout_p * 2**32),
-            scale_of(problem),
-            problem.softcap,
-            1.0 / (1.0 - problem.dropout_p),
-        ),
-        "constants": (
-            problem.group,  # GROUP
-            heads_per_tile,  # HEADS
-            problem.head_dim,  # D
-            problem.value_dim,  # DV
-            tile_width(problem.head_dim),  # BLOCK_D
-            tile_width(problem.value_dim),  # BLOCK_DV
-            config.block_m,  # BLOCK_M
-            config.block_n,  # BLOCK_N
-            aligned,  # ALIGNED
-            problem.left != UNBOUNDED,  # HAS_LEFT
-            problem.right != UNBOUNDED,  # HAS_RIGHT
-            min(access(mask), WIDE.value),  # MASK
-            min(access(bias), WIDE.value),  # BIAS
-            slopes is not None,  # HAS_ALIBI
-            sink is not None,  # HAS_SINK
-            problem.softcap != 0.0,  # HAS_SOFTCAP
-            problem.dropout_p != 0.0,  # HAS_DROPOUT
-            packed,  # IS_PACKED
-            is_split,  # IS_SPLIT
-            scale_of(problem) > 0 and not (problem.softcap or problem.alibi or problem.bias),  # SCALE_LATE
-            precision(problem),  # PRECISION
-            tanh(problem),  # TANH
-        ),
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+    aligned = is_aligned(query, key, value)
+    return tiles_m * config.num_splits * (problem.q_heads // heads_per_tile) * problem.batch, {
+        **qkv_strides(inputs, problem.packed, UNIT if aligned else 1),
+        "q_len": problem.q_len,
+        "k_len": problem.k_len,
+        "q_rows": query.shape[-3],
+        "k_rows": key.shape[-3],
+        **visible_range(problem),
+        "ALIGNED": aligned,
     }
+
+
+def bind_forward(
+    problem: Problem, inputs: Inputs, config: TritonConfig, out: Tensor, lse: Tensor, before: Prepass
+) -> Launch:
+    """The kernel as a function of inputs, of what is computed before, and of results, with a leading dim of splits if
+    there are several."""
+    query, key, value, mask, bias, slopes, sink, _, cu_q, cu_k = inputs
+    seen, _, row_words, col_words = before.samples
+    packed, is_split = problem.packed, config.num_splits > 1
+    grid, sizes = _sizes(problem, inputs, config)
+    return _kernel.bind(
+        grid,
+        (*inputs, *before.samples, out, lse),
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        q_ptr=query,
+        k_ptr=key,
+        v_ptr=value,
+        mask_ptr=mask,
+        bias_ptr=bias,
+        seen_ptr=seen,
+        slopes_ptr=slopes,
+        sink_ptr=sink,
+        row_words_ptr=row_words,
+        col_words_ptr=col_words,
+        cu_q_ptr=cu_q,
+        cu_k_ptr=cu_k,
+        out_ptr=out,
+        lse_ptr=lse,
+        write_lse=1,
+        **sizes,
+        **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask, access_unit(mask))),
+        **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias, access_unit(bias))),
+        **named("stride_sb stride_sh", flag_strides(seen)),
+        stride_ab=slope_stride(slopes),
+        **named("stride_rb stride_rh", line_strides(row_words, packed)),
+        **named("stride_cb stride_ch", line_strides(col_words, packed)),
+        stride_os=out.stride(0) // UNIT if is_split else 0,
+        **named("stride_ob stride_om stride_oh", row_strides(out[0] if is_split else out, packed, UNIT)),
+        stride_ls=lse.stride(0) if is_split else 0,
+        **named("stride_lb stride_lh", line_strides(lse, packed)),
+        q_heads=problem.q_heads,
+        num_splits=config.num_splits,
+        q_stride=problem.q_stride,
+        k_stride=problem.k_stride,
+        dropout_threshold=int(problem.dropout_p * 2**32),
+        scale=scale_of(problem),
+        softcap=problem.softcap,
+        dropout_scale=1.0 / (1.0 - problem.dropout_p),
+        GROUP=problem.group,
+        HEADS=problem.group if config.pack_heads else 1,
+        D=problem.head_dim,
+        DV=problem.value_dim,
+        BLOCK_D=tile_width(problem.head_dim),
+        BLOCK_DV=tile_width(problem.value_dim),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        MASK=min(access(mask), WIDE.value),
+        BIAS=min(access(bias), WIDE.value),
+        HAS_ALIBI=slopes is not None,
+        HAS_SINK=sink is not None,
+        HAS_SOFTCAP=problem.softcap != 0.0,
+        HAS_DROPOUT=problem.dropout_p != 0.0,
+        IS_PACKED=packed,
+        IS_SPLIT=is_split,
+        SCALE_LATE=scale_of(problem) > 0 and not (problem.softcap or problem.alibi or problem.bias),
+        PRECISION=precision(problem),
+        TANH=tanh(problem),
+    )
 
 
 _kernel = Kernel(_forward_kernel)

@@ -19,17 +19,19 @@ Not here: splits of keys, and whatever is more than positions and a scale.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...gpu.launch import Kernel, Launch, jit
 from ...problem import UNBOUNDED, Problem
 from ...tuning.fp8 import TritonFp8Config
 from ..fp8_layout import BLOCK, QUERY_BLOCK, SHIFT, KeyCodes, QueryCodes, room_for_out
-from .arguments import FAR, scale_of
-from .launch import Kernel, jit
+from .arguments import FAR, sample, scale_of
 from .tiles import LN2, LOG2E, packed_rows
 
 ROWS = tl.constexpr(BLOCK)
@@ -190,6 +192,64 @@ def _forward_fp8_kernel(
     tl.store(lse_ptr + offs_m, lse, mask=mask_m)
 
 
+def prepare_fp8(
+    problem: Problem,
+    queries: QueryCodes,
+    keys: KeyCodes,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    config: TritonFp8Config,
+    device: torch.device | None = None,
+) -> tuple[Launch, Callable[..., tuple[Tensor, Tensor]]]:
+    """The kernel, and the forward of codes that lie as these do: a function of codes (of queries, keys and values, then
+    scales of queries and keys), cu_seqlens, and a tensor on their device, which returns out `[B, Tq, Hq, D]` and lse
+    `[B, Hq, Tq]`; packed: `[Nq, Hq, D]` and `[Hq, Nq]`."""
+    scale = scale_of(problem)
+    rows = queries.rows
+    out, lse = room_for_out(problem, rows, sample((), torch.float32))
+    launch = _kernel.bind_addresses(
+        -(-problem.q_len // config.block_m) * problem.q_heads * problem.batch,
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        device,
+        q_ptr=queries.query,
+        k_ptr=keys.key,
+        v_ptr=keys.value,
+        q_scales_ptr=queries.scales,
+        k_scales_ptr=keys.scales,
+        cu_q_ptr=cu_seqlens_q,
+        cu_k_ptr=cu_seqlens_k,
+        out_ptr=out,
+        lse_ptr=lse,
+        q_blocks=queries.query.shape[1] // BLOCK,
+        k_blocks=keys.key.shape[1] // BLOCK,
+        q_len=problem.q_len,
+        k_len=problem.k_len,
+        q_rows=queries.rows,
+        k_rows=keys.rows,
+        q_heads=problem.q_heads,
+        left=min(problem.left, FAR),
+        right=min(problem.right, FAR),
+        offset=problem.q_start - problem.k_start,
+        scale=scale,
+        GROUP=problem.group,
+        D=problem.head_dim,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        HAS_LEFT=problem.left != UNBOUNDED,
+        HAS_RIGHT=problem.right != UNBOUNDED,
+        IS_PACKED=problem.packed,
+        SCALE_LATE=scale > 0,
+    )
+
+    def run(*codes_and_ends: Any) -> tuple[Tensor, Tensor]:
+        *given, like = codes_and_ends
+        out, lse = room_for_out(problem, rows, like, launch.is_compiled)
+        launch(*given, out, lse)
+        return out, lse
+
+    return launch, run
+
+
 def forward_fp8(
     problem: Problem,
     queries: QueryCodes,
@@ -198,55 +258,13 @@ def forward_fp8(
     cu_seqlens_k: Tensor | None,
     config: TritonFp8Config,
 ) -> tuple[Tensor, Tensor]:
-    """out `[B, Tq, Hq, D]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, D]` and `[Hq, Nq]`."""
-    out, lse = room_for_out(problem, queries)
-    if not problem.empty:
-        _kernel.launch(**_launch_arguments(problem, queries, keys, cu_seqlens_q, cu_seqlens_k, config, out, lse))
-    return out, lse
-
-
-def _launch_arguments(
-    problem: Problem,
-    queries: QueryCodes,
-    keys: KeyCodes,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    config: TritonFp8Config,
-    out: Tensor,
-    lse: Tensor,
-) -> dict[str, Any]:
-    """What `Kernel.launch` takes."""
-    scale = scale_of(problem)
+    """What `prepare_fp8` prepares, at once."""
+    if problem.empty:
+        return room_for_out(problem, queries.rows, queries.scales)
+    ends = cu_seqlens_q, cu_seqlens_k
     codes = queries.query, keys.key, keys.value, queries.scales, keys.scales
-    return {
-        "grid": -(-problem.q_len // config.block_m) * problem.q_heads * problem.batch,
-        "pointers": (*codes, cu_seqlens_q, cu_seqlens_k, out, lse),
-        "scalars": (
-            queries.query.shape[1] // BLOCK,  # q_blocks
-            keys.key.shape[1] // BLOCK,  # k_blocks
-            problem.q_len,
-            problem.k_len,
-            queries.rows,
-            keys.rows,
-            problem.q_heads,
-            min(problem.left, FAR),
-            min(problem.right, FAR),
-            problem.q_start - problem.k_start,  # offset
-            scale,
-        ),
-        "constants": (
-            problem.group,  # GROUP
-            problem.head_dim,  # D
-            config.block_m,  # BLOCK_M
-            config.block_n,  # BLOCK_N
-            problem.left != UNBOUNDED,  # HAS_LEFT
-            problem.right != UNBOUNDED,  # HAS_RIGHT
-            problem.packed,  # IS_PACKED
-            scale > 0,  # SCALE_LATE
-        ),
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+    _, run = prepare_fp8(problem, queries, keys, *ends, config)
+    return run(*codes, *ends, queries.scales)
 
 
 _kernel = Kernel(_forward_fp8_kernel)

@@ -9,11 +9,12 @@ another where that lies, reading and writing each number once: rings fold a shar
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Kernel, jit
+from ...gpu.launch import Kernel, Launch, jit
 from .tiles import LN2, LOG2E, online_softmax_step
 
 
@@ -62,17 +63,31 @@ def _merge_kernel(
     tl.store(lse_ptr + offs_r, lse, mask=mask_r)
 
 
-def launch_merge(outs: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """Merge `outs [S, B, Tq, Hq, Dv]` and `lses [S, B, Hq, Tq]` (packed: without B) into `out` and `lse`."""
+def bind_merge(
+    device: torch.device, outs: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor
+) -> Launch:
+    """Merges `outs [S, B, Tq, Hq, Dv]` and `lses [S, B, Hq, Tq]` (packed: without B) into `out` and `lse`; a function
+    of all of these tensors."""
     rows, value_dim = lse.numel(), out.shape[-1]
     block_dv = triton.next_power_of_2(value_dim)
     block_r = max(1, min(16, 1024 // block_dv))
-    _kernel.launch(
-        grid=triton.cdiv(rows, block_r),
-        pointers=(outs, lses, sink, out, lse),
-        scalars=(rows, lse.shape[-1], lse.shape[-2], outs.shape[0]),
-        constants=(value_dim, block_dv, block_r, sink is not None),
-        num_warps=4,
+    return _kernel.bind_addresses(
+        triton.cdiv(rows, block_r),
+        {"num_warps": 4},
+        device,
+        outs_ptr=outs,
+        lses_ptr=lses,
+        sink_ptr=sink,
+        out_ptr=out,
+        lse_ptr=lse,
+        rows=rows,
+        q_len=lse.shape[-1],
+        heads=lse.shape[-2],
+        num_splits=outs.shape[0],
+        DV=value_dim,
+        BLOCK_DV=block_dv,
+        BLOCK_R=block_r,
+        HAS_SINK=sink is not None,
     )
 
 
@@ -131,11 +146,21 @@ def launch_fold(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) ->
     block_r = max(1, min(16, 2048 // block_dv))
     unit = 4 if out.stride(0) % 4 == 0 else 1  # of 16 bytes
     _fold.launch(
-        grid=batch * triton.cdiv(q_len * heads, block_r),
-        pointers=(out, lse, more_out, more_lse),
-        scalars=(out.stride(0) // unit, lse.stride(0), lse.stride(1), q_len, heads),
-        constants=(value_dim, block_dv, block_r, unit),
-        num_warps=4,
+        batch * triton.cdiv(q_len * heads, block_r),
+        {"num_warps": 4},
+        out_ptr=out,
+        lse_ptr=lse,
+        more_out_ptr=more_out,
+        more_lse_ptr=more_lse,
+        stride_ob=out.stride(0) // unit,
+        stride_lb=lse.stride(0),
+        stride_lh=lse.stride(1),
+        q_len=q_len,
+        heads=heads,
+        DV=value_dim,
+        BLOCK_DV=block_dv,
+        BLOCK_R=block_r,
+        UNIT=unit,
     )
 
 

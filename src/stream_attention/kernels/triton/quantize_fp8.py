@@ -13,16 +13,18 @@ Blocks that a pack leaves free are not written, nor are their scales.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...gpu.launch import Kernel, Launch, jit
 from ...problem import UNBOUNDED
 from ..fp8_layout import BLOCK, LARGEST, SMALLEST, KeyCodes, QueryCodes, blocks_of, room_for_keys, room_for_queries
 from . import interpreter
-from .arguments import FAR, UNIT, is_aligned, row_strides
-from .launch import Kernel, jit
+from .arguments import FAR, UNIT, is_aligned, named, row_strides
 from .tiles import packed_rows
 
 WARPS = {64: 4, 128: 4, 256: 8}
@@ -312,26 +314,23 @@ def quantize(
     q_longest: int = 0,
     k_longest: int = 0,
     rotate: bool = False,
-    seen: tuple[int, int] | None = None,
+    left: int = UNBOUNDED,
 ) -> tuple[QueryCodes, KeyCodes]:
-    """Codes of all three, in one launch.
-
-    `seen` is the window (left, right) of the call: keys and values that no query sees by it become zeros, whatever
-    they are. The last query stands at the last key, so those are the first ones, by the left side.
-    """
-    queries = room_for_queries(query, _blocks(query, cu_seqlens_q))
-    keys = room_for_keys(key, _blocks(key, cu_seqlens_k))
+    """Codes of all three, in one launch; `left` as in `bind_quantize`."""
+    queries, keys = rooms(query, key, cu_seqlens_q, cu_seqlens_k)
     ends = cu_seqlens_q, cu_seqlens_k, q_longest, k_longest
-    _launch(query, key, value, queries, keys, *ends, rotate, seen)
+    _launch(query, key, value, queries, keys, *ends, rotate, left)
     return queries, keys
 
 
-def _blocks(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return blocks_of(x.shape[-3], batch, cu_seqlens is not None)
+def rooms(
+    query: Tensor, key: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None
+) -> tuple[QueryCodes, KeyCodes]:
+    """Room for the codes of all three."""
+    return room_for_queries(query, _blocks(query, cu_seqlens_q)), room_for_keys(key, _blocks(key, cu_seqlens_k))
 
 
-def _launch(
+def bind_quantize(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -342,35 +341,76 @@ def _launch(
     q_longest: int,
     k_longest: int,
     rotate: bool,
-    seen: tuple[int, int] | None = None,
-) -> None:
+    left: int = UNBOUNDED,
+) -> Launch | None:
+    """The kernel as a function of query, key, value, codes (of queries, keys and values, then scales of queries and
+    keys) and cu_seqlens; None where there is nothing to do.
+
+    `left` is that side of the call's window: keys and values that no query sees by it become zeros, whatever they are.
+    The last query stands at the last key, so those are the first ones.
+    """
     packed, dim = cu_seqlens_q is not None, query.shape[-1]
     batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     (q_len, q_heads), (k_len, kv_heads) = query.shape[-3:-1], key.shape[-3:-1]
     q_tiles, k_tiles = (triton.cdiv(n, BLOCK) for n in ((q_longest, k_longest) if packed else (q_len, k_len)))
     q_programs, k_programs = batch * q_tiles * q_heads, batch * k_tiles * kv_heads
     if q_programs + k_programs == 0:
-        return
+        return None
     unit = UNIT if is_aligned(query, key, value) else 1
-    left, _ = seen or (UNBOUNDED, UNBOUNDED)
-    k_floor = 0 if left == UNBOUNDED else max(k_len - q_len - left, 0)
-    codes = queries.query.view(torch.uint8), keys.key.view(torch.uint8), keys.value.view(-1).view(torch.int32)
-    _quantize.launch(
-        grid=q_programs + 2 * k_programs,
-        pointers=(query, key, value, *codes, queries.scales, keys.scales, cu_seqlens_q, cu_seqlens_k),
-        scalars=(
-            *row_strides(query, packed, unit),
-            *row_strides(key, packed, unit),
-            *row_strides(value, packed, unit),
-            *(q_len, k_len, q_heads, kv_heads, q_tiles, k_tiles),
-            queries.query.shape[1] // BLOCK,
-            keys.key.shape[1] // BLOCK,
-            k_programs,
-            *(k_floor, min(left, FAR)),
-        ),
-        constants=(dim, unit, packed and left != UNBOUNDED, packed, rotate, not interpreter.active()),
-        num_warps=(ROTATED_WARPS if rotate else WARPS)[dim],
+    codes = as_integers(*_all(queries, keys))
+    return _quantize.bind_addresses(
+        q_programs + 2 * k_programs,
+        {"num_warps": (ROTATED_WARPS if rotate else WARPS)[dim]},
+        q_ptr=query,
+        k_ptr=key,
+        v_ptr=value,
+        **named("q_codes_ptr k_codes_ptr v_words_ptr q_scales_ptr k_scales_ptr", codes),
+        cu_q_ptr=cu_seqlens_q,
+        cu_k_ptr=cu_seqlens_k,
+        **named("stride_qb stride_qm stride_qh", row_strides(query, packed, unit)),
+        **named("stride_kb stride_kn stride_kh", row_strides(key, packed, unit)),
+        **named("stride_vb stride_vn stride_vh", row_strides(value, packed, unit)),
+        q_len=q_len,
+        k_len=k_len,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        q_tiles=q_tiles,
+        k_tiles=k_tiles,
+        q_blocks=queries.query.shape[1] // BLOCK,
+        k_blocks=keys.key.shape[1] // BLOCK,
+        k_programs=k_programs,
+        k_floor=0 if left == UNBOUNDED else max(k_len - q_len - left, 0),
+        left=min(left, FAR),
+        D=dim,
+        UNIT=unit,
+        HAS_LEFT=packed and left != UNBOUNDED,
+        PACKED=packed,
+        ROTATE=rotate,
+        HARDWARE=not interpreter.active(),
     )
+
+
+def _blocks(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return blocks_of(x.shape[-3], batch, cu_seqlens is not None)
+
+
+def as_integers(q_codes: Any, k_codes: Any, v_codes: Any, q_scales: Any, k_scales: Any) -> tuple[Any, ...]:
+    """Codes as the kernel writes them; addresses as they are."""
+    if type(q_codes) is int:
+        return q_codes, k_codes, v_codes, q_scales, k_scales
+    codes = q_codes.view(torch.uint8), k_codes.view(torch.uint8), v_codes.view(-1).view(torch.int32)
+    return (*codes, q_scales, k_scales)
+
+
+def _all(queries: QueryCodes, keys: KeyCodes) -> tuple[Tensor, ...]:
+    return queries.query, keys.key, keys.value, queries.scales, keys.scales
+
+
+def _launch(query: Tensor, key: Tensor, value: Tensor, queries: QueryCodes, keys: KeyCodes, *others: Any) -> None:
+    launch = bind_quantize(query, key, value, queries, keys, *others)
+    if launch is not None:
+        launch(query, key, value, *as_integers(*_all(queries, keys)), *others[:2])
 
 
 _quantize = Kernel(_quantize_kernel)

@@ -14,8 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
+from .arguments import sample
 
-PAD = tl.constexpr(128)
+_PAD = 128
+PAD = tl.constexpr(_PAD)
 """Rows of the largest tile."""
 
 
@@ -25,13 +27,17 @@ class Rows(NamedTuple):
     lse: Tensor
     delta: Tensor
 
+    @classmethod
+    def samples(cls, problem: Problem, query: Tensor) -> Rows:
+        """Both without memory, in the dims that `query` has."""
+        shape = (*query.shape[:-3], problem.q_heads, padded_rows(problem, query))
+        return cls(sample(shape, torch.float32), sample(shape, torch.float32))
 
-def empty_rows(problem: Problem, query: Tensor) -> Rows:
-    """Room for the rows of a problem, in the dims that `query` has."""
-    *lead, rows = query.shape[:-2]
-    rows += PAD.value * (problem.batch if problem.packed else 1)
-    rows -= rows % PAD.value
-    return Rows(*(query.new_empty(*lead, problem.q_heads, rows, dtype=torch.float32) for _ in range(2)))
+
+def padded_rows(problem: Problem, query: Tensor) -> int:
+    """How many rows of a head there are, with padding."""
+    rows = query.shape[-3] + _PAD * (problem.batch if problem.packed else 1)
+    return rows - rows % _PAD
 
 
 @triton.jit

@@ -10,16 +10,17 @@ Flags start at 0, and programs write 1s only.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...gpu.launch import Kernel, jit
+from ...gpu.scratch import filled
 from ...problem import UNBOUNDED, Inputs, Problem
-from .arguments import FAR, broadcast_strides
-from .launch import Kernel, jit
+from .arguments import FAR, broadcast_strides, named, sample
 
 BLOCK_M, BLOCK_N = 64, 128
 
@@ -87,31 +88,18 @@ def _seen_kernel(
         tl.store(flags + offs_m, anything.to(tl.int8), mask=(offs_m < q_len) & (anything > 0))
 
 
-class Seen(NamedTuple):
-    """Flags of a backward, int8; None without mask and bias."""
-
-    keys: Tensor | None  # [B or 1, Hkv or 1, Tk]: a query of that batch entry and KV head sees the key
-    queries: Tensor | None  # [B or 1, Hq or 1, Tq]: the query sees a key
-
-
-def seen_by_mask(problem: Problem, inputs: Inputs) -> Seen:
-    if inputs.mask is None and inputs.bias is None:
-        return Seen(None, None)
-    return Seen(keys_seen(problem, inputs), queries_seen(problem, inputs))
-
-
-def keys_seen(problem: Problem, inputs: Inputs) -> Tensor:
+def prepare_visible_keys(problem: Problem, inputs: Inputs) -> tuple[Tensor, Callable[[Inputs], Tensor]]:
     """int8 `[B or 1, Hkv or 1, Tk]`: 1 for keys that a query of that batch entry and KV head sees.
 
     Where neither mask nor bias has rows, positions are left out: a tile never reads what its positions hide.
     """
     heads, group = (problem.kv_heads, problem.group) if _has(inputs, 1) else (1, 1)
-    return _launch(problem, inputs, heads, group, with_rows=_has(inputs, 2), of_keys=True)
+    return _prepare(problem, inputs, heads, group, with_rows=_has(inputs, 2), of_keys=True)
 
 
-def queries_seen(problem: Problem, inputs: Inputs) -> Tensor:
+def prepare_visible_queries(problem: Problem, inputs: Inputs) -> tuple[Tensor, Callable[[Inputs], Tensor]]:
     """int8 `[B or 1, Hq or 1, Tq]`: 1 for queries that see a key."""
-    return _launch(problem, inputs, problem.q_heads if _has(inputs, 1) else 1, 1, with_rows=True, of_keys=False)
+    return _prepare(problem, inputs, problem.q_heads if _has(inputs, 1) else 1, 1, with_rows=True, of_keys=False)
 
 
 def _has(inputs: Inputs, dim: int) -> bool:
@@ -119,41 +107,50 @@ def _has(inputs: Inputs, dim: int) -> bool:
     return any(t is not None and t.shape[dim] > 1 for t in (inputs.mask, inputs.bias))
 
 
-def _launch(problem: Problem, inputs: Inputs, heads: int, group: int, with_rows: bool, of_keys: bool) -> Tensor:
-    by_batch = _has(inputs, 0)
+def _prepare(
+    problem: Problem, inputs: Inputs, heads: int, group: int, with_rows: bool, of_keys: bool
+) -> tuple[Tensor, Callable[[Inputs], Tensor]]:
+    """A sample of the flags, and what computes them."""
+    by_batch, mask, bias = _has(inputs, 0), inputs.mask, inputs.bias
     batch, rows = (problem.batch if by_batch else 1), (problem.q_len if with_rows else 1)
-    flags = torch.zeros(batch, heads, problem.k_len if of_keys else rows, dtype=torch.int8, device=inputs.query.device)
-    _kernel.launch(
-        grid=triton.cdiv(problem.k_len, BLOCK_N) * triton.cdiv(rows, BLOCK_M) * heads * batch,
-        pointers=(inputs.mask, inputs.bias, flags),
-        scalars=(
-            *broadcast_strides(inputs.mask),
-            *broadcast_strides(inputs.bias),
-            flags.stride(0) if by_batch else 0,
-            flags.stride(1) if heads > 1 else 0,
-            rows,
-            problem.k_len,
-            heads,
-            min(problem.left, FAR),
-            min(problem.right, FAR),
-            problem.q_start,
-            problem.q_stride,
-            problem.k_start,
-            problem.k_stride,
-        ),
-        constants=(
-            group,  # GROUP
-            BLOCK_M,
-            BLOCK_N,
-            inputs.mask is not None,  # HAS_MASK
-            inputs.bias is not None,  # HAS_BIAS
-            with_rows and problem.left != UNBOUNDED,  # HAS_LEFT
-            with_rows and problem.right != UNBOUNDED,  # HAS_RIGHT
-            of_keys,  # OF_KEYS
-        ),
-        num_warps=4,
+    flags = sample((batch, heads, problem.k_len if of_keys else rows), torch.int8)
+    shape = flags.shape
+    launch = _kernel.bind(
+        triton.cdiv(problem.k_len, BLOCK_N) * triton.cdiv(rows, BLOCK_M) * heads * batch,
+        (mask, bias, flags),
+        {"num_warps": 4},
+        mask_ptr=mask,
+        bias_ptr=bias,
+        flags_ptr=flags,
+        **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask)),
+        **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias)),
+        stride_fb=flags.stride(0) if by_batch else 0,
+        stride_fh=flags.stride(1) if heads > 1 else 0,
+        q_len=rows,
+        k_len=problem.k_len,
+        heads=heads,
+        left=min(problem.left, FAR),
+        right=min(problem.right, FAR),
+        q_start=problem.q_start,
+        q_stride=problem.q_stride,
+        k_start=problem.k_start,
+        k_stride=problem.k_stride,
+        GROUP=group,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        HAS_MASK=mask is not None,
+        HAS_BIAS=bias is not None,
+        HAS_LEFT=with_rows and problem.left != UNBOUNDED,
+        HAS_RIGHT=with_rows and problem.right != UNBOUNDED,
+        OF_KEYS=of_keys,
     )
-    return flags
+
+    def run(inputs: Inputs) -> Tensor:
+        flags = filled(inputs.query, shape, torch.int8, 0.0, launch.is_compiled)
+        launch(inputs.mask, inputs.bias, flags)
+        return flags
+
+    return flags, run
 
 
 _kernel = Kernel(_seen_kernel)

@@ -1,0 +1,153 @@
+"""The CUDA driver through ctypes: launches a compiled kernel from one block of memory, whatever Triton release made it.
+
+The block holds everything `cuLaunchKernelEx` reads: the launch configuration, one launch attribute, the list by which
+the driver finds the parameters, and the parameters themselves, laid out as the C ABI lays out a struct. A launch copies
+a template of it and writes addresses and the stream, so nothing is shared between launches:
+
+    word 0     the list: (BUFFER_POINTER, address of word 24, BUFFER_SIZE, address of word 5, END)
+    word 5     size of the parameters in bytes
+    word 6     CUlaunchConfig: grid, block, shared memory, stream (word 10), attributes (word 11), their count
+    word 13    CUlaunchAttribute: programmatic stream serialisation, if the kernel uses it
+    word 24    the parameters
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+FIRST_PARAMETER = 24
+"""The word at which the parameters begin."""
+
+_GRID, _STREAM, _ATTRIBUTES = 6, 10, 11
+_BUFFER_POINTER, _BUFFER_SIZE = 1, 2
+_INVALID_CONTEXT = 201
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_TENSOR_MAP_BYTES = 128
+_TENSOR_MAP_TYPES = {
+    torch.uint8: 0,
+    torch.float8_e4m3fn: 0,
+    torch.int32: 3,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+}
+"""CUtensorMapDataType."""
+
+_L2_PROMOTION_128B = 2
+
+
+@cache
+def _library() -> Any:
+    """The driver's library; None where there is none, or one without what is used here (before CUDA 12.4)."""
+    if torch.version.hip is not None:
+        return None
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        pointer, number = ctypes.c_void_p, ctypes.c_uint
+        library.cuLaunchKernelEx.argtypes = [pointer, pointer, pointer, pointer]
+        library.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
+        library.cuMemsetD32Async.argtypes = [pointer, number, ctypes.c_size_t, pointer]
+        library.cuTensorMapEncodeTiled.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]
+        library.cuGetErrorString.argtypes = [number, pointer]
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def is_available() -> bool:
+    return _library() is not None
+
+
+def check(code: int) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _library().cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()} ({code})")
+
+
+def block(size: int, threads: int, shared_bytes: int, is_programmatic: bool) -> tuple[array[int], Callable[..., int]]:
+    """Room for the launches of a kernel whose parameters take `size` bytes, and the function that launches it."""
+    header = struct.pack("<5QQ", _BUFFER_POINTER, 0, _BUFFER_SIZE, 0, 0, size)
+    header += struct.pack("<7I4xQQI4x", 1, 1, 1, threads, 1, 1, shared_bytes, 0, 0, 1 if is_programmatic else 0)
+    header += struct.pack("<I4xI", _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+    return array("Q", header.ljust(8 * FIRST_PARAMETER + -(-size // 8) * 8, b"\0")), _library().cuLaunchKernelEx
+
+
+def write(words: array[int], grid: int, layout: struct.Struct, values: Sequence[Any]) -> None:
+    """Write the grid and the parameters, all but addresses, to a block."""
+    words[_GRID] = grid | 1 << 32
+    layout.pack_into(words, 8 * FIRST_PARAMETER, *values)
+
+
+def launch(words: array[int], function: int, stream: int, launch_kernel: Callable[..., int]) -> None:
+    """Launch a copy of a template in which the parameters were written."""
+    base = words.buffer_info()[0]
+    words[1] = base + 8 * FIRST_PARAMETER
+    words[3] = base + 8 * 5
+    words[_STREAM] = stream
+    words[_ATTRIBUTES] = base + 8 * 13
+    code = launch_kernel(base + 8 * 6, function, None, base)
+    if code == _INVALID_CONTEXT:
+        make_context_current()
+        code = launch_kernel(base + 8 * 6, function, None, base)
+    if code:
+        check(code)
+
+
+def fill_words(address: int, value: int, count: int, stream: int) -> None:
+    """Set `count` 32-bit words on the device."""
+    code = _library().cuMemsetD32Async(address, value, count, stream)
+    if code == _INVALID_CONTEXT:
+        make_context_current()
+        code = _library().cuMemsetD32Async(address, value, count, stream)
+    check(code)
+
+
+def make_context_current() -> None:
+    """In a thread that has not used CUDA before: the runtime makes the device's context its current one."""
+    torch.cuda.synchronize()
+
+
+def parameters_of(function: int) -> list[tuple[int, int]]:
+    """Offset and size in bytes of each parameter of a loaded kernel."""
+    found: list[tuple[int, int]] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    query = _library().cuFuncGetParamInfo
+    while query(function, len(found), ctypes.byref(offset), ctypes.byref(size)) == 0:
+        found.append((offset.value, size.value))
+    return found
+
+
+def tensor_map(
+    address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
+) -> bytes:
+    """An encoded CUtensorMap: how TMA reads boxes of a tensor. Out of bounds reads give 0."""
+    rank = len(shape)
+    # The driver asks for 64-byte alignment; a bytes object gives 16.
+    room = ctypes.create_string_buffer(_TENSOR_MAP_BYTES + 64)
+    place = -(-ctypes.addressof(room) // 64) * 64
+    dims = (ctypes.c_uint64 * rank)(*reversed(shape))
+    pitches = (ctypes.c_uint64 * rank)(*(dtype.itemsize * stride for stride in reversed(strides[:-1])))
+    boxes, ones = (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*([1] * rank))
+    encode = _library().cuTensorMapEncodeTiled
+    sizes = dims, pitches, boxes, ones
+    check(encode(place, _TENSOR_MAP_TYPES[dtype], rank, address, *sizes, 0, swizzle, _L2_PROMOTION_128B, 0))
+    return ctypes.string_at(place, _TENSOR_MAP_BYTES)
+
+
+@cache
+def address_word() -> int | None:
+    """Which word of an encoded tensor map is the address, found by encoding two; None if it is not one whole word."""
+    first, second = 1 << 20, (1 << 40) + (1 << 21)
+    maps = [struct.unpack("<16Q", tensor_map(at, torch.float32, [64], [1], [64], 0)) for at in (first, second)]
+    differ = [place for place, (one, other) in enumerate(zip(*maps, strict=True)) if one != other]
+    if len(differ) != 1 or (maps[0][differ[0]], maps[1][differ[0]]) != (first, second):
+        return None
+    return differ[0]
