@@ -21,7 +21,7 @@ import torch
 from stream_attention import ContiguousKV, PagedKV, backends
 from stream_attention.ops.decode import decode_problem
 from stream_attention.ops.explain import problems_of_call
-from stream_attention.plan import Plan, plan, plan_decode
+from stream_attention.plan import Plan, forget_plans, plan, plan_decode
 from stream_attention.problem import UNBOUNDED
 
 FILE = Path(__file__).with_name("plans.json")
@@ -115,16 +115,14 @@ def decode_plans() -> Iterator[tuple[str, str]]:
 def plans() -> dict[str, list[str]]:
     """The calls of every plan, as if Triton `RELEASE` were installed."""
     with patch.object(backends, "triton_release", lambda: RELEASE), patch.object(backends, "HAS_TRITON", True):
-        plan.cache_clear()
-        plan_decode.cache_clear()
+        forget_plans()
         try:
             found: dict[str, list[str]] = {}
             for call, planned in (*attention_plans(), *decode_plans()):
                 found.setdefault(planned, []).append(call)
             return dict(sorted(found.items()))
         finally:
-            plan.cache_clear()
-            plan_decode.cache_clear()
+            forget_plans()
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from stream_attention import (
     create_kv_compressor,
     create_stream_attention,
 )
-from stream_attention.cli.main import COMMANDS
 from stream_attention.kvcache.compressor import METHODS
+from stream_attention_tools.cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
@@ -276,9 +276,9 @@ def test_the_commands_page_names_every_command_and_every_flag() -> None:
     page = (ROOT / "docs/commands.md").read_text()
     missing = []
     for name, (module, _) in COMMANDS.items():
-        source = (ROOT / f"src/stream_attention/cli/{module}.py").read_text()
+        source = (ROOT / f"src/stream_attention_tools/cli/{module}.py").read_text()
         if module in ("benchmark", "accuracy"):
-            source += (ROOT / "src/stream_attention/cli/flags.py").read_text()
+            source += (ROOT / "src/stream_attention_tools/cli/flags.py").read_text()
         flags = set(re.findall(r'"(--[a-z][a-z0-9-]+)"', source))
         missing += [f"{name} {flag}" for flag in sorted(flags) if not re.search(rf"{flag}\b", page)]
     assert missing == []

@@ -131,8 +131,8 @@ def test_figures_end_as_their_names_do(tmp_path: Path) -> None:
 ELSEWHERE = {
     "src/stream_attention/files.py": "here",
     "src/stream_attention/kernels/launchers.py": "into a temporary folder, for the compiler",
-    "src/stream_attention/testing/offline.py": "into a temporary folder, for the disassembler",
-    "src/stream_attention/benchmark/providers/flash_attention.py": "unpacks a library into a temporary folder",
+    "src/stream_attention_tools/testing/offline.py": "into a temporary folder, for the disassembler",
+    "src/stream_attention_tools/bench/providers/flash_attention.py": "unpacks a library into a temporary folder",
     "learn/12_hopper/hopper.py": "into a temporary folder, for the disassembler",
     "tools/environment.py": "a part of a virtual environment",
     "tools/fresh.py": "the log of a clone that is thrown away",

@@ -27,6 +27,7 @@ from stream_attention.ops.decode import decode_problem
 from stream_attention.plan import plan, plan_decode, requested, spell
 from stream_attention.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
 from stream_attention.tuning import fp8 as fp8_tuning
+from stream_attention.tuning.decode import DecodeConfig, on_a_cache
 from stream_attention.tuning.eager import EagerConfig
 
 PlannedWith = Callable[[str | None], None]
@@ -363,6 +364,8 @@ def eager_config(**facts: Any) -> EagerConfig:
         pytest.param({"k_len": 100}, id="cross-attention"),
         pytest.param({"dtype": torch.bfloat16}, id="bf16"),
         pytest.param({"partial": True}, id="an fp32 shard"),
+        pytest.param({"scale": 1.0}, id="a large scale"),
+        pytest.param({"sink": True}, id="a sink"),
     ],
 )
 def test_torchs_flash_op_computes_what_it_can(facts: dict[str, Any]) -> None:
@@ -370,9 +373,27 @@ def test_torchs_flash_op_computes_what_it_can(facts: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "facts",
+    [
+        {"mask": True},
+        {"mask": True, "right": 0},
+        {"mask": True, "sink": True},
+        {"mask": True, "dtype": torch.bfloat16},
+        {"bias": torch.float32},
+        {"bias": torch.float32, "backward": True},
+        {"bias": torch.bfloat16, "mask": True, "right": 0},
+    ],
+    ids=str,
+)
+def test_torchs_flash_op_computes_masks_and_has_tiles_for_what_it_cannot_take(facts: dict[str, Any]) -> None:
+    config = eager_config(**facts)
+    assert config.path == "flash" and not config.because and config.block_q == 64
+    assert str(config).startswith("torch's CPU flash op; for gradients of the LSE and of a bias, and NaN under a mask")
+
+
+@pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"scale": 1.0}, "too coarse an LSE"),
         ({"batch": 0}, "empty inputs"),
         ({"q_len": 0}, "empty inputs"),
         ({"k_len": 0}, "empty inputs"),
@@ -383,10 +404,10 @@ def test_torchs_flash_op_computes_what_it_can(facts: dict[str, Any]) -> None:
         ({"right": 3}, "aligns causal top-left"),
         ({"right": 0, "q_start": 4}, "aligns causal top-left"),
         ({"right": 0, "k_stride": 2}, "aligns causal top-left"),
-        ({"mask": True}, "NaN through a mask"),
-        ({"bias": torch.float32}, "has no bias gradient"),
+        ({"mask": True, "left": 3}, "has no window"),
+        ({"mask": True, "right": 0, "q_start": 4}, "aligns causal top-left"),
         ({"alibi": True}, "has no ALiBi"),
-        ({"sink": True}, "has no sink"),
+        ({"sink": True, "dtype": torch.bfloat16}, "rounds an output that a sink has yet to rescale"),
         ({"softcap": 2.0}, "has no softcap"),
         ({"dropout_p": 0.1}, "draws its own dropout mask"),
         ({"partial": True, "dtype": torch.bfloat16}, "rounds partial outputs"),
@@ -403,7 +424,7 @@ def test_a_gradient_of_the_lse_keeps_the_flash_op_and_has_tiles_for_what_it_cann
     config = eager_config(backward=True, lse_grad=True)
     assert config.path == "flash" and not config.because
     assert config[1:4] == eager_config(backward=True, alibi=True)[1:4]
-    assert str(config).startswith("torch's CPU flash op; a gradient of the LSE that it cannot take: blocked pass")
+    assert "for gradients of the LSE" in str(config) and "that it cannot take: blocked pass, tiles of" in str(config)
     assert str(eager_config(backward=True)) == "torch's CPU flash op"
 
 
@@ -503,7 +524,7 @@ def test_an_empty_problem_has_a_plan(empty: str) -> None:
 
 
 def test_all_reasons_are_given() -> None:
-    assert len(eager_config(mask=True, softcap=1.0, sink=True).because) == 3
+    assert len(eager_config(alibi=True, softcap=1.0, left=3).because) == 3
 
 
 @pytest.mark.parametrize("heads", [1, 8, 128])
@@ -724,3 +745,19 @@ def test_every_call_of_the_corpus_is_planned_as_recorded() -> None:
     found = {call: plan for plan, calls in plan_corpus.plans().items() for call in calls}
     assert len(found) > 900 and found.keys() == recorded.keys()
     assert {call: (recorded[call], now) for call, now in found.items() if now != recorded[call]} == {}
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 5])
+def test_a_call_planned_by_a_rounded_length_is_one_that_the_kernel_of_few_queries_takes(queries: int) -> None:
+    planned = 0
+    for keys in range(queries, 700, 3):
+        facts = {"q_len": queries, "k_len": keys, "q_start": keys - queries, "q_base": keys - queries}
+        found = plan(
+            Problem(1, queries, keys, 32, 8, 128, 128, torch.bfloat16, torch.device("cuda", 0))._replace(
+                arch=90, processors=132, **facts
+            )
+        )
+        if isinstance(found.config, DecodeConfig):
+            planned += 1
+            assert on_a_cache(found.problem, fewest_keys=0) is not None and found.problem.k_len == keys
+    assert planned > 100

@@ -39,7 +39,7 @@ POSIX_NAMES = {
 LINUX_ONLY = {
     "kernels/launchers.py": "builds C modules for the CUDA driver with gcc, where Triton is",
     "testing/offline.py": "compiles with Triton and reads machine code with NVIDIA's tools",
-    "tuning/search.py": "sweeps on a CUDA device, with Triton",
+    "tune.py": "sweeps on a CUDA device, with Triton",
 }
 """Files that nothing reaches where there is no Triton."""
 
@@ -183,7 +183,7 @@ def probe_triton_is_refused():
 
 
 def command(*words):
-    from stream_attention.cli.main import main
+    from stream_attention_tools.cli.main import main
 
     kept, sys.stdout = sys.stdout, io.TextIOWrapper(io.BytesIO(), encoding="cp1252")  # a pipe in Windows
     try:
@@ -197,7 +197,7 @@ def command(*words):
 
 
 def probe_help():
-    from stream_attention.cli.main import COMMANDS
+    from stream_attention_tools.cli.main import COMMANDS
 
     for words in ([], *([name] for name in COMMANDS)):
         code, printed = command(*words, "--help")
@@ -285,7 +285,7 @@ importlib.metadata.version = other
 sys.path.insert(0, sys.argv[1])
 from stream_attention import attention
 from stream_attention.backends import triton_release
-from stream_attention.cli.info import main
+from stream_attention_tools.cli.info import main
 
 q = torch.randn(1, 9, 2, 8)
 attention(q, q, q)
@@ -349,7 +349,7 @@ def test_without_torch_distributed_one_process_works_and_several_are_refused() -
     "words", [["info"], ["info", "--json"], ["plan", "--q", "1x64x4x32", "--device", "cpu"]], ids=str
 )
 def test_a_command_reads_and_writes_no_file_in_the_default_encoding(words: list[str]) -> None:
-    script = f"import sys\nfrom stream_attention.cli.main import main\nsys.exit(main({words}))"
+    script = f"import sys\nfrom stream_attention_tools.cli.main import main\nsys.exit(main({words}))"
     done = python(script, "-X", "warn_default_encoding", "-W", "always::EncodingWarning")
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stderr.splitlines() if "EncodingWarning" in line and "stream_attention" in line] == []

@@ -210,7 +210,7 @@ def test_other_gpu_tests_were_run_and_passed(which: str, tests: int) -> None:
     ("which", "path", "tests"),
     [
         ("core", "tests/core", 49),
-        ("cli", "tests/cli", 10),
+        ("cli", "tests/stream_attention_tools/cli", 10),
         ("flash_attention", "tests/flash_attention", 18),
         ("quick_start", "tests/test_quick_start_gpu.py", 3),
     ],
@@ -436,3 +436,12 @@ def test_when_to_use_it_says_what_was_measured() -> None:
     cost = {cell["name"]: cell["ratio"] for cell in results("h200/modifiers")["cells"]}
     order = ("window 1024", "sink", "alibi", "softcap", "mask", "bias", "dropout")
     assert f"| {' | '.join(f'{cost[name]:.2f}' for name in order)} |" in page
+
+
+def test_masks_modifiers_and_decoding_on_a_cpu_meet_their_bars() -> None:
+    rows = {row["call"]: row for row in results("cpu/masks")["rows"]}
+    kinds = ("boolean mask", "key padding", "bias", "sink", "ALiBi", "softcap", "decode")
+    assert {kind for kind in kinds for call in rows if call.startswith(kind)} == set(kinds)
+    assert {"fp32", "bf16"} == {dtype for dtype in ("fp32", "bf16") for call in rows if dtype in call}
+    missed = {call: row["ratio"] for call, row in rows.items() if row["ratio"] > row["bar"]}
+    assert not missed

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import transformers
 
-from stream_attention.benchmark.models import aligned_table, line
-from stream_attention.benchmark.progress import progress
-from stream_attention.benchmark.results import conditions, save
-from stream_attention.benchmark.timing import Latency, paired_ratio
 from stream_attention.files import check_writable
 from stream_attention.integration.hf import register
+from stream_attention_tools.bench.progress import progress
+from stream_attention_tools.bench.results import conditions, save
+from stream_attention_tools.bench.timing import Latency, paired_ratio
+from stream_attention_tools.report.models import aligned_table, line
 
 from . import runs
 from .llama import TINY, Shape, made

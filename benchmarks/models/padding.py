@@ -20,11 +20,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from stream_attention.benchmark.progress import progress
-from stream_attention.benchmark.results import aligned, conditions, load, save
-from stream_attention.benchmark.summary import capital, origin
-from stream_attention.benchmark.timing import Clock, Latency, interleaved, paired_ratio
 from stream_attention.integration.hf import register
+from stream_attention_tools.bench.progress import progress
+from stream_attention_tools.bench.results import aligned, conditions, load, save
+from stream_attention_tools.bench.summary import capital, origin
+from stream_attention_tools.bench.timing import Clock, Latency, interleaved, paired_ratio
 
 from .llama import TINY, Shape, made
 from .rows import OURS

@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stream_attention import attention_mass
-from stream_attention.benchmark.results import aligned, conditions, save
-from stream_attention.benchmark.timing import CLOCKS, Call, Latency, interleaved
 from stream_attention.kvcache import CompressionStats, KVCompressor, create_kv_compressor
 from stream_attention.kvcache.compressor import Stored
 from stream_attention.kvcache.request import Request
 from stream_attention.kvcache.select import best
+from stream_attention_tools.bench.results import aligned, conditions, save
+from stream_attention_tools.bench.timing import CLOCKS, Call, Latency, interleaved
 
 from .model import QUERY_HEADS, VALUES, Cache, Layer, Pairs, Recall, accuracy, draw
 from .weights import WEIGHTS, load

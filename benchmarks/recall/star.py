@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from stream_attention import ContiguousKV
-from stream_attention.benchmark.results import aligned, conditions, save
 from stream_attention.distributed import (
     VirtualRanks,
     shard_context,
@@ -28,6 +27,7 @@ from stream_attention.distributed import (
     star_context_attention,
     tree_decode_attention,
 )
+from stream_attention_tools.bench.results import aligned, conditions, save
 
 from .evaluate import PAIRS, Scene, Score, common_conditions, page, scene
 from .model import Cache, Recall

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from stream_attention.benchmark.results import conditions
+from stream_attention_tools.bench.results import conditions
 
 from .model import Recall, accuracy, draw, loss
 from .weights import WEIGHTS, save

@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 
 from stream_attention import ContiguousKV, StreamAttentionConfig, attention, decode_attention
-from stream_attention.benchmark.results import aligned, conditions, save
-from stream_attention.benchmark.timing import CLOCKS, Clock, Latency, interleaved
 from stream_attention.distributed import (
     VirtualRanks,
     shard_context,
@@ -33,6 +31,8 @@ from stream_attention.distributed import (
     tree_decode_attention,
 )
 from stream_attention.distributed.transport import Pending, Start, Strategy, Transport, Wait
+from stream_attention_tools.bench.results import aligned, conditions, save
+from stream_attention_tools.bench.timing import CLOCKS, Clock, Latency, interleaved
 
 QUERIES = (1, 128)
 """New tokens of a call of phase 2: a step of decoding, and a question."""

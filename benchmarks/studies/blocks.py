@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from stream_attention.benchmark.results import conditions, save
-from stream_attention.tuning.search import Cell, sweep
 from stream_attention.tuning.triton import TritonConfig
+from stream_attention_tools.bench.results import conditions, save
+from stream_attention_tools.tune import Cell, sweep
 
 QUERIES, KEYS, WARPS, STAGES = (64, 128, 256), (32, 64, 128, 256), (4, 8), (2, 3)
 HEAD_DIMS, LENGTH = (64, 128), 4096

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stream_attention.benchmark.results import conditions, save
+from stream_attention_tools.bench.results import conditions, save
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILDS = {"on": 1, "off": 0}

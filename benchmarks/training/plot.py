@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stream_attention.benchmark.figures import LIGHT
 from stream_attention.files import save_figure
+from stream_attention_tools.report.figures import LIGHT
 
 from .verdict import AFTER, smoothed, spread
 

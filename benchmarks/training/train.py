@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from stream_attention.benchmark.progress import progress
-from stream_attention.benchmark.results import aligned, conditions, save
-from stream_attention.benchmark.timing import CLOCKS, Latency, paired_ratio
 from stream_attention.ops.explain import problems_of_call
 from stream_attention.plan import plan
+from stream_attention_tools.bench.progress import progress
+from stream_attention_tools.bench.results import aligned, conditions, save
+from stream_attention_tools.bench.timing import CLOCKS, Latency, paired_ratio
 
 from . import verdict
 from .gpt import GPT, Attend, Size, ours, ours_deterministic, sdpa

@@ -16,9 +16,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .device import arch
-from .problem import Problem
+from .problem import Backward, Forward, Gradients, Inputs, Problem, Wanted, distinct
 from .tuning import decode as decode_tuning
 from .tuning import eager as eager_tuning
 from .tuning import fp8 as fp8_tuning
@@ -29,14 +30,14 @@ from .tuning.decode import DecodeProblem
 
 class Backend(NamedTuple):
     name: str
-    module: str  # has forward(problem, inputs, config) and, unless why_not says otherwise, backward
+    module: str  # has prepare(problem, inputs, config) and, unless why_not says otherwise, prepare_backward
     why_not: Callable[[Problem], tuple[str, ...]]  # sentences; empty if it can
     configure: Callable[[Problem], Any]
     why_named_only: Callable[[Problem], tuple[str, ...]] = lambda problem: ()  # why "auto" leaves it although it can
     forceable: Mapping[str, tuple[int, ...]] = {}  # fields of a forward's tiles that a caller may set, with the values
     tiles: Callable[[Problem], Any] = lambda problem: None  # the configuration of a forward that has those fields
     dim_multiple: int = 1  # head dims are padded with zeros to a multiple of this before the kernel sees them
-    fp8_module: str = ""  # has forward_fp8(problem, queries, keys, cu_seqlens_q, cu_seqlens_k, config)
+    fp8_module: str = ""  # has prepare_fp8(problem, queries, keys, cu_seqlens_q, cu_seqlens_k, config)
 
     def load(self) -> ModuleType:
         """The kernel module, imported on first use."""
@@ -45,6 +46,51 @@ class Backend(NamedTuple):
     def load_fp8(self) -> ModuleType:
         """That of FP8."""
         return _import(self.fp8_module)
+
+    def prepare(self, problem: Problem, inputs: Inputs, config: Any) -> Forward:
+        """The forward of every call whose tensors lie as these `inputs` do. Keeps none of them."""
+        return self.load().prepare(problem, _apart(inputs), config)
+
+    def prepare_backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        config: Any,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        wanted: Wanted,
+    ) -> Backward:
+        """The backward of such calls. LSEs are contiguous."""
+        apart = distinct(*inputs, out, lse, grad_out, grad_lse)
+        count = len(inputs)
+        return self.load().prepare_backward(problem, Inputs._make(apart[:count]), config, *apart[count:], wanted)
+
+    def forward(self, problem: Problem, inputs: Inputs, config: Any) -> tuple[Tensor, Tensor]:
+        """Prepare and compute `(out, lse)`."""
+        out, lse = self.prepare(problem, inputs, config)(inputs, True)
+        assert lse is not None
+        return out, lse
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        config: Any,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Prepare and compute the gradients that are wanted."""
+        saved = out, lse, grad_out, grad_lse
+        return self.prepare_backward(problem, inputs, config, *saved, wanted)(inputs, *saved)
+
+
+def _apart(inputs: Inputs) -> Inputs:
+    return Inputs._make(distinct(*inputs))
 
 
 @cache
@@ -303,6 +349,8 @@ BACKENDS: tuple[Backend, ...] = (
 )
 BY_NAME = {backend.name: backend for backend in BACKENDS}
 AUTO = "auto"
+COMPILED = ("gluon", "triton")
+"""The backends that compile kernels."""
 
 
 class Decoder(NamedTuple):
@@ -405,8 +453,6 @@ DECODERS = {
         _triton_why_named_only,
         decode_tuning.configure,
     ),
-    "eager": Decoder(
-        _eager_decode_why_not, lambda problem: (), lambda *_: f"plain torch, tiles of {decode_tuning.EAGER_KEYS} keys"
-    ),
+    "eager": Decoder(_eager_decode_why_not, lambda problem: (), decode_tuning.configure_eager),
 }
 """In order of preference."""

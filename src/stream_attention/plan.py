@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .backends import AUTO, BACKENDS, BY_NAME, DECODERS, why_no_fp8_tile
+from .backends import AUTO, BACKENDS, BY_NAME, COMPILED, DECODERS, why_no_fp8_tile
 from .errors import UnsupportedProblem
 from .problem import Problem
 from .tuning.decode import DecodeProblem
@@ -37,6 +37,11 @@ class Plan(NamedTuple):
         return f"<Plan {self.backend}: {self.config}>"
 
 
+LENGTHS_ALIKE = 128
+"""Lengths that round up to the same multiple of this, or below it to the same power of two, share a plan: each length
+of a growing cache would plan anew."""
+
+
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, backend: str = AUTO) -> Plan:
     """Plan `problem` on `backend`, or on the first that can.
@@ -46,6 +51,41 @@ def plan(problem: Problem, backend: str = AUTO) -> Plan:
 
     Raises `UnsupportedProblem` with the reasons if a backend named by the caller cannot do it.
     """
+    rounded = _rounded(problem)
+    if rounded is None:
+        return _plan(problem, backend)
+    try:
+        planned = _plan(rounded, backend)
+    except UnsupportedProblem:
+        return _plan(problem, backend)  # in whose words its own lengths are
+    if planned.backend not in COMPILED:  # the others cut their tiles to the problem: each length has its own plan
+        return _plan(problem, backend)
+    exact = problem._replace(head_dim=planned.problem.head_dim, value_dim=planned.problem.value_dim)
+    return planned._replace(problem=exact._replace(addressable=planned.problem.addressable))
+
+
+def _rounded(problem: Problem) -> Problem | None:
+    """The problem with lengths that others share, the last query at the last key as before; None if it is that."""
+    q_more, k_more = (_rounded_length(length) - length for length in (problem.q_len, problem.k_len))
+    if problem.partial or problem.device.type != "cuda" or not (q_more or k_more):
+        return None
+    shift = 0 if problem.packed else k_more - q_more
+    return problem._replace(
+        q_len=problem.q_len + q_more,
+        k_len=problem.k_len + k_more,
+        q_start=problem.q_start + shift,
+        q_base=problem.q_base + shift,
+    )
+
+
+def _rounded_length(length: int) -> int:
+    if length <= 1:
+        return length
+    return -(-length // LENGTHS_ALIKE) * LENGTHS_ALIKE if length > LENGTHS_ALIKE else 1 << (length - 1).bit_length()
+
+
+@lru_cache(maxsize=4096)
+def _plan(problem: Problem, backend: str) -> Plan:
     if check_backend(backend) != AUTO:
         name, forced = _parse(backend) or (backend, ())
         chosen = BY_NAME[name]
@@ -102,6 +142,12 @@ def plan_decode(problem: DecodeProblem, num_splits: int | None, batch_invariant:
     listing = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in passed_over)
     who = f"backend {backend!r} cannot" if named else "no backend can"
     raise UnsupportedProblem(f"{who} decode {problem}:\n{listing}")
+
+
+def forget_plans() -> None:
+    """Plan everything anew: what plans depend on beside their problems, such as the installed Triton, has changed."""
+    for function in (plan, _plan, plan_decode):
+        function.cache_clear()
 
 
 # A plain module global, not a context variable: torch.compile guards on it and recompiles when it changes.

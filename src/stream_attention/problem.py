@@ -8,6 +8,7 @@ Legend used everywhere: B batch, Tq/Tk lengths, Hq/Hkv heads, D/Dv head dims.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,13 @@ class Gradients(NamedTuple):
     bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
+
+
+Forward = Callable[[Inputs, bool], tuple[Tensor, Tensor | None]]
+"""A prepared forward: of inputs, and of whether the LSE is wanted; it may come all the same."""
+
+Backward = Callable[..., Gradients]
+"""A prepared backward: of inputs, out, lse and their gradients; that of the LSE may be None."""
 
 
 class Positions(NamedTuple):
@@ -189,6 +197,19 @@ def padded_to(t: Tensor, dim: int) -> Tensor:
     return t if t.shape[-1] == dim else pad(t, (0, dim - t.shape[-1]))
 
 
+def distinct(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The same tensors, each an object of its own. A prepared launch tells by the object which tensor an argument is;
+    two that are one object now may be two in a later call."""
+    seen: set[int] = set()
+    apart = []
+    for t in tensors:
+        if t is not None and id(t) in seen:
+            t = t.detach()
+        seen.add(id(t))
+        apart.append(t)
+    return tuple(apart)
+
+
 def _address(t: Tensor) -> int:
     """Where a tensor begins; 0, aligned as allocations are, for one without memory: fake, or inside torch.func."""
     if isinstance(t, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(t):
@@ -198,6 +219,33 @@ def _address(t: Tensor) -> int:
 
 def _short(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _window_sides(
+    q_len: int, k_len: int, positions: Positions, causal: bool, left: int, right: int, packed: bool
+) -> tuple[int, int]:
+    """The sides of the window, causal included. A side that hides nothing is no side: one query against a cache is not
+    causal any more."""
+    if causal:
+        right = 0 if right == UNBOUNDED else min(right, 0)
+    if packed or not q_len or not k_len:
+        return left, right
+    q_start, q_stride, k_start, k_stride, _ = positions
+    if right != UNBOUNDED and k_start + (k_len - 1) * k_stride <= q_start + right:
+        right = UNBOUNDED
+    if left != UNBOUNDED and k_start >= q_start + (q_len - 1) * q_stride - left:
+        left = UNBOUNDED
+    return left, right
+
+
+def resized(problem: Problem, inputs: Inputs, q_len: int, k_len: int, causal: bool, left: int, right: int) -> Problem:
+    """The problem of `inputs` which differ from those of `problem` in lengths alone; other arguments are the op's."""
+    packed = problem.packed
+    if not packed:
+        q_len, k_len = inputs.query.shape[1], inputs.key.shape[1]
+    offset = k_len - q_len
+    left, right = _window_sides(q_len, k_len, Positions(offset, 1, 0, 1, offset), causal, left, right, packed)
+    return problem._replace(q_len=q_len, k_len=k_len, q_start=offset, q_base=offset, left=left, right=right)
 
 
 def state_problem(
@@ -225,17 +273,7 @@ def state_problem(
     if positions is None:
         positions = Positions(k_len - q_len, 1, 0, 1, q_base=k_len - q_len)
     q_start, q_stride, k_start, k_stride, q_base = positions
-    left, right = window
-    if causal:
-        right = 0 if right == UNBOUNDED else min(right, 0)
-    if not packed and q_len and k_len:
-        # A side that hides nothing is no side: one query against a cache is not causal any more.
-        first_key, last_key = k_start, k_start + (k_len - 1) * k_stride
-        first_query, last_query = q_start, q_start + (q_len - 1) * q_stride
-        if right != UNBOUNDED and last_key <= first_query + right:
-            right = UNBOUNDED
-        if left != UNBOUNDED and first_key >= last_query - left:
-            left = UNBOUNDED
+    left, right = _window_sides(q_len, k_len, positions, causal, *window, packed=packed)
     return Problem(
         batch=inputs.cu_seqlens_q.shape[0] - 1 if inputs.cu_seqlens_q is not None else query.shape[0],
         q_len=q_len,

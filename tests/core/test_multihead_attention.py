@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stream_attention import attention
 from stream_attention.core.multihead_attention import StreamMultiheadAttention
-from stream_attention.testing import peak_bytes
+from stream_attention_tools.testing import peak_bytes
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 NAN, INF = math.nan, math.inf
@@ -144,7 +144,7 @@ def largest(x: Tensor) -> float:
 def delta_noise(case: Case, module: nn.MultiheadAttention, tensors: dict[str, Tensor], options: dict[str, Any]) -> Any:
     """By gradient, what no fused backward avoids: sum_j p_ij dp_ij is known as dO_i · O_i, from an O that was rounded.
 
-    Its error acts as a gradient of the LSE does (stream_attention/testing/tolerance.py), so the reference says what
+    Its error acts as a gradient of the LSE does (stream_attention_tools.testing.tolerance), so the reference says what
     that does to the rest. `module` is fp64, and the roundings are drawn a few times.
     """
     ours = StreamMultiheadAttention.from_torch(module)

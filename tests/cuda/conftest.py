@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from stream_attention.testing.cuda_library import CudaLibrary
+from stream_attention_tools.testing.cuda_library import CudaLibrary
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).parent / "emulator"

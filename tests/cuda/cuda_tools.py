@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stream_attention.kernels import reference
-from stream_attention.testing import Case, check_case, make
+from stream_attention_tools.testing import Case, check_case, make
 
 F32, BF16 = torch.float32, torch.bfloat16
 

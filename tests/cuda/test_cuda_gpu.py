@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.cuda.cuda_tools import BF16, F32, case, expect_within_bounds, inputs
 
-from stream_attention.testing import Case
-from stream_attention.testing.cuda_library import CudaLibrary, Strategy, _pointer
+from stream_attention_tools.testing import Case
+from stream_attention_tools.testing.cuda_library import CudaLibrary, Strategy, _pointer
 
 pytestmark = pytest.mark.gpu
 

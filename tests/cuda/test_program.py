@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from stream_attention.testing.cuda_library import CudaLibrary
+from stream_attention_tools.testing.cuda_library import CudaLibrary
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ import pytest
 from torch import Tensor
 
 from stream_attention.distributed import VirtualRanks, ring_attention, shard_sequence, unshard_sequence
-from stream_attention.testing import Case, check_case, tolerance
+from stream_attention_tools.testing import Case, check_case, tolerance
 
 CHILD = Path(__file__).parent / "rank_main.py"
 SRC = Path(__file__).parents[2] / "src"

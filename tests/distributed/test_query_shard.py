@@ -18,7 +18,7 @@ from stream_attention import FusedOnlineAttention, attention
 from stream_attention.distributed import Recorder, VirtualRanks
 from stream_attention.distributed.local import Attention
 from stream_attention.distributed.query_shard import _QuerySharding, query_sharded_attention
-from stream_attention.testing import Case, check_case, tolerance
+from stream_attention_tools.testing import Case, check_case, tolerance
 
 SRC = Path(__file__).parents[2] / "src"
 BF16, F64 = torch.bfloat16, torch.float64

@@ -13,7 +13,7 @@ from stream_attention import RingAttention, StreamAttentionConfig, attention, va
 from stream_attention.distributed import Recorder, VirtualRanks, ring_attention, shard_sequence, unshard_sequence
 from stream_attention.distributed.shard import LAYOUTS
 from stream_attention.kernels import reference
-from stream_attention.testing import Case
+from stream_attention_tools.testing import Case
 
 ROTATIONS = ("p2p", "alltoall", "allgather")
 BF16, F64 = torch.bfloat16, torch.float64

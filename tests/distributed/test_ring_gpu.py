@@ -20,7 +20,7 @@ from stream_attention.distributed import (
 )
 from stream_attention.distributed.shard import LAYOUTS
 from stream_attention.kernels import reference
-from stream_attention.testing import Case
+from stream_attention_tools.testing import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks")]
 

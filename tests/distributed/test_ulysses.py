@@ -21,7 +21,7 @@ from stream_attention.distributed import (
 )
 from stream_attention.distributed.ulysses import ulysses_attention
 from stream_attention.kernels import reference
-from stream_attention.testing import Case
+from stream_attention_tools.testing import Case
 
 BF16, F64 = torch.bfloat16, torch.float64
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stream_attention import UnsupportedProblem, attention, attention_fp8, quantize_fp8, varlen_attention
 from stream_attention.backends import interpreting
-from stream_attention.ops import recall
+from stream_attention.ops import launch_cache
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="TRITON_INTERPRET=1 is not set: `make test` runs these")
 
@@ -76,7 +76,7 @@ def test_a_call_in_full_precision_before_is_no_call_like_it() -> None:
     query, key, value = qkv(1, 40)
     with torch.no_grad():
         plain = attention(query, key, value, backend="triton")
-        assert recall._known, "it was not remembered"
+        assert launch_cache.size(), "it was not kept"
         coded = attention(query, key, value, backend="triton", precision="fp8")
         again = attention(query, key, value, backend="triton")
     assert torch.equal(again, plain) and not torch.equal(coded, plain)

@@ -144,6 +144,9 @@ OPCHECK_CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "heads first in memory": lambda: op_arguments(
         [randn(B, HQ, TQ, D, seed=n).detach().transpose(1, 2).requires_grad_() for n in range(3)], sink=randn(HQ)
     ),
+    "heads first in memory, torch's flash op": lambda: op_arguments(
+        [randn(B, HQ, TQ, D, seed=n).detach().transpose(1, 2).requires_grad_() for n in range(3)]
+    ),
     "bf16 with an fp32 bias": lambda: op_arguments(qkv(torch.bfloat16), bias=randn(TQ, TK, dtype=torch.float32)),
     "packed, dropout": lambda: op_arguments(packed_qkv(), **PACKED, causal=True, sink=randn(HQ), dropout_p=0.2, seed=1),
     "no batch": lambda: op_arguments(qkv(batch=0)),

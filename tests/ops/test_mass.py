@@ -13,10 +13,10 @@ from torch import Tensor
 from stream_attention import attention, attention_mass, force_backend
 from stream_attention.kernels import eager, reference
 from stream_attention.ops.attention import op_arguments
-from stream_attention.ops.library import problem_of
+from stream_attention.ops.prepare import problem_of
 from stream_attention.problem import Inputs
-from stream_attention.testing import Case, make, peak_bytes, poisoned_memory
 from stream_attention.tuning.eager import EagerConfig
+from stream_attention_tools.testing import Case, make, peak_bytes, poisoned_memory
 
 NAN = math.nan
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from stream_attention import attention
-from stream_attention.testing.memory import peak_bytes
 from stream_attention.utils.memory import MemoryProfiler
+from stream_attention_tools.testing.memory import peak_bytes
 
 MIB = 1 << 20
 

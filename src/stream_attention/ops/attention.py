@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from .. import validate
 from ..backends import AUTO
 from ..plan import plan, requested
 from ..problem import UNBOUNDED, Gradients, Inputs, Positions, Wanted, gradient_of, state_problem
-from . import recall
+from . import launch_cache
 from .flops import register_flop_formulas
-from .library import forward_op, problem_of, run_backward, run_forward, run_forward_into
+from .library import forward_op
 from .merge import fold_state
+from .prepare import problem_of, run_backward, run_forward, run_forward_into
 
 _FAR = 1 << 40
 """A window side beyond every position, which the ops' integers still hold."""
@@ -129,23 +130,15 @@ def attention(
     """
     if unexpected or foreign:
         validate.unexpected(attention, unexpected, foreign)
-    facts = None
-    if (
-        not torch.compiler.is_compiling()
-        and mask is bias is alibi_slopes is sink is seed is None
-        and precision is None
-        and rotate is False
-        and recall.ENABLED
-        and isinstance(query, Tensor)
-        and (query.is_cuda or recall.ON_CPU)
-        and type(dropout_p) is float
-        and dropout_p == 0.0
-        and type(return_lse) is bool
-    ):
-        facts = recall.facts_of(query, key, value, causal, window, softcap, scale, deterministic, backend)
-        repeat = recall.known(facts)
-        if repeat is not None:
-            return repeat(query, key, value, return_lse)
+    found = None
+    if launch_cache.ENABLED and not launch_cache.is_watched():
+        optional = mask, bias, alibi_slopes, sink
+        options = causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, backend
+        found = look_up(query, key, value, optional, options, precision, rotate)
+        if found is not None and found.call is not None:
+            if found.call.looks_transposed and not _warned_of_layout:
+                _warn_of_layout(query)
+            return found.compute(return_lse)
     if type(query) is not Tensor or query.is_nested:
         elsewhere = _subclass_call(query)
         if elsewhere is not None:
@@ -191,12 +184,99 @@ def attention(
         precision,
         rotate,
     )
-    if not _warned_of_layout and not torch.compiler.is_compiling() and validate.looks_transposed(query, key):
+    looks_transposed = not torch.compiler.is_compiling() and validate.looks_transposed(query, key)
+    if looks_transposed and not _warned_of_layout:
         _warn_of_layout(query)
+    if found is not None:
+        return found.prepare(arguments, return_lse, precision, rotate)
     out, lse = call(arguments) if precision is None else call_fp8(arguments, rotate)
-    if facts is not None:
-        recall.remember(facts, arguments, out, lse)
     return (out, lse) if return_lse else out
+
+
+class Found(NamedTuple):
+    """A call in the launch cache: its key, what was prepared for it before, if anything, and its tensors."""
+
+    key: Hashable
+    call: launch_cache.PreparedCall | None
+    tensors: tuple[Any, ...]
+    seed_number: int | None  # of a call with dropout whose seed is no tensor
+
+    def compute(self, return_lse: bool) -> Any:
+        assert self.call is not None
+        inputs = Inputs._make(self.tensors)
+        if inputs.seed is None and self.seed_number is not _NO_DROPOUT:
+            inputs = inputs._replace(seed=seed_tensor(self.seed_number, inputs.query))
+        out, lse = self.call(inputs, return_lse)
+        return (out, lse) if return_lse else out
+
+    def prepare(
+        self,
+        arguments: tuple[Any, ...],
+        return_lse: bool,
+        precision: str | None,
+        rotate: bool,
+    ) -> Any:
+        """Compute a call that was checked, as `arguments` of the op, and keep it."""
+        if precision is None:
+            call = launch_cache.prepare(arguments)
+        else:
+            from . import fp8
+
+            call = fp8.prepare(arguments, rotate)
+        inputs = Inputs._make(arguments[: len(Inputs._fields)])
+        launch_cache.keep(self.key, call, inputs, arguments[len(inputs) :])
+        out, lse = call(inputs, return_lse)
+        return (out, lse) if return_lse else out
+
+
+_NO_DROPOUT: Any = object()
+
+
+def look_up(
+    query: Any,
+    key: Any,
+    value: Any,
+    optional: tuple[Any, Any, Any, Any],
+    options: tuple[Any, ...],
+    precision: Any = None,
+    rotate: Any = False,
+    cu_seqlens: tuple[Any, Any] = (None, None),
+    lengths: tuple[int, int] = (0, 0),
+) -> Found | None:
+    """What the launch cache has of a call, whose tensors may be anything still; None where it must be checked first and
+    is not kept."""
+    if not isinstance(query, Tensor) or query.is_nested or query.dim() < 3:
+        return None
+    dropout_p, seed = options[4:6]
+    numbers = launch_cache.options_of(query.shape[-1], lengths, *options)
+    if numbers is None:
+        return None
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = in_autocast_dtype(query, key, value)
+    mask, bias, slopes, sink = optional
+    if mask is not None or bias is not None or slopes is not None or sink is not None or isinstance(seed, Tensor):
+        for t in (*optional, None if isinstance(seed, int) else seed):
+            if t is not None and (not isinstance(t, Tensor) or t.layout is not torch.strided):
+                return None
+        mask, bias, slopes = leading_ones(mask, 4), leading_ones(bias, 4), _contiguous(leading_ones(slopes, 2))
+        sink = _contiguous(sink)
+    seed_number = _NO_DROPOUT
+    if dropout_p and not isinstance(seed, Tensor):
+        seed_number, seed = seed, None
+    tensors = query, key, value, mask, bias, slopes, sink, _contiguous(seed), *cu_seqlens
+    if precision is not None or rotate is not False:
+        if precision != "fp8" or type(precision) is not str or type(rotate) is not bool:
+            return None
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (query, key, value)):
+            return None  # to be refused
+        numbers = *numbers, precision, rotate
+    cache_key = launch_cache.key_of(tensors, numbers)
+    if cache_key is None:
+        return None
+    call = launch_cache.get(cache_key)
+    if call is None and precision is None:
+        call = launch_cache.resize(cache_key, Inputs._make(tensors), numbers)
+    return Found(cache_key, call, tensors, seed_number)
 
 
 def _subclass_call(query: Any) -> Callable[..., Any] | None:

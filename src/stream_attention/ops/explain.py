@@ -14,8 +14,8 @@ from ..problem import Inputs, Problem, gradient_of
 from .attention import attention, prepare_attention
 from .dtensor import local_shards
 from .fp8 import in_fp8
-from .library import problem_of
 from .nested import packed as packed_nested
+from .prepare import problem_of
 from .varlen import prepare_varlen, varlen_attention
 
 

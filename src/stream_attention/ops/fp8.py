@@ -6,6 +6,8 @@ what is computed from them. There is no gradient, and nothing here falls back to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -17,9 +19,10 @@ from .. import validate
 from ..backends import BY_NAME, makes_fp8_codes
 from ..cache_views.fp8 import Fp8KV
 from ..plan import Plan, plan, requested
-from ..problem import UNBOUNDED, Inputs, Problem
+from ..problem import UNBOUNDED, Inputs, Problem, distinct
+from . import launch_cache
 from .attention import in_autocast_dtype, op_arguments
-from .library import no_autocast, problem_of
+from .prepare import no_autocast, problem_of
 from .uncompiled import uncompiled
 from .varlen import longest
 
@@ -208,14 +211,64 @@ def _planned(
 
 @uncompiled(REASON)
 def call(arguments: tuple[Any, ...], rotate: bool) -> tuple[Tensor, Tensor]:
-    """Compute `(out, lse)` in FP8, of a call that was prepared as one of the library op."""
+    """Compute `(out, lse)` in FP8, of a call that was checked as one of the library op."""
+    inputs = Inputs._make(arguments[: len(Inputs._fields)])
+    out, lse = prepare(arguments, rotate).forward(inputs, True)
+    assert lse is not None
+    return out, lse
+
+
+def prepare(arguments: tuple[Any, ...], rotate: bool) -> launch_cache.PreparedCall:
+    """A call that was checked as one of the library op, planned and bound: the pre-pass and the kernel."""
     problem, inputs, backend = problem_of(arguments)
     planned = plan(in_fp8(problem), backend)
+    compute = _prepare(planned, inputs, rotate)
+
+    def forward(inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        with no_autocast(problem.device.type), torch.no_grad():
+            return compute(inputs)
+
+    anew = partial(prepare, rotate=rotate)
+    return launch_cache.PreparedCall(planned, forward, arguments[len(Inputs._fields) :], anew)
+
+
+def _prepare(planned: Plan, inputs: Inputs, rotate: bool) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
+    problem = planned.problem
     if problem.empty:
-        return _nothing(inputs.query)
-    with no_autocast(problem.device.type), torch.no_grad():
-        queries, keys = make_codes(planned, inputs, rotate)
-        return attend_to_codes(planned, queries, keys, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+        return lambda inputs: _nothing(inputs.query)
+    if planned.backend == "reference":
+
+        def by_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
+            codes = make_codes(planned, inputs, rotate)
+            return attend_to_codes(planned, *codes, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+
+        return by_reference
+
+    from ..gpu.scratch import Scratch
+    from ..kernels.triton.quantize_fp8 import as_integers, bind_quantize, rooms
+
+    query, key, value, cu_q, cu_k = distinct(*inputs[:3], inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    assert query is not None and key is not None and value is not None
+    samples = rooms(query.to("meta"), key.to("meta"), cu_q, cu_k)
+    tensors = query, key, value, *samples, cu_q, cu_k
+    quantize = bind_quantize(*tensors, problem.q_len, problem.k_len, rotate, problem.left)
+    prepare_fp8 = BY_NAME[planned.backend].load_fp8().prepare_fp8
+    launch, attend = prepare_fp8(problem, *samples, cu_q, cu_k, planned.config, query.device)
+    scratch = Scratch.of(*(t for codes in samples for t in codes[:-1]))
+
+    def compute(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        query, key, value = (t.resolve_neg() for t in inputs[:3])
+        ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+        assert quantize is not None
+        is_compiled = quantize.is_compiled and launch.is_compiled
+        memory, (q_codes, q_scales, k_codes, v_codes, k_scales) = scratch.allocate(query, is_compiled)
+        codes = q_codes, k_codes, v_codes, q_scales, k_scales
+        quantize(query, key, value, *as_integers(*codes), *ends)
+        result = attend(*codes, *ends, query)
+        del memory  # all that reads it is queued
+        return result
+
+    return compute
 
 
 def in_fp8(problem: Problem) -> Problem:
@@ -226,20 +279,19 @@ def in_fp8(problem: Problem) -> Problem:
 def make_codes(planned: Plan, inputs: Inputs, rotate: bool) -> tuple[QueryCodes, KeyCodes]:
     """The pre-pass of a planned call."""
     problem, (query, key, value) = planned.problem, (t.resolve_neg() for t in inputs[:3])
-    offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    if planned.backend == "reference":
-        from ..kernels import reference_fp8
+    if planned.backend != "reference":
+        from ..kernels.triton.quantize_fp8 import quantize
 
-        hidden = _hidden(problem, inputs)
-        if hidden is not None:
-            key, value = (t.masked_fill(hidden[:, None, None], 0.0) for t in (key, value))
-        queries = reference_fp8.quantize_queries(query, offsets[0], rotate)
-        return queries, reference_fp8.quantize_keys(key, value, offsets[1], rotate)
+        ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+        return quantize(query, key, value, *ends, problem.q_len, problem.k_len, rotate, problem.left)
 
-    from ..kernels.triton import quantize_fp8 as kernels
+    from ..kernels import reference_fp8
 
-    lengths, sides = (problem.q_len, problem.k_len), (problem.left, problem.right)
-    return kernels.quantize(query, key, value, *offsets, *lengths, rotate, sides)
+    hidden = _hidden(problem, inputs)
+    if hidden is not None:
+        key, value = (t.masked_fill(hidden[:, None, None], 0.0) for t in (key, value))
+    queries = reference_fp8.quantize_queries(query, inputs.cu_seqlens_q, rotate)
+    return queries, reference_fp8.quantize_keys(key, value, inputs.cu_seqlens_k, rotate)
 
 
 def attend_to_codes(
@@ -254,7 +306,7 @@ def attend_to_codes(
     from ..kernels.fp8_layout import room_for_out
 
     rows, row_lses = reference_fp8.attention(problem, queries, keys, *offsets)
-    out, lse = room_for_out(problem, queries)
+    out, lse = room_for_out(problem, queries.rows, queries.scales)
     count = rows.shape[-3]  # of a pack behind whose last sequence there are rows, fewer than these
     out[..., :count, :, :] = rows
     lse[..., :count] = row_lses

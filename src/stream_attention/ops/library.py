@@ -9,7 +9,6 @@ grad and vjp work as they do on an ATen op, vmap folds or loops; second derivati
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -18,9 +17,8 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from ..backends import BY_NAME
-from ..plan import Plan, plan
-from ..problem import Gradients, Inputs, Problem, Wanted, padded_to, state_problem
+from ..problem import Inputs, Wanted
+from . import launch_cache
 from .flops import register_flop_formulas
 
 _ARGUMENTS = (
@@ -42,106 +40,21 @@ forward_op = torch.ops.stream_attention.forward.default
 backward_op = torch.ops.stream_attention.backward.default
 
 
-def problem_of(arguments: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
-    """Split the flat arguments of an op into the problem they state, its tensors, and the backend asked for."""
-    q_len, k_len, causal, left, right, softcap, scale, dropout_p, deterministic, backend = arguments[_INPUTS:]
-    inputs = Inputs(*arguments[:_INPUTS])
-    problem = state_problem(
-        inputs,
-        q_len=q_len,
-        k_len=k_len,
-        causal=causal,
-        window=(left, right),
-        softcap=softcap,
-        scale=scale,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-    )
-    return problem, inputs, backend
-
-
-def run_forward(planned: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Compute a planned forward."""
-    problem, value_dim = planned.problem, inputs.value.shape[-1]
-    if planned.padded_from:
-        inputs = _padded(inputs, problem)
-    with no_autocast(problem.device.type):
-        out, lse = BY_NAME[planned.backend].load().forward(problem, inputs, planned.config)
-    return out[..., :value_dim].contiguous() if planned.padded_from else out, lse
-
-
-def _padded(inputs: Inputs, problem: Problem) -> Inputs:
-    """Query, key and value with zeros behind them, as wide as the problem's."""
-    query, key = (padded_to(t, problem.head_dim) for t in inputs[:2])
-    return inputs._replace(query=query, key=key, value=padded_to(inputs.value, problem.value_dim))
-
-
-def run_forward_into(planned: Plan, inputs: Inputs, out: Tensor, lse: Tensor, resumes: bool) -> bool:
-    """Write the state of a partial problem, or merge it into the one that is there; False if the kernels cannot, and
-    nothing was done."""
-    if planned.padded_from:
-        return False
-    kernels = BY_NAME[planned.backend].load()
-    with no_autocast(planned.problem.device.type):
-        return hasattr(kernels, "forward_into") and kernels.forward_into(
-            planned.problem, inputs, planned.config, out, lse, resumes
-        )
-
-
-def run_backward(
-    planned: Plan,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
-    """Compute a planned backward. Kernels read rows of `out` and `grad_out` as they lie, element after element."""
-    if out.stride(-1) != 1:
-        out = out.contiguous()
-    if grad_out.stride(-1) != 1:  # an expanded gradient, such as that of sum()
-        grad_out = grad_out.contiguous()
-    problem = planned.problem
-    if planned.padded_from:
-        inputs = _padded(inputs, problem)
-        out, grad_out = (padded_to(t, problem.value_dim) for t in (out, grad_out))
-    saved = out, lse, grad_out, grad_lse
-    with no_autocast(problem.device.type):
-        grads = BY_NAME[planned.backend].load().backward(problem, inputs, planned.config, *saved, wanted)
-    if planned.padded_from:
-        head_dim, value_dim = planned.padded_from
-        dims = head_dim, head_dim, value_dim
-        cut = (None if grad is None else grad[..., :dim] for grad, dim in zip(grads[:3], dims, strict=True))
-        grads = Gradients(*cut, *grads[3:])
-    return grads
-
-
-def no_autocast(device: str) -> AbstractContextManager[Any]:
-    """Kernels choose their own precision. Entering torch.autocast costs 3 us even where it is off already."""
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
-
-
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    problem, inputs, backend = problem_of(arguments)
-    return run_forward(plan(problem, backend), inputs)
+    out, lse = launch_cache.prepared(arguments).forward(Inputs._make(arguments[:_INPUTS]), True)
+    assert lse is not None
+    return out, lse
 
 
 def _backward(
     grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
-    problem, inputs, backend = problem_of(arguments)
-    asked = Wanted(*wanted)
-    problem = problem._replace(backward=True, lse_grad=grad_lse is not None, row_grad=asked.alibi_slopes or asked.sink)
-    planned = plan(problem, backend)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = run_backward(planned, inputs, out, lse, grad_out, grad_lse, asked)
+    call = launch_cache.prepared(arguments)
+    grads = call.backward(Inputs._make(arguments[:_INPUTS]), out, lse, grad_out, grad_lse, tuple(wanted))
     return tuple(
-        grad.contiguous() if want and grad is not None else out.new_empty(0)
-        for grad, want in zip(grads, wanted, strict=True)
+        grad if want and grad is not None else out.new_empty(0) for grad, want in zip(grads, wanted, strict=True)
     )
 
 
@@ -219,8 +132,11 @@ def _refuse_derivative(which: str) -> NoReturn:
     )
 
 
-def _autograd_kernel(op: Any, function: Any) -> Callable[..., Any]:
-    """What `op` does on the Autograd key: one node `function` in the graph, if there is a graph."""
+def _autograd_kernel(op: Any, function: Any, compute: Any) -> Callable[..., Any]:
+    """What `op` does on the Autograd key: one node `function` in the graph, if there is a graph.
+
+    A compiled graph has its own: there `compute`, the kernel below, is called at once, and not through the dispatcher,
+    which would turn 20 arguments into C++ and back."""
     # autograd.Function.apply would bind the signature anew each call (17 us), and under torch.func would start over at
     # the top of its levels. That of its base class, which `function` extends, records at the level that dispatched here
     # and no other, as an ATen op does.
@@ -232,13 +148,24 @@ def _autograd_kernel(op: Any, function: Any) -> Callable[..., Any]:
         differentiable = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
         if not differentiable and forward_ad._current_level < 0:
             with torch._C._AutoDispatchBelowAutograd():
-                return op(*arguments)
+                return (op if launch_cache.is_watched() or not _are_their_memory(arguments) else compute)(*arguments)
         if not torch._C._are_functorch_transforms_active():
             return apply(*arguments)
         with enable_single_level_autograd_function():
             return apply(*arguments)
 
     return kernel
+
+
+def _are_their_memory(arguments: tuple[Any, ...]) -> bool:
+    """Whether every tensor among them is its memory: no subclass that would see the op, and none that the dispatcher
+    has yet to negate or to fill with zeros."""
+    for t in arguments:
+        if isinstance(t, Tensor) and (
+            type(t) not in launch_cache.PLAIN_TYPES or t.is_meta or t.is_neg() or t._is_zerotensor()
+        ):
+            return False
+    return True
 
 
 def _below_autograd(op: Any, arguments: tuple[Any, ...]) -> Any:
@@ -289,7 +216,7 @@ for _name, _op, _kernel, _fake, _function, _inputs_at in (
     ("backward", backward_op, _backward, _fake_backward, _Backward, 5),
 ):
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    _library.impl(_name, _autograd_kernel(_op, _function), "Autograd")
+    _library.impl(_name, _autograd_kernel(_op, _function, _kernel), "Autograd")
     torch.library.register_fake(f"stream_attention::{_name}", _fake, lib=_library)
     torch.library.register_vmap(f"stream_attention::{_name}", _vmap_rule(_op, _inputs_at), lib=_library)
 register_flop_formulas()

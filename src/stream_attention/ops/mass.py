@@ -11,7 +11,7 @@ from ..plan import requested
 from ..problem import Inputs
 from ..tuning.eager import blocked
 from .attention import call, in_autocast_dtype, leading_ones, op_arguments
-from .library import problem_of
+from .prepare import problem_of
 
 
 @torch.no_grad()

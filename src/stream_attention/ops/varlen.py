@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .. import validate
 from ..plan import requested
 from ..problem import Inputs
-from .attention import Options, call, call_fp8, in_autocast_dtype, leading_ones, op_arguments
+from . import launch_cache
+from .attention import Options, call, call_fp8, in_autocast_dtype, leading_ones, look_up, op_arguments
 
 
 class PackedOptions(Options, total=False):
@@ -141,6 +142,17 @@ def varlen_attention(
             rotate=rotate,
             backend=backend,
         )
+    found = None
+    if mask is None and bias is None:
+        if launch_cache.ENABLED and not launch_cache.is_watched():
+            optional = None, None, alibi_slopes, sink
+            options = causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, backend
+            cu_seqlens = cu_seqlens_q, cu_seqlens_k
+            lengths = _lengths(query, key, value, cu_seqlens, max_seqlen_q, max_seqlen_k)
+            if lengths is not None:
+                found = look_up(query, key, value, optional, options, precision, rotate, cu_seqlens, lengths)
+        if found is not None and found.call is not None:
+            return found.compute(return_lse)
     arguments = prepare_varlen(
         query,
         key,
@@ -165,8 +177,29 @@ def varlen_attention(
         precision,
         rotate,
     )
+    if found is not None:
+        return found.prepare(arguments, return_lse, precision, rotate)
     out, lse = call(arguments) if precision is None else call_fp8(arguments, rotate)
     return (out, lse) if return_lse else out
+
+
+def _lengths(
+    query: Any, key: Any, value: Any, cu_seqlens: tuple[Any, Any], max_seqlen_q: Any, max_seqlen_k: Any
+) -> tuple[int, int] | None:
+    """The longest sequences of a pack whose offsets are contiguous; None where the call must be checked first."""
+    for rows, offsets in zip((query, key), cu_seqlens, strict=True):
+        if type(rows) is not Tensor or rows.is_nested or rows.dim() != 3 or type(offsets) is not Tensor:
+            return None
+        is_list = offsets.dtype in (torch.int32, torch.int64) and offsets.dim() == 1 and offsets.numel() > 0
+        if not is_list or not offsets.is_contiguous() or offsets.device != rows.device:
+            return None
+    if type(value) is not Tensor or value.is_nested or value.shape[:-1] != key.shape[:-1]:
+        return None
+    for told in (max_seqlen_q, max_seqlen_k):
+        if told is not None and (type(told) is not int or told < 0):
+            return None
+    q_len = longest("cu_seqlens_q", cu_seqlens[0], query.shape[0], max_seqlen_q)
+    return q_len, longest("cu_seqlens_k", cu_seqlens[1], key.shape[0], max_seqlen_k)
 
 
 def prepare_varlen(

@@ -19,17 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends import COMPILED
 from ..plan import plan
 from ..problem import Wanted
 from .attention import attention, prepare_attention
-from .library import problem_of, run_backward, run_forward
+from .prepare import problem_of, run_backward, run_forward
 from .varlen import prepare_varlen, varlen_attention
 
 if TYPE_CHECKING:
     from ..kernels.offline import Form
-
-COMPILED = ("gluon", "triton")
-"""The backends that compile kernels."""
 
 
 class Gpu(NamedTuple):

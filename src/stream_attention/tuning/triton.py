@@ -1,6 +1,6 @@
 """Launch configurations of the Triton kernels: tables as data, one per architecture, each row with its provenance.
 
-The first row that fits a problem is taken. Nothing is tuned at run time; `tuning/search.py` sweeps and proposes rows.
+The first row that fits a problem is taken. Nothing is tuned at run time; `stream_attention_tools.tune` proposes rows.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _full_and_causal(width: int, config: C) -> tuple[Row[C], Row[C]]:
 
 
 # NVIDIA H200, 2026-11-15, torch 2.11.0+cu130, Triton 3.6.0, bf16, batch * length = 16384, hidden 2048: the best of
-# 13-27 tiles per head dim at 512, 1k, 2k, 4k and 8k (tuning/search.py); x1.13-1.65 of SDPA flash in the same run.
+# 13-27 tiles per head dim at 512, 1k, 2k, 4k and 8k; x1.13-1.65 of SDPA flash in the same run.
 SM90 = (
     Row(64, False, ANY, TritonConfig(128, 64, 4, 3)),
     Row(64, True, 512, TritonConfig(64, 32, 4, 3)),
