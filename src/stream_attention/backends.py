@@ -49,21 +49,13 @@ class Backend(NamedTuple):
 
     def prepare(self, problem: Problem, inputs: Inputs, config: Any) -> Forward:
         """The forward of every call whose tensors lie as these `inputs` do. Keeps none of them."""
-        return self.load().prepare(problem, _apart(inputs), config)
+        return self.load().prepare(problem, Inputs._make(distinct(*inputs)), config)
 
     def prepare_backward(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        config: Any,
-        out: Tensor,
-        lse: Tensor,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        wanted: Wanted,
+        self, problem: Problem, inputs: Inputs, config: Any, *saved: Tensor | None, wanted: Wanted
     ) -> Backward:
-        """The backward of such calls. LSEs are contiguous."""
-        apart = distinct(*inputs, out, lse, grad_out, grad_lse)
+        """The backward of such calls; `saved` are out, lse and the gradients of both. LSEs are contiguous."""
+        apart = distinct(*inputs, *saved)
         count = len(inputs)
         return self.load().prepare_backward(problem, Inputs._make(apart[:count]), config, *apart[count:], wanted)
 
@@ -74,23 +66,10 @@ class Backend(NamedTuple):
         return out, lse
 
     def backward(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        config: Any,
-        out: Tensor,
-        lse: Tensor,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        wanted: Wanted,
+        self, problem: Problem, inputs: Inputs, config: Any, *saved: Tensor | None, wanted: Wanted
     ) -> Gradients:
         """Prepare and compute the gradients that are wanted."""
-        saved = out, lse, grad_out, grad_lse
-        return self.prepare_backward(problem, inputs, config, *saved, wanted)(inputs, *saved)
-
-
-def _apart(inputs: Inputs) -> Inputs:
-    return Inputs._make(distinct(*inputs))
+        return self.prepare_backward(problem, inputs, config, *saved, wanted=wanted)(inputs, *saved)
 
 
 @cache

@@ -84,6 +84,13 @@ def test_a_call_in_full_precision_before_is_no_call_like_it() -> None:
         attention(query, key, value, backend="triton", rotate=True)
 
 
+def test_comparing_a_cached_call_compares_it_with_one_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = qkv(1, 40)
+    monkeypatch.setattr(launch_cache, "COMPARE", True)
+    first = attention(query, key, value, backend="triton", precision="fp8")
+    assert torch.equal(attention(query, key, value, backend="triton", precision="fp8"), first)
+
+
 def test_a_tile_that_is_forced() -> None:
     query, key, value = qkv(1, 140)
     expected = attention(query, key, value, precision="fp8", backend="triton")

@@ -9,14 +9,13 @@ import pytest
 from stream_attention_tools import count_lines
 from stream_attention_tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, totals
 
-LIBRARY_TODAY = 22_000
-BOTH_TODAY = 29_300
+LIBRARY_TODAY = 21_850
+BOTH_TODAY = 29_100
 """Of lines of code, until the goals are reached. Lower them with what they count."""
 
 LONG_FILES = {
     f"{LIBRARY}/{name}"
     for name in (
-        "kernels/eager.py",
         "kernels/gluon/backward_block.py",
         "kernels/gluon/backward_sm90.py",
         "kernels/gluon/decode_codes.py",

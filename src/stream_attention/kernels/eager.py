@@ -80,9 +80,7 @@ def backward(
         return _blocked_backward(problem, inputs, config, out, lse, grad_out, grad_lse, wanted)
     if config.path != "flash":
         return torch_cuda.backward(problem, inputs, config.path, out, lse, grad_out)
-    if (
-        wanted.bias and not problem.partial
-    ):  # the LSE of the scores that the pass recomputes; a shard's is of whole rows
+    if wanted.bias and not problem.partial:  # the LSE of the scores that the pass recomputes; a shard's is its row's
         out, lse = _blocked_forward(problem, inputs, config)
     grads = None if wanted.bias else _flash_backward(problem, inputs, config, out, lse, grad_out, grad_lse, wanted)
     return _blocked_backward(problem, inputs, config, out, lse, grad_out, grad_lse, wanted) if grads is None else grads

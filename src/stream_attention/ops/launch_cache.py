@@ -48,7 +48,6 @@ _MOST_BACKWARDS = 64
 
 _INPUTS = len(Inputs._fields)
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-_OPTIONAL = tuple(Inputs._fields.index(name) for name in Inputs._fields[3:])
 _DIFFERENTIABLE = tuple(Inputs._fields.index(name) for name in Wanted._fields)
 
 
@@ -173,7 +172,7 @@ def key_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Hasha
     return found
 
 
-_ABSENT = [None] * len(_OPTIONAL)
+_ABSENT = [None] * (_INPUTS - 3)
 _NO_LAYOUT = ()
 
 

@@ -92,7 +92,7 @@ def prepare_backward(
     problem = planned.problem
     saved = _as_kernels_read(problem, planned, out, lse, grad_out, grad_lse)
     padded = _padded(inputs, problem) if planned.padded_from else inputs
-    backward = BY_NAME[planned.backend].prepare_backward(problem, padded, planned.config, *saved, wanted)
+    backward = BY_NAME[planned.backend].prepare_backward(problem, padded, planned.config, *saved, wanted=wanted)
     if planned.backend == "eager":
         backward = _without_autocast(backward, problem.device.type)
     as_it_lies = (out, lse, grad_out, grad_lse)

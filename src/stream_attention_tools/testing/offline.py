@@ -105,7 +105,7 @@ def launch_case(
         grad_lse = torch.zeros_like(lse) if case.lse_grad else None
         saved = out, lse, torch.zeros_like(out), grad_lse
         config = backward_config or chosen.configure(problem)
-        chosen.backward(problem, inputs, config, *saved, wanted)
+        chosen.backward(problem, inputs, config, *saved, wanted=wanted)
 
 
 def _compile(form: Form) -> Any:

@@ -153,7 +153,7 @@ def compiled(call: Compiled) -> list[Any]:
     out = torch.zeros_like(inputs.query)
     lse = torch.zeros(out[..., 0].mT.shape)
     with compiling_for(90) as launched:
-        backward(one, inputs, configure_backward(one), out, lse, out, None, Wanted())
+        backward(one, inputs, configure_backward(one), out, lse, out, None, wanted=Wanted())
     return [kernel for kernel in launched if kernel.metadata.name in ("_prepare_kernel", "_backward_kernel")]
 
 

@@ -205,7 +205,7 @@ def launched(call: Compiled, wanted: Wanted | None = None) -> list[Any]:
     everything = Wanted(bias=has_bias, alibi_slopes=has_slopes, sink=has_sink)
     with compiling_for(call.arch) as kernels:
         grad_lse = lse if stated.lse_grad else None
-        backward(stated, inputs, configure(stated), out, lse, out, grad_lse, wanted or everything)
+        backward(stated, inputs, configure(stated), out, lse, out, grad_lse, wanted=wanted or everything)
     return [kernel for kernel in kernels if kernel.metadata.name not in ("_seen_kernel", "_words_kernel")]
 
 

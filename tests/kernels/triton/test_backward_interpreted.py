@@ -124,7 +124,7 @@ def computed(case: Case, config: BackwardConfig = INTERPRETER_BACKWARD, names: C
     if names is None:
         names = [name for name in Wanted._fields if getattr(inputs, name) is not None]
     with poisoned_memory():
-        grads = backward(problem, inputs, config, *saved, Wanted(*(name in names for name in Wanted._fields)))
+        grads = backward(problem, inputs, config, *saved, wanted=Wanted(*(name in names for name in Wanted._fields)))
     return {name: grad for name, grad in grads._asdict().items() if grad is not None}
 
 
@@ -433,7 +433,7 @@ def test_what_nobody_sees_from_where_it_stands(
         problem = stated(inputs, positions=Positions(q_start, 1, 0, 1, q_start), **options)
         with poisoned_memory():
             saved = forward(problem, inputs, INTERPRETER)
-            grads = backward(problem, inputs, INTERPRETER_BACKWARD, *saved, grad_out, None, Wanted())
+            grads = backward(problem, inputs, INTERPRETER_BACKWARD, *saved, grad_out, None, wanted=Wanted())
         found.append(dict(zip(("query", "key", "value"), grads, strict=False)))
         for tensor, hidden in ((query, rows), (grad_out, rows), (key, keys), (value, keys)):
             tensor[:, list(hidden)] = NAN
@@ -635,7 +635,7 @@ def test_batch_start_moves_dropout_to_that_entry_of_the_batch() -> None:
     problem, inputs, saved = forwarded(case)
     its = inputs._replace(query=inputs.query[1:], key=inputs.key[1:], value=inputs.value[1:])
     problem = problem._replace(batch=1, batch_start=1)
-    grads = backward(problem, its, INTERPRETER_BACKWARD, *(t[1:] for t in saved), Wanted())
+    grads = backward(problem, its, INTERPRETER_BACKWARD, *(t[1:] for t in saved), wanted=Wanted())
     close(grads[:3], tuple(grad[1:] for grad in expected(case).values()))
 
 
@@ -775,7 +775,9 @@ def test_rows_beyond_the_longest_take_no_part() -> None:
     problem = stated(inputs, q_len=32, k_len=40)
     saved = forward(problem, inputs, INTERPRETER)
     with poisoned_memory():
-        grads = backward(problem, inputs, INTERPRETER_BACKWARD, *saved, normal(40, 2, 16, seed=4), None, Wanted())
+        grads = backward(
+            problem, inputs, INTERPRETER_BACKWARD, *saved, normal(40, 2, 16, seed=4), None, wanted=Wanted()
+        )
     assert all(grad.isfinite().all() for grad in grads[:3])
     assert not grads.query[32:].any() and grads.key.any()
 
@@ -792,7 +794,7 @@ def test_tiles_that_read_rows_nobody_wrote_are_refused() -> None:
     problem, inputs, saved = forwarded(SHAPE)
     config = BackwardConfig(Tile(16, 16, 4, 1), Tile(32, 16, 4, 1))
     with pytest.raises(AssertionError, match="whole tiles"):
-        backward(problem, inputs, config, *saved, Wanted())
+        backward(problem, inputs, config, *saved, wanted=Wanted())
 
 
 def test_offsets_beyond_the_pack_touch_nothing_outside_it() -> None:
@@ -806,7 +808,7 @@ def test_offsets_beyond_the_pack_touch_nothing_outside_it() -> None:
         problem = stated(inputs, q_len=6, k_len=6, causal=True)
         saved = forward(problem, inputs, INTERPRETER)
         with poisoned_memory():
-            grads = backward(problem, inputs, INTERPRETER_BACKWARD, *saved, grad_out, None, Wanted(sink=True))
+            grads = backward(problem, inputs, INTERPRETER_BACKWARD, *saved, grad_out, None, wanted=Wanted(sink=True))
         found.append({name: grad for name, grad in grads._asdict().items() if grad is not None})
     equal(found[1], found[0])
 

@@ -22,20 +22,11 @@ from ...tuning.triton import Tile
 from .arguments import (
     UNIT,
     WIDE,
-    access_unit,
-    backward_constants,
-    broadcast_strides,
-    flag_strides,
     is_aligned,
-    named,
-    qkv_strides,
-    row_strides,
-    score_params,
-    slope_stride,
-    visible_range,
 )
+from .backward_arguments import shared_arguments, shared_sizes
 from .prepass import Prepass
-from .rows import PAD, Rows, padded_row, padded_rows
+from .rows import PAD, Rows, padded_row
 from .tiles import dropout_keep, load_broadcast, packed_rows, tile_gradients
 
 
@@ -318,21 +309,9 @@ def _key_kernel(
 
 def key_sizes(problem: Problem, inputs: Inputs, tile: Tile, grad_out: Tensor) -> tuple[int, dict[str, Any]]:
     """The grid and the arguments that depend on lengths."""
-    query, key, value = inputs[:3]
-    packed = problem.packed
-    aligned = is_aligned(query, key, value, grad_out)
-    unit = UNIT if aligned else 1
-    return problem.batch * problem.kv_heads * tile.num_splits * triton.cdiv(problem.k_len, tile.block_n), {
-        **qkv_strides(inputs, packed, unit),
-        **named("stride_gb stride_gm stride_gh", row_strides(grad_out, packed, unit)),
-        "q_len": problem.q_len,
-        "k_len": problem.k_len,
-        "q_rows": query.shape[-3],
-        "k_rows": key.shape[-3],
-        "row_tiles": padded_rows(problem, query) // PAD.value,
-        **visible_range(problem),
-        "ALIGNED": aligned,
-    }
+    aligned = is_aligned(*inputs[:3], grad_out)
+    grid = problem.batch * problem.kv_heads * tile.num_splits * triton.cdiv(problem.k_len, tile.block_n)
+    return grid, shared_sizes(problem, inputs, grad_out, aligned, UNIT if aligned else 1)
 
 
 def bind_key(
@@ -349,44 +328,16 @@ def bind_key(
 
     With several splits they are `[splits, B, Tk, Hkv, D]`, a part of the sum each.
     """
-    query, key, value, mask, bias, slopes, _, _, cu_q, cu_k = inputs
-    keys_seen, queries_seen, row_words, col_words = before.samples
-    packed = problem.packed
     grid, sizes = key_sizes(problem, inputs, tile, grad_out)
     return _kernel.bind(
         grid,
         (*inputs, *before.samples, grad_out, *rows, dk, dv),
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
-        q_ptr=query,
-        k_ptr=key,
-        v_ptr=value,
-        mask_ptr=mask,
-        bias_ptr=bias,
-        keys_seen_ptr=keys_seen,
-        queries_seen_ptr=queries_seen,
-        slopes_ptr=slopes,
-        row_words_ptr=row_words,
-        col_words_ptr=col_words,
-        cu_q_ptr=cu_q,
-        cu_k_ptr=cu_k,
-        grad_out_ptr=grad_out,
-        rows_lse_ptr=rows.lse,
-        rows_delta_ptr=rows.delta,
+        **shared_arguments(problem, inputs, tile, before, grad_out, rows),
+        **sizes,
         dk_ptr=dk,
         dv_ptr=dv,
-        **sizes,
-        **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask, access_unit(mask))),
-        **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias, access_unit(bias))),
-        **named("stride_fb stride_fh", flag_strides(keys_seen)),
-        **named("stride_sb stride_sh", flag_strides(queries_seen)),
-        stride_ab=slope_stride(slopes),
-        batches=problem.batch,
         kv_heads=problem.kv_heads,
-        num_splits=tile.num_splits,
-        **score_params(problem),
-        **backward_constants(problem, inputs, tile),
-        IS_PACKED=packed,
-        IS_SPLIT=tile.num_splits > 1,
         WANT_KEY=dk is not None,
         WANT_VALUE=dv is not None,
     )

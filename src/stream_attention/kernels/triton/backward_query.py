@@ -27,20 +27,13 @@ from ...tuning.triton import Tile
 from .arguments import (
     UNIT,
     WIDE,
-    access_unit,
-    backward_constants,
-    broadcast_strides,
-    flag_strides,
     is_aligned,
     named,
-    qkv_strides,
     row_strides,
-    score_params,
-    slope_stride,
-    visible_range,
 )
+from .backward_arguments import shared_arguments, shared_sizes
 from .prepass import Prepass
-from .rows import PAD, Rows, padded_row, padded_rows
+from .rows import PAD, Rows, padded_row
 from .tiles import LOG2E, dropout_keep, load_broadcast, packed_rows, tile_gradients
 
 
@@ -367,21 +360,11 @@ def query_sizes(
     problem: Problem, inputs: Inputs, tile: Tile, out: Tensor, grad_out: Tensor
 ) -> tuple[int, dict[str, Any]]:
     """The grid and the arguments that depend on lengths."""
-    query, key, value = inputs[:3]
-    packed = problem.packed
-    aligned = is_aligned(query, key, value, out, grad_out)
+    aligned = is_aligned(*inputs[:3], out, grad_out)
     unit = UNIT if aligned else 1
     return programs(problem, tile), {
-        **qkv_strides(inputs, packed, unit),
-        **named("stride_ob stride_om stride_oh", row_strides(out, packed, unit)),
-        **named("stride_gb stride_gm stride_gh", row_strides(grad_out, packed, unit)),
-        "q_len": problem.q_len,
-        "k_len": problem.k_len,
-        "q_rows": query.shape[-3],
-        "k_rows": key.shape[-3],
-        "row_tiles": padded_rows(problem, query) // PAD.value,
-        **visible_range(problem),
-        "ALIGNED": aligned,
+        **shared_sizes(problem, inputs, grad_out, aligned, unit),
+        **named("stride_ob stride_om stride_oh", row_strides(out, problem.packed, unit)),
     }
 
 
@@ -408,50 +391,22 @@ def bind_query(
 
     The LSE and its gradient, words and dq are contiguous.
     """
-    query, key, value, mask, bias, slopes, sink, _, cu_q, cu_k = inputs
-    keys_seen, queries_seen, row_words, col_words = before.samples
-    packed = problem.packed
     grid, sizes = query_sizes(problem, inputs, tile, out, grad_out)
     return _kernel.bind(
         grid,
         (*inputs, *before.samples, out, lse, grad_out, grad_lse, *rows, dq, d_slopes, d_sink),
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
-        q_ptr=query,
-        k_ptr=key,
-        v_ptr=value,
-        mask_ptr=mask,
-        bias_ptr=bias,
-        keys_seen_ptr=keys_seen,
-        queries_seen_ptr=queries_seen,
-        slopes_ptr=slopes,
-        sink_ptr=sink,
-        row_words_ptr=row_words,
-        col_words_ptr=col_words,
-        cu_q_ptr=cu_q,
-        cu_k_ptr=cu_k,
+        **shared_arguments(problem, inputs, tile, before, grad_out, rows),
+        **sizes,
+        sink_ptr=inputs.sink,
         out_ptr=out,
         lse_ptr=lse,
-        grad_out_ptr=grad_out,
         grad_lse_ptr=grad_lse,
-        rows_lse_ptr=rows.lse,
-        rows_delta_ptr=rows.delta,
         dq_ptr=dq,
         d_slopes_ptr=d_slopes,
         d_sink_ptr=d_sink,
-        **sizes,
-        **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask, access_unit(mask))),
-        **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias, access_unit(bias))),
-        **named("stride_fb stride_fh", flag_strides(keys_seen)),
-        **named("stride_sb stride_sh", flag_strides(queries_seen)),
-        stride_ab=slope_stride(slopes),
-        batches=problem.batch,
         q_heads=problem.q_heads,
-        num_splits=tile.num_splits,
-        **score_params(problem),
-        **backward_constants(problem, inputs, tile),
         HAS_LSE_GRAD=grad_lse is not None,
-        IS_PACKED=packed,
-        IS_SPLIT=tile.num_splits > 1,
         WANT_QUERY=dq is not None,
         WANT_SLOPES=d_slopes is not None,
         WANT_SINK=d_sink is not None,

@@ -1,0 +1,75 @@
+"""What the kernels of the backward take alike: tensors, strides and constexprs, by the names of their parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...problem import Inputs, Problem
+from ...tuning.triton import Tile
+from .arguments import (
+    access_unit,
+    backward_constants,
+    broadcast_strides,
+    flag_strides,
+    named,
+    qkv_strides,
+    row_strides,
+    score_params,
+    slope_stride,
+    visible_range,
+)
+from .prepass import Prepass
+from .rows import PAD, Rows, padded_rows
+
+
+def shared_arguments(
+    problem: Problem, inputs: Inputs, tile: Tile, before: Prepass, grad_out: Tensor, rows: Rows
+) -> dict[str, Any]:
+    """Of the kernels by queries and by keys, what does not depend on lengths."""
+    query, key, value, mask, bias, slopes, _, _, cu_q, cu_k = inputs
+    keys_seen, queries_seen, row_words, col_words = before.samples
+    return {
+        "q_ptr": query,
+        "k_ptr": key,
+        "v_ptr": value,
+        "mask_ptr": mask,
+        "bias_ptr": bias,
+        "keys_seen_ptr": keys_seen,
+        "queries_seen_ptr": queries_seen,
+        "slopes_ptr": slopes,
+        "row_words_ptr": row_words,
+        "col_words_ptr": col_words,
+        "cu_q_ptr": cu_q,
+        "cu_k_ptr": cu_k,
+        "grad_out_ptr": grad_out,
+        "rows_lse_ptr": rows.lse,
+        "rows_delta_ptr": rows.delta,
+        **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask, access_unit(mask))),
+        **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias, access_unit(bias))),
+        **named("stride_fb stride_fh", flag_strides(keys_seen)),
+        **named("stride_sb stride_sh", flag_strides(queries_seen)),
+        "stride_ab": slope_stride(slopes),
+        "batches": problem.batch,
+        "num_splits": tile.num_splits,
+        **score_params(problem),
+        **backward_constants(problem, inputs, tile),
+        "IS_PACKED": problem.packed,
+        "IS_SPLIT": tile.num_splits > 1,
+    }
+
+
+def shared_sizes(problem: Problem, inputs: Inputs, grad_out: Tensor, aligned: bool, unit: int) -> dict[str, Any]:
+    """Of the same kernels, what depends on lengths."""
+    return {
+        **qkv_strides(inputs, problem.packed, unit),
+        **named("stride_gb stride_gm stride_gh", row_strides(grad_out, problem.packed, unit)),
+        "q_len": problem.q_len,
+        "k_len": problem.k_len,
+        "q_rows": inputs.query.shape[-3],
+        "k_rows": inputs.key.shape[-3],
+        "row_tiles": padded_rows(problem, inputs.query) // PAD.value,
+        **visible_range(problem),
+        "ALIGNED": aligned,
+    }
