@@ -60,8 +60,10 @@ def plan(problem: Problem, backend: str = AUTO) -> Plan:
         return _plan(problem, backend)  # in whose words its own lengths are
     if planned.backend not in COMPILED:  # the others cut their tiles to the problem: each length has its own plan
         return _plan(problem, backend)
-    exact = problem._replace(head_dim=planned.problem.head_dim, value_dim=planned.problem.value_dim)
-    return planned._replace(problem=exact._replace(addressable=planned.problem.addressable))
+    if planned.padded_from:
+        wide = planned.problem
+        problem = problem._replace(head_dim=wide.head_dim, value_dim=wide.value_dim, addressable=wide.addressable)
+    return planned._replace(problem=problem)
 
 
 def _rounded(problem: Problem) -> Problem | None:

@@ -1,4 +1,4 @@
-"""Memory of a call: scratch in one allocation, and tensors that begin with one number."""
+"""Memory of a call: scratch in one allocation, tensors that begin with one number, and samples without memory."""
 
 from __future__ import annotations
 
@@ -27,6 +27,49 @@ def filled(like: Tensor, shape: Sequence[int], dtype: torch.dtype, number: float
         stream = torch._C._cuda_getCurrentRawStream(made.get_device())
         driver.fill_words(made.data_ptr(), _WORDS[number], size // 4, stream)
     return made
+
+
+class Sample:
+    """A contiguous tensor without memory, to bind a launch to; as aligned as allocations are. A tensor on torch's meta
+    device would do, but takes 2 us to make."""
+
+    __slots__ = ("dtype", "shape")
+    device = torch.device("meta")
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = tuple(shape), dtype
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def stride(self, dim: int | None = None) -> Any:
+        strides, step = [1] * len(self.shape), 1
+        for place in range(len(self.shape) - 1, -1, -1):
+            strides[place] = step
+            step *= max(self.shape[place], 1)
+        return tuple(strides) if dim is None else strides[dim]
+
+    def new_empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Sample:
+        return Sample(shape, dtype or self.dtype)
+
+    def new_full(self, shape: Sequence[int], number: float, dtype: torch.dtype | None = None) -> Sample:
+        return Sample(shape, dtype or self.dtype)
+
+    def __getitem__(self, place: int) -> Sample:
+        return Sample(self.shape[1:], self.dtype)
 
 
 class Scratch(NamedTuple):

@@ -224,7 +224,7 @@ class Found(NamedTuple):
 
             call = fp8.prepare(arguments, rotate)
         inputs = Inputs._make(arguments[: len(Inputs._fields)])
-        launch_cache.keep(self.key, call, inputs, arguments[len(inputs) :])
+        launch_cache.keep(self.key, call, inputs)
         out, lse = call(inputs, return_lse)
         return (out, lse) if return_lse else out
 

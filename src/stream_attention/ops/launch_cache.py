@@ -186,33 +186,28 @@ def _layout(t: Tensor) -> tuple[Any, ...]:
         return _NO_LAYOUT
 
 
-def family_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Hashable | None:
-    """What calls that differ in their lengths alone have in common; None where lengths are not all that may differ.
+def family_of(key: Any, inputs: tuple[Tensor | None, ...]) -> Hashable | None:
+    """What calls that differ in their lengths alone have in common with the one that has this `key`; None where lengths
+    are not all that may differ.
 
-    Only for calls that have a key. Strides may differ too: kernels take them as numbers. They are positive and, but for
-    the last, multiples of 8; memory starts on 16 bytes.
+    Strides may differ too: kernels take them as numbers. They are positive and, but for the last, multiples of 8;
+    memory starts on 16 bytes.
     """
-    query, key, value = inputs[:3]
-    assert query is not None and key is not None and value is not None
-    if inputs[3] is not None or inputs[4] is not None or inputs[7] is not None or key.shape[-3] != value.shape[-3]:
-        return None  # mask, bias or dropout, or to be refused
-    found: list[Any] = [query.dtype, key.dtype, value.dtype, options[2:]]
-    for t in (query, key, value):
-        shape = t.shape
-        if 0 in shape or not _has_aligned_rows(t):
-            return None
-        found.append((*shape[:-3], *shape[-2:], t.get_device()))
-    if query.dtype is torch.float32:
-        found.append(torch.backends.cuda.matmul.allow_tf32)
-    for other in inputs[5:]:
-        found.append(None if other is None else _layout(other))
-    return tuple(found)
+    if inputs[3] is not None or inputs[4] is not None or inputs[7] is not None:
+        return None  # mask, bias or dropout
+    shapes = query, keys, values = key[3:6]
+    if keys[-3] != values[-3] or 0 in query or 0 in keys or 0 in values:
+        return None
+    if key[12:15] != (0, 0, 0) or not all(map(_are_aligned, key[6:9])):
+        return None
+    dims = [part for shape in shapes for part in (shape[:-3], shape[-2:])]
+    return (key[:3], key[9:12], key[15][2:], key[16:], *dims)
 
 
-def _has_aligned_rows(t: Tensor) -> bool:
-    """Whether rows lie on 16 bytes, apart, element after element."""
-    *strides, last = t.stride()
-    return last == 1 and t.data_ptr() % 16 == 0 and all([stride > 0 and stride % 8 == 0 for stride in strides])  # noqa: C419
+def _are_aligned(strides: tuple[int, ...]) -> bool:
+    """Whether rows that begin on 16 bytes are apart, and lie on 16 bytes, element after element."""
+    *others, last = strides
+    return last == 1 and min(others) > 0 and not any([stride % 8 for stride in others])  # noqa: C419
 
 
 class PreparedCall:
@@ -227,7 +222,7 @@ class PreparedCall:
         self.looks_transposed = False  # whether a caller is to be warned of the layout
         self._options = options  # of the op, behind its tensors
         self._backwards: dict[Hashable, Backward] = {}
-        self._templates: dict[Hashable, Any] = {}  # backwards of the family
+        self._templates: dict[Hashable, list[Any]] = {}  # backwards of the family
         self._checked: set[Hashable] = set()
 
     @property
@@ -238,20 +233,6 @@ class PreparedCall:
     @property
     def can_resize(self) -> bool:
         return hasattr(self.forward, "resized")
-
-    def resized(self, inputs: Inputs, options: tuple[Any, ...]) -> PreparedCall | None:
-        """The call of the same family with these inputs; None where it is planned otherwise."""
-        problem = resized(self._planned.problem, inputs, *options[:5])
-        planned = plan(problem, options[-1])
-        if planned.backend != self._planned.backend or planned.padded_from:
-            return None
-        forward = self.forward.resized(problem, inputs, planned.config)  # type: ignore[attr-defined]
-        if forward is None:
-            return None
-        call = PreparedCall(planned, forward, options)
-        call._templates, call._checked = self._templates, self._checked
-        call.looks_transposed = not problem.packed and validate.looks_transposed(inputs.query, inputs.key)
-        return call
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         """`(out, lse)`, with gradients if they are on and some input wants one."""
@@ -315,7 +296,8 @@ class PreparedCall:
         self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
     ) -> Backward:
         read = (*inputs[:3], out, grad_out)
-        if not self.can_resize or grad_lse is not None or not all(_has_aligned_rows(t) for t in read):
+        is_aligned = all(t.data_ptr() % 16 == 0 and _are_aligned(t.stride()) for t in read)
+        if not self.can_resize or grad_lse is not None or not is_aligned:
             planned, tensors = plan_backward(self.arguments(inputs), grad_lse, wanted)
             return prepare_backward(planned, tensors, out, lse, grad_out, grad_lse, wanted)
         problem = self._planned.problem._replace(backward=True, row_grad=wanted.alibi_slopes or wanted.sink)
@@ -324,15 +306,58 @@ class PreparedCall:
         planned, tensors = plan(problem, self._options[-1]), inputs
         if planned.padded_from:
             return prepare_backward(planned, tensors, out, lse, grad_out, grad_lse, wanted)
-        kind = wanted, planned.backend, planned.problem.tf32
-        template = self._templates.get(kind)
         saved = out, lse, grad_out, grad_lse
-        found = None if template is None else template.resized(planned.problem, tensors, planned.config, *saved)
-        if found is None:
-            found = prepare_backward(planned, tensors, *saved, wanted)
-            if hasattr(found, "resized"):
-                self._templates[kind] = found
+        templates = self._templates.setdefault((wanted, planned.backend, planned.config, problem.tf32), [])
+        for template in templates:
+            found = template.resized(planned.problem, tensors, planned.config, *saved)
+            if found is not None:
+                return found
+        found = prepare_backward(planned, tensors, *saved, wanted)
+        if hasattr(found, "resized"):
+            _keep_newest(templates, found)
         return found
+
+
+class _Family:
+    """Calls that differ in their lengths alone: what was prepared for some of them makes the others.
+
+    Lengths choose the backend and its configuration, and may change a constexpr, such as whether a window hides
+    anything. So templates are kept by the first two, a few for each.
+    """
+
+    __slots__ = ("_backwards", "_checked", "_problem", "_templates")
+
+    def __init__(self, call: PreparedCall) -> None:
+        self._problem = call._planned.problem
+        self._templates: dict[Hashable, list[PreparedCall]] = {}
+        self._backwards, self._checked = call._templates, call._checked
+
+    def add(self, call: PreparedCall) -> None:
+        call._templates, call._checked = self._backwards, self._checked
+        _keep_newest(self._templates.setdefault((call._planned.backend, call._planned.config), []), call)
+
+    def resized(self, inputs: Inputs, options: tuple[Any, ...]) -> PreparedCall | None:
+        """The call of the family with these inputs; None where there is no template for it."""
+        problem = resized(self._problem, inputs, *options[:5])
+        planned = plan(problem, options[-1])
+        if planned.padded_from:
+            return None
+        for template in self._templates.get((planned.backend, planned.config), ()):
+            forward = template.forward.resized(problem, inputs, planned.config)  # type: ignore[attr-defined]
+            if forward is not None:
+                call = PreparedCall(planned, forward, options)
+                call._templates, call._checked = self._backwards, self._checked
+                call.looks_transposed = not problem.packed and validate.looks_transposed(inputs.query, inputs.key)
+                return call
+        return None
+
+
+_MOST_TEMPLATES = 4
+
+
+def _keep_newest(templates: list[Any], one: Any) -> None:
+    """Put a template before the others, and drop the oldest."""
+    templates[:] = [one, *templates[: _MOST_TEMPLATES - 1]]
 
 
 class _Attention(_SingleLevelFunction):
@@ -423,7 +448,7 @@ def prepared(arguments: tuple[Any, ...]) -> PreparedCall:
         if call is None:
             call = prepare(arguments)
             if key is not None:
-                keep(key, call, inputs, options)
+                keep(key, call, inputs)
     return call
 
 
@@ -439,7 +464,7 @@ def prepare(arguments: tuple[Any, ...]) -> PreparedCall:
 _calls: dict[Hashable, PreparedCall] = {}
 _lock = Lock()
 
-_families: dict[Hashable, PreparedCall] = {}
+_families: dict[Hashable, _Family] = {}
 _seen_once: dict[int, None] = {}
 """Hashes of keys that were made from a template once."""
 
@@ -449,9 +474,9 @@ get = _calls.get
 
 def resize(key: Hashable, inputs: Inputs, options: tuple[Any, ...]) -> PreparedCall | None:
     """The call with a key that is new, if calls of its family were prepared before."""
-    family = family_of(inputs, options)
-    template = None if family is None else _families.get(family)
-    call = None if template is None else template.resized(inputs, options)
+    family = family_of(key, inputs)
+    relatives = None if family is None else _families.get(family)
+    call = None if relatives is None else relatives.resized(inputs, options)
     if call is not None:
         # Kept from its second time on: lengths that never come back leave nothing for the garbage collector.
         identity = hash(key)
@@ -465,15 +490,18 @@ def resize(key: Hashable, inputs: Inputs, options: tuple[Any, ...]) -> PreparedC
     return call
 
 
-def keep(key: Hashable, call: PreparedCall, inputs: Inputs, options: tuple[Any, ...]) -> None:
+def keep(key: Hashable, call: PreparedCall, inputs: Inputs) -> None:
     """Keep a call that was prepared, also as the template of its family."""
     add(key, call)
-    family = family_of(inputs, options) if call.can_resize else None
+    family = family_of(key, inputs) if call.can_resize else None
     if family is not None:
         with _lock:
-            while len(_families) >= LIMIT:
-                del _families[next(iter(_families))]
-            _families[family] = call
+            relatives = _families.get(family)
+            if relatives is None:
+                while len(_families) >= LIMIT:
+                    del _families[next(iter(_families))]
+                relatives = _families[family] = _Family(call)
+            relatives.add(call)
 
 
 def add(key: Hashable, call: PreparedCall) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -26,24 +27,29 @@ def rows_descriptor(t: Tensor, rows: int, width: int) -> Descriptor:
 
     Strides of dims of size 1 are never used, but must be legal.
     """
-    shape, strides = list(t.shape), list(t.stride())
-    if t.dim() == 3:
+    shape, strides = [*t.shape], [*t.stride()]
+    if len(shape) == 3:
         shape, strides = [1, *shape], [0, *strides]
-    strides = [width if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * t.itemsize, rank=4)
-    return Descriptor(t, t.dtype, shape, [*strides, 1], [1, rows, 1, width], layout)
+    if 1 in shape:
+        strides = [width if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
+    strides[3] = 1
+    return Descriptor(t, t.dtype, shape, strides, [1, rows, 1, width], _shared_layout(128, 8 * t.itemsize, 4))
 
 
 def numbers_descriptor(t: Tensor, count: int) -> Descriptor:
     """How TMA reads `count` consecutive fp32 numbers."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return Descriptor(t, t.dtype, [t.numel()], [1], [count], layout)
+    return Descriptor(t, t.dtype, [t.numel()], [1], [count], _shared_layout(0, 32, 1))
 
 
 def chunks_descriptor(t: Tensor, size: int) -> Descriptor:
     """How TMA reads, or adds to, chunks of size x size fp32 numbers that lie one behind the other."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    return Descriptor(t, t.dtype, [t.numel() // size, size], [size, 1], [size, size], layout)
+    return Descriptor(t, t.dtype, [t.numel() // size, size], [size, 1], [size, size], _shared_layout(128, 32, 2))
+
+
+@cache
+def _shared_layout(swizzle: int, bits: int, rank: int) -> Any:
+    """Gluon checks a layout when it is made, which takes 4 us: too long for each descriptor of a new length."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
 
 
 def even_group(lines: int, fitting: int) -> int:

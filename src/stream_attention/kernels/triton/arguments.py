@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...gpu.scratch import filled
+from ...gpu.scratch import Sample, filled
 from ...problem import UNBOUNDED, Inputs, Problem
 from ...state import EMPTY
 from ...tuning.decode import DecodeProblem
@@ -75,9 +75,9 @@ class Outputs(NamedTuple):
         return out, query.new_empty(self.lse_shape, dtype=torch.float32)
 
 
-def sample(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor without memory, to bind a launch to; as aligned as allocations are."""
-    return torch.empty(shape, dtype=dtype, device="meta")
+def sample(shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """What stands for a contiguous tensor where launches are bound, which look at no memory."""
+    return Sample(shape, dtype)
 
 
 def named(names: str, values: Iterable[Any]) -> dict[str, Any]:
