@@ -108,7 +108,7 @@ class Launch:
 
     __slots__ = (
         "_arguments", "_block", "_changes", "_compiled", "_device", "_function", "_grid", "_kernel", "_key",
-        "_launch_kernel", "_options", "_places", "_sources", "_values",
+        "_launch_kernel", "_options", "_places", "_sources", "_template", "_values",
     )  # fmt: skip
 
     def __init__(
@@ -143,6 +143,7 @@ class Launch:
         self._arguments, self._sources, self._key = arguments, sources, tuple(key)
         self._device = device.index
         self._changes: dict[str, Any] = {}  # arguments that differ from `_arguments`
+        self._template: Launch | None = None  # whose arguments these are, but for `_changes`
         self._compiled: Compiled | None = None
         self._block: Any = None
 
@@ -150,17 +151,16 @@ class Launch:
     def is_compiled(self) -> bool:
         """Whether a call may be given addresses in place of tensors. Looks for what other launches have compiled."""
         if self._compiled is None:
-            found = self._kernel.compiled.get(self._key)
-            if found is not None:
-                self._pack(found)
-                self._compiled = found
+            self._compiled = self._kernel.compiled.get(self._key)
         return self._compiled is not None
 
     def __call__(self, *tensors: Any) -> None:
         """Launch in the current stream of the device. A tensor may be given by its address, except in a first call."""
         if not self._grid:
             return
-        if not self.is_compiled or self._block is None or _enter.calls or _leave.calls:
+        if self._block is None:
+            self._pack()
+        if self._block is None or _enter.calls or _leave.calls:
             return self._call_triton(tensors)
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
@@ -178,13 +178,8 @@ class Launch:
         other._options, other._sources = self._options, self._sources
         other._grid = self._grid if grid is None else grid
         other._arguments, other._changes = self._arguments, {**self._changes, **numbers}
+        other._template = self if self._template is None else self._template
         other._compiled, other._block = self._compiled, None
-        if self._block is not None:
-            assert self._compiled is not None and self._compiled.parameters is not None
-            other._places, other._function, other._launch_kernel = self._places, self._function, self._launch_kernel
-            other._values = self._compiled.parameters.replaced(self._values, numbers)
-            other._block = self._block[:]
-            driver.write(other._block, other._grid, self._compiled.parameters.struct, other._values)
         return other
 
     def resized(self, grid: int, **arguments: Any) -> Launch | None:
@@ -202,18 +197,30 @@ class Launch:
     def _all_arguments(self) -> dict[str, Any]:
         return {**self._arguments, **self._changes}
 
-    def _pack(self, compiled: Compiled) -> None:
-        """Make the template of the block that the driver launches, where the layout of the parameters is known."""
-        kernel, parameters = compiled
+    def _pack(self) -> None:
+        """Make the block that the driver launches, where the kernel is compiled and the layout of its parameters known.
+        From that of a template only what differs is written."""
+        if not self.is_compiled:
+            return
+        assert self._compiled is not None
+        kernel, parameters = self._compiled
         if parameters is None:
             return
-        metadata = kernel.metadata
-        size, threads = parameters.struct.size, 32 * metadata.num_warps
-        block, launch_kernel = driver.block(size, threads, metadata.shared, metadata.launch_pdl)
-        self._values = parameters.values(self._all_arguments())
+        template = self._template
+        if template is None:
+            metadata = kernel.metadata
+            size, threads = parameters.struct.size, 32 * metadata.num_warps
+            block, self._launch_kernel = driver.block(size, threads, metadata.shared, metadata.launch_pdl)
+            self._values = parameters.values(self._arguments)
+            self._places = tuple((parameters.words[name], source) for name, source in self._sources.items())
+            self._function = kernel.function
+        else:
+            if template._block is None:
+                template._pack()
+            block, self._launch_kernel = template._block[:], template._launch_kernel
+            self._values = parameters.replaced(template._values, self._changes)
+            self._places, self._function = template._places, template._function
         driver.write(block, self._grid, parameters.struct, self._values)
-        self._places = tuple((parameters.words[name], source) for name, source in self._sources.items())
-        self._launch_kernel, self._function = launch_kernel, kernel.function
         self._block = block  # last: another thread launches as soon as it is there
 
     def _call_triton(self, tensors: Sequence[Any]) -> None:
