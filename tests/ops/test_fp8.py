@@ -330,7 +330,7 @@ def test_explain_shows_the_plan_and_computes_nothing(capsys: pytest.CaptureFixtu
     planned = explain(query, key, value, causal=True, precision="fp8", backend="reference")
     shown = capsys.readouterr().out
     assert "bfloat16 on meta scale=0.125 causal in fp8\n" in shown and planned.problem.fp8
-    assert shown.endswith("backend   reference: dense, codes as fp64\n")
+    assert shown.endswith("backend   reference: dense, quantised values in fp64\n")
     ends = torch.tensor([0, 70])
     packed = explain(*(t[0] for t in qkv()), cu_seqlens_q=ends, cu_seqlens_k=ends, precision="fp8", backend="reference")
     assert packed.problem.packed and packed.problem.fp8
@@ -363,8 +363,8 @@ def test_nowhere_does_it_fall_back() -> None:
         attention(*qkv(), precision="fp8")
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0].strip() for line in lines[1:]] == ["gluon", "triton", "eager", "reference"]
-    assert "FP8 needs Triton and a GPU of compute capability 8.9 or newer" in lines[3]
-    with pytest.raises(UnsupportedProblem, match=r"'eager' cannot .*in the dtypes it is given"):
+    assert "FP8 requires Triton and a GPU with compute capability 8.9 or newer" in lines[3]
+    with pytest.raises(UnsupportedProblem, match=r"'eager' cannot .*does not support FP8"):
         attention(*qkv(), precision="fp8", backend="eager")
     for asked in (attention_fp8, explain_fp8):
         with pytest.raises(UnsupportedProblem, match="no backend can"):
@@ -400,7 +400,7 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": Q[:, :, :3]}, ValueError, "query: expected a multiple of the 2 KV heads"),
     ({"causal": 1}, TypeError, "causal: expected a bool"),
     ({"backend": "cuda"}, ValueError, "backend: expected one of"),
-    ({"backend": "reference(block_m=64)"}, ValueError, "has no configuration to force"),
+    ({"backend": "reference(block_m=64)"}, ValueError, "accepts no configuration"),
 ]  # fmt: skip
 
 
