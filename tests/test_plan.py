@@ -115,7 +115,7 @@ def test_a_named_backend_is_planned_alone() -> None:
 
 
 def test_a_named_backend_that_cannot_raises_its_reasons() -> None:
-    with pytest.raises(UnsupportedProblem, match=r"'reference' cannot .*Tq=64.*: it computes whole calls"):
+    with pytest.raises(UnsupportedProblem, match=r"'reference' cannot .*Tq=64.*: does not support partial results"):
         plan(problem(partial=True), "reference")
     assert issubclass(UnsupportedProblem, ValueError)
 
@@ -179,26 +179,29 @@ def test_what_gluon_computes_forward_alone_goes_back_by_triton(facts: dict[str, 
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"arch": 80}, "it is for Hopper, compute capability 9.0, not 8.0"),
-        ({"arch": 100}, "it is for Hopper, compute capability 9.0, not 10.0"),
-        ({"device": torch.device("cpu")}, "it runs on CUDA devices, not on cpu"),
-        ({"backward": True, "alibi": True, "row_grad": True}, "gradients of ALiBi slopes and sinks are sums over"),
-        ({"backward": True, "head_dim": 192, "value_dim": 128}, "tiles are equally wide, not (192, 128)"),
+        ({"arch": 80}, "requires Hopper (compute capability 9.0); got 8.0"),
+        ({"arch": 100}, "requires Hopper (compute capability 9.0); got 10.0"),
+        ({"device": torch.device("cpu")}, "requires a CUDA device; got cpu"),
+        ({"backward": True, "alibi": True, "row_grad": True}, "does not compute gradients of ALiBi slopes or sinks"),
+        (
+            {"backward": True, "head_dim": 192, "value_dim": 128},
+            "equal tile widths for D and Dv",
+        ),
         (
             {"backward": True, "head_dim": 136, "value_dim": 136, "deterministic": True},
-            "its backward adds to dQ in one order up to D 128, not at 136",
+            "deterministic backward supports D up to 128; got 136",
         ),
-        ({"dtype": torch.float32}, "it multiplies float16 and bfloat16"),
-        ({"q_start": 1 << 30}, "it counts positions in 32 bits, up to 2**30"),
-        ({"head_dim": 32, "value_dim": 32}, "values of 65 to 128 beside 129 to 256, not (32, 32)"),
+        ({"dtype": torch.float32}, "supports only float16 and bfloat16; got float32"),
+        ({"q_start": 1 << 30}, "supports positions below 2**30; got 1073745919"),
+        ({"head_dim": 32, "value_dim": 32}, "D from 129 to 256 with Dv from 65 to 128; got D=32, Dv=32"),
         ({"head_dim": 264, "value_dim": 264}, "head dims from 33 to 256"),
         ({"value_dim": 64}, "head dims from 33 to 256"),
-        ({"mask": True}, "masks and biases are read by the Triton kernel"),
-        ({"bias": torch.float32}, "masks and biases are read by the Triton kernel"),
-        ({"q_stride": 2}, "it takes positions one after another"),
-        ({"k_stride": 2}, "it takes positions one after another"),
-        ({"addressable": False}, "TMA reads rows that start on 16 bytes"),
-        ({"batch": 0}, "there is nothing to compute"),
+        ({"mask": True}, "does not support masks or biases"),
+        ({"bias": torch.float32}, "does not support masks or biases"),
+        ({"q_stride": 2}, "supports only consecutive positions"),
+        ({"k_stride": 2}, "supports only consecutive positions"),
+        ({"addressable": False}, "TMA requires 16-byte aligned rows"),
+        ({"batch": 0}, "does not support empty inputs"),
     ],
     ids=str,
 )
@@ -242,24 +245,24 @@ def test_in_fp8_nobody_falls_back(facts: dict[str, Any]) -> None:
         plan(large(fp8=True, **facts))
     listed = [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]]
     assert listed == ["gluon", "triton", "eager", "reference"]
-    assert "eager: it computes in the dtypes it is given; FP8 needs" in str(caught.value)
+    assert "eager: does not support FP8; FP8 requires" in str(caught.value)
     assert plan(large(fp8=True, **facts), "reference").backend == "reference"
 
 
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"backward": True}, "FP8 is for inference and has no backward"),
-        ({"partial": True}, "in FP8 it computes whole calls, not partial states"),
-        ({"dtype": torch.float32}, "codes of FP8 are made of float16 and bfloat16"),
-        ({"head_dim": 96, "value_dim": 96}, "in FP8 it takes equal head dims of 64, 128 and 256, not (96, 96)"),
-        ({"value_dim": 64}, "in FP8 it takes equal head dims of 64, 128 and 256, not (128, 64)"),
-        ({"mask": True}, "in FP8 it has no masks"),
-        ({"bias": torch.float32, "sink": True}, "in FP8 it has no biases, sinks"),
-        ({"alibi": True}, "in FP8 it has no ALiBi"),
-        ({"softcap": 20.0, "dropout_p": 0.1}, "in FP8 it has no softcap, dropout"),
-        ({"k_stride": 2}, "in FP8 it takes positions one after another"),
-        ({"q_start": 1 << 30}, "it counts positions in 32 bits, up to 2**30"),
+        ({"backward": True}, "FP8 supports inference only; it has no backward"),
+        ({"partial": True}, "FP8 does not support partial results"),
+        ({"dtype": torch.float32}, "FP8 supports only float16 and bfloat16 inputs; got float32"),
+        ({"head_dim": 96, "value_dim": 96}, "FP8 supports only D = Dv of 64, 128 or 256; got D=96, Dv=96"),
+        ({"value_dim": 64}, "FP8 supports only D = Dv of 64, 128 or 256; got D=128, Dv=64"),
+        ({"mask": True}, "FP8 does not support masks"),
+        ({"bias": torch.float32, "sink": True}, "FP8 does not support biases, sinks"),
+        ({"alibi": True}, "FP8 does not support ALiBi"),
+        ({"softcap": 20.0, "dropout_p": 0.1}, "FP8 does not support softcap, dropout"),
+        ({"k_stride": 2}, "FP8 supports only consecutive positions"),
+        ({"q_start": 1 << 30}, "supports positions below 2**30; got 1073745919"),
     ],
     ids=str,
 )
@@ -273,7 +276,7 @@ def test_what_nobody_computes_in_fp8(facts: dict[str, Any], reason: str) -> None
 @pytest.mark.parametrize("field", ["block_m", "block_n"])
 def test_a_tile_in_fp8_has_at_most_the_rows_of_a_scale(field: str) -> None:
     pytest.importorskip("triton")
-    with pytest.raises(UnsupportedProblem, match="a tile has at most the 128 rows of a scale"):
+    with pytest.raises(UnsupportedProblem, match="FP8 supports block_m and block_n up to 128; got 256"):
         plan(large(fp8=True), f"triton({field}=256)")
 
 
@@ -285,8 +288,8 @@ def test_a_tile_is_forced_on_the_kernel_of_fp8_too() -> None:
 
 RELEASES = [
     *((release, ()) for release in HOPPER_TRITON),
-    ("3.5", ("it is enabled for Triton 3.6, 3.7, 3.8, 3.9; found 3.5",)),
-    ("4.0", ("it is enabled for Triton 3.6, 3.7, 3.8, 3.9; found 4.0",)),
+    ("3.5", ("enabled only for Triton 3.6-3.9; found 3.5; run `stream-attention info`",)),
+    ("4.0", ("enabled only for Triton 3.6-3.9; found 4.0; run `stream-attention info`",)),
     (None, ("Triton is not installed",)),
 ]
 """Triton releases, each with what Gluon has against it."""
@@ -333,8 +336,8 @@ def test_the_installed_release_is_read_once_and_shortened() -> None:
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"q_len": 1, "k_len": 65536}, "few queries against many keys are split by the Triton kernel"),
-        ({"q_len": 512, "k_len": 512, "batch": 1}, "the call is so short that the host decides"),
+        ({"q_len": 1, "k_len": 65536}, "few queries and many keys use the split-KV kernel of Triton"),
+        ({"q_len": 512, "k_len": 512, "batch": 1}, "the call is short: CPU overhead dominates"),
     ],
     ids=str,
 )
@@ -388,7 +391,7 @@ def test_torchs_flash_op_computes_what_it_can(facts: dict[str, Any]) -> None:
 def test_torchs_flash_op_computes_masks_and_has_tiles_for_what_it_cannot_take(facts: dict[str, Any]) -> None:
     config = eager_config(**facts)
     assert config.path == "flash" and not config.because and config.block_q == 64
-    assert str(config).startswith("torch's CPU flash op; for gradients of the LSE and of a bias, and NaN under a mask")
+    assert str(config).startswith("torch's CPU flash op; fallback for gradients of the LSE or a bias")
 
 
 @pytest.mark.parametrize(
@@ -399,18 +402,18 @@ def test_torchs_flash_op_computes_masks_and_has_tiles_for_what_it_cannot_take(fa
         ({"k_len": 0}, "empty inputs"),
         ({"q_heads": 0, "kv_heads": 0}, "empty inputs"),
         ({"head_dim": 0, "value_dim": 0}, "empty inputs"),
-        ({"value_dim": 16}, "wants D = Dv"),
-        ({"left": 3}, "has no window"),
-        ({"right": 3}, "aligns causal top-left"),
-        ({"right": 0, "q_start": 4}, "aligns causal top-left"),
-        ({"right": 0, "k_stride": 2}, "aligns causal top-left"),
-        ({"mask": True, "left": 3}, "has no window"),
-        ({"mask": True, "right": 0, "q_start": 4}, "aligns causal top-left"),
-        ({"alibi": True}, "has no ALiBi"),
-        ({"sink": True, "dtype": torch.bfloat16}, "rounds an output that a sink has yet to rescale"),
-        ({"softcap": 2.0}, "has no softcap"),
-        ({"dropout_p": 0.1}, "draws its own dropout mask"),
-        ({"partial": True, "dtype": torch.bfloat16}, "rounds partial outputs"),
+        ({"value_dim": 16}, "requires D = Dv"),
+        ({"left": 3}, "does not support a window"),
+        ({"right": 3}, "aligns causal masks top-left"),
+        ({"right": 0, "q_start": 4}, "aligns causal masks top-left"),
+        ({"right": 0, "k_stride": 2}, "aligns causal masks top-left"),
+        ({"mask": True, "left": 3}, "does not support a window"),
+        ({"mask": True, "right": 0, "q_start": 4}, "aligns causal masks top-left"),
+        ({"alibi": True}, "does not support ALiBi"),
+        ({"sink": True, "dtype": torch.bfloat16}, "rounds the output before the sink rescales it"),
+        ({"softcap": 2.0}, "does not support softcap"),
+        ({"dropout_p": 0.1}, "generates its own dropout mask"),
+        ({"partial": True, "dtype": torch.bfloat16}, "rounds partial results"),
     ],
     ids=str,
 )
@@ -424,7 +427,9 @@ def test_a_gradient_of_the_lse_keeps_the_flash_op_and_has_tiles_for_what_it_cann
     config = eager_config(backward=True, lse_grad=True)
     assert config.path == "flash" and not config.because
     assert config[1:4] == eager_config(backward=True, alibi=True)[1:4]
-    assert "for gradients of the LSE" in str(config) and "that it cannot take: blocked pass, tiles of" in str(config)
+    assert "fallback for gradients of the LSE" in str(config) and "NaN under a mask: blocked pass, tiles of" in str(
+        config
+    )
     assert str(eager_config(backward=True)) == "torch's CPU flash op"
 
 
@@ -455,22 +460,22 @@ def test_plain_torch_on_a_gpu_is_one_of_sdpas_kernels(facts: dict[str, Any], pat
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"dtype": torch.float64}, "take no float64"),
-        ({"arch": 75, "dtype": torch.bfloat16}, "take bfloat16 from compute capability 8.0 on"),
-        ({"batch": 65536}, "take at most 65535 batch entries and heads"),
-        ({"left": 3}, "let NaN through a window"),
-        ({"right": 0, "q_start": 1}, "align causal bottom-right"),
-        ({"right": 0, "q_len": 4097, "q_start": -1}, "give rows without a key another LSE"),
-        ({"scale": 0.0}, "want a positive scale"),
-        ({"mask": True}, "give masked rows NaN"),
-        ({"bias": torch.float32}, "give masked rows NaN"),
-        ({"alibi": True}, "have no ALiBi"),
-        ({"sink": True}, "have no sink"),
-        ({"softcap": 2.0}, "have no softcap"),
-        ({"dropout_p": 0.1}, "draw their own dropout mask"),
-        ({"partial": True}, "round partial outputs"),
-        ({"backward": True, "lse_grad": True}, "have no gradient through the LSE"),
-        ({"backward": True, "deterministic": True}, "add gradients in any order"),
+        ({"dtype": torch.float64}, "do not support float64"),
+        ({"arch": 75, "dtype": torch.bfloat16}, "require compute capability 8.0 for bfloat16"),
+        ({"batch": 65536}, "support at most 65535 batch entries and heads"),
+        ({"left": 3}, "propagate NaN from keys outside a window"),
+        ({"right": 0, "q_start": 1}, "align causal masks bottom-right"),
+        ({"right": 0, "q_len": 4097, "q_start": -1}, "with another LSE for empty rows"),
+        ({"scale": 0.0}, "require a positive scale"),
+        ({"mask": True}, "return NaN for fully masked rows"),
+        ({"bias": torch.float32}, "return NaN for fully masked rows"),
+        ({"alibi": True}, "do not support ALiBi"),
+        ({"sink": True}, "do not support sinks"),
+        ({"softcap": 2.0}, "do not support softcap"),
+        ({"dropout_p": 0.1}, "generate their own dropout mask"),
+        ({"partial": True}, "round partial results"),
+        ({"backward": True, "lse_grad": True}, "do not support a gradient through the LSE"),
+        ({"backward": True, "deterministic": True}, "accumulate gradients in no fixed order"),
     ],
     ids=str,
 )
@@ -497,7 +502,7 @@ def test_padded_tensors_are_copies_that_tma_can_read(hopper_triton: None) -> Non
 
 def test_packed_sequences_are_planned_one_by_one() -> None:
     config = eager_config(packed=True)
-    assert config.path == "sequences" and "one sequence after the other" in str(config)
+    assert config.path == "sequences" and "one sequence at a time" in str(config)
 
 
 @pytest.mark.parametrize(
@@ -554,7 +559,7 @@ def test_a_plan_prints_the_problem_the_kernel_and_what_was_passed_over() -> None
     assert "dense B=2 Tq=64 Tk=64 Hq=4 Hkv=4 D=32 Dv=32 float32 on cpu" in text
     assert "window=(3, -1) mask bias=bfloat16 sink softcap=2 dropout=0.25" in text
     assert "backend   eager: blocked pass, tiles of 2 x 64 x 64" in text
-    assert "has no softcap" in text
+    assert "does not support softcap" in text
     passed_over = Plan(problem(), "eager", "anyhow", (("gluon", ("it is Tuesday", "it rains")),))
     assert str(passed_over).splitlines()[1:] == ["backend   eager: anyhow", "not       gluon: it is Tuesday; it rains"]
     assert repr(passed_over) == "<Plan eager: anyhow>"
@@ -700,7 +705,7 @@ def test_a_backward_is_planned_whatever_is_forced() -> None:
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter computes it on the CPU")
 def test_a_forced_tile_that_cannot_run_raises_the_reasons_of_its_backend() -> None:
-    with pytest.raises(UnsupportedProblem, match=r"'triton\(block_m=64\)' cannot .*(CUDA devices|not installed)"):
+    with pytest.raises(UnsupportedProblem, match=r"'triton\(block_m=64\)' cannot .*(CUDA device|not installed)"):
         attention(*qkv(), backend="triton(block_m=64)")
 
 
@@ -724,8 +729,8 @@ def test_spelling_and_reading_are_inverse() -> None:
         ("triton(block_m=\uff16\uff14)", "one of 16, 32, 64, 128, 256 for block_m; got"),  # full-width digits
         ("triton(num_warps=x)", "one of 1, 2, 4, 8, 16 for num_warps; got 'x'"),
         ("triton(block_m=64", "a closing bracket"),
-        ("eager(block_m=64)", "'eager' alone, which has no configuration to force"),
-        ("gluon(warpgroups=3)", "'gluon' alone, which has no configuration to force"),
+        ("eager(block_m=64)", "'eager', which accepts no configuration"),
+        ("gluon(warpgroups=3)", "'gluon', which accepts no configuration"),
         ("cuda(block_m=64)", "one of 'auto', 'gluon', 'triton'"),
         ("auto(block_m=64)", "one of 'auto', 'gluon', 'triton'"),
     ],

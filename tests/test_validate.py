@@ -71,7 +71,7 @@ NO_SOFTCAP = ("attention_fp8", "explain_fp8", "flash_attention", "FusedOnlineAtt
 )
 def test_a_number_that_fp32_does_not_hold_is_refused(name: str, option: str, number: float) -> None:
     function, arguments, options = CALLS[name]
-    words = rf"{option}: expected .*number that fp32 holds.*; got {re.escape(str(number))}"
+    words = rf"{option}: expected .*fp32 can represent it.*; got {re.escape(str(number))}"
     with pytest.raises(ValueError, match=f"^{words}"):
         function(*arguments, **options, **{option: number})
 

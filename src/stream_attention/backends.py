@@ -83,18 +83,28 @@ HAS_TRITON = find_spec("triton") is not None
 HOPPER_TRITON = ("3.6", "3.7", "3.8", "3.9")
 """The Triton releases with which the Gluon kernels ran on a GPU. Gluon is experimental: others may differ."""
 
+SEE_INFO = "; run `stream-attention info`"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dims(problem: Problem | DecodeProblem) -> str:
+    return f"D={problem.head_dim}, Dv={problem.value_dim}"
+
 
 def _gluon_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], ...]:
-    """What no Gluon kernel can do, each with whether it is so."""
+    """What no Gluon kernel supports, each with whether it applies."""
     return (
-        (problem.device.type != "cuda", f"it runs on CUDA devices, not on {problem.device.type}"),
+        (problem.device.type != "cuda", f"requires a CUDA device; got {problem.device.type}"),
         (
             problem.device.type == "cuda" and problem.arch != 90,
-            f"it is for Hopper, compute capability 9.0, not {problem.arch / 10}",
+            f"requires Hopper (compute capability 9.0); got {problem.arch / 10}",
         ),
         (
             triton_release() not in HOPPER_TRITON,
-            f"it is enabled for Triton {', '.join(HOPPER_TRITON)}; found {triton_release()}",
+            f"enabled only for Triton {HOPPER_TRITON[0]}-{HOPPER_TRITON[-1]}; found {triton_release()}{SEE_INFO}",
         ),
     )
 
@@ -103,7 +113,7 @@ FP8_HEAD_DIMS = tuple(fp8_tuning.TRITON)
 
 
 def _fp8_reasons(problem: Problem) -> tuple[tuple[bool, str], ...]:
-    """What nobody computes in FP8, each with whether it is so."""
+    """What no backend supports in FP8, each with whether it applies."""
     features = {
         "masks": problem.mask,
         "biases": problem.bias is not None,
@@ -115,16 +125,19 @@ def _fp8_reasons(problem: Problem) -> tuple[tuple[bool, str], ...]:
     asked = [name for name, used in features.items() if used]
     dims = (problem.head_dim, problem.value_dim)
     return (
-        (problem.backward, "FP8 is for inference and has no backward"),
-        (problem.partial, "in FP8 it computes whole calls, not partial states"),
-        (problem.dtype not in (torch.float16, torch.bfloat16), "codes of FP8 are made of float16 and bfloat16"),
+        (problem.backward, "FP8 supports inference only; it has no backward"),
+        (problem.partial, "FP8 does not support partial results"),
+        (
+            problem.dtype not in (torch.float16, torch.bfloat16),
+            f"FP8 supports only float16 and bfloat16 inputs; got {_name(problem.dtype)}",
+        ),
         (
             dims[0] != dims[1] or dims[0] not in FP8_HEAD_DIMS,
-            f"in FP8 it takes equal head dims of 64, 128 and 256, not {dims}",
+            f"FP8 supports only D = Dv of 64, 128 or 256; got {_dims(problem)}",
         ),
-        (bool(asked), f"in FP8 it has no {', '.join(asked)}"),
-        (problem.q_stride != 1 or problem.k_stride != 1, "in FP8 it takes positions one after another"),
-        (problem.last_position >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
+        (bool(asked), f"FP8 does not support {', '.join(asked)}"),
+        (problem.q_stride != 1 or problem.k_stride != 1, "FP8 supports only consecutive positions"),
+        (problem.last_position >= 1 << 30, f"supports positions below 2**30; got {problem.last_position}"),
     )
 
 
@@ -132,12 +145,12 @@ def why_no_fp8_tile(forced: Mapping[str, int]) -> tuple[str, ...]:
     """Why a caller cannot force these fields of a configuration on a kernel of FP8."""
     from .kernels.fp8_layout import BLOCK
 
-    too_large = max(forced.get(side, 0) for side in ("block_m", "block_n")) > BLOCK
-    return (f"in FP8 a tile has at most the {BLOCK} rows of a scale",) if too_large else ()
+    largest = max(forced.get(side, 0) for side in ("block_m", "block_n"))
+    return (f"FP8 supports block_m and block_n up to {BLOCK}; got {largest}",) if largest > BLOCK else ()
 
 
 def _gluon_fp8_why_not(problem: Problem) -> tuple[str, ...]:
-    not_positive = (problem.scale <= 0, f"its softmax multiplies with a scale above 0, not {problem.scale:g}")
+    not_positive = (problem.scale <= 0, f"FP8 requires a scale above 0; got {problem.scale:g}")
     reasons = (*_gluon_reasons(problem), *_fp8_reasons(problem), not_positive)
     return tuple(reason for applies, reason in reasons if applies)
 
@@ -145,10 +158,10 @@ def _gluon_fp8_why_not(problem: Problem) -> tuple[str, ...]:
 def _triton_fp8_why_not(problem: Problem) -> tuple[str, ...]:
     on_gpu, hint = problem.device.type == "cuda", _interpreter_hint(problem)
     reasons = (
-        (not on_gpu and not interpreting(), f"it runs on CUDA devices, not on {problem.device.type}{hint}"),
+        (not on_gpu and not interpreting(), f"requires a CUDA device; got {problem.device.type}{hint}"),
         (
             on_gpu and problem.arch < 89,
-            f"products in FP8 need compute capability 8.9 or newer, not {problem.arch / 10}",
+            f"FP8 requires compute capability 8.9 or newer; got {problem.arch / 10}",
         ),
         *_fp8_reasons(problem),
     )
@@ -166,28 +179,30 @@ def _gluon_why_not(problem: Problem) -> tuple[str, ...]:
         *_gluon_reasons(problem),
         (
             problem.backward and problem.row_grad,
-            "gradients of ALiBi slopes and sinks are sums over rows, for which Triton's backward has an exact delta; "
-            "slopes and sinks that want none run here",
+            "backward does not compute gradients of ALiBi slopes or sinks; the Triton backward does",
         ),
         (
             problem.backward and widths[0] != widths[1],
-            f"its backward takes head dims whose tiles are equally wide, not {dims}",
+            f"backward requires equal tile widths for D and Dv (64, 128 or 256); got {_dims(problem)}",
         ),
         (
             problem.backward and problem.deterministic and widths[0] > 128,
-            f"its backward adds to dQ in one order up to D 128, not at {problem.head_dim}",
+            f"deterministic backward supports D up to 128; got {problem.head_dim}",
         ),
-        (problem.dtype not in (torch.float16, torch.bfloat16), "it multiplies float16 and bfloat16 only"),
-        (problem.last_position >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
+        (
+            problem.dtype not in (torch.float16, torch.bfloat16),
+            f"supports only float16 and bfloat16; got {_name(problem.dtype)}",
+        ),
+        (problem.last_position >= 1 << 30, f"supports positions below 2**30; got {problem.last_position}"),
         (
             any(not 32 < dim <= 256 for dim in dims) or widths not in gluon_tuning.WIDTHS,
-            "it takes head dims from 33 to 256 with equally wide tiles, or values of 65 to 128 beside 129 to 256, "
-            f"not {dims}",
+            "supports head dims from 33 to 256 with equal tile widths for D and Dv (64, 128 or 256), or D from 129 to "
+            f"256 with Dv from 65 to 128; got {_dims(problem)}",
         ),
-        (problem.mask or problem.bias is not None, "masks and biases are read by the Triton kernel"),
-        (problem.q_stride != 1 or problem.k_stride != 1, "it takes positions one after another"),
-        (not problem.addressable, "TMA reads rows that start on 16 bytes and lie a multiple of 16 bytes apart"),
-        (problem.empty, "there is nothing to compute"),
+        (problem.mask or problem.bias is not None, "does not support masks or biases"),
+        (problem.q_stride != 1 or problem.k_stride != 1, "supports only consecutive positions"),
+        (not problem.addressable, "TMA requires 16-byte aligned rows and strides; pass contiguous copies"),
+        (problem.empty, "does not support empty inputs"),
     )
     return tuple(reason for applies, reason in reasons if applies)
 
@@ -196,11 +211,11 @@ def _gluon_why_named_only(problem: Problem) -> tuple[str, ...]:
     if problem.fp8:
         return ()
     if triton_tuning.few_queries(problem):
-        return ("few queries against many keys are split by the Triton kernel",)
+        return ("calls with few queries and many keys use the split-KV kernel of Triton",)
     if gluon_tuning.short(problem):
-        return ("the call is so short that the host decides, which has less to do for the Triton kernel",)
+        return ("the call is short: CPU overhead dominates, and the Triton kernel has less of it",)
     if problem.backward and (problem.softcap or problem.dropout_p) and gluon_tuning.tile_widths(problem)[0] <= 64:
-        return ("up to D 64 softcap and dropout fill its registers, and Triton's backward is the faster",)
+        return ("with softcap or dropout at D <= 64 the Triton backward is faster",)
     return ()
 
 
@@ -215,17 +230,17 @@ def triton_release() -> str:
 
 
 def _triton_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], ...]:
-    """What no Triton kernel can do, each with whether it is so."""
+    """What no Triton kernel supports, each with whether it applies."""
     on_gpu, hint = problem.device.type == "cuda", _interpreter_hint(problem)
     return (
-        (not on_gpu and not interpreting(), f"it runs on CUDA devices, not on {problem.device.type}{hint}"),
-        (on_gpu and 0 < problem.arch < 80, f"it needs compute capability 8.0 or newer, not {problem.arch / 10}"),
-        (problem.dtype is torch.float64, "it computes in fp32 and takes no float64"),
+        (not on_gpu and not interpreting(), f"requires a CUDA device; got {problem.device.type}{hint}"),
+        (on_gpu and 0 < problem.arch < 80, f"requires compute capability 8.0 or newer; got {problem.arch / 10}"),
+        (problem.dtype is torch.float64, "does not support float64"),
     )
 
 
 def _interpreter_hint(problem: Problem | DecodeProblem) -> str:
-    return " (for tests: TRITON_INTERPRET=1, set before Triton is imported)" if problem.device.type == "cpu" else ""
+    return " (for tests, set TRITON_INTERPRET=1 before importing Triton)" if problem.device.type == "cpu" else ""
 
 
 def _triton_why_not(problem: Problem) -> tuple[str, ...]:
@@ -236,19 +251,19 @@ def _triton_why_not(problem: Problem) -> tuple[str, ...]:
     dims = (problem.head_dim, problem.value_dim)
     reasons = (
         *_triton_reasons(problem),
-        (problem.last_position >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
+        (problem.last_position >= 1 << 30, f"supports positions below 2**30; got {problem.last_position}"),
         (
             any(not 0 < dim <= 256 for dim in dims),
-            f"it takes head dims from 1 to 256, not {dims}",
+            f"supports head dims from 1 to 256; got {_dims(problem)}",
         ),
-        (problem.q_heads == 0, "there is no head to compute"),
+        (problem.q_heads == 0, "does not support inputs without heads"),
     )
     return tuple(reason for applies, reason in reasons if applies)
 
 
 def _triton_why_named_only(problem: Problem | DecodeProblem) -> tuple[str, ...]:
     if problem.device.type == "cpu":
-        return ("its interpreter is for tests; name it to use it",)
+        return ('the Triton interpreter is for tests; to use it, pass backend="triton"',)
     return ()
 
 
@@ -272,7 +287,7 @@ def interpreting() -> bool:
 
 def _eager_why_not(problem: Problem) -> tuple[str, ...]:
     if problem.fp8:
-        return ("it computes in the dtypes it is given; FP8 needs Triton and a GPU of compute capability 8.9 or newer",)
+        return ("does not support FP8; FP8 requires Triton and a GPU with compute capability 8.9 or newer",)
     return ()
 
 
@@ -280,13 +295,13 @@ def _reference_why_not(problem: Problem) -> tuple[str, ...]:
     if problem.fp8:
         return tuple(reason for applies, reason in _fp8_reasons(problem) if applies)
     if problem.partial:
-        return ("it computes whole calls, not partial states",)
+        return ("does not support partial results",)
     return ()
 
 
 def _reference_why_named_only(problem: Problem) -> tuple[str, ...]:
     if problem.fp8:
-        return ("it is dense, in fp64, for tests and trials; name it to use it",)
+        return ('computes densely in fp64, for tests; to use it, pass backend="reference"',)
     return ()
 
 
@@ -322,7 +337,7 @@ BACKENDS: tuple[Backend, ...] = (
         "reference",
         ".kernels.reference",
         _reference_why_not,
-        lambda problem: "dense, codes as fp64" if problem.fp8 else "dense, fp64",
+        lambda problem: "dense, quantised values in fp64" if problem.fp8 else "dense, fp64",
         _reference_why_named_only,
     ),
 )
@@ -340,12 +355,8 @@ class Decoder(NamedTuple):
     configure: Callable[[DecodeProblem, int | None, bool], Any]
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _codes_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
-    """What its kernel for codes cannot do, each with whether it is so."""
+def _quantized_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
+    """What Triton's kernel for quantised caches does not support, each with whether it applies."""
     coding = problem.coding
     if coding is None:
         return ()
@@ -353,24 +364,27 @@ def _codes_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
     dims = (problem.value_dim,) if coding.keys_per_channel else (problem.head_dim, problem.value_dim)
     cut = sorted({dim // planes for dim in dims if dim > coding.group and coding.group % (dim // planes)})
     return (
-        (problem.dtype.itemsize != 2, "it multiplies codes as float16, too coarse for a cache of float32"),
+        (problem.dtype.itemsize != 2, f"supports only float16 and bfloat16 caches; got {_name(problem.dtype)}"),
         (
             coding.format == "fp8" and problem.device.type == "cuda" and 0 < problem.arch < 89,
-            f"it converts fp8 from compute capability 8.9 on, not {problem.arch / 10}",
+            f"an fp8 cache requires compute capability 8.9 or newer; got {problem.arch / 10}",
         ),
         (
             coding.scale_dtype is not torch.float16,
-            f"it reads scales of float16, not {_name(coding.scale_dtype)}",
+            f"supports only float16 scales; got {_name(coding.scale_dtype)}",
         ),
-        (coding.values_per_channel, 'it reads values with scales per token, not "channel"'),
-        (coding.group not in (16, 32, 64, 128), f"it reads groups of 16, 32, 64 or 128, not {coding.group}"),
-        (problem.page % coding.group != 0, f"it reads pages of whole groups of {coding.group}, not {problem.page}"),
+        (coding.values_per_channel, 'supports only values="token"; got values="channel"'),
+        (coding.group not in (16, 32, 64, 128), f"supports only groups of 16, 32, 64 or 128; got {coding.group}"),
+        (
+            problem.page % coding.group != 0,
+            f"requires pages of a multiple of {coding.group} tokens; got {problem.page}",
+        ),
         (
             bool(cut),
-            f"a scale per token of {coding.format} serves {', '.join(map(str, cut))} channels or a multiple of them, "
-            f"or all, not {coding.group}",
+            f"per-token scales of {coding.format} require a group that is a multiple of {', '.join(map(str, cut))}, "
+            f"or at least the head dim; got {coding.group}",
         ),
-        (not coding.in_order, "it reads scales per token that lie side by side in memory, as quantize_kv lays them"),
+        (not coding.in_order, "requires contiguous per-token scales, as quantize_kv returns them"),
     )
 
 
@@ -383,25 +397,28 @@ def _gluon_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tup
     planes = 4 if coding.format == "int4" else 2
     reasons = (
         *_gluon_reasons(problem),
-        (problem.dtype.itemsize != 2, "it multiplies codes as float16, too coarse for a cache of float32"),
+        (problem.dtype.itemsize != 2, f"supports only float16 and bfloat16 caches; got {_name(problem.dtype)}"),
         (
             any(dim not in (64, 128) for dim in dims),
-            f"it takes head dims of 64 and 128, not {dims}",
+            f"supports only head dims of 64 and 128; got {_dims(problem)}",
         ),
-        (num_splits == 1, "it computes the latest tokens in a split of their own: num_splits is at least 2"),
-        (problem.rows > 8, f"it takes up to 8 rows, queries of heads that share keys, not {problem.rows}"),
-        (not coding.keys_per_channel or coding.values_per_channel, "it reads keys per channel and values per token"),
-        (coding.scale_dtype is not torch.float16, f"it reads scales of float16, not {_name(coding.scale_dtype)}"),
+        (num_splits == 1, "requires num_splits >= 2: the unquantised recent tokens have their own split"),
+        (problem.rows > 8, f"supports at most 8 queries per KV head (Tq * Hq / Hkv); got {problem.rows}"),
+        (not coding.keys_per_channel or coding.values_per_channel, 'supports only keys="channel" with values="token"'),
+        (coding.scale_dtype is not torch.float16, f"supports only float16 scales; got {_name(coding.scale_dtype)}"),
         (
             coding.group not in (32, 64, 128) or problem.value_dim // planes > coding.group,
-            f"it reads groups of 32, 64 or 128, and at least {problem.value_dim // planes}, not {coding.group}",
+            f"supports only groups of 32, 64 or 128, at least {problem.value_dim // planes}; got {coding.group}",
         ),
-        (problem.page % coding.group != 0, f"it reads pages of whole groups of {coding.group}, not {problem.page}"),
+        (
+            problem.page % coding.group != 0,
+            f"requires pages of a multiple of {coding.group} tokens; got {problem.page}",
+        ),
         (
             not coding.in_order or not coding.aligned,
-            "it reads codes and scales as quantize_kv lays them, in rows that start on 16 bytes",
+            "requires quantised values and scales as quantize_kv returns them, in 16-byte aligned rows",
         ),
-        (problem.capacity >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
+        (problem.capacity >= 1 << 30, f"supports a capacity below 2**30 tokens; got {problem.capacity}"),
     )
     return tuple(reason for applies, reason in reasons if applies)
 
@@ -412,16 +429,16 @@ def _triton_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tu
     dims = (problem.head_dim, problem.value_dim)
     reasons = (
         *_triton_reasons(problem),
-        (max(dims) > 256, f"it takes head dims up to 256, not {dims}"),
-        (problem.capacity >= 1 << 30, "it counts positions in 32 bits, up to 2**30"),
-        *_codes_why_not(problem),
+        (max(dims) > 256, f"supports head dims up to 256; got {_dims(problem)}"),
+        (problem.capacity >= 1 << 30, f"supports a capacity below 2**30 tokens; got {problem.capacity}"),
+        *_quantized_why_not(problem),
     )
     return tuple(reason for applies, reason in reasons if applies)
 
 
 def _eager_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tuple[str, ...]:
     if num_splits is not None:
-        return ("it streams a row's keys in one pass: leave num_splits at None",)
+        return ("does not support num_splits: leave num_splits at None",)
     return ()
 
 

@@ -133,7 +133,9 @@ def plan_decode(problem: DecodeProblem, num_splits: int | None, batch_invariant:
     passed_over: list[tuple[str, tuple[str, ...]]] = []
     named = check_backend(backend) != AUTO
     if named and backend not in DECODERS:
-        raise UnsupportedProblem(f"backend {backend!r} reads no caches; {_listed((AUTO, *DECODERS))} do")
+        raise UnsupportedProblem(
+            f"backend {backend!r} does not support decoding from a KV cache; pass one of {_listed((AUTO, *DECODERS))}"
+        )
     for name, decoder in DECODERS.items():
         if named and name != backend:
             continue
@@ -208,7 +210,7 @@ def _parse(backend: str) -> tuple[str, tuple[tuple[str, int], ...]] | None:
         return name, ()
     legal = BY_NAME[name].forceable
     if not legal:
-        raise ValueError(f"backend: expected {name!r} alone, which has no configuration to force; got {backend!r}")
+        raise ValueError(f"backend: expected {name!r}, which accepts no configuration; got {backend!r}")
     if not rest.endswith(")"):
         raise ValueError(f"backend: expected a closing bracket at the end; got {backend!r}")
     forced: dict[str, int] = {}

@@ -26,9 +26,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST, SMALLEST = 2.3e38, 1.2e-38
 """Of a scale and of a softcap, whatever the dtype of the tensors: kernels take them in fp32, and in units of log2."""
 
-TAKES_CODES = "attention_fp8(query, kv) takes one, and explain_fp8 says by what."
+FP8_HINT = "Pass it to attention_fp8(query, kv)."
 
-_ADDED = "added to the scores, -inf hides a key"
+_ADDED = "added to the scores, -inf masks a key"
 _ATTENDS = "boolean, True = attend"
 FOREIGN = {
     # what other libraries call an argument -> what it is called here, and what to know about it
@@ -42,7 +42,7 @@ FOREIGN = {
     "sm_scale": {"scale": "None is D ** -0.5"},
     "window_size": {"window": "a tuple (left, right), -1 = unbounded"},
     "dropout": {"dropout_p": "a probability; 0.0 outside of training"},
-    "return_attn_probs": {"return_lse": "returns (out, lse); the weights are never held"},
+    "return_attn_probs": {"return_lse": "returns (out, lse); attention weights are not materialised"},
     "return_softmax_lse": {"return_lse": "returns (out, lse)"},
 }
 """Keywords that a caller may know from elsewhere."""
@@ -109,10 +109,8 @@ def is_tensor(name: str, given: Any) -> None:
 def hint_about(given: Any) -> str:
     """What to do with something that is no tensor."""
     if isinstance(given, Proxy):
-        return (
-            "torch.fx.symbolic_trace cannot follow it: use torch.export, or torch.fx.wrap the function that calls it."
-        )
-    return TAKES_CODES if isinstance(given, Fp8KV) else ""
+        return "torch.fx.symbolic_trace is not supported: use torch.export, or torch.fx.wrap the calling function."
+    return FP8_HINT if isinstance(given, Fp8KV) else ""
 
 
 def attention_tensors(
@@ -130,25 +128,17 @@ def attention_tensors(
     batch, q_len, q_heads, _ = query.shape
     k_len = key.shape[1]
     if key.shape[0] != batch or value.shape[0] != batch:
-        refuse(
-            "key and value",
-            f"the query's batch size B={batch}",
-            f"key B={key.shape[0]}, value B={value.shape[0]}",
-        )
+        found = f"key B={key.shape[0]}, value B={value.shape[0]}"
+        refuse("key and value", f"the query's batch size B={batch}", found)
     if mask is not None:
         _tensor("mask", mask, query)
         if mask.dtype is not torch.bool:
-            refuse(
-                "mask",
-                "dtype torch.bool (True = attend)",
-                mask.dtype,
-                "An additive float mask goes in `bias`.",
-                TypeError,
-            )
+            hint = "Pass an additive float mask as `bias`."
+            refuse("mask", "dtype torch.bool (True = attend)", mask.dtype, hint, TypeError)
         _broadcastable("mask", mask, (batch, q_heads, q_len, k_len))
     if bias is not None:
         _tensor("bias", bias, query)
-        _floating("bias", bias, "A boolean mask goes in `mask`.")
+        _floating("bias", bias, "Pass a boolean mask as `mask`.")
         _broadcastable("bias", bias, (batch, q_heads, q_len, k_len))
     _per_head(alibi_slopes, sink, query, batch, q_heads)
 
@@ -175,11 +165,8 @@ def varlen_tensors(
     _offsets("cu_seqlens_q", cu_seqlens_q, query)
     _offsets("cu_seqlens_k", cu_seqlens_k, query)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        refuse(
-            "cu_seqlens_k",
-            f"as many sequences as cu_seqlens_q, shape {list(cu_seqlens_q.shape)}",
-            list(cu_seqlens_k.shape),
-        )
+        expected = f"as many sequences as cu_seqlens_q, shape {list(cu_seqlens_q.shape)}"
+        refuse("cu_seqlens_k", expected, list(cu_seqlens_k.shape))
     _longest("max_seqlen_q", max_seqlen_q)
     _longest("max_seqlen_k", max_seqlen_k)
     _per_head(alibi_slopes, sink, query, cu_seqlens_q.shape[0] - 1, query.shape[1])
@@ -189,10 +176,10 @@ def nested_tensors(query: Any, key: Any, value: Any, mask: Tensor | None, bias: 
     """Check the tensors of a dense call whose query is a nested tensor, but not what is checked of their rows."""
     for name, refused in (("mask", mask), ("bias", bias)):
         if refused is not None:
-            refuse(name, "None beside nested tensors", "a value", "Pad them: x.to_padded_tensor(0.0).")
+            refuse(name, "None with nested tensors", "a value", "Pad them: x.to_padded_tensor(0.0).")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not getattr(tensor, "is_nested", False):
-            refuse(name, "a nested tensor as the query is", _describe(tensor), error=TypeError)
+            refuse(name, "a nested tensor like the query", _describe(tensor), error=TypeError)
         if tensor.layout is not torch.jagged:
             hint = "torch.nested.nested_tensor(..., layout=torch.jagged) makes one."
             refuse(name, "a nested tensor of layout torch.jagged", tensor.layout, hint, TypeError)
@@ -201,10 +188,10 @@ def nested_tensors(query: Any, key: Any, value: Any, mask: Tensor | None, bias: 
             hint = "Pass x.transpose(1, 2)." if tensor.dim() == 4 and ragged == 2 else ""
             refuse(name, "[B, j, H, D] with ragged j", f"{tensor.dim()} dims, of which dim {ragged} is ragged", hint)
         if tensor.lengths() is not None:
-            refuse(name, "rows without gaps between the sequences", "gaps", "Call .contiguous() on it first.")
+            refuse(name, "sequences without gaps between them", "gaps", "Call .contiguous() on it first.")
     if key.shape[0] != query.shape[0] or value.shape[:2] != key.shape[:2]:
         sizes = ", ".join(str(list(t.shape)) for t in (query, key, value))
-        hint = "nested_tensor_from_jagged(rows, key.offsets()) makes value of the key's lengths."
+        hint = "To build value with the key's lengths: nested_tensor_from_jagged(rows, key.offsets())."
         refuse("key and value", "the query's B, and the same lengths in both", sizes, hint)
 
 
@@ -212,10 +199,10 @@ def cu_seqlens_values(name: str, offsets: list[int], rows: int, longest: int | N
     """Check cumulative lengths that are known on the host; returns the longest sequence, or what was passed for it."""
     lengths = [late - early for early, late in pairwise(offsets)]
     if offsets[0] != 0:
-        refuse(name, "0 first", offsets[0])
+        refuse(name, "0 as the first value", offsets[0])
     for index, length in enumerate(lengths):
         if length < 0:
-            refuse(name, "no value below the one before it", f"{offsets[index : index + 2]} at {index}")
+            refuse(name, "non-decreasing values", f"{offsets[index : index + 2]} at {index}")
     if offsets[-1] > rows:
         refuse(name, f"a last value of at most the {rows} packed rows", offsets[-1])
     if longest is not None and longest < max(lengths, default=0):
@@ -237,10 +224,10 @@ def options(
     """Check what is not a tensor of the maths."""
     flags(causal=causal, return_lse=return_lse)
     if deterministic is not None and not isinstance(deterministic, bool):
-        refuse("deterministic", "a bool, or None to follow torch", deterministic, error=TypeError)
+        refuse("deterministic", "a bool, or None for torch's own setting", deterministic, error=TypeError)
     if window is not None:
         if not isinstance(window, tuple) or len(window) != 2 or not all(_is_int(side) for side in window):
-            hint = "A window of n keys up to the query itself is (n - 1, 0)."
+            hint = "For the last n keys including the query's own, pass (n - 1, 0)."
             refuse("window", "a tuple of two ints (left, right), or None", _describe(window), hint, TypeError)
         if window[0] < -1 or window[1] < -1:
             refuse("window", "sides of at least -1 (-1 = unbounded)", window)
@@ -250,12 +237,12 @@ def options(
     if scale is not None:
         _real("scale", scale)
         if abs(scale) > LARGEST:
-            refuse("scale", f"a number that fp32 holds, of at most {LARGEST:g}", scale)
+            refuse("scale", f"at most {LARGEST:g} in absolute value, so that fp32 can represent it", scale)
     if softcap:
         least = max(SMALLEST, abs(scale or 0.0) / LARGEST)  # their quotient is in fp32 too
         if not least <= softcap <= LARGEST:
-            hint = "A cap that no score reaches is 0." if softcap > 1 else ""
-            refuse("softcap", f"0 (off) or a number that fp32 holds, from {least:g} to {LARGEST:g}", softcap, hint)
+            hint = "For no cap, pass 0." if softcap > 1 else ""
+            refuse("softcap", f"0 (off) or from {least:g} to {LARGEST:g}, so that fp32 can represent it", softcap, hint)
     _real("dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         refuse("dropout_p", "a probability in [0, 1)", dropout_p)
@@ -267,7 +254,7 @@ def options(
         if not _is_int(seed):
             refuse("seed", "an int, an int64 tensor of shape [2], or None", _describe(seed), error=TypeError)
         if not -(1 << 63) <= seed < 1 << 63:
-            refuse("seed", "an int of 64 bits", seed)
+            refuse("seed", "a 64-bit int", seed)
 
 
 def flags(**given: Any) -> None:
@@ -293,10 +280,10 @@ def precision(
     """Check a call that says in which precision, whose tensors and options were checked as those of any."""
     if precision not in (None, "fp8"):
         error = ValueError if isinstance(precision, str) else TypeError
-        refuse("precision", '"fp8", or None for that of the tensors', _describe(precision), error=error)
+        refuse("precision", '"fp8", or None (the dtype of the tensors)', _describe(precision), error=error)
     flags(rotate=rotate)
     if precision is None:
-        refuse("rotate", 'False without precision="fp8"', rotate, "Scores of rotated tensors are the same.")
+        refuse("rotate", 'False without precision="fp8"', rotate, 'Pass precision="fp8", or leave rotate out.')
     tensors = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sink": sink}
     for name, given in tensors.items():
         if given is not None:
@@ -308,7 +295,7 @@ def precision(
 
 
 def fp8_keys(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
-    """Check keys and values that are to become codes, but not the values of `cu_seqlens`."""
+    """Check keys and values to quantise, but not the values of `cu_seqlens`."""
     shape = "[B, Tk, Hkv, D]" if cu_seqlens is None else "[Nk, Hkv, D]"
     for name, tensor in (("key", key), ("value", value)):
         _tensor(name, tensor, key)
@@ -328,13 +315,13 @@ def fp8_keys(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | None
     elif max_seqlen is not None:
         refuse("max_seqlen", "None without cu_seqlens", max_seqlen)
     _longest("max_seqlen", max_seqlen)
-    _fp8_tensors({"key": key, "value": value}, "for codes of FP8", "quantise under it")
+    _fp8_tensors({"key": key, "value": value}, "for FP8 quantisation", "detach the tensors")
 
 
 def fp8_query(query: Tensor, kv: Any, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None) -> None:
-    """Check the tensors of a call on codes, which were checked when they were made."""
+    """Check the tensors of a call on an `Fp8KV`, which was checked when it was made."""
     if not isinstance(kv, Fp8KV):
-        refuse("kv", "an Fp8KV", type(kv).__name__, "quantize_fp8(key, value) makes one.", TypeError)
+        refuse("kv", "an Fp8KV", type(kv).__name__, "To make one, call quantize_fp8(key, value).", TypeError)
     _tensor("query", query, query)
     if (cu_seqlens_q is None) == kv.packed:
         given = "None" if cu_seqlens_q is None else "a tensor"
@@ -342,14 +329,14 @@ def fp8_query(query: Tensor, kv: Any, cu_seqlens_q: Tensor | None, max_seqlen_q:
     shape = "[Nq, Hq, D]" if kv.packed else "[B, Tq, Hq, D]"
     if query.dim() != len(kv.shape):
         refuse("query", f"shape {shape}", list(query.shape))
-    _fp8_tensors({"query": query}, "beside codes of FP8", "call attention()")
+    _fp8_tensors({"query": query}, "with an Fp8KV", "call attention()")
     if query.stride(-1) != 1 and query.numel() > 0:
         refuse("query", "a contiguous last dim", f"strides {query.stride()}", "Call .contiguous() on it first.")
     if query.device != kv.device:
         refuse("query", f"the device of kv, {kv.device}", query.device)
     if query.shape[-1] != kv.head_dim or (not kv.packed and query.shape[0] != kv.batch):
         batch = "" if kv.packed else f"B={kv.batch}, "
-        refuse("query", f"{batch}D={kv.head_dim} as kv has them", list(query.shape), f"The layout is {shape}.")
+        refuse("query", f"{batch}D={kv.head_dim} to match kv", list(query.shape), f"The layout is {shape}.")
     if query.shape[-2] < 1 or query.shape[-2] % kv.kv_heads:
         refuse("query", f"a multiple of the {kv.kv_heads} KV heads as Hq", list(query.shape))
     if cu_seqlens_q is not None:
@@ -362,7 +349,7 @@ def fp8_query(query: Tensor, kv: Any, cu_seqlens_q: Tensor | None, max_seqlen_q:
 
 
 def _fp8_tensors(tensors: dict[str, Tensor], where: str, otherwise: str) -> None:
-    """Check what becomes codes: its dtype, its head dim, and that nobody wants its gradient."""
+    """Check what is quantised: its dtype, its head dim, and that nobody wants its gradient."""
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.float16, torch.bfloat16):
             refuse(name, f"dtype float16 or bfloat16 {where}", tensor.dtype, error=TypeError)
@@ -375,10 +362,10 @@ def _fp8_tensors(tensors: dict[str, Tensor], where: str, otherwise: str) -> None
     wanted = [name for name, tensor in tensors.items() if torch.is_grad_enabled() and tensor.requires_grad]
     wanted += _with_tangent(tensors)
     if wanted:
-        hint = f"FP8 is for inference: use torch.no_grad(), or {otherwise}."
-        refuse(wanted[0], f"a tensor without a gradient {where}", "one that wants it", hint)
+        hint = f"FP8 supports inference only: use torch.no_grad(), or {otherwise}."
+        refuse(wanted[0], f"a tensor that does not require a gradient {where}", "one that does", hint)
     if torch._C._are_functorch_transforms_active():
-        refuse("query" if "query" in tensors else "key", f"a plain call {where}", "one inside of torch.func")
+        refuse("query" if "query" in tensors else "key", f"a call outside torch.func transforms {where}", "one inside")
 
 
 def _with_tangent(tensors: dict[str, Tensor]) -> list[str]:
@@ -398,7 +385,7 @@ def decoding(
 ) -> None:
     """Check the tensors of a call on a cache, whose own fields were checked when it was made."""
     if not isinstance(cache, (ContiguousKV, PagedKV, QuantizedKV)):
-        hint = TAKES_CODES if isinstance(cache, Fp8KV) else "Make one of tensors: ContiguousKV(key, value)."
+        hint = FP8_HINT if isinstance(cache, Fp8KV) else "To make one, call ContiguousKV(key, value)."
         refuse("cache", "a ContiguousKV, PagedKV or QuantizedKV", type(cache).__name__, hint, TypeError)
     _tensor("query", query, query)
     if query.dim() != 4:
@@ -407,12 +394,12 @@ def decoding(
         refuse("query", "dtype float16, bfloat16, float32 or float64", query.dtype, error=TypeError)
     batch, q_len, q_heads, dim = query.shape
     if query.dtype is not cache.dtype:
-        hint = "Autocast does not reach a cache: call query.to(cache.dtype), or keep the cache in that dtype."
+        hint = "Autocast does not convert a cache: call query.to(cache.dtype), or allocate the cache in that dtype."
         refuse("query", f"the cache's dtype {cache.dtype}", query.dtype, hint, TypeError)
     if query.device != cache.device:
         refuse("query", f"the cache's device {cache.device}", query.device)
     if batch != cache.batch or dim != cache.head_dim:
-        refuse("query", f"[B={cache.batch}, Tq, Hq, D={cache.head_dim}] of the cache", list(query.shape))
+        refuse("query", f"[B={cache.batch}, Tq, Hq, D={cache.head_dim}] to match the cache", list(query.shape))
     if q_heads < 1 or q_heads % cache.kv_heads:
         refuse("query", f"a multiple of the {cache.kv_heads} KV heads as Hq", list(query.shape))
     if tree_mask is not None:
@@ -429,9 +416,9 @@ def decoding(
         if out.shape != shape or out.dtype is not query.dtype:
             refuse("out", f"{query.dtype} of shape {list(shape)}", f"{out.dtype} of shape {list(out.shape)}")
         if out.is_neg():
-            refuse("out", "a tensor of its own numbers", "a negated view", "Call out.resolve_neg().")
+            refuse("out", "a materialised tensor", "a negated view", "Call out.resolve_neg().")
         if checks.has_shared_places(out):
-            refuse("out", "a place for every number", f"an expanded tensor, strides {out.stride()}")
+            refuse("out", "no overlapping elements", f"an expanded tensor, strides {out.stride()}")
 
 
 def lengths_and_pages(cache: KVCache, q_len: int, left: int, look: bool | None) -> None:
@@ -451,8 +438,8 @@ def without_gradient(function: str, differentiable: str, **given: Any) -> None:
         return
     for name, one in given.items():
         if getattr(one, "requires_grad", False):
-            hint = f"No gradient flows through {function}: call it under torch.no_grad(), or use {differentiable}."
-            refuse(name, "no gradient to be wanted", "requires_grad=True while gradients are on", hint)
+            hint = f"{function} is not differentiable: call it under torch.no_grad(), or use {differentiable}."
+            refuse(name, "requires_grad=False", "requires_grad=True with gradients enabled", hint)
 
 
 def without_tangent(query: Tensor, cache: KVCache, alibi_slopes: Tensor | None, sink: Tensor | None) -> None:
@@ -460,8 +447,8 @@ def without_tangent(query: Tensor, cache: KVCache, alibi_slopes: Tensor | None, 
     tensors = {"query": query, **{name: getattr(cache, name) for name in cache.STORES}}
     tensors |= {name: t for name, t in (("alibi_slopes", alibi_slopes), ("sink", sink)) if t is not None}
     for name in _with_tangent(tensors):
-        hint = 'Kernels compute none: pass backend="eager", or use attention().'
-        refuse(name, "a tensor without a tangent", "one of forward-mode differentiation", hint)
+        hint = 'The kernels have no forward-mode derivative: pass backend="eager", or use attention().'
+        refuse(name, "a tensor without a tangent", "one with a tangent (forward-mode AD)", hint)
 
 
 def splits(num_splits: Any, batch_invariant: Any) -> None:
@@ -481,13 +468,13 @@ def workspace(given: Tensor | None, query: Tensor, numbers: int) -> None:
     if given is None:
         return
     _tensor("workspace", given, query)
-    hint = "decode_workspace(query, cache) makes one; pass it the call's num_splits, batch_invariant and backend."
+    hint = "To make one, call decode_workspace(query, cache) with the same num_splits, batch_invariant and backend."
     if given.dtype is not torch.float32 or given.dim() != 1 or not given.is_contiguous():
-        refuse("workspace", "a contiguous float32 tensor of one dim", f"{given.dtype}, {list(given.shape)}", hint)
+        refuse("workspace", "a contiguous 1-D float32 tensor", f"{given.dtype}, {list(given.shape)}", hint)
     if given.numel() < numbers:
-        refuse("workspace", f"at least {numbers} numbers", given.numel(), hint)
+        refuse("workspace", f"at least {numbers} elements", given.numel(), hint)
     if given.data_ptr() % 16:
-        refuse("workspace", "a tensor that starts on 16 bytes", f"address {given.data_ptr()}", hint)
+        refuse("workspace", "a 16-byte aligned tensor", f"address {given.data_ptr()}", hint)
 
 
 def sequence(name: str, given: Any) -> tuple[Any, ...]:
@@ -506,10 +493,10 @@ def states(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
             _tensor(name, tensor, outs[0])
             _floating(name, tensor)
         if out.dim() not in (3, 4) or out.shape != outs[0].shape:
-            refuse(f"outs[{index}]", "[B, Tq, Hq, Dv] or [Nq, Hq, Dv], all alike", list(out.shape))
+            refuse(f"outs[{index}]", "[B, Tq, Hq, Dv] or [Nq, Hq, Dv], the same for all", list(out.shape))
         *lead, rows, heads, _ = out.shape
         if lse.shape != (*lead, heads, rows):
-            refuse(f"lses[{index}]", f"shape {[*lead, heads, rows]} beside that out", list(lse.shape))
+            refuse(f"lses[{index}]", f"shape {[*lead, heads, rows]} to match its out", list(lse.shape))
 
 
 def _offsets(name: str, cu_seqlens: Any, beside: Tensor) -> None:
@@ -536,8 +523,8 @@ def _qkv(
         if tensor.dim() != dims:
             refuse(name, f"shape {shape}", list(tensor.shape))
         if tensor.dtype not in DTYPES:
-            codes = tensor.is_floating_point() and tensor.element_size() == 1
-            hint = 'precision="fp8" makes codes of float16 or bfloat16 itself.' if codes else ""
+            is_fp8 = tensor.is_floating_point() and tensor.element_size() == 1
+            hint = 'Pass float16 or bfloat16 with precision="fp8", which quantises them.' if is_fp8 else ""
             refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype, hint, TypeError)
         if tensor.dtype is not query.dtype:
             refuse(name, f"the query's dtype {query.dtype}", tensor.dtype, error=TypeError)
@@ -551,7 +538,7 @@ def _qkv(
         refuse("value", f"the key's length and heads, {list(key.shape[:-1])} + [Dv]", list(value.shape))
     heads = key.shape[-2]
     if (query.shape[-2] % heads if heads else query.shape[-2]) != 0:
-        shapes = f"{list(query.shape)} beside key {list(key.shape)}"
+        shapes = f"{list(query.shape)} with key {list(key.shape)}"
         words = f"a multiple of the {heads} KV heads as Hq" if heads else "no heads, as the key has none"
         refuse("query", words, shapes, f"The layout is {q_shape}.")
 
@@ -572,7 +559,7 @@ def _per_head(alibi_slopes: Tensor | None, sink: Tensor | None, query: Tensor, b
 def _tensor(name: str, tensor: Any, query: Tensor) -> None:
     is_tensor(name, tensor)
     if tensor.is_nested:
-        hint = "Where the query is a jagged nested tensor, so are key and value. Else pack it: varlen_attention."
+        hint = "Pass query, key and value all jagged, or pack them and call varlen_attention."
         refuse(name, "a strided tensor", "a nested one", hint, TypeError)
     if hasattr(tensor, "device_mesh"):
         refuse(name, "a plain tensor", "a DTensor", "Pass its local shard, .to_local().", TypeError)

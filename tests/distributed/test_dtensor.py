@@ -167,34 +167,34 @@ def refused(rank: int, groups: Any, placed: dict[str, str], kv_heads: int = 2, *
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a sharded sequence": (
         {"placed": all_alike("rows, whole")},
-        "ValueError: query: expected Shard(0) (by batch) or Shard(2) (by heads) or Replicate(); got Shard(dim=1). Over "
-        "a sharded sequence ranks compute together: stream_attention.distributed.ring_attention takes the shards",
+        "ValueError: query: expected Shard(0) (by batch) or Shard(2) (by heads) or Replicate(); got Shard(dim=1). For "
+        "a sharded sequence, pass the local shards, x.to_local(), to stream_attention.distributed.ring_attention",
     ),
     "keys of a sharded sequence": (
         {"placed": all_alike("whole, whole") | {"key": "rows, whole"}},
         "ValueError: key: expected Shard(0) (by batch)",
     ),
     "a sharded head dim": ({"placed": all_alike("whole, dim")}, "got Shard(dim=3). Use x.redistribute(placements=...)"),
-    "a sum": ({"placed": all_alike("sum, whole")}, "got Partial(sum). It is a sum that was not made: x.redistribute("),
+    "a sum": ({"placed": all_alike("sum, whole")}, "got Partial(sum). Reduce it first: x.redistribute("),
     "keys by heads, queries by batch": (
         {"placed": all_alike("whole, heads") | {"query": "whole, batch"}},
-        "ValueError: key: expected Shard(dim=0) or Replicate() beside a query that is Shard(dim=0); got Shard(dim=2)",
+        "ValueError: key: expected Shard(dim=0) or Replicate() with a query that is Shard(dim=0); got Shard(dim=2)",
     ),
     "keys sharded, queries not": (
         {"placed": all_alike("whole, heads") | {"query": "whole, whole"}},
-        "ValueError: key: expected Replicate() beside a query that is Replicate(); got Shard(dim=2)",
+        "ValueError: key: expected Replicate() with a query that is Replicate(); got Shard(dim=2)",
     ),
     "heads that ranks cannot share": (
         {"placed": all_alike("heads, heads")},
-        "ValueError: query: expected heads that 4 ranks can share; got Hq=4 and Hkv=2",
+        "ValueError: query: expected head counts divisible by 4 ranks; got Hq=4 and Hkv=2",
     ),
     "a plain key": (
         {"placed": {"query": "whole, heads", "value": "whole, heads"}},
-        "TypeError: key: expected a DTensor as the query is; got Tensor. DTensor.from_local(x, mesh, placements) makes",
+        "TypeError: key: expected a DTensor like the query; got Tensor. To make one, call DTensor.from_local(",
     ),
     "dropout": (
         {"placed": all_alike("whole, heads"), "dropout_p": 0.5, "seed": 1},
-        "ValueError: dropout_p: expected 0.0 beside DTensors; got 0.5. Ranks would draw masks of their own",
+        "ValueError: dropout_p: expected 0.0 with DTensors; got 0.5. Each rank would generate its own mask",
     ),
 }
 

@@ -335,7 +335,7 @@ def test_lengths_that_cannot_be_advanced_are_refused_before_anything_is_written(
         lengths = torch.zeros(2, dtype=torch.int32)
     if how == "expanded":
         lengths = lengths[:1].expand(2)
-    words = {"expanded": "a place for every element; got an expanded", "inference": "written to here; got one made"}
+    words = {"expanded": "no overlapping elements; got an expanded", "inference": "writable tensor; got one made"}
     for cache in of_every_kind(lengths):
         key, value = tokens(2, 1, random.Random(0))
         with pytest.raises(ValueError, match=f"lengths: expected .*{words[how]}.* Pass a copy"):
@@ -351,7 +351,7 @@ def test_lengths_that_cannot_be_advanced_are_refused_before_anything_is_written(
 def test_stores_of_rows_that_share_memory_are_refused() -> None:
     key, value = torch.zeros(2, 16, HEADS, DIM), torch.zeros(1, 16, HEADS, VALUE_DIM).expand(2, -1, -1, -1)
     lengths = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="value: expected a place for every element; got an expanded tensor"):
+    with pytest.raises(ValueError, match="value: expected no overlapping elements; got an expanded tensor"):
         ContiguousKV(key, value, lengths).append(*tokens(2, 1, random.Random(0)))
     assert not key.any() and not lengths.any()
     table = torch.zeros(1, 2, dtype=torch.int32)  # one row alone, and lengths of one element, expanded or not
@@ -403,7 +403,7 @@ def test_tokens_that_do_not_fit_the_cache() -> None:
             cache.append(key, value, rotary=rotary)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the rotary table's positions, 2; got 2 in row 1, no room for 1 more"):
         cache.append(key, value, rotary=Rotary(table[:2], table[:2]))
-    with pytest.raises(ValueError, match="key: expected at most as many tokens as a row can hold, 8; got 9"):
+    with pytest.raises(ValueError, match="key: expected at most 8 tokens, the capacity of a row; got 9"):
         cache.append(*tokens(2, 9, random.Random(0)))
     with pytest.raises(ValueError, match="the capacity, 8; got 2 in row 1, no room for 7 more"):
         cache.append(*tokens(2, 7, random.Random(0)), validate=True)
@@ -438,7 +438,7 @@ def test_two_rows_that_would_write_to_one_page(
     if words is None:
         cache.append(*new, validate=True)
     else:
-        with pytest.raises(ValueError, match=f"page_table: expected a page of its own wherever .* got {words}"):
+        with pytest.raises(ValueError, match=f"page_table: expected exclusive pages for .* got page {words}"):
             cache.append(*new, validate=True)
     assert cache.lengths is not None
     assert cache.lengths.tolist() == [length + (0 if words else n) for length in lengths]
@@ -450,5 +450,5 @@ def test_the_window_of_a_quantized_row_is_its_own() -> None:
     table, lengths = torch.tensor([[0, 1], [0, 1]], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     cache = quantize_kv(PagedKV(*stores, table, lengths), "int8", group=4, residual=4)
     cache.append(*tokens(2, 7, random.Random(0)), validate=True)
-    with pytest.raises(ValueError, match=r"got 0 at \[0, 0\] and \[1, 0\]. Pages may be shared to read, never to"):
+    with pytest.raises(ValueError, match=r"got page 0 at \[0, 0\] and \[1, 0\]. Shared pages are read-only"):
         cache.append(*tokens(2, 1, random.Random(0)), validate=True)

@@ -283,7 +283,7 @@ GOOD: dict[str, Any] = {"keys": torch.zeros(2, 8, 2, 4), "values": torch.zeros(2
         (
             {"key_mask": torch.ones(2, 8, dtype=torch.bool), "lengths": torch.tensor([8, 8])},
             ValueError,
-            "key_mask: expected None beside lengths",
+            "key_mask: expected None when lengths is given",
         ),
     ],
 )
@@ -301,13 +301,17 @@ def test_a_bad_argument_is_named(change: dict[str, Any], error: type[Exception],
         ({"query": torch.zeros(2, 8, 2, 4).half()}, TypeError, "key: expected the query's dtype"),
         ({"mass": torch.zeros(2, 8, 2)}, ValueError, r"mass: expected shape \[B, Hkv, T\] = \[2, 2, 8\]"),
         ({"mass": torch.zeros(2, 2, 8).int()}, TypeError, "mass: expected a floating dtype; got torch.int32"),
-        ({"mass": torch.zeros(2, 2, 8), "query": torch.zeros(2, 8, 2, 4)}, ValueError, "mass: expected None beside"),
-        ({"scale": 2.0}, ValueError, "scale and causal: expected their defaults without a query"),
-        ({"causal": False}, ValueError, "scale and causal: expected their defaults without a query"),
+        (
+            {"mass": torch.zeros(2, 2, 8), "query": torch.zeros(2, 8, 2, 4)},
+            ValueError,
+            "mass: expected None when query is given",
+        ),
+        ({"scale": 2.0}, ValueError, "scale and causal: expected the defaults without a query"),
+        ({"causal": False}, ValueError, "scale and causal: expected the defaults without a query"),
         (
             {"query": torch.zeros(2, 2, 2, 4), "lengths": torch.tensor([8, 5])},
             ValueError,
-            "query: expected a query on a real token in every row; got none in row 1",
+            "query: expected a query on a token that is not padding in every row; got none in row 1",
         ),
     ],
 )
@@ -321,7 +325,7 @@ def test_a_bad_vote_is_named(change: dict[str, Any], error: type[Exception], wor
 def test_attention_is_refused_where_nobody_looks_at_it(name: str) -> None:
     assert not create_kv_compressor(name).uses_query
     for said in ({"query": torch.zeros(2, 8, 2, 4)}, {"mass": torch.zeros(2, 2, 8)}):
-        with pytest.raises(ValueError, match=r"expected None; got a value. This method does not look at attention"):
+        with pytest.raises(ValueError, match=r"expected None; got a value. This method does not use attention"):
             create_kv_compressor(name).compress(**GOOD, **said)
 
 

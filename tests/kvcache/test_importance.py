@@ -94,7 +94,7 @@ def test_attention_weights_add_up_until_they_are_used() -> None:
     compressor.update_attention_scores(late.view(1, 1, 2, 6))  # sums: 0, 1, 1.2, 0, 0.7, 0.1
     stats = compressor.compress(keys, values, 3.0)[2]
     assert stats.positions.tolist() == [[[1, 2]]] and stats.method == "importance (attention_sum)"
-    with pytest.raises(ValueError, match="query: expected the queries, or `mass`; got None"):
+    with pytest.raises(ValueError, match="query: expected query or mass; got None"):
         compressor.compress(keys, values, 3.0)  # they were used up
 
 
@@ -114,11 +114,13 @@ def test_what_cannot_be_scored_is_refused() -> None:
     keys = values = torch.zeros(1, 6, 2, 4)
     with pytest.raises(ValueError, match=r"method: expected one of auto, attention_sum, .*; got 'random'"):
         ImportanceBasedCompressor("random")
-    with pytest.raises(ValueError, match=r'query: expected the queries.*"key_norm" and "streaming" work'):
+    with pytest.raises(ValueError, match=r'query: expected query or mass.*"key_norm" and "streaming" need neither'):
         ImportanceBasedCompressor("attention_sum").compress(keys, values)
     with pytest.raises(ValueError, match="query: expected None; got a value"):
         ImportanceBasedCompressor("value_norm").compress(keys, values, query=keys)
-    with pytest.raises(ValueError, match=r"weights: expected none; got a value. The method is key_norm"):
+    with pytest.raises(
+        ValueError, match=r"weights: expected none; got a value. The method key_norm does not use attention"
+    ):
         ImportanceBasedCompressor("key_norm").update_attention_scores(torch.zeros(1, 2, 1, 6))
     compressor = ImportanceBasedCompressor()
     with pytest.raises(ValueError, match=r"weights: expected a floating tensor \[B, Hq, Tq, T\]; got \[2, 6\]"):

@@ -71,5 +71,5 @@ def test_refusals() -> None:
         SnapCompressor(pool=4)
     with pytest.raises(ValueError, match="window: expected at least 1; got 0"):
         SnapCompressor(window=0)
-    with pytest.raises(ValueError, match="query: expected the queries, or `mass`; got None"):
+    with pytest.raises(ValueError, match="query: expected query or mass; got None"):
         SnapCompressor().compress(KEYS, VALUES)

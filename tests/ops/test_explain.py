@@ -62,7 +62,7 @@ def test_explain_shows_forward_and_backward_on_a_gpu(
     assert planned.backend == first.partition(":")[0]
     assert forward[0].startswith("forward   dense B=1 Tq=1024") and backward[0].startswith("backward  of the same call")
     assert forward[1].startswith(f"backend   {first}") and backward[1].startswith(f"backend   {then}")
-    passed_over = [line.startswith("not       gluon: the call is so short") for line in (*forward[2:], *backward[2:])]
+    passed_over = [line.startswith("not       gluon: the call is short") for line in (*forward[2:], *backward[2:])]
     assert passed_over == [True, True] * (heads == 1)
 
 

@@ -295,19 +295,21 @@ def test_no_gradient_and_no_trace_of_one() -> None:
         out = in_fp8(query, key, value)
     assert not out.requires_grad
     for call in (lambda: in_fp8(query, key, value), lambda: quantize_fp8(key, value)):
-        with pytest.raises(ValueError, match=r"for inference: use torch.no_grad\(\), or"):
+        with pytest.raises(ValueError, match=r"supports inference only: use torch.no_grad\(\), or"):
             call()
     kv = quantize_fp8(key.detach(), value.detach())
-    with pytest.raises(ValueError, match=r"query: expected a tensor without a gradient.*call attention\(\)"):
+    with pytest.raises(
+        ValueError, match=r"query: expected a tensor that does not require a gradient.*call attention\(\)"
+    ):
         attention_fp8(query, kv, backend="reference")
     assert torch.equal(attention_fp8(query.detach(), kv, backend="reference"), out)
 
 
 def test_forward_mode_and_torch_func_are_refused() -> None:
     query, key, value = qkv()
-    with forward_ad.dual_level(), pytest.raises(ValueError, match="for inference"):
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="FP8 supports inference only"):
         in_fp8(forward_ad.make_dual(query, torch.ones_like(query)), key, value)
-    with pytest.raises(ValueError, match=r"inside of torch.func"):
+    with pytest.raises(ValueError, match=r"outside torch.func transforms"):
         torch.vmap(lambda q: in_fp8(q, key, value))(query[None])
 
 
@@ -330,7 +332,7 @@ def test_explain_shows_the_plan_and_computes_nothing(capsys: pytest.CaptureFixtu
     planned = explain(query, key, value, causal=True, precision="fp8", backend="reference")
     shown = capsys.readouterr().out
     assert "bfloat16 on meta scale=0.125 causal in fp8\n" in shown and planned.problem.fp8
-    assert shown.endswith("backend   reference: dense, codes as fp64\n")
+    assert shown.endswith("backend   reference: dense, quantised values in fp64\n")
     ends = torch.tensor([0, 70])
     packed = explain(*(t[0] for t in qkv()), cu_seqlens_q=ends, cu_seqlens_k=ends, precision="fp8", backend="reference")
     assert packed.problem.packed and packed.problem.fp8
@@ -363,8 +365,8 @@ def test_nowhere_does_it_fall_back() -> None:
         attention(*qkv(), precision="fp8")
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0].strip() for line in lines[1:]] == ["gluon", "triton", "eager", "reference"]
-    assert "FP8 needs Triton and a GPU of compute capability 8.9 or newer" in lines[3]
-    with pytest.raises(UnsupportedProblem, match=r"'eager' cannot .*in the dtypes it is given"):
+    assert "FP8 requires Triton and a GPU with compute capability 8.9 or newer" in lines[3]
+    with pytest.raises(UnsupportedProblem, match=r"'eager' cannot .*does not support FP8"):
         attention(*qkv(), precision="fp8", backend="eager")
     for asked in (attention_fp8, explain_fp8):
         with pytest.raises(UnsupportedProblem, match="no backend can"):
@@ -394,13 +396,13 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"softcap": 20.0}, ValueError, "softcap: expected 0 with precision=\"fp8\"; got 20.0"),
     ({"dropout_p": 0.1}, ValueError, "dropout_p: expected 0 with precision=\"fp8\"; got 0.1"),
     ({"query": Q.float(), "key": K.float(), "value": V.float()}, TypeError, "query: expected dtype float16 or bf"),
-    ({"query": Q.to(torch.float8_e4m3fn)}, TypeError, 'float8_e4m3fn. precision="fp8" makes codes of float16'),
+    ({"query": Q.to(torch.float8_e4m3fn)}, TypeError, 'float8_e4m3fn. Pass float16 or bfloat16 with precision="fp8"'),
     ({"query": Q[..., :32], "key": K[..., :32]}, ValueError, r"query: expected D = Dv of 64, 128 or 256 .*, 32\]"),
     ({"value": torch.zeros(2, 7, 2, 128, dtype=BF16)}, ValueError, r"value: expected D = Dv .*\[2, 7, 2, 128\]"),
     ({"query": Q[:, :, :3]}, ValueError, "query: expected a multiple of the 2 KV heads"),
     ({"causal": 1}, TypeError, "causal: expected a bool"),
     ({"backend": "cuda"}, ValueError, "backend: expected one of"),
-    ({"backend": "reference(block_m=64)"}, ValueError, "has no configuration to force"),
+    ({"backend": "reference(block_m=64)"}, ValueError, "accepts no configuration"),
 ]  # fmt: skip
 
 
@@ -425,8 +427,8 @@ QUANTIZATIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"value": V[:, :6]}, ValueError, r"value: expected the key's shape \[2, 7, 2, 64\]; got \[2, 6, 2, 64\]"),
     ({"value": V.half()}, TypeError, "value: expected the key's dtype torch.bfloat16; got torch.float16"),
     ({"value": V.to("meta")}, ValueError, "value: expected the query's device cpu; got meta"),
-    ({"key": K.float(), "value": V.float()}, TypeError, "key: expected dtype float16 or bfloat16 for codes of FP8"),
-    ({"key": K[..., :32], "value": V[..., :32]}, ValueError, "key: expected D = Dv of 64, 128 or 256 for codes"),
+    ({"key": K.float(), "value": V.float()}, TypeError, "key: expected dtype float16 or bfloat16 for FP8 quantisation"),
+    ({"key": K[..., :32], "value": V[..., :32]}, ValueError, "key: expected D = Dv of 64, 128 or 256 for FP8"),
     ({"key": K[:, :, :0], "value": V[:, :, :0]}, ValueError, "key: expected at least one head"),
     ({"key": K.mT.contiguous().mT}, ValueError, "key: expected a contiguous last dim"),
     ({"rotate": "yes"}, TypeError, "rotate: expected a bool; got 'yes'"),
@@ -434,7 +436,7 @@ QUANTIZATIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_seqlen": 7}, ValueError, "max_seqlen: expected None without cu_seqlens; got 7"),
     (PACK | {"cu_seqlens": ENDS.float()}, TypeError, "cu_seqlens: expected dtype torch.int32"),
     (PACK | {"cu_seqlens": ENDS[None]}, ValueError, r"cu_seqlens: expected shape \[sequences"),
-    (PACK | {"cu_seqlens": ENDS + 1}, ValueError, "cu_seqlens: expected 0 first; got 1"),
+    (PACK | {"cu_seqlens": ENDS + 1}, ValueError, "cu_seqlens: expected 0 as the first value; got 1"),
     (PACK | {"max_seqlen": 3}, ValueError, "max_seqlen: expected at least the longest sequence, 4; got 3"),
     (PACK | {"max_seqlen": 4.0}, TypeError, "max_seqlen: expected an int or None"),
 ]  # fmt: skip
@@ -453,7 +455,7 @@ def test_codes_of_what_is_refused(bad: dict[str, Any], error: type[Exception], w
 def test_codes_where_tensors_belong_are_refused_with_who_takes_them(by: Any) -> None:
     kv = quantize_fp8(K, V)
     with pytest.raises(
-        TypeError, match=r"key: expected a torch.Tensor; got Fp8KV. attention_fp8\(query, kv\) takes one"
+        TypeError, match=r"key: expected a torch.Tensor; got Fp8KV. Pass it to attention_fp8\(query, kv\)"
     ):
         by(Q, kv, kv)
 
@@ -461,18 +463,18 @@ def test_codes_where_tensors_belong_are_refused_with_who_takes_them(by: Any) -> 
 @pytest.mark.parametrize("by", [decode_attention, explain_decode], ids=lambda by: by.__name__)
 def test_nor_are_they_a_cache_to_decode_from(by: Any) -> None:
     with pytest.raises(
-        TypeError, match=r"cache: expected a ContiguousKV, .*; got Fp8KV. attention_fp8\(query, kv\) takes"
+        TypeError, match=r"cache: expected a ContiguousKV, .*; got Fp8KV. Pass it to attention_fp8\(query, kv\)"
     ):
         by(Q[:, :1], quantize_fp8(K, V))
 
 
 ON_CODES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"kv": (K, V)}, TypeError, r"kv: expected an Fp8KV; got tuple. quantize_fp8\(key, value\) makes one"),
+    ({"kv": (K, V)}, TypeError, r"kv: expected an Fp8KV; got tuple. To make one, call quantize_fp8"),
     ({"query": Q[0]}, ValueError, r"query: expected shape \[B, Tq, Hq, D\]; got \[5, 4, 64\]"),
-    ({"query": Q[:1]}, ValueError, r"query: expected B=2, D=64 as kv has them; got \[1, 5, 4, 64\]"),
-    ({"query": torch.zeros(2, 5, 4, 128, dtype=BF16)}, ValueError, "query: expected B=2, D=64 as kv has them"),
+    ({"query": Q[:1]}, ValueError, r"query: expected B=2, D=64 to match kv; got \[1, 5, 4, 64\]"),
+    ({"query": torch.zeros(2, 5, 4, 128, dtype=BF16)}, ValueError, "query: expected B=2, D=64 to match kv"),
     ({"query": Q[:, :, :3]}, ValueError, "query: expected a multiple of the 2 KV heads as Hq"),
-    ({"query": Q.float()}, TypeError, "query: expected dtype float16 or bfloat16 beside codes of FP8"),
+    ({"query": Q.float()}, TypeError, "query: expected dtype float16 or bfloat16 with an Fp8KV"),
     ({"query": Q.to("meta")}, ValueError, "query: expected the device of kv, cpu; got meta"),
     ({"query": Q.mT.contiguous().mT}, ValueError, "query: expected a contiguous last dim"),
     ({"cu_seqlens_q": ENDS}, ValueError, "cu_seqlens_q: expected None for kv that is not packed; got a tensor"),
@@ -512,7 +514,7 @@ def test_packed_codes_want_offsets_of_as_many_sequences() -> None:
     [
         ({"shape": (7, 2, 64)}, r"shape: expected \[B, Tk, Hkv, D\]"),
         ({"shape": (2, 300, 2, 64)}, r"codes.key: expected contiguous .* of shape \[2, 768, 64\]"),
-        ({"shape": (2, 8, 2, 64)}, "codes.rows: expected the 8 of the shape; got 7"),
+        ({"shape": (2, 8, 2, 64)}, "codes.rows: expected 8, as in shape; got 7"),
         ({"codes": {"scales": torch.ones(2, 2, 2).half()}}, "codes.scales: expected contiguous torch.float32"),
         ({"codes": {"value": torch.zeros(2, 256, 64).to(torch.float8_e4m3fn).mT}}, "codes.value: .*strides"),
     ],

@@ -732,7 +732,7 @@ def test_symbolic_tracing_is_refused_with_the_way_out(call: Any) -> None:
         def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
             return self.call(query, key, value)
 
-    words = r"Proxy.*\. torch.fx.symbolic_trace cannot follow it: use torch.export, or torch.fx.wrap"
+    words = r"Proxy.*\. torch.fx.symbolic_trace is not supported: use torch.export, or torch.fx.wrap"
     with pytest.raises((TypeError, ValueError), match=words):
         torch.fx.symbolic_trace(Model())
 
@@ -760,7 +760,7 @@ def test_dtensors_beside_plain_tensors_are_refused() -> None:
     try:
         query, key, value = (t.detach() for t in qkv())
         sharded = distribute_tensor(query, DeviceMesh("cpu", [0]), [Shard(2)])
-        with pytest.raises(TypeError, match="key: expected a DTensor as the query is; got Tensor"):
+        with pytest.raises(TypeError, match="key: expected a DTensor like the query; got Tensor"):
             attention(sharded, key, value)
         with pytest.raises(TypeError, match=r"key: expected a plain tensor; got a DTensor.*to_local"):
             attention(query, sharded, value)

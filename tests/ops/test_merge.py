@@ -213,7 +213,7 @@ OUT, LSE = torch.zeros(2, 3, 4, 5), torch.zeros(2, 4, 3)
     [
         pytest.param([], [], ValueError, "at least one; got 0 and 0", id="nothing"),
         pytest.param([OUT, OUT], [LSE], ValueError, "as many outs as lses, at least one; got 2 and 1", id="counts"),
-        pytest.param([OUT, OUT[:, :2]], [LSE, LSE[..., :2]], ValueError, r"outs\[1\].*all alike", id="lengths"),
+        pytest.param([OUT, OUT[:, :2]], [LSE, LSE[..., :2]], ValueError, r"outs\[1\].*the same for all", id="lengths"),
         pytest.param([OUT], [LSE.mT], ValueError, r"lses\[0\]: expected shape \[2, 4, 3\]", id="lse transposed"),
         pytest.param([OUT[0, 0]], [LSE[0, 0]], ValueError, r"outs\[0\]: expected \[B, Tq, Hq, Dv\]", id="rank"),
         pytest.param([OUT.long()], [LSE], TypeError, r"outs\[0\]: expected a floating dtype", id="integer out"),

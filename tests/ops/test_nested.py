@@ -106,12 +106,12 @@ def gaps() -> Tensor:
 QUERY, KEY, VALUE = qkv()
 TRUE = torch.ones(1, dtype=torch.bool)
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
-    "mask": ((QUERY, KEY, VALUE), {"mask": TRUE}, ValueError, r"mask: expected None beside nested .*to_padded_tensor"),
-    "bias": ((QUERY, KEY, VALUE), {"bias": rows(1)[0]}, ValueError, "bias: expected None beside nested tensors"),
+    "mask": ((QUERY, KEY, VALUE), {"mask": TRUE}, ValueError, r"mask: expected None with nested .*to_padded_tensor"),
+    "bias": ((QUERY, KEY, VALUE), {"bias": rows(1)[0]}, ValueError, "bias: expected None with nested tensors"),
     "strided layout": ((strided(),) * 3, {}, TypeError, r"query: expected .* layout torch.jagged; got torch.strided"),
-    "plain key": ((QUERY, rows(3)[None], VALUE), {}, TypeError, "key: expected a nested tensor as the query is; got"),
+    "plain key": ((QUERY, rows(3)[None], VALUE), {}, TypeError, "key: expected a nested tensor like the query; got"),
     "plain query": ((rows(3)[None], KEY, VALUE), {}, TypeError, "key: expected a strided tensor; got a nested one"),
-    "no tensor": ((QUERY, KEY, None), {}, TypeError, "value: expected a nested tensor as the query is; got None"),
+    "no tensor": ((QUERY, KEY, None), {}, TypeError, "value: expected a nested tensor like the query; got None"),
     "heads first": (
         (QUERY.transpose(1, 2), KEY, VALUE),
         {},
@@ -119,7 +119,12 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] =
         r"query: expected \[B, j, H, D\] with ragged j; got 4 dims, of which dim 2 is ragged. Pass x.transpose\(1, 2\)",
     ),
     "three dims": ((QUERY.flatten(2), KEY, VALUE), {}, ValueError, r"query: expected \[B, j, H, D\] .*; got 3 dims"),
-    "gaps": ((gaps(),) * 3, {}, ValueError, r"query: expected rows without gaps .* Call .contiguous\(\) on it first"),
+    "gaps": (
+        (gaps(),) * 3,
+        {},
+        ValueError,
+        r"query: expected sequences without gaps .* Call .contiguous\(\) on it first",
+    ),
     "other lengths": (
         (QUERY, KEY, QUERY),
         {},

@@ -140,14 +140,14 @@ class Cache(ABC):
         if lengths is None:
             refuse(
                 "lengths",
-                "an int32 tensor [B] in a cache that grows",
+                "an int32 tensor [B] in a cache to append to",
                 None,
                 "Pass lengths=torch.zeros(B, dtype=torch.int32).",
             )
         check_new(key, value, rotary, self._plain()[0], (self.batch, self.kv_heads, self.head_dim, self.value_dim))
         n = key.shape[1]
         if n > self.capacity:
-            refuse("key", f"at most as many tokens as a row can hold, {self.capacity}", n)
+            refuse("key", f"at most {self.capacity} tokens, the capacity of a row", n)
         for name, written in zip(self.STORES, self._plain(), strict=True):
             checks.writable(name, written)
         checks.writable("lengths", lengths)

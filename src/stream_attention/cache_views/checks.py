@@ -20,7 +20,7 @@ def tensor(name: str, given: Any, device: torch.device | None = None) -> None:
     if device is not None and given.device != device:
         refuse(name, f"the cache's device {device}", given.device)
     if given.is_neg():
-        refuse(name, "a tensor of its own numbers", "a negated view", "Call .resolve_neg() on it first.")
+        refuse(name, "a materialised tensor", "a negated view", "Call .resolve_neg() on it first.")
 
 
 def floating(name: str, given: Any, shape: str, device: torch.device | None = None) -> None:
@@ -102,9 +102,9 @@ def should_validate(validate: Any, lengths: Tensor) -> bool:
 def writable(name: str, given: Tensor) -> None:
     """A tensor that can be written to in place, with a place of its own for every element."""
     if 0 in given.stride() and has_shared_places(given):
-        refuse(name, "a place for every element", f"an expanded tensor, strides {given.stride()}", HINT_TO_COPY)
+        refuse(name, "no overlapping elements", f"an expanded tensor, strides {given.stride()}", HINT_TO_COPY)
     if given.is_inference() and not torch.is_inference_mode_enabled():
-        refuse(name, "a tensor that may be written to here", "one made under torch.inference_mode()", HINT_TO_COPY)
+        refuse(name, "a writable tensor", "one made under torch.inference_mode()", HINT_TO_COPY)
 
 
 def has_shared_places(given: Tensor) -> bool:
@@ -138,6 +138,6 @@ def pages(page_table: Tensor, before: Tensor, after: Tensor, page: int, count: i
         entry = int(page_table[here[0], here[1]])
         places = (in_use & (page_table == entry)).nonzero().tolist()
         there, here = sorted((here, next(place for place in places if place != here)))
-        hint = "Pages may be shared to read, never to append."
-        expected = "a page of its own wherever tokens are appended"
-        refuse("page_table", expected, f"{entry} at {there} and {here}", hint)
+        hint = "Shared pages are read-only."
+        expected = "exclusive pages for the tokens to append"
+        refuse("page_table", expected, f"page {entry} at {there} and {here}", hint)

@@ -47,7 +47,7 @@ class Fp8KV:
             if tensor.device != self.device:
                 refuse(f"codes.{name}", f"a tensor on {self.device}, as the keys", f"one on {tensor.device}")
         if self.codes.rows != rows:
-            refuse("codes.rows", f"the {rows} of the shape", self.codes.rows)
+            refuse("codes.rows", f"{rows}, as in shape", self.codes.rows)
         if packed and rows and not 0 < self.max_seqlen <= rows:
             refuse("max_seqlen", f"the longest of the sequences, from 1 to {rows}", self.max_seqlen)
 

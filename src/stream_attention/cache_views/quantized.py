@@ -46,14 +46,18 @@ class QuantizedKV(Cache):
         checks.int32("lengths", self.lengths, (self.batch,), f"[B={self.batch}]", self.device)
         for name, side, dim in (("key", self.key, self.head_dim), ("value", self.value, self.value_dim)):
             _check_side(name, side, self.key_window, dim)
-        for fact in ("format", "group"):
-            ours, theirs = getattr(self.key, fact), getattr(self.value, fact)
+        for field in ("format", "group"):
+            ours, theirs = getattr(self.key, field), getattr(self.value, field)
             if ours != theirs:
-                refuse("value", f"the key's {fact} {ours}", theirs)
+                refuse("value", f"the key's {field} {ours}", theirs)
         if self.value.scale.dtype is not self.key.scale.dtype:
             refuse("value.scale", f"the key's dtype {self.key.scale.dtype}", self.value.scale.dtype, error=TypeError)
         if self.value.codes.shape[:2] != self.key.codes.shape[:2]:
-            refuse("value", f"codes of the key's lead {list(self.key.codes.shape[:2])}", list(self.value.codes.shape))
+            refuse(
+                "value",
+                f"codes of leading shape {list(self.key.codes.shape[:2])} (key)",
+                list(self.value.codes.shape),
+            )
         slots = window_slots(checks.count("residual", self.residual, 0), self.group)
         if self.key_window.shape[1] != slots:
             refuse("key_window", f"{slots} slots for residual {self.residual}", self.key_window.shape[1])
@@ -63,7 +67,11 @@ class QuantizedKV(Cache):
             checks.page_shape("key", self.key.codes, self.page_table)
             check_blocks(self.group, self.key.codes.shape[1], per_channel)
         elif self.key.codes.shape[0] != self.batch or self.key.codes.shape[1] % self.group:
-            refuse("key", f"codes of {self.batch} rows of whole blocks of {self.group}", list(self.key.codes.shape))
+            refuse(
+                "key",
+                f"codes of shape [{self.batch}, n * {self.group}, ...]",
+                list(self.key.codes.shape),
+            )
 
     @property
     def format(self) -> str:
@@ -201,7 +209,7 @@ def check_blocks(group: int, page: int, per_channel: bool) -> None:
 
 def _check_side(name: str, side: QuantizedTensor, window: Tensor, dim: int) -> None:
     if not isinstance(side, QuantizedTensor):
-        refuse(name, "a QuantizedTensor", type(side).__name__, "quantize_kv makes caches.", TypeError)
+        refuse(name, "a QuantizedTensor", type(side).__name__, "To make a cache, call quantize_kv.", TypeError)
     if side.format not in FORMATS:
         refuse(name, f"one of the formats {', '.join(FORMATS)}", side.format)
     if side.dtype is not window.dtype:
@@ -220,7 +228,7 @@ def _check_side(name: str, side: QuantizedTensor, window: Tensor, dim: int) -> N
         refuse(f"{name}.codes", f"shape [., ., {heads}, {width}]", list(side.codes.shape))
     lead = [stride for stride, size in zip(side.codes.stride()[:3], side.codes.shape[:3], strict=True) if size > 1]
     if side.codes.numel() and (side.codes.stride(3) != 1 or any(stride % 2 for stride in lead)):
-        refuse(f"{name}.codes", "words of 16 bits in rows", f"strides {side.codes.stride()}")
+        refuse(f"{name}.codes", "a contiguous last dim and even strides", f"strides {side.codes.stride()}")
     shape = [*side.codes.shape[:3], dim]
     shape[side.dim] = -(-shape[side.dim] // side.group)
     for part, given in (("scale", side.scale), ("zero", side.zero)):

@@ -108,7 +108,7 @@ def check_new(
         if not table.dtype.is_floating_point:
             refuse(name, "a floating dtype", table.dtype, error=TypeError)
         if table.dim() != 2 or table.shape != rotary.cos.shape or min(table.shape) < 1:
-            refuse(name, "shape [max_pos, R/2], cos and sin alike", list(table.shape))
+            refuse(name, "shape [max_pos, R/2], the same for cos and sin", list(table.shape))
     if 2 * rotary.cos.shape[1] > head_dim:
-        hint = "There is one column per pair: of a table that repeats its columns, pass one half."
+        hint = "The table has one column per pair of channels: if its columns repeat, pass the first half."
         refuse("rotary.cos", f"at most D/2 = {head_dim // 2} columns", rotary.cos.shape[1], hint)

@@ -169,7 +169,7 @@ class FusedOnlineAttention(nn.Module):
         if seed is not None and not enabled:
             raise ValueError(f"seed: expected None with enabled=False; got {seed}")
         if seed is not None and not -(1 << 63) <= seed < 1 << 63:
-            raise ValueError(f"seed: expected an int of 64 bits; got {seed}")
+            raise ValueError(f"seed: expected a 64-bit int; got {seed}")
         self.deterministic = True if enabled else None
         if not enabled:
             self._stream = None

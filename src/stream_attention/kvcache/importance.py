@@ -41,7 +41,7 @@ class ImportanceBasedCompressor(KVCompressor):
         T may grow from call to call. Prefer `query`, which needs no weights in memory.
         """
         if not self.uses_query:
-            refuse("weights", "none", "a value", f"The method is {self.method}, which does not look at attention.")
+            refuse("weights", "none", "a value", f"The method {self.method} does not use attention.")
         if not isinstance(weights, Tensor) or weights.dim() != 4 or not weights.dtype.is_floating_point:
             shape = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
             refuse("weights", "a floating tensor [B, Hq, Tq, T]", shape)
@@ -91,7 +91,7 @@ def votes(request: Request, last: int | None = None) -> Tensor:
         return request.mass.to(torch.promote_types(request.mass.dtype, torch.float32))
     query, keys, real = request.query, request.keys, request.real
     if query is None:
-        refuse("query", "the queries, or `mass`", None, 'Without either, "key_norm" and "streaming" work.')
+        refuse("query", "query or mass", None, 'The methods "key_norm" and "streaming" need neither.')
     mass = partial(attention_mass, query, keys, causal=request.causal, scale=request.scale)
     if real is None:
         return mass(window_queries=last)
@@ -102,8 +102,8 @@ def votes(request: Request, last: int | None = None) -> Tensor:
     silent = ~voting.any(1) & real.any(1)
     if silent.any():
         row = int(silent.nonzero()[0])
-        hint = "The last query stands at the last slot; compute `mass` with attention_mass where it does not."
-        refuse("query", "a query on a real token in every row", f"none in row {row}", hint)
+        hint = "The last query is at the last slot; if yours is not, pass mass=attention_mass(...)."
+        refuse("query", "a query on a token that is not padding in every row", f"none in row {row}", hint)
     return mass(mask=real[:, None, None, :], row_weights=voting.to(torch.float32))
 
 

@@ -93,9 +93,9 @@ class QuantizedCompressor(KVCompressor):
             ratio = request.nbytes / max(1, sum(sizes))
             if ratio >= request.ratio or request.ratio == 1.0:
                 return format
-        given = f"{formats[-1]} in groups of {self.group} gives"
-        hint = 'Fewer bits, larger groups, or "hybrid", which also drops tokens.'
-        refuse("compression_ratio", f"at most {ratio:.2f}, which {given} for this cache", request.ratio, hint)
+        given = f"{formats[-1]} in groups of {self.group}"
+        hint = 'Use fewer bits, larger groups, or "hybrid", which also drops tokens.'
+        refuse("compression_ratio", f"at most {ratio:.2f} ({given})", request.ratio, hint)
 
     def _described(self, request: Request) -> str:
         return f"quantized ({self._format_for(request)})"

@@ -76,15 +76,15 @@ def checked(
     batch, length, heads, _ = keys.shape
     if not votes and (query is not None or mass is not None):
         given = "query" if query is not None else "mass"
-        refuse(given, "None", "a value", "This method does not look at attention; `uses_query` says so.")
+        refuse(given, "None", "a value", "This method does not use attention (uses_query is False).")
     if query is not None and mass is not None:
-        refuse("mass", "None beside query", "a value", "It is what would be computed from the query.")
+        refuse("mass", "None when query is given", "a value", "Pass one of them.")
     if query is not None:
         _tensor("query", query, keys)
         if query.dim() != 4 or query.shape[0] != batch:
             refuse("query", f"shape [B={batch}, Tq, Hq, D]", list(query.shape))
     if query is None and (scale is not None or causal is not True):
-        refuse("scale and causal", "their defaults without a query", f"{scale} and {causal}")
+        refuse("scale and causal", "the defaults without a query", f"{scale} and {causal}")
     if mass is not None:
         _tensor("mass", mass, keys)
         if not mass.dtype.is_floating_point:
@@ -93,7 +93,7 @@ def checked(
             refuse("mass", f"shape [B, Hkv, T] = {[batch, heads, length]}", list(mass.shape))
 
     if lengths is not None and key_mask is not None:
-        refuse("key_mask", "None beside lengths", "a value")
+        refuse("key_mask", "None when lengths is given", "a value")
     real, counts = key_mask, [length] * batch
     if lengths is not None:
         _tensor("lengths", lengths, keys)

@@ -62,8 +62,8 @@ def local_shards(tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, 
     dims = {0: "batch", heads: "heads"} if query.dim() == 4 else {heads: "heads"}
     _check(tensors, dims)
     if options.get("dropout_p"):
-        hint = "Ranks would draw masks of their own. Call it on shards: x.to_local()."
-        refuse("dropout_p", "0.0 beside DTensors", options["dropout_p"], hint)
+        hint = "Each rank would generate its own mask. Call it on the local shards: x.to_local()."
+        refuse("dropout_p", "0.0 with DTensors", options["dropout_p"], hint)
     everywhere = [Replicate()] * query.device_mesh.ndim
     offsets = [name for name in ("cu_seqlens_q", "cu_seqlens_k") if name in tensors]
     local = {"query": query.to_local()}
@@ -71,7 +71,7 @@ def local_shards(tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, 
     for name in offsets:
         given = tensors[name]
         if _is_dtensor(given) and list(given.placements) != everywhere:
-            refuse(name, "a tensor that all ranks have, Replicate()", list(given.placements))
+            refuse(name, "a replicated tensor, Replicate()", list(given.placements))
         local[name] = given.to_local() if _is_dtensor(given) else given
     return local
 
@@ -83,10 +83,10 @@ def _check(tensors: dict[str, Any], dims: dict[int, str]) -> None:
     for name in ("query", "key", "value"):
         tensor = tensors[name]
         if not _is_dtensor(tensor):
-            words = "DTensor.from_local(x, mesh, placements) makes one."
-            refuse(name, "a DTensor as the query is", type(tensor).__name__, words, TypeError)
+            words = "To make one, call DTensor.from_local(x, mesh, placements)."
+            refuse(name, "a DTensor like the query", type(tensor).__name__, words, TypeError)
         if tensor.dim() != query.dim():
-            refuse(name, f"{query.dim()} dims as the query has", list(tensor.shape))
+            refuse(name, f"{query.dim()} dims like the query", list(tensor.shape))
         if tensor.device_mesh != query.device_mesh:
             refuse(name, f"the query's mesh {query.device_mesh}", tensor.device_mesh)
         for placement in tensor.placements:
@@ -98,7 +98,7 @@ def _check(tensors: dict[str, Any], dims: dict[int, str]) -> None:
             ranks *= query.device_mesh.size(place)
     q_heads, kv_heads = query.shape[-2], key.shape[-2]
     if q_heads % ranks or (kv_heads > 1 and kv_heads % ranks):
-        refuse("query", f"heads that {ranks} ranks can share", f"Hq={q_heads} and Hkv={kv_heads}")
+        refuse("query", f"head counts divisible by {ranks} ranks", f"Hq={q_heads} and Hkv={kv_heads}")
 
 
 def _is_legal(placement: Any, dims: dict[int, str]) -> bool:
@@ -109,11 +109,11 @@ def _is_legal(placement: Any, dims: dict[int, str]) -> bool:
 
 def _way_out(placement: Any, dims: int) -> str:
     if placement.is_partial():
-        return "It is a sum that was not made: x.redistribute(placements=[Replicate()])."
+        return "Reduce it first: x.redistribute(placements=[Replicate()])."
     if placement.is_shard() and placement.dim == dims - 3:
         return (
-            "Over a sharded sequence ranks compute together: stream_attention.distributed.ring_attention takes the "
-            "shards, x.to_local()."
+            "For a sharded sequence, pass the local shards, x.to_local(), to "
+            "stream_attention.distributed.ring_attention."
         )
     return "Use x.redistribute(placements=...)."
 
@@ -145,7 +145,7 @@ def _shard(name: str, tensor: Any, query: Any, dims: dict[int, str]) -> Any:
         if given not in (one, replicated):
             legal = repr(one) if one == replicated else f"{one!r} or {replicated!r}"
             refuse(
-                name, f"{legal} beside a query that is {of_query!r}", repr(given), "Use x.redistribute(placements=...)."
+                name, f"{legal} with a query that is {of_query!r}", repr(given), "Use x.redistribute(placements=...)."
             )
         wanted.append(one)
         gradients.append(gradient)

@@ -154,7 +154,7 @@ def explain_fp8(query: Tensor, kv: Fp8KV, **arguments: Any) -> Plan:
     >>> query, key, value = torch.randn(3, 1, 300, 4, 64).bfloat16()
     >>> plan = explain_fp8(query, quantize_fp8(key, value), causal=True, backend="reference")
     forward   dense B=1 Tq=300 Tk=300 Hq=4 Hkv=4 D=64 Dv=64 bfloat16 on cpu scale=0.125 causal in fp8
-    backend   reference: dense, codes as fp64
+    backend   reference: dense, quantised values in fp64
     """
     try:
         bound = signature(attention_fp8).bind(query, kv, **arguments)

@@ -125,9 +125,9 @@ class _Backward(_SingleLevelFunction):
 
 def _refuse_derivative(which: str) -> NoReturn:
     raise NotImplementedError(
-        f"attention has no {which} on the streaming backends, which keep no attention matrix to differentiate again. "
+        f"attention has no {which} on the streaming backends. "
         'Pass backend="reference": dense, O(Tq * Tk) memory, differentiable any number of times, in either mode. '
-        "Of the modules, call StreamMultiheadAttention with need_weights=True, and build StreamAttention with "
+        "With the modules, call StreamMultiheadAttention with need_weights=True, or create StreamAttention with "
         "StreamAttentionConfig(enable_flash_attention=False)."
     )
 

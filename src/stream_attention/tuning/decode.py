@@ -88,7 +88,7 @@ class DecodeProblem(NamedTuple):
         return (
             f"B={self.batch} Tq={self.q_len} Hq={self.q_heads} Hkv={self.kv_heads} D={self.head_dim} "
             f"Dv={self.value_dim} {str(self.dtype).removeprefix('torch.')} on {self.device}, {kind}, "
-            f"{self.coding.format + ' codes, ' if self.coding else ''}up to {self.capacity} keys"
+            f"{'quantised to ' + self.coding.format + ', ' if self.coding else ''}up to {self.capacity} keys"
         )
 
 
@@ -148,7 +148,7 @@ class DecodeConfig(NamedTuple):
         splits = f", keys in {self.num_splits} splits" if self.num_splits > 1 else ""
         each = f" of {self.split_keys}" if self.split_keys else ""
         if self.window_splits > 1:
-            each += f", {self.window_splits} of them of the latest tokens"
+            each += f", {self.window_splits} of them for the unquantised recent tokens"
         return f"blocks of {self.block_n} keys, {self.num_warps} warps, {self.num_stages} stages{splits}{each}"
 
 

@@ -53,10 +53,10 @@ class EagerConfig(NamedTuple):
 
     def __str__(self) -> str:
         if self.path == "sequences":
-            return "one sequence after the other, each by a kernel of torch's if it can or else by the blocked pass"
+            return "one sequence at a time, each on torch's own kernel if supported, else by the blocked pass"
         tile = f"blocked pass, tiles of {self.block_b} x {self.block_q} x {self.block_k} (batch x queries x keys)"
         if self.path in TORCH_KERNELS:
-            rest = "; for gradients of the LSE and of a bias, and NaN under a mask, that it cannot take: "
+            rest = "; fallback for gradients of the LSE or a bias, and for NaN under a mask: "
             return TORCH_KERNELS[self.path] + (rest + tile if self.block_b else "")
         return f"{tile}, because {self.kernel} {', '.join(self.because)}" if self.because else tile
 
@@ -77,7 +77,7 @@ def configure(problem: Problem) -> EagerConfig:
     return tiles if reasons else tiles._replace(path="flash")
 
 
-def blocked(problem: Problem, reasons: tuple[str, ...] = ("was not asked",)) -> EagerConfig:
+def blocked(problem: Problem, reasons: tuple[str, ...] = ("was not requested",)) -> EagerConfig:
     """The blocked pass for a dense problem, whatever the flash op could do."""
     budget = TILE_ELEMENTS["cpu" if problem.device.type == "cpu" else "accelerator"]
     block_q, block_k = min(BLOCK_Q, max(problem.q_len, 1)), min(BLOCK_K, max(problem.k_len, 1))
@@ -113,17 +113,17 @@ def why_not_flash(problem: Problem) -> tuple[str, ...]:
     half = problem.dtype is not problem.state_dtype
     top_left = problem.right == 0 and same_positions and problem.k_len <= problem.q_len
     reasons = (
-        (problem.device.type != "cpu", "runs on the CPU alone"),
+        (problem.device.type != "cpu", "runs only on the CPU"),
         (problem.empty or problem.head_dim == 0, "divides by zero on empty inputs"),
-        (problem.head_dim != problem.value_dim, "wants D = Dv"),
-        (problem.left != UNBOUNDED, "has no window"),
-        (problem.right != UNBOUNDED and not top_left, "aligns causal top-left"),
-        (problem.scale < TINY_SCALE, "wants a positive scale: it multiplies -inf by it in fp32"),
-        (problem.alibi, "has no ALiBi"),
-        (problem.sink and half, "rounds an output that a sink has yet to rescale"),
-        (problem.softcap != 0.0, "has no softcap"),
-        (problem.dropout_p != 0.0, "draws its own dropout mask"),
-        (problem.partial and half, "rounds partial outputs"),
+        (problem.head_dim != problem.value_dim, "requires D = Dv"),
+        (problem.left != UNBOUNDED, "does not support a window"),
+        (problem.right != UNBOUNDED and not top_left, "aligns causal masks top-left"),
+        (problem.scale < TINY_SCALE, "requires a positive scale"),
+        (problem.alibi, "does not support ALiBi"),
+        (problem.sink and half, "rounds the output before the sink rescales it"),
+        (problem.softcap != 0.0, "does not support softcap"),
+        (problem.dropout_p != 0.0, "generates its own dropout mask"),
+        (problem.partial and half, "rounds partial results"),
     )
     return tuple(reason for applies, reason in reasons if applies)
 
@@ -134,23 +134,26 @@ def why_not_cuda(problem: Problem) -> tuple[str, ...]:
         problem.q_start - problem.k_start == problem.k_len - problem.q_len >= 0
     )
     reasons = (
-        (torch.version.hip is not None, "were run on NVIDIA GPUs alone"),
-        (problem.dtype is torch.float64, "take no float64"),
-        (problem.dtype is torch.bfloat16 and problem.arch < 80, "take bfloat16 from compute capability 8.0 on"),
-        (problem.empty or 0 in (problem.head_dim, problem.value_dim), "were not run on empty inputs"),
-        (max(problem.batch, problem.q_heads) > 65535, "take at most 65535 batch entries and heads"),
-        (problem.left != UNBOUNDED or problem.right not in (UNBOUNDED, 0), "let NaN through a window"),
-        (problem.right == 0 and not aligned, "give rows without a key another LSE, and align causal bottom-right"),
-        (problem.scale < TINY_SCALE, "want a positive scale"),
-        (problem.mask, "give masked rows NaN"),
-        (problem.bias is not None, "give masked rows NaN"),
-        (problem.alibi, "have no ALiBi"),
-        (problem.sink, "have no sink"),
-        (problem.softcap != 0.0, "have no softcap"),
-        (problem.dropout_p != 0.0, "draw their own dropout mask"),
-        (problem.partial and problem.dtype is not problem.state_dtype, "round partial outputs"),
-        (problem.lse_grad, "have no gradient through the LSE"),
-        (problem.backward and problem.deterministic, "add gradients in any order"),
+        (torch.version.hip is not None, "are tested only on NVIDIA GPUs"),
+        (problem.dtype is torch.float64, "do not support float64"),
+        (problem.dtype is torch.bfloat16 and problem.arch < 80, "require compute capability 8.0 for bfloat16"),
+        (problem.empty or 0 in (problem.head_dim, problem.value_dim), "are not tested on empty inputs"),
+        (max(problem.batch, problem.q_heads) > 65535, "support at most 65535 batch entries and heads"),
+        (problem.left != UNBOUNDED or problem.right not in (UNBOUNDED, 0), "propagate NaN from keys outside a window"),
+        (
+            problem.right == 0 and not aligned,
+            "align causal masks bottom-right, with another LSE for empty rows",
+        ),
+        (problem.scale < TINY_SCALE, "require a positive scale"),
+        (problem.mask, "return NaN for fully masked rows"),
+        (problem.bias is not None, "return NaN for fully masked rows"),
+        (problem.alibi, "do not support ALiBi"),
+        (problem.sink, "do not support sinks"),
+        (problem.softcap != 0.0, "do not support softcap"),
+        (problem.dropout_p != 0.0, "generate their own dropout mask"),
+        (problem.partial and problem.dtype is not problem.state_dtype, "round partial results"),
+        (problem.lse_grad, "do not support a gradient through the LSE"),
+        (problem.backward and problem.deterministic, "accumulate gradients in no fixed order"),
     )
     return tuple(reason for applies, reason in reasons if applies)
 
@@ -158,9 +161,9 @@ def why_not_cuda(problem: Problem) -> tuple[str, ...]:
 def why_not_cuda_flash(problem: Problem) -> tuple[str, ...]:
     """Why a problem that torch's CUDA kernels can compute is left to the memory-efficient one."""
     reasons = (
-        (problem.dtype is torch.float32, "takes float16 and bfloat16"),
-        (problem.arch < 80, "needs compute capability 8.0"),
-        (max(problem.head_dim, problem.value_dim) > 256, "takes head dims up to 256"),
-        (problem.head_dim != problem.value_dim, "wants D = Dv"),
+        (problem.dtype is torch.float32, "supports only float16 and bfloat16"),
+        (problem.arch < 80, "requires compute capability 8.0"),
+        (max(problem.head_dim, problem.value_dim) > 256, "supports head dims up to 256"),
+        (problem.head_dim != problem.value_dim, "requires D = Dv"),
     )
     return tuple(reason for applies, reason in reasons if applies)

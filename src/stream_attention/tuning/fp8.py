@@ -26,11 +26,11 @@ class GluonFp8Config(NamedTuple):
     producer_registers: int
 
     def __str__(self) -> str:
-        turns = " in turn" if self.in_turn else ""
-        sums = "blocks added in fp32" if self.two_level else "sums left to the matrix units"
+        turns = " (ping-pong)" if self.in_turn else ""
+        sums = "blocks accumulated in fp32" if self.two_level else "accumulated by the tensor cores"
         return (
             f"{self.warpgroups} warpgroups of {ROWS} queries{turns}, blocks of {self.block_n} keys, "
-            f"{self.q_slots}/{self.k_slots}/{self.v_slots} slots of Q/K/V, {sums}"
+            f"{self.q_slots}/{self.k_slots}/{self.v_slots} stages for Q/K/V, {sums}"
         )
 
 

@@ -29,11 +29,11 @@ class GluonConfig(NamedTuple):
     producer_registers: int
 
     def __str__(self) -> str:
-        turns = " in turn" if self.in_turn else ""
-        store = "TMA" if self.by_tma else "registers"
+        turns = " (ping-pong)" if self.in_turn else ""
+        store = "by TMA" if self.by_tma else "from registers"
         return (
             f"{self.warpgroups} warpgroups of {ROWS} queries{turns}, blocks of {self.block_n} keys, "
-            f"{self.q_slots}/{self.k_slots}/{self.v_slots} slots of Q/K/V, stored by {store}"
+            f"{self.q_slots}/{self.k_slots}/{self.v_slots} stages for Q/K/V, output stored {store}"
         )
 
 

@@ -35,7 +35,7 @@ class TritonConfig(NamedTuple):
     def __str__(self) -> str:
         tile = _tile(self.block_m, self.block_n, self.num_warps, self.num_stages)
         splits = f", keys in {self.num_splits} splits" if self.num_splits > 1 else ""
-        return tile + splits + (", query heads of a KV head in one tile" if self.pack_heads else "")
+        return tile + splits + (", GQA heads packed into one tile" if self.pack_heads else "")
 
 
 class Tile(NamedTuple):

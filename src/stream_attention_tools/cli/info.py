@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from stream_attention import __version__
-from stream_attention.backends import BACKENDS, HOPPER_TRITON, triton_release
+from stream_attention.backends import BACKENDS, HOPPER_TRITON, SEE_INFO, triton_release
 from stream_attention.device import arch, processors
 from stream_attention.integration.hf import OLDEST
 from stream_attention.ops.explain import problems_of_call
@@ -337,7 +337,7 @@ def _backends(problem: Problem) -> dict[str, Any]:
 
 def _state(backend: dict[str, Any], gpus: Sequence[Any]) -> str:
     if not backend["available"]:
-        why = "; ".join(backend["why_not"]) if gpus else "no CUDA device"
+        why = "; ".join(backend["why_not"]).replace(SEE_INFO, "") if gpus else "no CUDA device"
         return f"off: {why}{_arrow(backend['enable'])}"
     if backend["why_named_only"]:
         return f"on by name: {'; '.join(backend['why_named_only'])}"

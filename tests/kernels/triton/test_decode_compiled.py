@@ -90,7 +90,7 @@ def test_what_is_in_flight_fits_into_shared_memory(arch: int, dim: int, page: in
 def test_fp8_is_left_to_plain_torch_where_no_instruction_converts_it() -> None:
     coding = Coding("fp8", 64, True, False, torch.float16, 192, True, True)
     (reason,) = DECODERS["triton"].why_not(problem(1, 8192, coding=coding, arch=86), None)
-    assert reason == "it converts fp8 from compute capability 8.9 on, not 8.6"
+    assert reason == "an fp8 cache requires compute capability 8.9 or newer; got 8.6"
     assert DECODERS["triton"].why_not(problem(1, 8192, coding=coding), None) == ()
 
 

@@ -286,18 +286,18 @@ def test_agreement_of_quantised_caches_in_fp16(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[DecodeCase, str]] = {
-    "float32": (replace(INT8, dtype=F32), "too coarse for a cache of float32"),
-    "scales of float32": (replace(INT8, codes=Codes("int8", 16, 8, scale_dtype=F32)), "it reads scales of float16"),
+    "float32": (replace(INT8, dtype=F32), "supports only float16 and bfloat16 caches; got float32"),
+    "scales of float32": (replace(INT8, codes=Codes("int8", 16, 8, scale_dtype=F32)), "supports only float16 scales"),
     "values per channel": (
         replace(INT8, codes=Codes("int8", 16, 8, "channel", "channel")),
-        "values with scales per token",
+        'supports only values="token"',
     ),
-    "groups of 48": (replace(INT8, codes=Codes("int8", 48, 8)), "groups of 16, 32, 64 or 128, not 48"),
+    "groups of 48": (replace(INT8, codes=Codes("int8", 48, 8)), "groups of 16, 32, 64 or 128; got 48"),
     "pages that cut groups": (
         replace(INT8, page=24, codes=Codes("int8", 16, 8, "token", "token")),
-        "pages of whole groups of 16, not 24",
+        "pages of a multiple of 16 tokens; got 24",
     ),
-    "groups that cut planes": (replace(INT8, Dv=64), "serves 32 channels or a multiple of them"),
+    "groups that cut planes": (replace(INT8, Dv=64), "require a group that is a multiple of 32"),
 }
 
 

@@ -175,16 +175,16 @@ def test_the_wider_of_the_head_dims_chooses_the_row() -> None:
 @pytest.mark.parametrize(
     ("facts", "sentence"),
     [
-        ({"dtype": torch.float64}, "it computes in fp32 and takes no float64"),
-        ({"value_dim": 264}, "it takes head dims from 1 to 256, not (128, 264)"),
-        ({"D": 264}, "it takes head dims from 1 to 256, not (264, 264)"),
-        ({"q_start": 2**30}, "it counts positions in 32 bits, up to 2**30"),
-        ({"arch": 75}, "it needs compute capability 8.0 or newer, not 7.5"),
+        ({"dtype": torch.float64}, "does not support float64"),
+        ({"value_dim": 264}, "supports head dims from 1 to 256; got D=128, Dv=264"),
+        ({"D": 264}, "supports head dims from 1 to 256; got D=264, Dv=264"),
+        ({"q_start": 2**30}, "supports positions below 2**30; got 1073745919"),
+        ({"arch": 75}, "requires compute capability 8.0 or newer; got 7.5"),
         (
             {"device": torch.device("cpu"), "arch": 0},
-            "it runs on CUDA devices, not on cpu (for tests: TRITON_INTERPRET=1, set before Triton is imported)",
+            "requires a CUDA device; got cpu (for tests, set TRITON_INTERPRET=1 before importing Triton)",
         ),
-        ({"device": torch.device("mps"), "arch": 0}, "it runs on CUDA devices, not on mps"),
+        ({"device": torch.device("mps"), "arch": 0}, "requires a CUDA device; got mps"),
     ],
     ids=str,
 )

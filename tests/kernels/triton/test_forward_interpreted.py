@@ -73,7 +73,9 @@ def offsets(*lengths: int, dtype: torch.dtype = torch.int32) -> Tensor:
 def test_auto_leaves_the_interpreter_to_tests() -> None:
     planned = explain(*qkv())
     assert planned.backend == "eager"
-    assert dict(planned.passed_over)["triton"] == ("its interpreter is for tests; name it to use it",)
+    assert dict(planned.passed_over)["triton"] == (
+        'the Triton interpreter is for tests; to use it, pass backend="triton"',
+    )
     assert explain(*qkv(), backend="triton").config == INTERPRETER
 
 

@@ -69,7 +69,7 @@ def test_who_is_coarser_than_the_specification_is_wrong() -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({}, "gluon: it runs on CUDA devices, not on cpu"),
+        ({}, "gluon: requires a CUDA device; got cpu"),
         ({"D": 32, "Dv": 32}, "head dims of 64, 128 and 256"),
         ({"dtype": torch.float32}, "made of float16 and bfloat16"),
         ({"sink": True}, "without sink"),

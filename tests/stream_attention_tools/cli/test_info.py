@@ -169,7 +169,7 @@ def test_on_hopper_everything_is_on(machine: Any, triton: str) -> None:
 @pytest.mark.parametrize("triton", ["3.5.1", "4.0.0"])
 def test_a_triton_that_gluon_is_not_enabled_for_says_what_to_type(machine: Any, triton: str) -> None:
     rows = rows_of(machine((9, 0), triton))
-    why = f"it is enabled for Triton {', '.join(backends.HOPPER_TRITON)}; found {triton[:3]}"
+    why = f"enabled only for Triton 3.6-3.9; found {triton[:3]}"
     assert rows["gluon"] == f"Hopper kernels off: {why} -> pip install {cli.TORCH}"
     assert rows["triton"].endswith(" on") and rows["FP8"].endswith(" on: triton")
 
@@ -200,9 +200,9 @@ def test_the_triton_to_install_is_the_one_that_torch_asks_for(
 
 def test_on_an_older_gpu_no_command_would_help(machine: Any) -> None:
     rows = rows_of(machine((8, 0), "3.6.0"))
-    assert rows["gluon"] == "Hopper kernels off: it is for Hopper, compute capability 9.0, not 8.0"
+    assert rows["gluon"] == "Hopper kernels off: requires Hopper (compute capability 9.0); got 8.0"
     assert rows["triton"].endswith(" on")
-    assert rows["FP8"].endswith(" off: products in FP8 need compute capability 8.9 or newer, not 8.0")
+    assert rows["FP8"].endswith(" off: FP8 requires compute capability 8.9 or newer; got 8.0")
 
 
 def test_equal_gpus_share_a_line(machine: Any) -> None:

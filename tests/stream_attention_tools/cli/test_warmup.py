@@ -226,7 +226,7 @@ def test_on_a_gpu_a_first_call_compiles_nothing_that_was_warmed(tmp_path: Path) 
         ("--arch 90 --dim 320", "nothing to compile: bfloat16 D=320"),
         ("--arch 90 --heads 8 --kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),
         ("--arch 90 --packed --mask", "--packed: expected without --mask and --bias"),
-        ("--arch 90 --backend gluon --dtype fp32", "it multiplies float16 and bfloat16"),
+        ("--arch 90 --backend gluon --dtype fp32", "supports only float16 and bfloat16; got float32"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
