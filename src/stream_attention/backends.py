@@ -393,7 +393,7 @@ def _gluon_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tup
         return ("Triton is not installed",)
     coding, dims = problem.coding, (problem.head_dim, problem.value_dim)
     if coding is None:
-        return ("it reads quantised caches",)
+        return ("supports only quantised caches",)
     planes = 4 if coding.format == "int4" else 2
     reasons = (
         *_gluon_reasons(problem),

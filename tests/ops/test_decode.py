@@ -463,7 +463,7 @@ def test_a_backend_that_reads_no_caches_is_refused() -> None:
     query, cache = torch.randn(1, 1, 2, 8), ContiguousKV(*torch.randn(2, 1, 20, 1, 8))
     with pytest.raises(UnsupportedProblem, match="backend 'reference' does not support decoding from a KV cache"):
         decode_attention(query, cache, backend="reference")
-    with pytest.raises(UnsupportedProblem, match=r"backend 'gluon' cannot decode .*\n.*it reads quantised caches"):
+    with pytest.raises(UnsupportedProblem, match=r"backend 'gluon' cannot decode .*\n.*supports only quantised caches"):
         decode_attention(query, cache, backend="gluon")
     with pytest.raises(UnsupportedProblem, match=r"backend 'eager' cannot decode .*\n.*leave num_splits at None"):
         decode_attention(query, cache, backend="eager", num_splits=2)

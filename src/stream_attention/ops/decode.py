@@ -399,7 +399,7 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
     ... # doctest: +ELLIPSIS
     decode    B=2 Tq=1 Hq=8 Hkv=4 D=16 Dv=16 float32 on cpu, contiguous, up to 100 keys
     backend   eager: torch's CPU flash op over the keys of each row; with a softcap plain torch, tiles of 1024 keys
-    not       gluon: it reads quantised caches
+    not       gluon: supports only quantised caches
     not       triton: ...
     """
     try:

@@ -95,14 +95,14 @@ def test_a_workspace_has_room_for_any_window() -> None:
 @pytest.mark.parametrize(
     ("how", "facts", "word"),
     [
-        ({}, {"q_len": 4}, "up to 8 rows"),
-        ({"keys": "token"}, {}, "keys per channel and values per token"),
-        ({"values": "channel"}, {}, "keys per channel and values per token"),
-        ({"scale_dtype": torch.float32}, {}, "scales of float16"),
+        ({}, {"q_len": 4}, "at most 8"),
+        ({"keys": "token"}, {}, 'keys="channel" with values="token"'),
+        ({"values": "channel"}, {}, 'keys="channel" with values="token"'),
+        ({"scale_dtype": torch.float32}, {}, "only float16 scales"),
         ({"group": 16}, {}, "groups of 32, 64 or 128"),
         ({"dim": 256}, {}, "head dims of 64 and 128"),
-        ({"dtype": torch.float32}, {}, "too coarse for a cache of float32"),
-        ({}, {"arch": 80}, "for Hopper"),
+        ({"dtype": torch.float32}, {}, "only float16 and bfloat16 caches; got float32"),
+        ({}, {"arch": 80}, "requires Hopper"),
     ],
     ids=lambda x: str(x),
 )
@@ -118,9 +118,9 @@ def test_codes_that_lie_otherwise_are_left_to_triton() -> None:
     by_tokens = replace(cache, key=replace(cache.key, codes=cache.key.codes.contiguous()))
     assert cache.coding.aligned and not by_tokens.coding.aligned
     (reason,) = DECODERS["gluon"].why_not(stated(by_tokens), None)
-    assert "as quantize_kv lays them" in reason
+    assert "as quantize_kv returns them" in reason
     (reason,) = DECODERS["gluon"].why_not(stated(cache), 1)
-    assert "at least 2" in reason
+    assert "num_splits >= 2" in reason
 
 
 # What the compiler makes of it
