@@ -16,6 +16,7 @@ import torch
 from launch_cases import CALLS, DENSE, GROUPS, Sizes, difference, expected, run, stale
 from torch import Tensor
 
+from stream_attention import attention
 from stream_attention.backends import interpreting
 from stream_attention.ops import launch_cache
 
@@ -116,3 +117,23 @@ def test_the_cache_keeps_no_tensor_and_no_memory(name: str, sizes: Sizes) -> Non
     assert launch_cache.size() > 0
     gc.collect()
     assert [reference() for reference in watched if reference() is not None] == []
+
+
+def test_lengths_that_alternate_between_two_kernels_are_prepared_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, lengths = launch_cache.prepare, []
+
+    def counted(arguments: Any) -> launch_cache.PreparedCall:
+        lengths.append(arguments[0].shape[1])
+        return prepare(arguments)
+
+    rows = torch.randn(3, 1, 96, 2, 16, dtype=torch.float16)
+    for length in (40, 90, 41, 91, 42, 92):  # the left side of the window hides nothing from the short ones
+        query, key, value = rows[:, :, :length]
+        options: dict[str, Any] = {"window": (64, 0), "backend": "triton"}
+        with monkeypatch.context() as patched:
+            patched.setattr(launch_cache, "prepare", counted)
+            out = attention(query, key, value, **options)
+        with monkeypatch.context() as patched:
+            patched.setattr(launch_cache, "ENABLED", False)
+            assert torch.equal(out, attention(query, key, value, **options))
+    assert lengths == [40, 90]

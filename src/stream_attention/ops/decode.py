@@ -193,7 +193,7 @@ def _facts(
         or type(batch_invariant) is not bool
         or type(return_lse) is not bool
         or type(backend) is not str
-        or (out is not None and type(out) is not Tensor)
+        or (out is not None and (type(out) is not Tensor or out.is_neg()))
         or (workspace is not None and type(workspace) is not Tensor)
         or query.get_device() != torch._C._cuda_getDevice()
         or (torch.is_grad_enabled() and query.requires_grad)
