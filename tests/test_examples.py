@@ -129,7 +129,7 @@ def test_decode_agrees_with_attention_at_every_step_and_loses_little_in_few_bits
     assert set(table) == {"fp8", "int8", "int4"}
     assert 1.5 < table["int8"][0] < table["int4"][0]
     assert 0 < table["int8"][1] < table["fp8"][1] < table["int4"][1] < 0.2
-    assert printed.count("\nbackend   eager") == 2 and "int4 codes" in printed.rpartition("decode    ")[2]
+    assert printed.count("\nbackend   eager") == 2 and "quantised to int4" in printed.rpartition("decode    ")[2]
 
 
 def test_ring_attention_gives_what_one_device_gives_and_sends_what_the_formula_says() -> None:

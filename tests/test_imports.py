@@ -39,6 +39,7 @@ TOOL_LAYERS = (
     ("cluster", "count_lines", "report", "tune"),
     ("bench",),
     ("testing",),
+    ("memory",),
 )
 TOOL_RANK = {name: -depth for depth, layer in enumerate(TOOL_LAYERS) for name in layer}
 
@@ -52,6 +53,7 @@ UPWARD = {
 NAMES_TOOLS = {
     # file -> why it names stream_attention_tools outside of docstrings
     "moved.py": "what moved there is found under its old name",
+    "utils/memory.py": "tells type checkers where the instruments are that users import from it",
 }
 
 REFERENCE = "stream_attention.kernels.reference"

@@ -25,12 +25,12 @@ from .ops.merge import merge_states
 from .ops.varlen import varlen_attention
 from .plan import Plan, force_backend
 from .utils.checkpoint import gradient_checkpoint_sequential
-from .utils.profiler import MemoryProfiler
 
 if TYPE_CHECKING:
     from .core.ring_attention import RingAttention
     from .core.star_attention import StarAttention
     from .distributed import ring_attention
+    from .utils.memory import MemoryProfiler
 
 __version__ = "0.1.0"
 
@@ -73,11 +73,13 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "MemoryProfiler": "utils.memory",
     "RingAttention": "core.ring_attention",
     "StarAttention": "core.star_attention",
     "ring_attention": "distributed",
 }
-"""Names that are imported when they are asked for: torch may have been built without torch.distributed."""
+"""Names that are imported when they are asked for: the profiler is an instrument, and torch may have been built without
+torch.distributed."""
 
 if not TYPE_CHECKING:  # to a type checker they do not exist
 

@@ -28,11 +28,15 @@ MOVED = {
     "stream_attention.distributed.demo": "stream_attention_tools.cli.demo",
     "stream_attention.testing": "stream_attention_tools.testing",
     "stream_attention.tuning.search": "stream_attention_tools.tune",
+    **{
+        f"stream_attention.utils.{name}": f"stream_attention_tools.memory.{name}"
+        for name in ("allocator", "estimate", "profiler", "timeline")
+    },
 }
 """Old name -> new name, of modules and of packages with all that is in them."""
 
-KEPT = ("stream_attention.cli",)
-"""Old names that are not deprecated."""
+KEPT = ("stream_attention.cli", "stream_attention.utils.estimate", "stream_attention.utils.profiler")
+"""Old names that are not deprecated: commands, and what `stream_attention.utils.memory` offers."""
 
 
 def new_name(old: str) -> str | None:

@@ -154,7 +154,7 @@ def bench(kernel: str, problem: Problem, inputs: Inputs) -> Bench:
     problem = problem._replace(backward=True)
     dq, dk, dv = (torch.empty_like(t) for t in inputs[:3])
     grad_out = output_gradient(out)
-    rows = Rows(*(torch.empty_like(t, device=out.device) for t in Rows.samples(problem, out)))
+    rows = Rows(*(out.new_empty(t.shape, dtype=t.dtype) for t in Rows.samples(problem, out)))
     slopes = out.new_zeros(problem.batch * problem.q_heads * problem.q_len, dtype=torch.float32)
     d_slopes = slopes if problem.alibi else None
 

@@ -276,7 +276,7 @@ def test_the_backward_recomputes_the_scores_of_the_forward(dtype: torch.dtype, d
 def test_explain_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     query, key, value, _ = make(Case(B=1, Tq=64, Tk=64))
     explain(query, key, value, mask=torch.ones(64, 64, dtype=torch.bool))
-    assert "backend   eager: torch's CPU flash op; for gradients of the LSE" in capsys.readouterr().out
+    assert "backend   eager: torch's CPU flash op; fallback for gradients of the LSE" in capsys.readouterr().out
 
 
 # Memory

@@ -394,7 +394,7 @@ def test_tokens_that_do_not_fit_the_cache() -> None:
         (
             Rotary(torch.zeros(8, 8), torch.zeros(8, 8)),
             ValueError,
-            "at most D/2 = 4 columns; got 8. There is one column",
+            "at most D/2 = 4 columns; got 8. The table has one column",
         ),
         (Rotary(table, table[:4]), ValueError, "rotary.sin: expected shape"),
         (Rotary(table.int(), table), TypeError, "rotary.cos: expected a floating dtype"),

@@ -112,5 +112,5 @@ def test_keys_behind_the_longest_that_was_told_are_not_seen(monkeypatch: pytest.
 
 
 def test_a_tile_has_at_most_the_rows_of_a_scale() -> None:
-    with pytest.raises(UnsupportedProblem, match="at most the 128 rows"):
+    with pytest.raises(UnsupportedProblem, match="up to 128"):
         attention(*qkv(1, 300), precision="fp8", backend="triton(block_n=256)")

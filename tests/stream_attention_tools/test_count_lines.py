@@ -21,7 +21,6 @@ LONG_FILES = {
         "kernels/gluon/decode_codes.py",
         "kernels/gluon/forward_fp8_sm90.py",
         "kernels/gluon/forward_sm90.py",
-        "validate.py",
     )
 }
 """Files of more than `LONGEST_FILE` lines. None may join them; one that became shorter is taken off the list."""

@@ -20,7 +20,7 @@ GROUPS = {
     "caches": Group("Caches", "kv_cache", ("stream_attention",), ("cache_views", "kvcache")),
     "distributed": Group("Several GPUs", "distributed", ("stream_attention.distributed",)),
     "memory": Group(
-        "Memory", "memory", ("stream_attention.utils.memory",), ("checkpoint", "chunked", "estimate", "profiler")
+        "Memory", "memory", ("stream_attention.utils.memory",), ("checkpoint", "chunked", "stream_attention_tools")
     ),
     "huggingface": Group(
         "Hugging Face", "huggingface", ("stream_attention.integration.hf", "stream_attention.integration.caches")

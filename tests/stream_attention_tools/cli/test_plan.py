@@ -106,8 +106,8 @@ def test_an_old_gpu_is_passed_over_with_the_reason(capsys: pytest.CaptureFixture
     for count, having in ((["--processors", "40"], " with 40 multiprocessors"), ([], "")):  # nobody asks how many
         printed = lines(capsys, "--q", "1x1024x8x64", "--arch", "75", *count)
         assert printed[1].startswith("backend   eager: ")
-        assert printed[2].startswith("not       gluon: ") and "compute capability 9.0, not 7.5" in printed[2]
-        assert printed[3].startswith("not       triton: ") and "compute capability 8.0 or newer, not 7.5" in printed[3]
+        assert printed[2].startswith("not       gluon: ") and "(compute capability 9.0); got 7.5" in printed[2]
+        assert printed[3].startswith("not       triton: ") and "compute capability 8.0 or newer; got 7.5" in printed[3]
         assert printed[4:] == [f"device    a GPU of compute capability 7.5{having}"]
 
 
@@ -154,8 +154,14 @@ def test_the_gpu_that_is_here_is_planned_by_its_own_facts(capsys: pytest.Capture
         ("--q 1x64x8x64 --precision fp8 --dtype fp32", "query: expected dtype float16 or bfloat16 with precision"),
         ("--q 1x64x8x64 --precision fp8 --mask 64x64", 'mask: expected None with precision="fp8"; got a tensor'),
         ("--q 1x64x8x96 --precision fp8", 'query: expected D = Dv of 64, 128 or 256 with precision="fp8"'),
-        ("--q 1x64x8x64 --precision fp8 --arch 86", "FP8 needs Triton and a GPU of compute capability 8.9 or newer"),
-        ("--q 1x64x8x64 --precision fp8 --device cpu", "FP8 needs Triton and a GPU of compute capability 8.9 or newer"),
+        (
+            "--q 1x64x8x64 --precision fp8 --arch 86",
+            "FP8 requires Triton and a GPU with compute capability 8.9 or newer",
+        ),
+        (
+            "--q 1x64x8x64 --precision fp8 --device cpu",
+            "FP8 requires Triton and a GPU with compute capability 8.9 or newer",
+        ),
         ("--q 9999999999x9999999999x8x64", "expected fewer than 2**59 elements"),
         pytest.param("--q 1x64x8x64 --device cuda", "got neither. Say --arch 90", marks=no_gpu),
         pytest.param("--q 1x64x8x64 --processors 132", "got neither. Say --arch 90", marks=no_gpu),

@@ -18,18 +18,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..backends import COMPILED
-from ..cache_views import ContiguousKV, PagedKV
-from ..device import arch, processors
-from ..errors import refuse
-from ..kvcache import quantize_kv
-from ..kvcache.request import count
-from ..ops.attention import attention, prepare_attention
-from ..ops.prepare import problem_of, run_backward, run_forward
-from ..ops.warmup import Call, Gpu, kernels_of
-from ..plan import Plan, plan
-from ..problem import UNBOUNDED, Inputs, Problem, Wanted
-from ..validate import DTYPES
+from stream_attention.backends import COMPILED
+from stream_attention.cache_views import ContiguousKV, PagedKV
+from stream_attention.device import arch, processors
+from stream_attention.errors import refuse
+from stream_attention.kvcache import quantize_kv
+from stream_attention.kvcache.request import count
+from stream_attention.ops.attention import attention, prepare_attention
+from stream_attention.ops.prepare import problem_of, run_backward, run_forward
+from stream_attention.ops.warmup import Call, Gpu, kernels_of
+from stream_attention.plan import Plan, plan
+from stream_attention.problem import UNBOUNDED, Inputs, Problem, Wanted
+from stream_attention.validate import DTYPES
 
 CUDA_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds up. Large blocks that it kept for reuse may be up to 1 MiB larger."""

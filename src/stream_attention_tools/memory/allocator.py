@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch._C._autograd import DeviceType
 
-from ..errors import refuse
+from stream_attention.errors import refuse
 
 _STATM, _MEMINFO = Path("/proc/self/statm"), Path("/proc/meminfo")
 

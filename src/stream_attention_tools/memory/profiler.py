@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import refuse
-from ..files import write_file
+from stream_attention.errors import refuse
+from stream_attention.files import write_file
+
 from .allocator import Reading, allocator_of
 
 if TYPE_CHECKING:
