@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from stream_attention_tools.testing.cuda_library import CudaLibrary
+from tests.cuda.cuda_library import CudaLibrary
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).parent / "emulator"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.cuda.cuda_library import CudaLibrary, Strategy, _pointer
 from tests.cuda.cuda_tools import BF16, F32, case, expect_within_bounds, inputs
 
 from stream_attention_tools.testing import Case
-from stream_attention_tools.testing.cuda_library import CudaLibrary, Strategy, _pointer
 
 pytestmark = pytest.mark.gpu
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.cuda.cuda_library import CudaLibrary, _Problem
 from tests.cuda.cuda_tools import BF16, F32, case, expect_within_bounds, inputs
 
 from stream_attention.kernels import reference
 from stream_attention_tools.testing import Case
-from stream_attention_tools.testing.cuda_library import CudaLibrary, _Problem
 
 Emulated = Callable[..., CudaLibrary]
 

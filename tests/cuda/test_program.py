@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from stream_attention_tools.testing.cuda_library import CudaLibrary
+from tests.cuda.cuda_library import CudaLibrary
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.cuda.cuda_library import CudaLibrary, Strategy, _Problem, _Range, _RingStep
 from tests.cuda.cuda_tools import BF16, F32, case, expect_within_bounds, inputs
 
 from stream_attention_tools.testing import Case
-from stream_attention_tools.testing.cuda_library import CudaLibrary, Strategy, _Problem, _Range, _RingStep
 
 Emulated = Callable[..., CudaLibrary]
 
