@@ -68,7 +68,7 @@ def plan(problem: Problem, backend: str = AUTO) -> Plan:
 
 def _rounded(problem: Problem) -> Problem | None:
     """The problem with lengths that others share, the last query at the last key as before; None if it is that."""
-    q_more, k_more = (_rounded_length(length) - length for length in (problem.q_len, problem.k_len))
+    q_more, k_more = (rounded_length(length) - length for length in (problem.q_len, problem.k_len))
     if problem.partial or problem.device.type != "cuda" or not (q_more or k_more):
         return None
     shift = 0 if problem.packed else k_more - q_more
@@ -80,7 +80,8 @@ def _rounded(problem: Problem) -> Problem | None:
     )
 
 
-def _rounded_length(length: int) -> int:
+def rounded_length(length: int) -> int:
+    """The length that shares its plan with this one."""
     if length <= 1:
         return length
     return -(-length // LENGTHS_ALIKE) * LENGTHS_ALIKE if length > LENGTHS_ALIKE else 1 << (length - 1).bit_length()

@@ -240,11 +240,11 @@ def _window_sides(
 
 def resized(problem: Problem, inputs: Inputs, q_len: int, k_len: int, causal: bool, left: int, right: int) -> Problem:
     """The problem of `inputs` which differ from those of `problem` in lengths alone; other arguments are the op's."""
-    packed = problem.packed
-    if not packed:
-        q_len, k_len = inputs.query.shape[1], inputs.key.shape[1]
+    if problem.packed:  # whose window is that of every sequence
+        return problem._replace(q_len=q_len, k_len=k_len, q_start=k_len - q_len, q_base=k_len - q_len)
+    q_len, k_len = inputs.query.shape[1], inputs.key.shape[1]
     offset = k_len - q_len
-    left, right = _window_sides(q_len, k_len, Positions(offset, 1, 0, 1, offset), causal, left, right, packed)
+    left, right = _window_sides(q_len, k_len, Positions(offset, 1, 0, 1, offset), causal, left, right, packed=False)
     return problem._replace(q_len=q_len, k_len=k_len, q_start=offset, q_base=offset, left=left, right=right)
 
 

@@ -12,8 +12,9 @@ name once. A launch then copies a block of parameters, writes the addresses of i
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Hashable, Mapping, Sequence
-from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ class Kernel:
     def __init__(self, function: Any, **compile_options: Any) -> None:
         self.function = function
         self.names: tuple[str, ...] = tuple(function.arg_names)
-        self.constants = dict.fromkeys(name for name in self.names if name.isupper())
+        self.constants = frozenset(name for name in self.names if name.isupper())
         self.addresses = [name for name in self.names if name.endswith(("_ptr", "_desc"))]
         self.compile_options = {"enable_fp_fusion": True, **compile_options}
         self.compiled: dict[Hashable, Compiled] = {}
@@ -71,20 +72,21 @@ class Kernel:
         options: Mapping[str, Any],
         /,
         device: torch.device | None = None,
+        described: Mapping[str, Tensor] = MappingProxyType({}),
         **arguments: Any,
     ) -> Launch:
         """A launch of `grid` programs with every argument bound but `tensors`, which each launch is given anew.
 
         Args:
-            tensors: samples of what a launch takes, in its order. An argument that is one of them, or a descriptor of
-                one, follows it.
+            tensors: samples of what a launch takes, in its order. An argument that is one of them follows it.
             options: the compiler's, such as num_warps.
             device: where it runs; None: where the first of `tensors` that has memory lies.
-            arguments: for each of the function's parameters: one of `tensors`, a descriptor of one, None, a number or
-                the value of a constexpr.
+            described: which of `tensors` each descriptor describes.
+            arguments: for each of the function's parameters: one of `tensors`, a descriptor, None, a number or the
+                value of a constexpr.
         """
         assert len(arguments) == len(self.names), set(self.names).symmetric_difference(arguments)
-        return Launch(self, grid, tensors, dict(options), device, arguments)
+        return Launch(_Binding(self, tensors, dict(options), device, described, arguments), grid, {})
 
     def bind_addresses(
         self, grid: int, options: Mapping[str, Any], /, device: torch.device | None = None, **arguments: Any
@@ -99,25 +101,21 @@ class Kernel:
         self.bind_addresses(grid, options, **arguments)(*[arguments[name] for name in self.addresses])
 
 
-class Launch:
-    """A kernel and its arguments, all but the tensors. Holds no tensor and no address; safe to call from any thread.
-
-    The first call compiles, or loads what was compiled before, through Triton. So do calls where nothing is compiled:
-    in the interpreter, and offline.
-    """
+class _Binding:
+    """A kernel and its arguments, all but the tensors: what a launch and those of other lengths share."""
 
     __slots__ = (
-        "_arguments", "_block", "_changes", "_compiled", "_device", "_function", "_grid", "_kernel", "_key",
-        "_launch_kernel", "_options", "_places", "_sources", "_template", "_values",
+        "arguments", "block", "compiled", "device", "function", "kernel", "key", "launch_kernel", "options", "places",
+        "sources",
     )  # fmt: skip
 
     def __init__(
         self,
         kernel: Kernel,
-        grid: int,
         tensors: Sequence[Tensor | None],
         options: dict[str, Any],
         device: torch.device | None,
+        described: Mapping[str, Tensor],
         arguments: dict[str, Any],
     ) -> None:
         index = {id(t): place for place, t in enumerate(tensors) if t is not None}
@@ -125,122 +123,125 @@ class Launch:
         if device is None:
             devices = [t.device for t in tensors if t is not None]
             device = next((device for device in devices if device.type != "meta"), devices[0])
-        key: list[Any] = [device, *options.values(), *[arguments[name] for name in kernel.constants]]
+        key: list[Any] = [
+            device,
+            *options.values(),
+            *[arguments[name] for name in kernel.names if name in kernel.constants],
+        ]
         sources: dict[str, int] = {}  # parameter -> the tensor of a call that it follows
         for name in kernel.addresses:
             value = arguments[name]
             if value is None:
                 key.append(None)
             elif isinstance(value, Descriptor):
-                sources[name] = index[id(value.base)]
+                sources[name] = index[id(described[name])]
                 key.append((value.dtype, *value.block_shape))
-                arguments[name] = value._replace(base=None)
             else:
                 sources[name] = index[id(value)]
                 key.append((value.dtype, value.data_ptr() % 16 == 0))
                 arguments[name] = None
-        self._kernel, self._grid, self._options = kernel, grid, options
-        self._arguments, self._sources, self._key = arguments, sources, tuple(key)
-        self._device = device.index
-        self._changes: dict[str, Any] = {}  # arguments that differ from `_arguments`
-        self._template: Launch | None = None  # whose arguments these are, but for `_changes`
-        self._compiled: Compiled | None = None
+        self.kernel, self.options, self.arguments, self.sources = kernel, options, arguments, sources
+        self.key, self.device = tuple(key), device.index
+        self.compiled: Compiled | None = None
+        self.block: Any = None
+
+    def is_compiled(self) -> bool:
+        """Looks for what other launches have compiled."""
+        if self.compiled is None:
+            self.compiled = self.kernel.compiled.get(self.key)
+        return self.compiled is not None
+
+    def packed(self, changes: Mapping[str, Any]) -> Any:
+        """The block that the driver launches, with some arguments changed; None where the kernel is not compiled yet,
+        or only Triton can launch it."""
+        if not self.is_compiled():
+            return None
+        assert self.compiled is not None
+        kernel, parameters = self.compiled
+        if parameters is None:
+            return None
+        if self.block is None:
+            metadata = kernel.metadata
+            size, threads = parameters.struct.size, 32 * metadata.num_warps
+            block, self.launch_kernel = driver.block(size, threads, metadata.shared, metadata.launch_pdl)
+            parameters.write_all(block, self.arguments)
+            self.places = tuple((parameters.words[name], source) for name, source in self.sources.items())
+            self.function = kernel.function
+            self.block = block  # last: another thread goes on as soon as it is there
+        block = self.block[:]
+        parameters.write(block, changes)
+        return block
+
+    def call_triton(self, grid: int, changes: Mapping[str, Any], tensors: Sequence[Any]) -> None:
+        """Launch through Triton, which compiles if need be."""
+        if self.device is not None and self.device != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self.call_triton(grid, changes, tensors)
+        arguments, kernel = {**self.arguments, **changes}, self.kernel
+        for name, source in self.sources.items():
+            tensor, bound = tensors[source], arguments[name]
+            arguments[name] = tensor if bound is None else bound.of(tensor)
+        in_order = [arguments[name] for name in kernel.names]
+        if self.compiled is not None:
+            return _run(self.compiled.kernel, grid, self.device, in_order)
+        if isinstance(kernel.function, JITCallable):  # not an interpreted one
+            name_steadily(kernel.function)
+        # Nothing comes back from the interpreter or an offline compilation.
+        found = kernel.function[(grid,)](*in_order, **{**kernel.compile_options, **self.options})
+        if found is not None:
+            kernel.compiled.setdefault(self.key, Compiled(found, _parameters_of(found)))
+
+
+class Launch:
+    """A kernel and its arguments, all but the tensors. Holds no tensor and no address; safe to call from any thread.
+
+    The first call compiles, or loads what was compiled before, through Triton. So do calls where nothing is compiled:
+    in the interpreter, and offline.
+    """
+
+    __slots__ = ("_binding", "_block", "_changes", "_grid")
+
+    def __init__(self, binding: _Binding, grid: int, changes: Mapping[str, Any]) -> None:
+        self._binding, self._grid = binding, grid
+        self._changes = changes  # arguments that differ from those that were bound
         self._block: Any = None
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a call may be given addresses in place of tensors. Looks for what other launches have compiled."""
-        if self._compiled is None:
-            self._compiled = self._kernel.compiled.get(self._key)
-        return self._compiled is not None
+        """Whether a call may be given addresses in place of tensors."""
+        return self._binding.compiled is not None or self._binding.is_compiled()
 
     def __call__(self, *tensors: Any) -> None:
         """Launch in the current stream of the device. A tensor may be given by its address, except in a first call."""
+        binding = self._binding
         if not self._grid:
             return
         if self._block is None:
-            self._pack()
+            block = binding.packed(self._changes)
+            if block is not None:
+                driver.write_grid(block, self._grid)
+                self._block = block
         if self._block is None or _enter.calls or _leave.calls:
-            return self._call_triton(tensors)
-        if torch._C._cuda_getDevice() != self._device:
-            with torch.cuda.device(self._device):
+            return binding.call_triton(self._grid, self._changes, tensors)
+        if torch._C._cuda_getDevice() != binding.device:
+            with torch.cuda.device(binding.device):
                 return self(*tensors)
         words = self._block[:]
-        for word, source in self._places:
+        for word, source in binding.places:
             tensor = tensors[source]
             words[word] = tensor if type(tensor) is int else tensor.data_ptr()
-        driver.launch(words, self._function, _stream_of(self._device), self._launch_kernel)
+        driver.launch(words, binding.function, _stream_of(binding.device), binding.launch_kernel)
 
-    def replaced(self, grid: int | None = None, **numbers: Any) -> Launch:
+    def replaced(self, grid: int | None = None, **changes: Any) -> Launch:
         """The same launch with other numbers, such as lengths, and descriptors of other shapes. Constexprs stay."""
-        other: Launch = object.__new__(Launch)
-        other._kernel, other._key, other._device = self._kernel, self._key, self._device
-        other._options, other._sources = self._options, self._sources
-        other._grid = self._grid if grid is None else grid
-        other._arguments, other._changes = self._arguments, {**self._changes, **numbers}
-        other._template = self if self._template is None else self._template
-        other._compiled, other._block = self._compiled, None
-        return other
+        return Launch(self._binding, self._grid if grid is None else grid, {**self._changes, **changes})
 
-    def resized(self, grid: int, **arguments: Any) -> Launch | None:
-        """The same launch of tensors with other lengths: what depends on them, by name. None where that changes a
+    def resized(self, grid: int, arguments: Mapping[str, Any]) -> Launch | None:
+        """The same launch of tensors with other lengths: what may depend on them, by name. None where that changes a
         constexpr."""
-        bound, constants, numbers = self._arguments, self._kernel.constants, {}
-        for name, value in arguments.items():
-            if name in constants:
-                if value != bound[name]:
-                    return None
-            else:
-                numbers[name] = value._replace(base=None) if type(value) is Descriptor else value
-        return self.replaced(grid, **numbers)
-
-    def _all_arguments(self) -> dict[str, Any]:
-        return {**self._arguments, **self._changes}
-
-    def _pack(self) -> None:
-        """Make the block that the driver launches, where the kernel is compiled and the layout of its parameters known.
-        From that of a template only what differs is written."""
-        if not self.is_compiled:
-            return
-        assert self._compiled is not None
-        kernel, parameters = self._compiled
-        if parameters is None:
-            return
-        template = self._template
-        if template is None:
-            metadata = kernel.metadata
-            size, threads = parameters.struct.size, 32 * metadata.num_warps
-            block, self._launch_kernel = driver.block(size, threads, metadata.shared, metadata.launch_pdl)
-            self._values = parameters.values(self._arguments)
-            self._places = tuple((parameters.words[name], source) for name, source in self._sources.items())
-            self._function = kernel.function
-        else:
-            if template._block is None:
-                template._pack()
-            block, self._launch_kernel = template._block[:], template._launch_kernel
-            self._values = parameters.replaced(template._values, self._changes)
-            self._places, self._function = template._places, template._function
-        driver.write(block, self._grid, parameters.struct, self._values)
-        self._block = block  # last: another thread launches as soon as it is there
-
-    def _call_triton(self, tensors: Sequence[Any]) -> None:
-        if self._device is not None and self._device != torch.cuda.current_device():
-            with torch.cuda.device(self._device):
-                return self._call_triton(tensors)
-        arguments = self._all_arguments()
-        for name, source in self._sources.items():
-            tensor, bound = tensors[source], arguments[name]
-            arguments[name] = tensor if bound is None else bound.of(tensor)
-        in_order = [arguments[name] for name in self._kernel.names]
-        kernel = self._kernel
-        if self._compiled is not None:
-            return _run(self._compiled.kernel, self._grid, self._device, in_order)
-        if isinstance(kernel.function, JITCallable):  # not an interpreted one
-            name_steadily(kernel.function)
-        # Compiles if need be, and launches. Nothing comes back from the interpreter or an offline compilation.
-        found = kernel.function[(self._grid,)](*in_order, **{**kernel.compile_options, **self._options})
-        if found is not None:
-            kernel.compiled.setdefault(self._key, Compiled(found, _parameters_of(found)))
+        bound = self._binding.arguments
+        changes = {name: value for name, value in arguments.items() if value != bound[name]}
+        return Launch(self._binding, grid, changes) if self._binding.kernel.constants.isdisjoint(changes) else None
 
 
 class Compiled(NamedTuple):
@@ -253,11 +254,10 @@ class Compiled(NamedTuple):
 class Descriptor(NamedTuple):
     """How TMA reads a tensor: what Triton's TensorDescriptor says, checked by the driver alone."""
 
-    base: Any
     dtype: torch.dtype
-    shape: list[int]
-    strides: list[int]
-    block_shape: list[int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
     layout: Any
 
     def of(self, base: Any) -> Any:
@@ -265,7 +265,7 @@ class Descriptor(NamedTuple):
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         base = _Address(base, self.dtype) if type(base) is int else base
-        return TensorDescriptor(base, self.shape, self.strides, self.block_shape, self.layout)
+        return TensorDescriptor(base, [*self.shape], [*self.strides], [*self.block_shape], self.layout)
 
 
 class _Address(NamedTuple):
@@ -284,74 +284,96 @@ class Parameters:
     def __init__(self, signature: Mapping[str, str], tensor_maps: Sequence[Mapping[str, Any]], start: int = 0) -> None:
         self._start = start
         self.words: dict[str, int] = {}  # parameter -> the word of the block that holds its address
-        self._fields: list[tuple[str, Any]] = []  # parameter, and for a descriptor (swizzle, box)
-        self._maps: dict[str, Any] = {}
-        self._places: dict[str, int] = {}  # parameter -> its first place among the values
+        self._numbers: dict[str, tuple[struct.Struct, int]] = {}  # parameter -> its format, and its byte of the block
+        self._maps: dict[str, _MapField] = {}
+        self._order: list[str] = []
         self.offsets: list[tuple[int, int]] = []
         self._format, self._end = "", 0
         maps = iter(tensor_maps)
         for name, kind in signature.items():
             if kind == "constexpr":
                 continue
+            self._order.append(name)
             if kind.startswith("tensordesc"):
                 made = next(maps)
-                box = made["block_size"]
+                box = tuple(made["block_size"])
                 address_word = driver.address_word()
                 assert address_word is not None
-                self.words[name] = self._add("128s", 128, 64) + address_word
-                for _ in box:
-                    self._add("i", 4, 4)
-                for _ in box:
-                    self._add("q", 8, 8)
-                self._maps[name] = made["swizzle"], tuple(box)
-                self._fields.append((name, self._maps[name]))
+                at = self._add("128s", 128, 64)
+                self.words[name] = at // 8 + address_word
+                shape, *_ = [self._add("i", 4, 4) for _ in box]
+                strides, *_ = [self._add("q", 8, 8) for _ in box]
+                self._maps[name] = _MapField(made["swizzle"], box, at, shape, strides)
                 continue
             code = "Q" if kind.startswith("*") else _STRUCT_CODES[kind]
             size = struct.calcsize(f"<{code}")
-            word = self._add(code, size, size)
+            at = self._add(code, size, size)
             if kind.startswith("*"):
-                self.words[name] = word
-            self._fields.append((name, None))
+                self.words[name] = at // 8
+            self._numbers[name] = struct.Struct(f"<{code}"), at
         for _ in range(2):  # scratch memory of Triton's own, and of a profiler: not used
             self._add("Q", 8, 8)
         self.struct = struct.Struct(f"<{start}x{self._format}")
 
     def _add(self, code: str, size: int, alignment: int) -> int:
-        """Lay out one parameter; returns its word in the block."""
+        """Lay out one parameter; returns its first byte in the block."""
         place = -(-self._end // alignment) * alignment
         self._format += "x" * (place - self._end) + code
         self._end = place + size
         self.offsets.append((self._start + place, size))
-        return driver.FIRST_PARAMETER + (self._start + place) // 8
+        return 8 * driver.FIRST_PARAMETER + self._start + place
 
-    def values(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """What `struct` packs, with 0 for addresses."""
+    def write_all(self, block: array[int], arguments: Mapping[str, Any]) -> None:
+        """Write every parameter to a block, with 0 for addresses."""
         values: list[Any] = []
-        for name, descriptor in self._fields:
-            value = arguments[name]
-            self._places[name] = len(values)
-            if descriptor is not None:
-                values += _described(value, *descriptor)
+        for name in self._order:
+            value, field = arguments[name], self._maps.get(name)
+            if field is not None:
+                values += [field.encoded(value), *value.shape, *value.strides]
             else:
                 values.append(0 if value is None else value)
-        return [*values, 0, 0]
+        self.struct.pack_into(block, 8 * driver.FIRST_PARAMETER, *values, 0, 0)
 
-    def replaced(self, values: list[Any], numbers: Mapping[str, Any]) -> list[Any]:
-        """Such values with others for some parameters."""
-        values = values[:]
-        for name, value in numbers.items():
-            place = self._places[name]
-            if isinstance(value, Descriptor):
-                described = _described(value, *self._maps[name])
-                values[place : place + len(described)] = described
+    def write(self, block: array[int], changes: Mapping[str, Any]) -> None:
+        """Write some numbers and descriptors to a block in which all are."""
+        for name, value in changes.items():
+            if type(value) is Descriptor:
+                self._maps[name].write(block, value)
             else:
-                values[place] = value
-        return values
+                code, at = self._numbers[name]
+                code.pack_into(block, at, value)
 
 
-def _described(descriptor: Descriptor, swizzle: int, box: tuple[int, ...]) -> list[Any]:
-    shape, strides = descriptor.shape, descriptor.strides
-    return [_tensor_map(descriptor.dtype, tuple(shape), tuple(strides), swizzle, box), *shape, *strides]
+class _MapField(NamedTuple):
+    """A descriptor among the parameters: how its tensor map is encoded, and the bytes of the block at which lie the map
+    and, behind it, the shape and strides."""
+
+    swizzle: int
+    box: tuple[int, ...]
+    at: int
+    shape_at: int
+    strides_at: int
+
+    def encoded(self, descriptor: Descriptor) -> bytes:
+        """The tensor map, of a tensor that lies anywhere."""
+        dtype, shape, strides, _, _ = descriptor
+        return driver.tensor_map(1 << 20, dtype, shape, strides, self.box, self.swizzle)
+
+    def write(self, block: array[int], descriptor: Descriptor) -> None:
+        """Write another descriptor over one of the same rank and dtype."""
+        dtype, shape, strides, _, _ = descriptor
+        rank = len(shape)
+        words = driver.map_words(rank)
+        if words is None:
+            struct.pack_into("128s", block, self.at, self.encoded(descriptor))
+        else:
+            words.write(block, self.at, shape, strides, dtype.itemsize)
+        shapes, pitches = _SHAPES[rank]
+        shapes.pack_into(block, self.shape_at, *shape)
+        pitches.pack_into(block, self.strides_at, *strides)
+
+
+_SHAPES = {rank: (struct.Struct(f"<{rank}i"), struct.Struct(f"<{rank}q")) for rank in range(1, 6)}
 
 
 _STRUCT_CODES = {
@@ -379,14 +401,6 @@ def _parameters_of(compiled: Any) -> Parameters | None:
         return None
     parameters = Parameters(signature, maps, start=offsets[0][0])
     return parameters if offsets == parameters.offsets else None
-
-
-@lru_cache(maxsize=1024)
-def _tensor_map(
-    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], swizzle: int, box: tuple[int, ...]
-) -> bytes:
-    """An encoded tensor map of a tensor that lies anywhere."""
-    return driver.tensor_map(1 << 20, dtype, shape, strides, box, swizzle)
 
 
 def _run(kernel: Any, grid: int, device: int, arguments: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Memory of a call: scratch in one allocation, tensors that begin with one number, and samples without memory."""
+"""Memory of a call: results, scratch in one allocation, and samples without memory, from which all are allocated."""
 
 from __future__ import annotations
 
@@ -9,35 +9,42 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..problem import Problem
+from ..state import EMPTY
 from . import driver
+
+UNIT = 8
+"""Elements in a wide word: 16 bytes of the narrowest dtype."""
 
 _ALIGNMENT = 128
 _WORDS = {0.0: 0, float("-inf"): 0xFF800000}
 """Numbers as 32-bit words: 0 of any dtype, -inf of fp32."""
 
 
-def filled(like: Tensor, shape: Sequence[int], dtype: torch.dtype, number: float, by_driver: bool) -> Tensor:
-    """A new tensor on the device of `like` that holds a number, 0 or (fp32) -inf. The driver takes half of torch's host
-    time to fill it; without a driver, as in the interpreter, torch does."""
-    size = dtype.itemsize * math.prod(shape)
-    if not by_driver or not driver.is_available() or size % 4 or like.get_device() != torch._C._cuda_getDevice():
-        return like.new_full(shape, number, dtype=dtype)
-    made = like.new_empty(shape, dtype=dtype)
-    if size:
-        stream = torch._C._cuda_getCurrentRawStream(made.get_device())
-        driver.fill_words(made.data_ptr(), _WORDS[number], size // 4, stream)
+_EMPTY = {device: getattr(torch._C._dynamo.guards, f"_empty_strided_{device}", None) for device in ("cpu", "cuda")}
+"""What the graphs of torch.compile allocate with, on the current device: a third of the host time of new_empty."""
+
+
+def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A new tensor on the device of `like`, not initialised."""
+    device = like.device.type
+    make = _EMPTY.get(device)
+    if make is None or (device == "cuda" and like.get_device() != torch._C._cuda_getDevice()):
+        return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
+    made: Tensor = make(shape, strides, dtype)
     return made
 
 
 class Sample:
-    """A contiguous tensor without memory, to bind a launch to; as aligned as allocations are. A tensor on torch's meta
-    device would do, but takes 2 us to make."""
+    """A contiguous tensor without memory, as aligned as allocations are: to bind a launch to, and to allocate. A tensor
+    on torch's meta device takes 2 us to make."""
 
-    __slots__ = ("dtype", "shape")
+    __slots__ = ("_strides", "dtype", "shape")
     device = torch.device("meta")
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.shape, self.dtype = tuple(shape), dtype
+        self._strides: tuple[int, ...] | None = None
 
     @property
     def itemsize(self) -> int:
@@ -56,51 +63,99 @@ class Sample:
         return math.prod(self.shape)
 
     def stride(self, dim: int | None = None) -> Any:
-        strides, step = [1] * len(self.shape), 1
-        for place in range(len(self.shape) - 1, -1, -1):
-            strides[place] = step
-            step *= max(self.shape[place], 1)
-        return tuple(strides) if dim is None else strides[dim]
+        strides = self._strides
+        if strides is None:
+            step, found = 1, []
+            for size in self.shape[:0:-1]:
+                found.append(step)
+                step *= size or 1
+            strides = self._strides = (step, *found[::-1]) if self.shape else ()
+        return strides if dim is None else strides[dim]
 
     def new_empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Sample:
-        return Sample(shape, dtype or self.dtype)
-
-    def new_full(self, shape: Sequence[int], number: float, dtype: torch.dtype | None = None) -> Sample:
         return Sample(shape, dtype or self.dtype)
 
     def __getitem__(self, place: int) -> Sample:
         return Sample(self.shape[1:], self.dtype)
 
+    def empty(self, like: Tensor) -> Tensor:
+        """Such a tensor on the device of `like`, not initialised."""
+        return empty(like, self.shape, self.stride(), self.dtype)
+
+    def filled(self, like: Tensor, number: float, by_driver: bool) -> Tensor:
+        """One that holds a number, 0 or (fp32) -inf. The driver takes half of torch's host time to fill it; without a
+        driver, as in the interpreter, torch does."""
+        made, size = self.empty(like), self.dtype.itemsize * math.prod(self.shape)
+        if not by_driver or not driver.is_available() or size % 4 or like.get_device() != torch._C._cuda_getDevice():
+            return made.fill_(number)
+        if size:
+            stream = torch._C._cuda_getCurrentRawStream(made.get_device())
+            driver.fill_words(made.data_ptr(), _WORDS[number], size // 4, stream)
+        return made
+
+
+class Outputs(NamedTuple):
+    """What a forward returns: out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, Dv]` and `[Hq, Nq]`."""
+
+    out: Sample
+    lse: Sample
+    has_unwritten_rows: bool  # rows that no program writes: they hold the state of no key
+
+    @classmethod
+    def of(cls, problem: Problem, rows: int) -> Outputs:
+        """Those of `rows` queries."""
+        lead, heads = () if problem.packed else (problem.batch,), problem.q_heads
+        out = Sample((*lead, rows, heads, problem.value_dim), problem.out_dtype)
+        return cls(out, Sample((*lead, heads, rows), torch.float32), problem.packed or problem.empty)
+
+    def strides(self, packed: bool) -> dict[str, int]:
+        """Of out in wide words, and of lse."""
+        heads, rows = self.lse.shape[-2:]
+        width = self.out.shape[-1] // UNIT
+        return {
+            "stride_ob": 0 if packed else rows * heads * width,
+            "stride_om": heads * width,
+            "stride_oh": width,
+            "stride_lb": 0 if packed else heads * rows,
+            "stride_lh": rows,
+        }
+
+    def samples(self) -> tuple[Any, Any]:
+        """Both without memory."""
+        return self.out, self.lse
+
+    def allocate(self, query: Tensor, by_driver: bool = False) -> tuple[Tensor, Tensor]:
+        """`by_driver`: the kernel is compiled, so there is a driver that can fill memory."""
+        out = self.allocate_out(query, by_driver)
+        return out, self.lse.filled(query, EMPTY, by_driver) if self.has_unwritten_rows else self.lse.empty(query)
+
+    def allocate_out(self, query: Tensor, by_driver: bool = False) -> Tensor:
+        return self.out.filled(query, 0.0, by_driver) if self.has_unwritten_rows else self.out.empty(query)
+
 
 class Scratch(NamedTuple):
     """Where the pieces of an allocation begin."""
 
-    offsets: tuple[int, ...]  # in bytes
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
+    offsets: list[int]  # in bytes
+    samples: tuple[Any, ...]
     size: int
 
     @classmethod
-    def of(cls, *samples: Tensor) -> Scratch:
+    def of(cls, *samples: Any) -> Scratch:
         """Room for contiguous tensors such as these."""
-        return cls.of_shapes(*((t.shape, t.dtype) for t in samples))
-
-    @classmethod
-    def of_shapes(cls, *pieces: tuple[tuple[int, ...], torch.dtype]) -> Scratch:
         offsets, end = [], 0
-        for shape, dtype in pieces:
+        for t in samples:
             offsets.append(end)
-            end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        return cls(tuple(offsets), tuple(shape for shape, _ in pieces), tuple(dtype for _, dtype in pieces), end)
+            end += -(-t.numel() * t.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return cls(offsets, samples, end)
 
     def allocate(self, like: Tensor, as_addresses: bool) -> tuple[Tensor, list[Any]]:
         """The memory, on the device of `like`, and its pieces: as addresses, which is quick, or as tensors."""
-        memory = like.new_empty(self.size, dtype=torch.uint8)
+        memory = empty(like, (self.size,), (1,), torch.uint8)
         if as_addresses:
             base = memory.data_ptr()
             return memory, [base + offset for offset in self.offsets]
         pieces = []
-        for offset, shape, dtype in zip(self.offsets, self.shapes, self.dtypes, strict=True):
-            count = torch.Size(shape).numel() * dtype.itemsize
-            pieces.append(memory[offset : offset + count].view(dtype).view(shape))
+        for offset, t in zip(self.offsets, self.samples, strict=True):
+            pieces.append(memory[offset : offset + t.numel() * t.dtype.itemsize].view(t.dtype).view(t.shape))
         return memory, pieces

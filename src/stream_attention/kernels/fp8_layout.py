@@ -20,10 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..gpu.scratch import filled
-from ..problem import Problem
-from ..state import EMPTY
-
 BLOCK = 128
 """Rows of a block; keys and values have one scale each for it."""
 
@@ -93,14 +89,3 @@ def room_for_keys(key: Tensor, blocks: int) -> KeyCodes:
         key.new_empty((heads, blocks, 2), dtype=torch.float32),
         key.shape[-3],
     )
-
-
-def room_for_out(problem: Problem, rows: int, like: Tensor, by_driver: bool = False) -> tuple[Tensor, Tensor]:
-    """out and lse of `rows` queries on the device of `like`, empty; holding those of no key where some rows are written
-    by no program."""
-    lead = () if problem.packed else (problem.batch,)
-    shapes = (*lead, rows, problem.q_heads, problem.head_dim), (*lead, problem.q_heads, rows)
-    if problem.packed or problem.empty:
-        out = filled(like, shapes[0], problem.out_dtype, 0.0, by_driver)
-        return out, filled(like, shapes[1], torch.float32, EMPTY, by_driver)
-    return like.new_empty(shapes[0], dtype=problem.out_dtype), like.new_empty(shapes[1], dtype=torch.float32)

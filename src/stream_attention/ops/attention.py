@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
@@ -196,7 +196,7 @@ def attention(
 class Found(NamedTuple):
     """A call in the launch cache: its key, what was prepared for it before, if anything, and its tensors."""
 
-    key: Hashable
+    key: launch_cache.Key
     call: launch_cache.PreparedCall | None
     tensors: tuple[Any, ...]
     seed_number: int | None  # of a call with dropout whose seed is no tensor
@@ -248,8 +248,8 @@ def look_up(
     if not isinstance(query, Tensor) or query.is_nested or query.dim() < 3:
         return None
     dropout_p, seed = options[4:6]
-    numbers = launch_cache.options_of(query.shape[-1], lengths, *options)
-    if numbers is None:
+    others = launch_cache.options_of(query.shape[-1], *options)
+    if others is None:
         return None
     if torch._C._is_any_autocast_enabled():
         query, key, value = in_autocast_dtype(query, key, value)
@@ -269,14 +269,11 @@ def look_up(
             return None
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (query, key, value)):
             return None  # to be refused
-        numbers = *numbers, precision, rotate
-    cache_key = launch_cache.key_of(tensors, numbers)
+        others = *others, precision, rotate
+    cache_key = launch_cache.key_of(tensors, lengths, others)
     if cache_key is None:
         return None
-    call = launch_cache.get(cache_key)
-    if call is None and precision is None:
-        call = launch_cache.resize(cache_key, Inputs._make(tensors), numbers)
-    return Found(cache_key, call, tensors, seed_number)
+    return Found(cache_key, launch_cache.find(cache_key, tensors, lengths, others), tensors, seed_number)
 
 
 def _subclass_call(query: Any) -> Callable[..., Any] | None:
@@ -383,7 +380,7 @@ def op_arguments(
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
 
 
 def call(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -453,8 +450,10 @@ def seed_tensor(seed: int | Tensor | None, query: Tensor) -> Tensor:
 
 
 def leading_ones(tensor: Tensor | None, dims: int) -> Tensor | None:
-    """A view with dims of size 1 in front, until there are `dims`."""
-    return None if tensor is None else tensor[(None,) * (dims - tensor.dim())]
+    """A view with dims of size 1 in front, until there are `dims`; itself, if there are."""
+    if tensor is None or tensor.dim() >= dims:
+        return tensor
+    return tensor[(None,) * (dims - tensor.dim())]
 
 
 def forward_state(

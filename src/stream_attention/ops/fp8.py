@@ -6,7 +6,6 @@ what is computed from them. There is no gradient, and nothing here falls back to
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from itertools import pairwise
@@ -19,7 +18,7 @@ from .. import validate
 from ..backends import BY_NAME, makes_fp8_codes
 from ..cache_views.fp8 import Fp8KV
 from ..plan import Plan, plan, requested
-from ..problem import UNBOUNDED, Inputs, Problem, distinct
+from ..problem import UNBOUNDED, Forward, Inputs, Problem, distinct
 from . import launch_cache
 from .attention import in_autocast_dtype, op_arguments
 from .prepare import no_autocast, problem_of
@@ -213,7 +212,9 @@ def _planned(
 def call(arguments: tuple[Any, ...], rotate: bool) -> tuple[Tensor, Tensor]:
     """Compute `(out, lse)` in FP8, of a call that was checked as one of the library op."""
     inputs = Inputs._make(arguments[: len(Inputs._fields)])
-    out, lse = prepare(arguments, rotate).forward(inputs, True)
+    query, key, value = (t.resolve_neg() for t in inputs[:3])
+    inputs = inputs._replace(query=query, key=key, value=value)
+    out, lse = prepare((*inputs, *arguments[len(inputs) :]), rotate).forward(inputs, True)
     assert lse is not None
     return out, lse
 
@@ -222,25 +223,22 @@ def prepare(arguments: tuple[Any, ...], rotate: bool) -> launch_cache.PreparedCa
     """A call that was checked as one of the library op, planned and bound: the pre-pass and the kernel."""
     problem, inputs, backend = problem_of(arguments)
     planned = plan(in_fp8(problem), backend)
-    compute = _prepare(planned, inputs, rotate)
-
-    def forward(inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-        with no_autocast(problem.device.type), torch.no_grad():
-            return compute(inputs)
-
+    forward = _prepare(planned, inputs, rotate)
     anew = partial(prepare, rotate=rotate)
-    return launch_cache.PreparedCall(planned, forward, arguments[len(Inputs._fields) :], anew)
+    places = launch_cache.places_of(inputs)
+    return launch_cache.PreparedCall(planned, planned.problem, forward, places, arguments[len(Inputs._fields) :], anew)
 
 
-def _prepare(planned: Plan, inputs: Inputs, rotate: bool) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
+def _prepare(planned: Plan, inputs: Inputs, rotate: bool) -> Forward:
     problem = planned.problem
     if problem.empty:
-        return lambda inputs: _nothing(inputs.query)
+        return lambda inputs, with_lse: _nothing(inputs.query)
     if planned.backend == "reference":
 
-        def by_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
-            codes = make_codes(planned, inputs, rotate)
-            return attend_to_codes(planned, *codes, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+        def by_reference(inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor]:
+            with no_autocast(problem.device.type), torch.no_grad():
+                codes = make_codes(planned, inputs, rotate)
+                return attend_to_codes(planned, *codes, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
 
         return by_reference
 
@@ -256,10 +254,11 @@ def _prepare(planned: Plan, inputs: Inputs, rotate: bool) -> Callable[[Inputs], 
     launch, attend = prepare_fp8(problem, *samples, cu_q, cu_k, planned.config, query.device)
     scratch = Scratch.of(*(t for codes in samples for t in codes[:-1]))
 
-    def compute(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        query, key, value = (t.resolve_neg() for t in inputs[:3])
+    assert quantize is not None
+
+    def compute(inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor]:
+        query, key, value = inputs[:3]
         ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        assert quantize is not None
         is_compiled = quantize.is_compiled and launch.is_compiled
         memory, (q_codes, q_scales, k_codes, v_codes, k_scales) = scratch.allocate(query, is_compiled)
         codes = q_codes, k_codes, v_codes, q_scales, k_scales
@@ -302,11 +301,11 @@ def attend_to_codes(
     if planned.backend != "reference":
         return BY_NAME[planned.backend].load_fp8().forward_fp8(problem, queries, keys, *offsets, planned.config)
 
+    from ..gpu.scratch import Outputs
     from ..kernels import reference_fp8
-    from ..kernels.fp8_layout import room_for_out
 
     rows, row_lses = reference_fp8.attention(problem, queries, keys, *offsets)
-    out, lse = room_for_out(problem, queries.rows, queries.scales)
+    out, lse = Outputs.of(problem, queries.rows).allocate(queries.scales)
     count = rows.shape[-3]  # of a pack behind whose last sequence there are rows, fewer than these
     out[..., :count, :, :] = rows
     lse[..., :count] = row_lses

@@ -17,9 +17,11 @@ a bit differs.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import lru_cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +31,13 @@ from torch.autograd.function import _SingleLevelFunction
 from .. import plan as planning
 from .. import validate
 from ..backends import AUTO
-from ..plan import Plan, plan
-from ..problem import UNBOUNDED, Backward, Forward, Inputs, Wanted, gradient_of, resized
+from ..plan import Plan, plan, rounded_length
+from ..problem import UNBOUNDED, Backward, Forward, Gradients, Inputs, Wanted, gradient_of, resized
 from .prepare import plan_backward, prepare_backward, prepare_forward, problem_of
 
-LIMIT = 4096
-"""Calls that are kept. One more drops the oldest: lengths that never come back must not pile up."""
+LIMIT = 256
+"""Calls that are kept. One more drops the oldest: lengths that never come back must not pile up, and every object that
+lives on is one more for the garbage collector. A call that was dropped is made from another of its family."""
 
 _setting = os.environ.get("STREAM_ATTENTION_LAUNCH_CACHE", "1").lower()
 ENABLED = _setting not in ("0", "false", "off", "no")
@@ -82,7 +85,6 @@ def is_watched() -> bool:
 
 def options_of(
     head_dim: int,
-    lengths: tuple[int, int],
     causal: Any,
     window: Any,
     softcap: Any,
@@ -93,8 +95,8 @@ def options_of(
     return_lse: Any,
     backend: Any,
 ) -> tuple[Any, ...] | None:
-    """The arguments of an op behind its tensors; None where a call must be checked first. Types are looked at because 1
-    equals True as a key, but is refused."""
+    """The arguments of an op behind its tensors and lengths; None where a call must be checked first. Types are looked
+    at because 1 equals True as a key, but is refused."""
     if (
         type(causal) is not bool
         or type(return_lse) is not bool
@@ -118,42 +120,56 @@ def options_of(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     scale = max(head_dim, 1) ** -0.5 if scale is None else scale
-    return *lengths, causal, left, right, softcap, scale, dropout_p, deterministic, backend
+    return causal, left, right, softcap, scale, dropout_p, deterministic, backend
 
 
 def _is_seed(seed: Any) -> bool:
     return type(seed) is Tensor or (type(seed) is int and -(1 << 63) <= seed < 1 << 63)
 
 
-def key_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Hashable | None:
-    """All that decides how a call is computed: of its tensors, as the op takes them, and of its other arguments. None
-    where a tensor is more than its memory, has none, or lies on another device than the current one."""
+class Key(NamedTuple):
+    """All that decides how a call is computed. Calls that differ in `lengths` alone are a family."""
+
+    family: Hashable
+    lengths: Hashable
+
+
+def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options: tuple[Any, ...]) -> Key | None:
+    """The key of a call: of its tensors, as the op takes them, the longest sequences of a pack (else 0), and its other
+    arguments. None where a tensor is more than its memory, has none, or lies on another device than the current one."""
     query, key, value = inputs[:3]
     if type(query) not in PLAIN_TYPES or type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
         return None
     assert query is not None and key is not None and value is not None
     try:
         device, q_at, k_at, v_at = query.get_device(), query.data_ptr(), key.data_ptr(), value.data_ptr()
-        found: tuple[Any, ...] = (
-            query.dtype,
-            key.dtype,
-            value.dtype,
-            query.shape,
-            key.shape,
-            value.shape,
-            query.stride(),
-            key.stride(),
-            value.stride(),
-            device,
-            key.get_device(),
-            value.get_device(),
-            q_at % 16,
-            k_at % 16,
-            v_at % 16,
-            options,
-        )
-    except RuntimeError:  # sparse and nested tensors have no address or strides
+        *q_batch, q_rows, q_heads, dim = query.shape
+        *k_batch, k_rows, k_heads, k_dim = key.shape
+        *v_batch, v_rows, v_heads, v_dim = value.shape
+        found = q_rows, k_rows, v_rows, query.stride(), key.stride(), value.stride(), lengths
+    except (RuntimeError, ValueError):  # sparse and nested tensors have no address or strides; too few dims
         return None
+    family: tuple[Any, ...] = (
+        options,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        *q_batch,
+        q_heads,
+        dim,
+        *k_batch,
+        k_heads,
+        k_dim,
+        *v_batch,
+        v_heads,
+        v_dim,
+        device,
+        key.get_device(),
+        value.get_device(),
+        q_at % 16,
+        k_at % 16,
+        v_at % 16,
+    )
     if (
         not (q_at and k_at and v_at)  # empty, or a tensor that stands for zeros or for another
         or query.is_neg()
@@ -166,10 +182,10 @@ def key_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Hasha
     if others != _ABSENT:
         if _NO_LAYOUT in others:
             return None
-        found += (*others,)
+        family += (*others,)
     if query.dtype is torch.float32:
-        found += (torch.backends.cuda.matmul.allow_tf32,)
-    return found
+        family += (torch.backends.cuda.matmul.allow_tf32,)
+    return Key(family, found)
 
 
 _ABSENT = [None] * (_INPUTS - 3)
@@ -186,53 +202,48 @@ def _layout(t: Tensor) -> tuple[Any, ...]:
         return _NO_LAYOUT
 
 
-def family_of(key: Any, inputs: tuple[Tensor | None, ...]) -> Hashable | None:
-    """What calls that differ in their lengths alone have in common with the one that has this `key`; None where lengths
-    are not all that may differ.
-
-    Strides may differ too: kernels take them as numbers. They are positive and, but for the last, multiples of 8;
-    memory starts on 16 bytes.
-    """
-    if inputs[3] is not None or inputs[4] is not None or inputs[7] is not None:
-        return None  # mask, bias or dropout
-    shapes = query, keys, values = key[3:6]
-    if keys[-3] != values[-3] or 0 in query or 0 in keys or 0 in values:
-        return None
-    if key[12:15] != (0, 0, 0) or not all(map(_are_aligned, key[6:9])):
-        return None
-    dims = [part for shape in shapes for part in (shape[:-3], shape[-2:])]
-    return (key[:3], key[9:12], key[15][2:], key[16:], *dims)
-
-
+@lru_cache(maxsize=4096)
 def _are_aligned(strides: tuple[int, ...]) -> bool:
     """Whether rows that begin on 16 bytes are apart, and lie on 16 bytes, element after element."""
-    *others, last = strides
-    return last == 1 and min(others) > 0 and not any([stride % 8 for stride in others])  # noqa: C419
+    if strides[-1] != 1:
+        return False
+    return not any([stride % 8 or not stride for stride in strides[:-1]])  # noqa: C419
 
 
 class PreparedCall:
     """How calls with one key are computed."""
 
-    __slots__ = ("_backwards", "_checked", "_options", "_planned", "_templates", "anew", "forward", "looks_transposed")
+    __slots__ = (
+        "_backwards", "_checked", "_family", "_lengths", "_options", "_places", "_planned", "_problem", "_wanted",
+        "anew", "forward", "looks_transposed",
+    )  # fmt: skip
 
-    def __init__(self, planned: Plan, forward: Forward, options: tuple[Any, ...], anew: Any = None) -> None:
+    def __init__(
+        self,
+        planned: Plan,
+        problem: Any,
+        forward: Forward,
+        places: tuple[int, ...],
+        options: tuple[Any, ...],
+        anew: Any = None,
+    ) -> None:
+        self._places = places  # of the inputs that are there
         self.anew: Callable[..., PreparedCall] = anew or prepare  # prepares a call with these arguments, for `COMPARE`
-        self._planned = planned
+        self._planned = planned  # of these lengths, or of some that share their plan
+        self._problem = problem
         self.forward = forward
         self.looks_transposed = False  # whether a caller is to be warned of the layout
         self._options = options  # of the op, behind its tensors
         self._backwards: dict[Hashable, Backward] = {}
-        self._templates: dict[Hashable, list[Any]] = {}  # backwards of the family
+        self._wanted: dict[tuple[bool, ...], tuple[bool, ...]] = {}  # by ctx.needs_input_grad
+        self._family: _Family | None = None
+        self._lengths: Hashable = None  # as its family rounds them
         self._checked: set[Hashable] = set()
 
     @property
     def is_deterministic(self) -> bool:
         """Whether gradients have the same bits in every run. Those of a GPU need not, unless it was asked for."""
-        return self._planned.problem.device.type == "cpu" or self._planned.problem.deterministic
-
-    @property
-    def can_resize(self) -> bool:
-        return hasattr(self.forward, "resized")
+        return self._problem.device.type == "cpu" or self._problem.deterministic
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         """`(out, lse)`, with gradients if they are on and some input wants one."""
@@ -247,8 +258,9 @@ class PreparedCall:
             if True in wanted:
                 if wanted not in self._checked:
                     self._check_backward(inputs, wanted)
-                places = tuple([place for place, t in enumerate(inputs) if t is not None])
-                return _apply(self, places, *[inputs[place] for place in places])
+                if self._places == _QKV:
+                    return _apply(self, *inputs[:3])
+                return _apply(self, *[inputs[place] for place in self._places])
         result = self.forward(inputs, with_lse)
         if COMPARE:
             _compare(result, self.anew(self.arguments(inputs)).forward(inputs, with_lse))
@@ -256,12 +268,29 @@ class PreparedCall:
 
     def _check_backward(self, inputs: Inputs, wanted: Hashable) -> None:
         """Refuse now, not in the backward, where the backend that was named has none."""
-        plan(gradient_of(self._planned.problem, inputs), self._options[-1])
+        plan(gradient_of(self._problem, inputs), self._options[-1])
         self._checked.add(wanted)
 
     def arguments(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         """Those of the op."""
         return (*tensors, *self._options)
+
+    def inputs_of(self, tensors: Sequence[Tensor]) -> Inputs:
+        """All inputs, given those that are there."""
+        if self._places == _QKV:
+            return Inputs(*tensors)
+        found: list[Tensor | None] = [None] * _INPUTS
+        for place, tensor in zip(self._places, tensors, strict=True):
+            found[place] = tensor
+        return Inputs._make(found)
+
+    def wanted(self, needed: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Which gradients are needed, in the order of `Wanted`, given those of the inputs that are there."""
+        found = self._wanted.get(needed)
+        if found is None:
+            by_place = dict(zip(self._places, needed, strict=True))
+            found = self._wanted[needed] = tuple(by_place.get(place, False) for place in _DIFFERENTIABLE)
+        return found
 
     def backward(
         self,
@@ -271,13 +300,9 @@ class PreparedCall:
         grad_out: Tensor,
         grad_lse: Tensor | None,
         wanted: tuple[bool, ...],
-    ) -> list[Tensor | None]:
-        """The gradients that are wanted, contiguous, in the order of `Wanted`."""
-        # Hooks on saved tensors may have laid them out anew.
-        tensors = (*inputs, out, lse, grad_out, grad_lse)
-        key: tuple[Any, ...] = (wanted, *[None if t is None else _layout(t) for t in tensors])
-        if out.dtype is torch.float32:
-            key += (torch.backends.cuda.matmul.allow_tf32,)
+    ) -> Gradients:
+        """The gradients that are wanted, contiguous."""
+        key = _backward_key(inputs, out, lse, grad_out, grad_lse, wanted)
         known = self._backwards.get(key)
         if known is None:
             known = self._prepare_backward(inputs, out, lse, grad_out, grad_lse, Wanted(*wanted))
@@ -287,69 +312,159 @@ class PreparedCall:
                 self._backwards[key] = known
         if _profiler():
             with torch.profiler.record_function("stream_attention::backward"):
-                grads = known(inputs, out, lse, grad_out, grad_lse)
-        else:
-            grads = known(inputs, out, lse, grad_out, grad_lse)
-        return [None if grad is None else grad.contiguous() for grad in grads]
+                return known(inputs, out, lse, grad_out, grad_lse)
+        return known(inputs, out, lse, grad_out, grad_lse)
 
     def _prepare_backward(
         self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
     ) -> Backward:
+        saved, family = (out, lse, grad_out, grad_lse), self._family
         read = (*inputs[:3], out, grad_out)
-        is_aligned = all(t.data_ptr() % 16 == 0 and _are_aligned(t.stride()) for t in read)
-        if not self.can_resize or grad_lse is not None or not is_aligned:
-            planned, tensors = plan_backward(self.arguments(inputs), grad_lse, wanted)
-            return prepare_backward(planned, tensors, out, lse, grad_out, grad_lse, wanted)
-        problem = self._planned.problem._replace(backward=True, row_grad=wanted.alibi_slopes or wanted.sink)
-        if problem.dtype is torch.float32:
-            problem = problem._replace(tf32=torch.backends.cuda.matmul.allow_tf32)
-        planned, tensors = plan(problem, self._options[-1]), inputs
-        if planned.padded_from:
-            return prepare_backward(planned, tensors, out, lse, grad_out, grad_lse, wanted)
-        saved = out, lse, grad_out, grad_lse
-        templates = self._templates.setdefault((wanted, planned.backend, planned.config, problem.tf32), [])
-        for template in templates:
-            found = template.resized(planned.problem, tensors, planned.config, *saved)
+        if grad_lse is not None or not all(t.data_ptr() % 16 == 0 and _are_aligned(t.stride()) for t in read):
+            family = None
+        if family is not None:
+            found = family.backward(self, inputs, saved, wanted)
             if found is not None:
                 return found
-        found = prepare_backward(planned, tensors, *saved, wanted)
-        if hasattr(found, "resized"):
-            _keep_newest(templates, found)
-        return found
+        planned, tensors = plan_backward(self.arguments(inputs), grad_lse, wanted)
+        made = prepare_backward(planned, tensors, *saved, wanted)
+        if family is not None and hasattr(made, "resized"):
+            family.add_backward(wanted, planned, made)
+        return made
+
+    def gradients_of(self, grads: Sequence[Tensor | None], needed: tuple[bool, ...]) -> list[Tensor | None]:
+        """Those of the inputs that are there, None where one is not needed, given all in the order of `Wanted`."""
+        if self._places == _QKV:
+            return [grad if need else None for grad, need in zip(grads, needed, strict=False)]
+        by_place = dict(zip(_DIFFERENTIABLE, grads, strict=True))
+        return [by_place.get(place) if need else None for place, need in zip(self._places, needed, strict=True)]
+
+
+_QKV = 0, 1, 2
+
+
+def places_of(inputs: Iterable[Tensor | None]) -> tuple[int, ...]:
+    return tuple([place for place, t in enumerate(inputs) if t is not None])
+
+
+def _backward_key(
+    inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: tuple[bool, ...]
+) -> Hashable:
+    """What a backward depends on beside the key of its forward: how its tensors lie. Those that were saved may lie
+    anew, by hooks on saved tensors."""
+    query, key, value = inputs[:3]
+    addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr() | lse.data_ptr()
+    if (addresses | grad_out.data_ptr()) % 16 or grad_lse is not None or query.dtype is torch.float32:
+        layouts = [None if t is None else _layout(t) for t in (*inputs, out, lse, grad_out, grad_lse)]
+        return (wanted, torch.backends.cuda.matmul.allow_tf32, *layouts)
+    found = (
+        wanted,
+        query.stride(),
+        key.stride(),
+        value.stride(),
+        out.stride(),
+        lse.stride(),
+        grad_out.stride(),
+        grad_out.dtype,
+        query.get_device(),
+        key.get_device(),
+        value.get_device(),
+        out.get_device(),
+        lse.get_device(),
+        grad_out.get_device(),
+    )
+    others = [_layout(t) for t in inputs[3:] if t is not None]  # which ones they are, the forward's key says
+    return (*found, *others) if others else found
 
 
 class _Family:
-    """Calls that differ in their lengths alone: what was prepared for some of them makes the others.
+    """Calls that differ in their lengths and strides alone: what was prepared for some of them makes the others.
 
     Lengths choose the backend and its configuration, and may change a constexpr, such as whether a window hides
-    anything. So templates are kept by the first two, a few for each.
+    anything. So templates are kept by the first two, a few for each, and found by lengths as plans round them.
     """
 
-    __slots__ = ("_backwards", "_checked", "_problem", "_templates")
+    __slots__ = ("_backwards", "_plans", "_problem", "_templates", "calls")
 
-    def __init__(self, call: PreparedCall) -> None:
-        self._problem = call._planned.problem
-        self._templates: dict[Hashable, list[PreparedCall]] = {}
-        self._backwards, self._checked = call._templates, call._checked
+    def __init__(self) -> None:
+        self.calls: dict[Hashable, PreparedCall] = {}  # by lengths and strides
+        self._problem: Any = None  # of a call that can be resized
+        self._plans: dict[Hashable, Plan] = {}  # by rounded lengths; of a backward also by the gradients wanted
+        self._templates: dict[Hashable, list[PreparedCall]] = {}  # by backend and configuration
+        self._backwards: dict[Hashable, list[Any]] = {}  # likewise, and by the gradients wanted
 
-    def add(self, call: PreparedCall) -> None:
-        call._templates, call._checked = self._backwards, self._checked
-        _keep_newest(self._templates.setdefault((call._planned.backend, call._planned.config), []), call)
+    def add_template(self, call: PreparedCall) -> None:
+        """Make others from a call that was prepared, if it can be resized and its tensors are aligned."""
+        planned = call._planned
+        self._problem = call._problem
+        call._family, call._lengths = self, _rounded_lengths(call._problem)
+        _keep_newest(self._templates.setdefault((planned.backend, planned.config), []), call)
 
-    def resized(self, inputs: Inputs, options: tuple[Any, ...]) -> PreparedCall | None:
+    def resized(self, inputs: Inputs, lengths: tuple[int, int], options: tuple[Any, ...]) -> PreparedCall | None:
         """The call of the family with these inputs; None where there is no template for it."""
-        problem = resized(self._problem, inputs, *options[:5])
-        planned = plan(problem, options[-1])
-        if planned.padded_from:
+        if self._problem is None or not _can_resize(inputs):
             return None
+        problem = resized(self._problem, inputs, *lengths, *options[:3])
+        rounded = _rounded_lengths(problem)
+        planned = self._plan(rounded, problem, options[-1])
         for template in self._templates.get((planned.backend, planned.config), ()):
             forward = template.forward.resized(problem, inputs, planned.config)  # type: ignore[attr-defined]
             if forward is not None:
-                call = PreparedCall(planned, forward, options)
-                call._templates, call._checked = self._backwards, self._checked
-                call.looks_transposed = not problem.packed and validate.looks_transposed(inputs.query, inputs.key)
+                call = PreparedCall(planned, problem, forward, template._places, (*lengths, *options))
+                call._family, call._lengths, call._checked = self, rounded, template._checked
+                call._wanted = template._wanted
+                if not problem.packed and problem.q_heads > min(problem.q_len, validate.MOST_HEADS):
+                    call.looks_transposed = validate.looks_transposed(inputs.query, inputs.key)
                 return call
         return None
+
+    def backward(self, call: PreparedCall, inputs: Inputs, saved: tuple[Any, ...], wanted: Wanted) -> Backward | None:
+        """The backward of a call of the family; None where there is no template for it."""
+        problem = call._problem._replace(backward=True, row_grad=wanted.alibi_slopes or wanted.sink)
+        planned = self._plan((call._lengths, wanted), problem, call._options[-1])
+        for template in self._backwards.get((wanted, planned.backend, planned.config), ()):
+            found: Backward | None = template.resized(problem, inputs, planned.config, *saved)
+            if found is not None:
+                return found
+        return None
+
+    def add_backward(self, wanted: Wanted, planned: Plan, made: Any) -> None:
+        _keep_newest(self._backwards.setdefault((wanted, planned.backend, planned.config), []), made)
+
+    def _plan(self, rounded: Hashable, problem: Any, backend: str) -> Plan:
+        planned = self._plans.get(rounded)
+        if planned is None:
+            planned = plan(problem, backend)
+            with _lock:
+                while len(self._plans) >= LIMIT:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[rounded] = planned
+        return planned
+
+
+def _can_resize(inputs: Inputs) -> bool:
+    """Whether lengths and strides are all that may differ between a call and the others of its family: there is memory
+    for keys and values alike, on 16 bytes as that of the template is, and rows are aligned."""
+    query, key, value = inputs[:3]
+    return (
+        key.shape[-3] == value.shape[-3]
+        and _are_aligned(query.stride())
+        and _are_aligned(key.stride())
+        and _are_aligned(value.stride())
+    )
+
+
+def _is_template(call: PreparedCall, inputs: Inputs) -> bool:
+    """Whether calls of other lengths can be made from one that was prepared. A mask, a bias and the words of dropout
+    have lengths of their own."""
+    others = inputs.mask is None and inputs.bias is None and inputs.seed is None
+    aligned = all(t.data_ptr() % 16 == 0 for t in inputs[:3])
+    return others and aligned and hasattr(call.forward, "resized") and _can_resize(inputs)
+
+
+def _rounded_lengths(problem: Any) -> Hashable:
+    """All that a plan looks at which may differ in a family."""
+    return rounded_length(problem.q_len), rounded_length(problem.k_len), problem.left, problem.right
 
 
 _MOST_TEMPLATES = 4
@@ -365,32 +480,29 @@ class _Attention(_SingleLevelFunction):
     which takes the op; `ctx` in forward: a separate setup_context would cost 20 us more."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: PreparedCall, places: tuple[int, ...], *tensors: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        inputs = _at(places, tensors)
+    def forward(ctx: Any, call: PreparedCall, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+        inputs = call.inputs_of(tensors)
         # Below what tracks views: torch's CPU op returns one, of which autograd would refuse a change in place at once.
         with torch._C._AutoDispatchBelowADInplaceOrView():
             out, lse = call.forward(inputs, True)
             if COMPARE:
                 _compare((out, lse), call.anew(call.arguments(inputs)).forward(inputs, True))
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.call, ctx.places = call, places
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed, places = ctx.needs_input_grad, ctx.places
+        needed = ctx.needs_input_grad[1:]
         if grad_out is None and grad_lse is None:
-            return (None,) * len(needed)
+            return (None,) * (len(needed) + 1)
+        call = ctx.call
         *tensors, out, lse = ctx.saved_tensors
-        inputs, call = _at(places, tensors), ctx.call
-        wanted = tuple([place in places and needed[2 + places.index(place)] for place in _DIFFERENTIABLE])
+        inputs, wanted = call.inputs_of(tensors), call.wanted(needed)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        plain = type(grad_out) in PLAIN_TYPES and (grad_lse is None or type(grad_lse) in PLAIN_TYPES)
-        if torch.is_grad_enabled() or not plain or not ENABLED or is_watched() or not _has_memory(grad_out, grad_lse):
+        if torch.is_grad_enabled() or not ENABLED or is_watched() or not _has_memory(grad_out, grad_lse):
             backward_op = torch.ops.stream_attention.backward.default
             grads = backward_op(grad_out, grad_lse, out, lse, list(wanted), *call.arguments(inputs))
         else:
@@ -398,9 +510,7 @@ class _Attention(_SingleLevelFunction):
             grads = call.backward(*given)
             if COMPARE and call.is_deterministic:
                 _compare(grads, call.anew(call.arguments(inputs)).backward(*given))
-        by_place = dict(zip(_DIFFERENTIABLE, grads, strict=True))
-        results = [by_place.get(place) if need else None for place, need in zip(places, needed[2:], strict=True)]
-        return None, None, *results
+        return None, *call.gradients_of(grads, needed)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -410,20 +520,14 @@ class _Attention(_SingleLevelFunction):
 _apply: Callable[..., Any] = _Attention.apply  # type: ignore[attr-defined]
 
 
-def _at(places: tuple[int, ...], tensors: Sequence[Tensor]) -> Inputs:
-    """Inputs of which those at `places` are there."""
-    if places == (0, 1, 2):
-        return Inputs(*tensors)
-    found: list[Tensor | None] = [None] * _INPUTS
-    for place, tensor in zip(places, tensors, strict=True):
-        found[place] = tensor
-    return Inputs._make(found)
-
-
-def _has_memory(*tensors: Tensor | None) -> bool:
-    """Whether each is its memory and no more: not batched by vmap, negated or a stand-in for zeros."""
+def _has_memory(grad_out: Tensor, grad_lse: Tensor | None) -> bool:
+    """Whether gradients are plain tensors: no subclass, not batched by vmap, negated or a stand-in for zeros."""
     try:
-        return all(t is None or (t.data_ptr() and not t.is_neg()) for t in tensors)
+        if type(grad_out) not in PLAIN_TYPES or not grad_out.data_ptr() or grad_out.is_neg():
+            return False
+        if grad_lse is None:
+            return True
+        return type(grad_lse) in PLAIN_TYPES and bool(grad_lse.data_ptr()) and not grad_lse.is_neg()
     except RuntimeError:
         return False
 
@@ -439,16 +543,17 @@ def _compare(cached: Iterable[Tensor | None], fresh: Iterable[Tensor | None]) ->
 
 def prepared(arguments: tuple[Any, ...]) -> PreparedCall:
     """The call of an op with these arguments: as it was prepared before, or prepared now."""
-    tensors, options = arguments[:_INPUTS], arguments[_INPUTS:]
-    key = key_of(tensors, options) if ENABLED else None
-    call = None if key is None else get(key)
+    inputs, lengths, options = (
+        Inputs._make(arguments[:_INPUTS]),
+        arguments[_INPUTS : _INPUTS + 2],
+        arguments[_INPUTS + 2 :],
+    )
+    key = key_of(inputs, lengths, options) if ENABLED else None
+    call = None if key is None else find(key, inputs, lengths, options)
     if call is None:
-        inputs = Inputs._make(tensors)
-        call = None if key is None else resize(key, inputs, options)
-        if call is None:
-            call = prepare(arguments)
-            if key is not None:
-                keep(key, call, inputs)
+        call = prepare(arguments)
+        if key is not None:
+            keep(key, call, inputs)
     return call
 
 
@@ -456,69 +561,71 @@ def prepare(arguments: tuple[Any, ...]) -> PreparedCall:
     """Plan a call and bind its kernels."""
     problem, inputs, backend = problem_of(arguments)
     planned = plan(problem, backend)
-    call = PreparedCall(planned, prepare_forward(planned, inputs), arguments[_INPUTS:])
+    forward = prepare_forward(planned, inputs)
+    call = PreparedCall(planned, planned.problem, forward, places_of(inputs), arguments[_INPUTS:])
     call.looks_transposed = not problem.packed and validate.looks_transposed(inputs.query, inputs.key)
     return call
 
 
-_calls: dict[Hashable, PreparedCall] = {}
+_families: dict[Hashable, _Family] = {}
+_order: deque[Key] = deque()
+"""The calls that are kept, oldest first."""
+
 _lock = Lock()
 
-_families: dict[Hashable, _Family] = {}
-_seen_once: dict[int, None] = {}
-"""Hashes of keys that were made from a template once."""
 
-get = _calls.get
-"""The prepared call with a key, or None."""
-
-
-def resize(key: Hashable, inputs: Inputs, options: tuple[Any, ...]) -> PreparedCall | None:
-    """The call with a key that is new, if calls of its family were prepared before."""
-    family = family_of(key, inputs)
-    relatives = None if family is None else _families.get(family)
-    call = None if relatives is None else relatives.resized(inputs, options)
-    if call is not None:
-        # Kept from its second time on: lengths that never come back leave nothing for the garbage collector.
-        identity = hash(key)
-        if identity in _seen_once:
-            add(key, call)
-        else:
-            with _lock:
-                while len(_seen_once) >= LIMIT:
-                    del _seen_once[next(iter(_seen_once))]
-                _seen_once[identity] = None
+def find(
+    key: Key, inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options: tuple[Any, ...]
+) -> PreparedCall | None:
+    """The prepared call with a key: as it was prepared before or, where its lengths are new, made from one of its
+    family; else None."""
+    family = _families.get(key.family)
+    if family is None:
+        return None
+    call = family.calls.get(key.lengths)
+    if call is None:
+        call = family.resized(Inputs._make(inputs), lengths, options)
+        if call is not None:
+            _add(key, call)
     return call
 
 
-def keep(key: Hashable, call: PreparedCall, inputs: Inputs) -> None:
-    """Keep a call that was prepared, also as the template of its family."""
-    add(key, call)
-    family = family_of(key, inputs) if call.can_resize else None
-    if family is not None:
+def keep(key: Key, call: PreparedCall, inputs: Inputs) -> None:
+    """Keep a call that was prepared, also as a template of its family."""
+    family = _add(key, call)
+    if _is_template(call, inputs):
         with _lock:
-            relatives = _families.get(family)
-            if relatives is None:
-                while len(_families) >= LIMIT:
-                    del _families[next(iter(_families))]
-                relatives = _families[family] = _Family(call)
-            relatives.add(call)
+            family.add_template(call)
 
 
-def add(key: Hashable, call: PreparedCall) -> None:
+def _add(key: Key, call: PreparedCall) -> _Family:
     with _lock:
-        while len(_calls) >= LIMIT:
-            del _calls[next(iter(_calls))]
-        _calls[key] = call
+        while len(_order) >= LIMIT:
+            _drop_oldest()
+        family = _families.get(key.family)
+        if family is None:
+            family = _families[key.family] = _Family()
+        if key.lengths not in family.calls:
+            _order.append(key)
+        family.calls[key.lengths] = call
+    return family
+
+
+def _drop_oldest() -> None:
+    key = _order.popleft()
+    calls = _families[key.family].calls
+    del calls[key.lengths]
+    if not calls:
+        del _families[key.family]
 
 
 def size() -> int:
     """How many calls are kept."""
-    return len(_calls)
+    return len(_order)
 
 
 def clear() -> None:
     """Forget all calls."""
     with _lock:
-        _calls.clear()
         _families.clear()
-        _seen_once.clear()
+        _order.clear()

@@ -94,7 +94,7 @@ def prepare_backward(
     padded = _padded(inputs, problem) if planned.padded_from else inputs
     backward = BY_NAME[planned.backend].prepare_backward(problem, padded, planned.config, *saved, wanted=wanted)
     if planned.backend == "eager":
-        backward = _without_autocast(backward, problem.device.type)
+        backward = _contiguous(_without_autocast(backward, problem.device.type))
     as_it_lies = (out, lse, grad_out, grad_lse)
     if not planned.padded_from and all(given is read for given, read in zip(as_it_lies, saved, strict=True)):
         return backward
@@ -106,7 +106,7 @@ def prepare_backward(
         grads = backward(_padded(inputs, problem), *saved)
         head_dim, value_dim = planned.padded_from
         query, key, value = (
-            None if grad is None else grad[..., :dim]
+            None if grad is None else grad[..., :dim].contiguous()
             for grad, dim in zip(grads[:3], (head_dim, head_dim, value_dim), strict=True)
         )
         return grads._replace(query=query, key=key, value=value)
@@ -144,6 +144,15 @@ def _as_kernels_read(
     if planned.padded_from:
         out, grad_out = (padded_to(t, problem.value_dim) for t in (out, grad_out))
     return out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
+
+
+def _contiguous(backward: Backward) -> Backward:
+    """Gradients as the op declares them: torch's kernels return them as the inputs lie."""
+
+    def run(*arguments: Any) -> Gradients:
+        return Gradients._make([None if grad is None else grad.contiguous() for grad in backward(*arguments)])
+
+    return run
 
 
 def _without_autocast(function: Any, device: str) -> Any:

@@ -187,6 +187,17 @@ def _lengths(
     query: Any, key: Any, value: Any, cu_seqlens: tuple[Any, Any], max_seqlen_q: Any, max_seqlen_k: Any
 ) -> tuple[int, int] | None:
     """The longest sequences of a pack whose offsets are contiguous; None where the call must be checked first."""
+    q_offsets, k_offsets = cu_seqlens
+    if (
+        type(q_offsets) is type(k_offsets) is type(query) is type(key) is Tensor
+        and type(max_seqlen_q) is type(max_seqlen_k) is int
+        and q_offsets.is_cuda
+        and k_offsets.is_cuda
+        and query.dim() == key.dim() == 3
+        and max_seqlen_q >= 0
+        and max_seqlen_k >= 0
+    ):  # nothing is read on the host, and the key of the call says how all of them lie
+        return min(max_seqlen_q, query.shape[0]), min(max_seqlen_k, key.shape[0])
     for rows, offsets in zip((query, key), cu_seqlens, strict=True):
         if type(rows) is not Tensor or rows.is_nested or rows.dim() != 3 or type(offsets) is not Tensor:
             return None

@@ -16,8 +16,8 @@ from fp8_cases import CAUSAL, Fp8Call, compile_call, draw_call, kernel_of
 from gpu_tools import BF16, captured, compile_ahead, give_memory_back, keep, without_synchronising
 
 from stream_attention import attention, attention_fp8, explain, quantize_fp8, varlen_attention
+from stream_attention.gpu.scratch import Outputs
 from stream_attention.kernels import reference, reference_fp8
-from stream_attention.kernels.fp8_layout import room_for_out
 from stream_attention.kernels.gluon import forward_fp8_sm90
 from stream_attention.kernels.triton import quantize_fp8 as pre_pass
 from stream_attention.tuning.fp8 import GLUON, configure_gluon
@@ -136,7 +136,7 @@ def lost_tiles(call: Fp8Call, *tensors: Tensor, **config: Any) -> tuple[int, Ten
     cu = cu or [None, None]
     problem = call.stated(query, key, value, *cu)
     queries, keys = pre_pass.quantize(query, key, value, *cu, problem.q_len, problem.k_len)
-    out, lse = room_for_out(problem, queries.rows, queries.scales)
+    out, lse = Outputs.of(problem, queries.rows).allocate(queries.scales)
     words = lse.new_zeros(1 + problem.processors, dtype=torch.int32)
     chosen = configure_gluon(problem)._replace(**config)
     launch = forward_fp8_sm90.bind_fp8(problem, queries, keys, *cu, chosen, out, lse, words)

@@ -38,7 +38,6 @@ from triton.language.core import _aggregate as aggregate
 
 from ...gpu.launch import Kernel, Launch
 from ...gpu.scratch import Scratch as ScratchMemory
-from ...gpu.scratch import filled
 from ...problem import UNBOUNDED, Backward, Gradients, Inputs, Problem, Wanted, addressable
 from ...tuning.gluon import KEYS as KEYS_OF_A_WARPGROUP
 from ...tuning.gluon import GluonBackwardConfig, has_edges, has_idle_queries, reads_unseen, tile_widths
@@ -454,7 +453,7 @@ def prepare_backward(
         of_rows = bind_rows(problem, inputs, some, *layout.saved, layout.rows, *layout.workspace, -programs)
         parts = [_bind(problem, inputs, config, part, some, before, layout, programs) for part in config.parts]
         launches.append((of_rows, parts))
-    return _Backward(config, layout, before, launches, wanted)
+    return _Backward(layout, before, launches, wanted)
 
 
 class _Layout(NamedTuple):
@@ -464,7 +463,7 @@ class _Layout(NamedTuple):
     copies: tuple[bool, bool]  # whether out and its gradient are copied to lie so
     rows: Rows
     workspace: tuple[Tensor, Tensor, Tensor]  # in which dQ grows, its counts, the counter of tiles
-    grads: list[Tensor]
+    grads: list[Any]  # samples of dq, dk and dv
     shares: list[tuple[range, int]]  # KV heads of all batch entries that are computed together, by how many programs
 
     @classmethod
@@ -498,15 +497,13 @@ class _Layout(NamedTuple):
 class _Backward:
     def __init__(
         self,
-        config: GluonBackwardConfig,
         layout: _Layout,
         before: Prepass,
         launches: list[tuple[Launch, list[Launch]]],
         wanted: Wanted,
     ) -> None:
-        self._config, self._before, self._launches, self._wanted = config, before, launches, wanted
-        self._copies, self._shapes = layout.copies, [grad.shape for grad in layout.grads]
-        self._dtype = layout.grads[0].dtype
+        self._before, self._launches, self._wanted = before, launches, wanted
+        self._copies, self._grads = layout.copies, layout.grads
         self._scratch = ScratchMemory.of(*layout.rows, *layout.workspace)
         self._all = [launch for of_rows, parts in launches for launch in (of_rows, *parts)]
 
@@ -517,12 +514,12 @@ class _Backward:
             out = out.clone(memory_format=torch.contiguous_format)
         if self._copies[1]:
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
-        query, cu_q, dtype = inputs.query, inputs.cu_seqlens_q, self._dtype
-        is_compiled = all(launch.is_compiled for launch in self._all)
+        query, cu_q = inputs.query, inputs.cu_seqlens_q
+        is_compiled = all([launch.is_compiled for launch in self._all])  # noqa: C419
         if cu_q is not None:  # rows that belong to no sequence are written by no program
-            dq, dk, dv = (filled(query, shape, dtype, 0.0, is_compiled) for shape in self._shapes)
+            dq, dk, dv = [grad.filled(query, 0.0, is_compiled) for grad in self._grads]
         else:
-            dq, dk, dv = (query.new_empty(shape, dtype=dtype) for shape in self._shapes)
+            dq, dk, dv = [grad.empty(query) for grad in self._grads]
         computed = self._before.run(inputs)
         memory, pieces = self._scratch.allocate(query, is_compiled)
         for of_rows, parts in self._launches:
@@ -535,20 +532,20 @@ class _Backward:
 
     def resized(self, problem: Problem, inputs: Inputs, config: GluonBackwardConfig, *saved: Any) -> Backward | None:
         """The same backward of tensors of other lengths; None where other kernels compute it."""
-        if config != self._config or self._before.steps or len(self._launches) > 1:
+        if self._before.steps or len(self._launches) > 1:
             return None
         layout = _Layout.of(problem, inputs, *saved)
         if len(layout.shares) > 1:
             return None
         (some, programs), (of_rows, parts) = layout.shares[0], self._launches[0]
         grid, sizes = rows_sizes(problem, inputs, some, *layout.saved, layout.rows, -programs)
-        resized_rows = of_rows.resized(grid, **sizes)
+        resized_rows = of_rows.resized(grid, sizes)
         sizes = _sizes(problem, inputs, config, some, layout)
-        resized = [launch.resized(programs, **sizes) for launch in parts]
+        resized = [launch.resized(programs, sizes) for launch in parts]
         if resized_rows is None or None in resized:
             return None
         found = [(resized_rows, [launch for launch in resized if launch is not None])]
-        return _Backward(config, layout, self._before, found, self._wanted)
+        return _Backward(layout, self._before, found, self._wanted)
 
 
 def _sizes(
@@ -559,6 +556,7 @@ def _sizes(
     _, dk, dv = layout.grads
     dim, value_dim = tile_widths(problem)
     tile, rows = 2 * KEYS.value, layout.rows
+    row_values = numbers_descriptor(rows.lse.numel(), config.block_m)
     return {
         "q_desc": rows_descriptor(query, config.block_m, dim),
         "k_desc": rows_descriptor(key, tile, dim),
@@ -566,9 +564,9 @@ def _sizes(
         "do_desc": rows_descriptor(layout.saved[2], config.block_m, value_dim),
         "dk_desc": rows_descriptor(key if problem.partial else dk, KEYS.value, dim),  # fp32 is written without
         "dv_desc": rows_descriptor(value if problem.partial else dv, KEYS.value, value_dim),
-        "lse_desc": numbers_descriptor(rows.lse, config.block_m),
-        "delta_desc": numbers_descriptor(rows.delta, config.block_m),
-        "scratch_desc": chunks_descriptor(layout.workspace[0], CHUNK.value),
+        "lse_desc": row_values,
+        "delta_desc": row_values,
+        "scratch_desc": chunks_descriptor(layout.workspace[0].numel(), CHUNK.value),
         "lines": len(lines),
         "tiles_n": -(-problem.k_len // tile),
         "group_n": _lines_in_cache(problem, len(lines)),
@@ -611,6 +609,17 @@ def _bind(
         programs,
         (*inputs, *before.samples, layout.saved[2], *layout.rows, *layout.workspace, dq, dk, dv),
         {"num_warps": 4},
+        described={
+            "q_desc": inputs.query,
+            "k_desc": inputs.key,
+            "v_desc": inputs.value,
+            "do_desc": layout.saved[2],
+            "dk_desc": inputs.key if problem.partial else dk,
+            "dv_desc": inputs.value if problem.partial else dv,
+            "lse_desc": layout.rows.lse,
+            "delta_desc": layout.rows.delta,
+            "scratch_desc": scratch,
+        },
         **_sizes(problem, inputs, config, lines, layout),
         dq_ptr=dq,
         dk_ptr=dk,

@@ -36,15 +36,15 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from triton.language.core import _aggregate as aggregate
 
 from ...gpu.launch import Descriptor, Kernel, Launch
-from ...gpu.scratch import filled
+from ...gpu.scratch import Outputs, Sample
 from ...problem import UNBOUNDED, Problem, distinct
 from ...tuning.fp8 import GluonFp8Config
 from ...tuning.gluon import ROWS as ROWS_OF_A_WARPGROUP
 from ...tuning.gluon import many_cuts
 from ..fp8_layout import BLOCK as ROWS_OF_A_BLOCK
 from ..fp8_layout import SHIFT as SHIFT_OF_WEIGHTS
-from ..fp8_layout import KeyCodes, QueryCodes, room_for_out
-from ..triton.arguments import FAR, UNIT, line_strides, named, row_strides, sample
+from ..fp8_layout import KeyCodes, QueryCodes
+from ..triton.arguments import FAR, UNIT, line_strides, named, row_strides
 from .facts import Call, Crew, Result
 from .launch import even_group, jit, rows_descriptor
 from .pipeline import make_ring, pass_turn, take_turn
@@ -699,18 +699,17 @@ def prepare_fp8(
     scales of queries and keys), cu_seqlens, and a tensor on their device, which returns out `[B, Tq, Hq, D]` and lse
     `[B, Hq, Tq]`; packed: `[Nq, Hq, D]` and `[Hq, Nq]`."""
     # From which the launch draws its tiles, and a word for each of its programs.
-    words = 1 + problem.processors
-    rows = queries.rows
-    out, lse = room_for_out(problem, rows, sample((), torch.float32))
-    counter = sample((words,), torch.int32)
-    launch = bind_fp8(problem, queries, keys, cu_seqlens_q, cu_seqlens_k, config, out, lse, counter, device)
+    words: Any = Sample((1 + problem.processors,), torch.int32)
+    outputs = Outputs.of(problem, queries.rows)
+    out, lse = outputs.samples()
+    launch = bind_fp8(problem, queries, keys, cu_seqlens_q, cu_seqlens_k, config, out, lse, words, device)
 
     def run(*codes_and_ends: Any) -> tuple[Tensor, Tensor]:
         *given, like = codes_and_ends
         if isinstance(given[4], Tensor):
             given[4] = given[4].view(torch.int64)  # the scales of a block's keys and values, as one word
-        out, lse = room_for_out(problem, rows, like, launch.is_compiled)
-        counter = filled(like, (words,), torch.int32, 0.0, launch.is_compiled)
+        out, lse = outputs.allocate(like, launch.is_compiled)
+        counter = words.filled(like, 0.0, launch.is_compiled)
         launch(*given, out, lse, counter)
         return out, lse
 
@@ -727,7 +726,7 @@ def forward_fp8(
 ) -> tuple[Tensor, Tensor]:
     """What `prepare_fp8` prepares, at once."""
     if problem.empty:
-        return room_for_out(problem, queries.rows, queries.scales)
+        return Outputs.of(problem, queries.rows).allocate(queries.scales)
     ends = cu_seqlens_q, cu_seqlens_k
     codes = queries.query, keys.key, keys.value, queries.scales, keys.scales
     _, run = prepare_fp8(problem, queries, keys, *ends, config)
@@ -758,6 +757,7 @@ def bind_fp8(
         (queries.query, keys.key, keys.value, queries.scales, scales, cu_seqlens_q, cu_seqlens_k, out, lse, counter),
         {"num_warps": 4},
         device,
+        described={"q_desc": queries.query, "k_desc": keys.key, "v_desc": keys.value, "o_desc": out},
         q_desc=_codes_descriptor(queries.query, ROWS.value, dim),
         k_desc=_codes_descriptor(keys.key, config.block_n, dim),
         v_desc=_codes_descriptor(keys.value, dim, config.block_n),
@@ -810,7 +810,7 @@ def bind_fp8(
 def _codes_descriptor(t: Tensor, rows: int, columns: int) -> Descriptor:
     """How TMA reads tiles of codes of one head."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns), element_bitwidth=8, rank=3)
-    return Descriptor(t, t.dtype, list(t.shape), list(t.stride()), [1, rows, columns], layout)
+    return Descriptor(t.dtype, tuple(t.shape), t.stride(), (1, rows, columns), layout)
 
 
 def _lines_in_cache(problem: Problem, lines: int) -> int:

@@ -40,14 +40,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...gpu.launch import Kernel, Launch
-from ...gpu.scratch import filled
+from ...gpu.scratch import Outputs, Sample
 from ...problem import UNBOUNDED, Forward, Inputs, Problem
 from ...tuning.gluon import ROWS as ROWS_OF_A_WARPGROUP
 from ...tuning.gluon import GluonConfig, joining, many_cuts, reads_unseen, tile_widths
 from ..triton.arguments import (
     FAR,
     UNIT,
-    Outputs,
     line_strides,
     named,
     row_strides,
@@ -537,43 +536,41 @@ def _forward_kernel(
 
 def prepare(problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward:
     """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs: `(out, lse)`."""
-    outputs = Outputs.of(problem, inputs.query)
+    outputs = Outputs.of(problem, inputs.query.shape[-3])
     before = Prepass.of(problem, inputs)
-    return _Forward(config, outputs, before, _bind(problem, inputs, config, before, *outputs.samples()))
+    return _Forward(outputs, before, _bind(problem, inputs, config, before, *outputs.samples()))
+
+
+_COUNTER = Sample((1,), torch.int32)
 
 
 class _Forward:
-    def __init__(self, config: GluonConfig, outputs: Outputs, before: Prepass, launch: Launch) -> None:
-        self._config, self._outputs, self._before, self._launch = config, outputs, before, launch
+    def __init__(self, outputs: Outputs, before: Prepass, launch: Launch) -> None:
+        self._outputs, self._before, self._launch = outputs, before, launch
         self._without_lse: Launch | None = None
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         outputs, launch, query = self._outputs, self._launch, inputs.query
         is_compiled, computed = launch.is_compiled, self._before.run(inputs)
-        counter = filled(query, (1,), torch.int32, 0.0, is_compiled)  # may be freed once the launch is queued
-        if with_lse or not is_compiled or outputs.has_unwritten_rows:
+        counter = _COUNTER.filled(query, 0.0, is_compiled)  # may be freed once the launch is queued
+        if with_lse or not is_compiled:
             out, lse = outputs.allocate(query, is_compiled)
             launch(*inputs, *computed, out, lse, counter)
             return out, lse
         if self._without_lse is None:
             self._without_lse = launch.replaced(write_lse=0)
-        out = query.new_empty(outputs.out_shape, dtype=outputs.out_dtype)
+        out = outputs.allocate_out(query, is_compiled)
         self._without_lse(*inputs, *computed, out, 0, counter)
         return out, None
 
     def resized(self, problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward | None:
         """The same call on tensors of other lengths; None where another kernel computes it."""
-        if config != self._config or self._before.steps:
+        if self._before.steps:
             return None
-        outputs = Outputs.of(problem, inputs.query)
-        grid, sizes = _sizes(problem, inputs, config)
-        if config.by_tma:
-            out, _ = outputs.samples()
-            sizes["o_desc"] = rows_descriptor(out, ROWS.value, tile_widths(problem)[1])
-        else:
-            sizes["o_desc"] = sizes["q_desc"]
-        launch = self._launch.resized(grid, **sizes, **outputs.strides(problem.packed))
-        return None if launch is None else _Forward(config, outputs, self._before, launch)
+        outputs = Outputs.of(problem, inputs.query.shape[-3])
+        grid, sizes = _sizes(problem, inputs, config, outputs.samples()[0], config.by_tma)
+        launch = self._launch.resized(grid, sizes | outputs.strides(problem.packed))
+        return None if launch is None else _Forward(outputs, self._before, launch)
 
 
 def forward_into(
@@ -591,14 +588,18 @@ def forward_into(
     return True
 
 
-def _sizes(problem: Problem, inputs: Inputs, config: GluonConfig) -> tuple[int, dict[str, Any]]:
-    """The grid and the arguments that depend on lengths, but for those of results."""
+def _sizes(
+    problem: Problem, inputs: Inputs, config: GluonConfig, out: Tensor, by_tma: bool
+) -> tuple[int, dict[str, Any]]:
+    """The grid and the arguments that depend on lengths, but for strides of results."""
     query, key, value = inputs[:3]
     dim, value_dim = tile_widths(problem)
     lines, tiles_m = problem.batch * problem.q_heads, -(-problem.q_len // (config.warpgroups * ROWS.value))
     tiles = lines * tiles_m
+    q_desc = rows_descriptor(query, ROWS.value, dim)
     return min(problem.processors, tiles), {
-        "q_desc": rows_descriptor(query, ROWS.value, dim),
+        "q_desc": q_desc,
+        "o_desc": rows_descriptor(out, ROWS.value, value_dim) if by_tma else q_desc,
         "k_desc": rows_descriptor(key, config.block_n, dim),
         "v_desc": rows_descriptor(value, config.block_n, value_dim),
         "lines": lines,
@@ -635,14 +636,15 @@ def _bind(
     _, _, row_words, col_words = before.samples
     packed = problem.packed
     counter = sample((1,), torch.int32)
-    grid, sizes = _sizes(problem, inputs, config)
-    by_tma = config.by_tma or states
+    by_tma = config.by_tma or states > 0
+    grid, sizes = _sizes(problem, inputs, config, out, by_tma)
+    query, key, value = inputs[:3]
     return _kernel.bind(
         grid,
         (*inputs, *before.samples, out, lse, counter),
         {"num_warps": 4},
+        described={"q_desc": query, "k_desc": key, "v_desc": value, "o_desc": out if by_tma else query},
         **sizes,
-        o_desc=rows_descriptor(out, ROWS.value, tile_widths(problem)[1]) if by_tma else sizes["q_desc"],
         out_ptr=out,
         lse_ptr=lse,
         sink_ptr=lse if sink is None else sink,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from torch import Tensor
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -22,28 +22,37 @@ def jit(function: Any) -> Any:
     return gluon.jit(function, do_not_specialize=names)
 
 
-def rows_descriptor(t: Tensor, rows: int, width: int) -> Descriptor:
+def rows_descriptor(t: Any, rows: int, width: int) -> Descriptor:
     """How TMA reads or writes `rows` rows of one head of `[B, T, H, D]`, or of a pack `[N, H, D]`, `width` columns.
 
     Strides of dims of size 1 are never used, but must be legal.
     """
-    shape, strides = [*t.shape], [*t.stride()]
-    if len(shape) == 3:
-        shape, strides = [1, *shape], [0, *strides]
-    if 1 in shape:
-        strides = [width if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
-    strides[3] = 1
-    return Descriptor(t, t.dtype, shape, strides, [1, rows, 1, width], _shared_layout(128, 8 * t.itemsize, 4))
+    *batch, length, heads, dim = t.shape
+    *by_batch, by_row, by_head, _ = t.stride()
+    size = batch[0] if batch else 1
+    strides = (
+        width if size == 1 else by_batch[0],
+        width if length == 1 else by_row,
+        width if heads == 1 else by_head,
+        1,
+    )
+    dtype = t.dtype
+    return Descriptor(dtype, (size, length, heads, dim), strides, (1, rows, 1, width), _rows_layout(dtype))
 
 
-def numbers_descriptor(t: Tensor, count: int) -> Descriptor:
-    """How TMA reads `count` consecutive fp32 numbers."""
-    return Descriptor(t, t.dtype, [t.numel()], [1], [count], _shared_layout(0, 32, 1))
+def numbers_descriptor(count: int, box: int) -> Descriptor:
+    """How TMA reads `box` consecutive ones of `count` fp32 numbers."""
+    return Descriptor(torch.float32, (count,), (1,), (box,), _shared_layout(0, 32, 1))
 
 
-def chunks_descriptor(t: Tensor, size: int) -> Descriptor:
-    """How TMA reads, or adds to, chunks of size x size fp32 numbers that lie one behind the other."""
-    return Descriptor(t, t.dtype, [t.numel() // size, size], [size, 1], [size, size], _shared_layout(128, 32, 2))
+def chunks_descriptor(count: int, size: int) -> Descriptor:
+    """How TMA reads, or adds to, chunks of size x size fp32 numbers that lie one behind the other, `count` in all."""
+    return Descriptor(torch.float32, (count // size, size), (size, 1), (size, size), _shared_layout(128, 32, 2))
+
+
+@cache
+def _rows_layout(dtype: torch.dtype) -> Any:
+    return _shared_layout(128, 8 * dtype.itemsize, 4)
 
 
 @cache

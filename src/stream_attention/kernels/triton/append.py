@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...cache_views.write import Rotary
 from ...gpu.launch import Kernel, jit
-from .arguments import UNIT, named
+from .arguments import UNIT, cdiv, named
 
 TILE = 2048
 """Elements of a tile, 16 for each thread: no layout spills. A guess of what is fast."""
@@ -231,7 +231,7 @@ def launch_append(
     )
     if how.parts > 1:
         _advance.launch(
-            triton.cdiv(batch, 256),
+            cdiv(batch, 256),
             {"num_warps": 4},
             lengths_ptr=lengths,
             stride_l=lengths.stride(0),
@@ -271,7 +271,7 @@ def layout(
     widths = [triton.next_power_of_2(max(1, width)) for width in (dim - 2 * pairs, value_dim, pairs)]
     most = max(widths[0], widths[1], 2 * widths[2])
     block_r = max(1, min(triton.next_power_of_2(max(1, lines)), TILE // most))
-    blocks = triton.cdiv(lines, block_r)
+    blocks = cdiv(lines, block_r)
     parts = blocks if blocks > ALONE else 1
     strides_of = "stride_kb stride_kn stride_kh stride_vb stride_vn stride_vh stride_key_i stride_key_j stride_key_h"
     strides_of += " stride_value_i stride_value_j stride_value_h stride_ct stride_cp stride_st stride_sp"

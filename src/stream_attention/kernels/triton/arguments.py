@@ -8,22 +8,19 @@ kernel.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...gpu.scratch import Sample, filled
+from ...gpu.scratch import UNIT as UNIT
+from ...gpu.scratch import Sample
 from ...problem import UNBOUNDED, Inputs, Problem
-from ...state import EMPTY
 from ...tuning.decode import DecodeProblem
 from ...tuning.triton import Tile
-
-UNIT = 8
-"""Elements in a wide word: 16 bytes of the narrowest dtype."""
 
 WIDE = tl.constexpr(2)
 """A mask or bias whose rows can be read in wide words: contiguous along the keys, and aligned."""
@@ -33,46 +30,6 @@ WHOLE = tl.constexpr(3)
 
 FAR = 1 << 30
 """A window side beyond every position; larger ones would not fit 32 bits."""
-
-
-class Outputs(NamedTuple):
-    """What a forward returns: out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, Dv]` and `[Hq, Nq]`."""
-
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    out_dtype: torch.dtype
-    has_unwritten_rows: bool  # rows that no program writes: they hold the state of no key
-
-    @classmethod
-    def of(cls, problem: Problem, query: Tensor) -> Outputs:
-        *lead, rows, heads, _ = query.shape
-        unwritten = problem.packed or problem.empty
-        return cls((*lead, rows, heads, problem.value_dim), (*lead, heads, rows), problem.out_dtype, unwritten)
-
-    def strides(self, packed: bool) -> dict[str, int]:
-        """Of out in wide words, and of lse; 0 where there is one entry or none."""
-        heads, rows = self.lse_shape[-2:]
-        width = self.out_shape[-1] // UNIT
-        by_batch = not packed and self.lse_shape[0] > 1
-        return {
-            "stride_ob": rows * heads * width if by_batch else 0,
-            "stride_om": heads * width if rows > 1 else 0,
-            "stride_oh": width if heads > 1 else 0,
-            "stride_lb": 0 if packed else heads * rows,
-            "stride_lh": rows,
-        }
-
-    def samples(self) -> tuple[Tensor, Tensor]:
-        """Both without memory."""
-        return sample(self.out_shape, self.out_dtype), sample(self.lse_shape, torch.float32)
-
-    def allocate(self, query: Tensor, by_driver: bool = False) -> tuple[Tensor, Tensor]:
-        """`by_driver`: the kernel is compiled, so there is a driver that can fill memory."""
-        if self.has_unwritten_rows:
-            out = filled(query, self.out_shape, self.out_dtype, 0.0, by_driver)
-            return out, filled(query, self.lse_shape, torch.float32, EMPTY, by_driver)
-        out = query.new_empty(self.out_shape, dtype=self.out_dtype)
-        return out, query.new_empty(self.lse_shape, dtype=torch.float32)
 
 
 def sample(shape: Sequence[int], dtype: torch.dtype) -> Any:
@@ -88,6 +45,11 @@ def named(names: str, values: Iterable[Any]) -> dict[str, Any]:
 @cache
 def _split(names: str) -> tuple[str, ...]:
     return tuple(names.split())
+
+
+def cdiv(size: int, block: int) -> int:
+    """Blocks that hold `size`. Triton's own is a function for kernels too, and takes 2 us."""
+    return -(-size // block)
 
 
 def scale_of(problem: Problem) -> float:
@@ -170,12 +132,13 @@ def tile_width(dim: int) -> int:
 
 
 def row_strides(t: Tensor, packed: bool, unit: int) -> tuple[int, int, int]:
-    """Strides of (batch, row, head) in units; 0 where there is one entry or none."""
-    shape, strides = t.shape, t.stride()
-    batch = 0 if packed or shape[0] == 1 else strides[0] // unit
-    row = 0 if shape[-3] == 1 else strides[-3] // unit
-    head = 0 if shape[-2] == 1 else strides[-2] // unit
-    return batch, row, head
+    """Strides of (batch, row, head) in units."""
+    return _in_units(t.stride(), packed, unit)
+
+
+@lru_cache(maxsize=4096)  # calls of new lengths ask again for the same strides
+def _in_units(strides: tuple[int, ...], packed: bool, unit: int) -> tuple[int, int, int]:
+    return 0 if packed else strides[0] // unit, strides[-3] // unit, strides[-2] // unit
 
 
 def line_strides(t: Tensor | None, packed: bool) -> tuple[int, int]:

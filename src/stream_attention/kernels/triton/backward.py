@@ -25,15 +25,17 @@ import torch
 from torch import Tensor
 
 from ...gpu.launch import Launch
-from ...gpu.scratch import Scratch, filled
+from ...gpu.scratch import Sample, Scratch
 from ...problem import Backward, Gradients, Inputs, Problem, Wanted
 from ...tuning.triton import BackwardConfig, Tile
-from .arguments import sample
+from .arguments import UNIT, sample
+from .backward_arguments import shared_sizes
 from .backward_bias import prepare_bias_gradient
-from .backward_key import bind_key, key_sizes
-from .backward_query import bind_query, programs, query_sizes
+from .backward_key import bind_key
+from .backward_key import programs as key_programs
+from .backward_query import bind_query, out_strides, programs
 from .prepass import Prepass
-from .rows import PAD, Rows, padded_rows
+from .rows import PAD, Rows
 
 
 def prepare_backward(
@@ -66,7 +68,7 @@ def prepare_backward(
     if wanted.bias:
         assert config.bias is not None
         bias = prepare_bias_gradient(problem, inputs, config.bias, before, grad_out, rows)
-    return _Backward(config, made, before, inputs.query, query, keys, bias)
+    return _Backward(made, before, rows, query, keys, bias)
 
 
 class _Results(NamedTuple):
@@ -74,7 +76,7 @@ class _Results(NamedTuple):
 
     problem: Problem
     wanted: Wanted
-    shapes: list[torch.Size | None]  # of dq, dk and dv; None where it is not wanted
+    grads: list[Sample | None]  # dq, dk and dv; None where it is not wanted
     unwritten: bool  # rows of a pack that belong to no sequence are written by no program
     by_queries: Tile
     by_keys: list[tuple[Tile, int | None, int | None]]  # launches: a tile, and places of dk and dv, if it has them
@@ -89,33 +91,34 @@ class _Results(NamedTuple):
         by_keys: list[tuple[Tile, int | None, int | None]] = [(config.key, 1, 2)]
         if config.value is not None:
             by_keys = [(config.key, 1, None), (config.value, None, 2)]
-        shapes = [t.shape if want else None for t, want in zip(inputs[:3], wanted[:3], strict=True)]
+        dtype = problem.out_dtype
+        grads = [Sample(t.shape, dtype) if want else None for t, want in zip(inputs[:3], wanted[:3], strict=True)]
         dk, dv = (place if wanted[place] else None for place in (1, 2))
         by_keys = [(tile, dk if k is not None else None, dv if v is not None else None) for tile, k, v in by_keys]
         by_keys = [one for one in by_keys if one[1:] != (None, None)]
         unwritten = problem.packed or 0 in (problem.batch, problem.q_len)
         sums = programs(problem, by_queries)
-        return cls(problem, wanted, shapes, unwritten, by_queries, by_keys, exact_delta, sums)
+        return cls(problem, wanted, grads, unwritten, by_queries, by_keys, exact_delta, sums)
 
-    def samples(self, tile: Tile, *places: int | None) -> list[Tensor | None]:
+    def samples(self, tile: Tile, *places: int | None) -> list[Any]:
         """Of what a launch writes: gradients, or with several splits a part of each, in fp32."""
-        shapes = [None if place is None else self.shapes[place] for place in places]
-        if tile.num_splits > 1:
-            return [None if shape is None else sample((tile.num_splits, *shape), torch.float32) for shape in shapes]
-        return [None if shape is None else sample(shape, self.problem.out_dtype) for shape in shapes]
+        grads = [None if place is None else self.grads[place] for place in places]
+        if tile.num_splits == 1:
+            return grads
+        return [None if grad is None else sample((tile.num_splits, *grad.shape), torch.float32) for grad in grads]
 
-    def sum_samples(self) -> list[Tensor | None]:
+    def sum_samples(self) -> list[Any]:
         return [sample((self.sums,), torch.float32) if want else None for want in self.wanted[4:]]
 
     def gradients(self, query: Tensor, by_driver: bool = False) -> list[Tensor | None]:
-        dtype = self.problem.out_dtype
         if self.unwritten:
-            return [None if shape is None else filled(query, shape, dtype, 0.0, by_driver) for shape in self.shapes]
-        return [None if shape is None else query.new_empty(shape, dtype=dtype) for shape in self.shapes]
+            return [None if grad is None else grad.filled(query, 0.0, by_driver) for grad in self.grads]
+        return [None if grad is None else grad.empty(query) for grad in self.grads]
 
     def row_sums(self, query: Tensor, by_driver: bool = False) -> list[Tensor | None]:
-        wanted = self.wanted[4:]
-        return [filled(query, (self.sums,), torch.float32, 0.0, by_driver) if want else None for want in wanted]
+        if not (self.wanted.alibi_slopes or self.wanted.sink):
+            return [None, None]
+        return [None if sums is None else sums.filled(query, 0.0, by_driver) for sums in self.sum_samples()]
 
     def of_no_query(self, inputs: Inputs) -> Gradients:
         d_bias = None
@@ -131,55 +134,56 @@ class _Backward:
 
     def __init__(
         self,
-        config: BackwardConfig,
         made: _Results,
         before: Prepass,
-        like: Tensor,
+        rows: Rows,
         query: Launch,
         keys: list[Launch],
         bias: Callable[..., Tensor] | None,
     ) -> None:
-        self._config, self._made, self._before, self._query, self._keys = config, made, before, query, keys
-        problem = made.problem
-        rows = (*like.shape[:-3], problem.q_heads, padded_rows(problem, like)), torch.float32
-        self._bias, self._scratch = bias, Scratch.of_shapes(rows, rows)
+        self._made, self._before, self._query, self._keys = made, before, query, keys
+        self._bias, self._scratch = bias, Scratch.of(*rows)
+        self._all = [query, *keys]
 
     def __call__(
         self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         query, made = inputs.query, self._made
-        is_compiled = self._query.is_compiled and all(launch.is_compiled for launch in self._keys)
+        is_compiled = all([launch.is_compiled for launch in self._all])  # noqa: C419
         grads, sums = made.gradients(query, is_compiled), made.row_sums(query, is_compiled)
         computed = self._before.run(inputs)
         memory, rows = self._scratch.allocate(query, is_compiled and self._bias is None)
-        parts = _parts(query, made.by_queries, grads[:1])
+        written = grads[:1]
+        parts = _parts(query, made.by_queries, written)
         self._query(*inputs, *computed, out, lse, grad_out, grad_lse, *rows, *parts, *sums)
-        _sum_parts(grads[:1], parts)
-        for launch, (tile, *places) in zip(self._keys, made.by_keys, strict=True):
-            written = [None if place is None else grads[place] for place in places]
+        if parts is not written:
+            _sum_parts(written, parts)
+        for launch, (tile, k_place, v_place) in zip(self._keys, made.by_keys, strict=True):
+            written = [None if k_place is None else grads[1], None if v_place is None else grads[2]]
             parts = _parts(query, tile, written)
             launch(*inputs, *computed, grad_out, *rows, *parts)
-            _sum_parts(written, parts)
+            if parts is not written:
+                _sum_parts(written, parts)
         d_bias = None if self._bias is None else self._bias(inputs, (*computed, grad_out, *rows))
         del memory  # all that reads it is queued
         return _gathered(made.problem, inputs, grads, d_bias, sums)
 
     def resized(self, problem: Problem, inputs: Inputs, config: BackwardConfig, *saved: Any) -> Backward | None:
         """The same backward of tensors of other lengths; None where other kernels compute it."""
-        if config != self._config or self._before.steps or problem.empty:
+        if self._before.steps or problem.empty:
             return None
         made = _Results.of(problem, inputs, config, self._made.wanted)
         out, _, grad_out, _ = saved
-        grid, sizes = query_sizes(problem, inputs, made.by_queries, out, grad_out)
-        query = self._query.resized(grid, **sizes)
-        keys = []
-        for launch, (tile, *_) in zip(self._keys, made.by_keys, strict=True):
-            grid, sizes = key_sizes(problem, inputs, tile, grad_out)
-            keys.append(launch.resized(grid, **sizes))
+        sizes = shared_sizes(problem, inputs, grad_out, aligned=True)
+        keys = [
+            launch.resized(key_programs(problem, tile), sizes)
+            for launch, (tile, _, _) in zip(self._keys, made.by_keys, strict=True)
+        ]
+        query = self._query.resized(made.sums, sizes | out_strides(out, problem.packed, UNIT))
         if query is None or None in keys:
             return None
         found = [launch for launch in keys if launch is not None]
-        return _Backward(config, made, self._before, inputs.query, query, found, None)
+        return _Backward(made, self._before, Rows.samples(problem, inputs.query), query, found, None)
 
 
 def _parts(query: Tensor, tile: Tile, grads: list[Tensor | None]) -> list[Tensor | None]:
@@ -192,7 +196,7 @@ def _parts(query: Tensor, tile: Tile, grads: list[Tensor | None]) -> list[Tensor
 
 def _sum_parts(grads: list[Tensor | None], parts: list[Tensor | None]) -> None:
     for grad, part in zip(grads, parts, strict=True):
-        if grad is not None and part is not None and part is not grad:
+        if grad is not None and part is not None:
             grad.copy_(part.sum(0))
 
 
@@ -203,9 +207,12 @@ def _gathered(
     d_bias: Tensor | None,
     sums: list[Tensor | None],
 ) -> Gradients:
-    d_slopes = _by_head(problem, sums[0], inputs.alibi_slopes)
+    d_slopes, d_sink = sums
+    if d_slopes is not None or d_sink is not None:
+        d_slopes = _by_head(problem, d_slopes, inputs.alibi_slopes)
+        d_sink = _by_head(problem, d_sink, inputs.sink)
     dq, dk, dv = grads
-    return Gradients(dq, dk, dv, d_bias, d_slopes, _by_head(problem, sums[1], inputs.sink))
+    return Gradients(dq, dk, dv, d_bias, d_slopes, d_sink)
 
 
 def _by_head(problem: Problem, sums: Tensor | None, parameter: Tensor | None) -> Tensor | None:

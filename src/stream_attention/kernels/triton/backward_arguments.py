@@ -9,6 +9,7 @@ from torch import Tensor
 from ...problem import Inputs, Problem
 from ...tuning.triton import Tile
 from .arguments import (
+    UNIT,
     access_unit,
     backward_constants,
     broadcast_strides,
@@ -60,8 +61,9 @@ def shared_arguments(
     }
 
 
-def shared_sizes(problem: Problem, inputs: Inputs, grad_out: Tensor, aligned: bool, unit: int) -> dict[str, Any]:
+def shared_sizes(problem: Problem, inputs: Inputs, grad_out: Tensor, aligned: bool) -> dict[str, Any]:
     """Of the same kernels, what depends on lengths."""
+    unit = UNIT if aligned else 1
     return {
         **qkv_strides(inputs, problem.packed, unit),
         **named("stride_gb stride_gm stride_gh", row_strides(grad_out, problem.packed, unit)),

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from .arguments import (
     access_unit,
     backward_constants,
     broadcast_strides,
+    cdiv,
     is_aligned,
     named,
     row_strides,
@@ -297,7 +297,7 @@ def _bind(
     aligned = is_aligned(query, key, value, grad_out)
     unit = UNIT if aligned else 1
     out_batch, out_heads = sums.shape[:2]
-    tiles_m, tiles_n = triton.cdiv(problem.q_len, tile.block_m), triton.cdiv(problem.k_len, tile.block_n)
+    tiles_m, tiles_n = cdiv(problem.q_len, tile.block_m), cdiv(problem.k_len, tile.block_n)
     heads_walked = problem.q_heads // out_heads
     out_tiles_m, out_tiles_n = 1 if sum_rows else tiles_m, 1 if sum_columns else tiles_n
     return _kernel.bind(

@@ -10,9 +10,6 @@ they come, from registers.
 
 from __future__ import annotations
 
-from typing import Any
-
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -20,8 +17,8 @@ from ...gpu.launch import Kernel, Launch, jit
 from ...problem import Inputs, Problem
 from ...tuning.triton import Tile
 from .arguments import (
-    UNIT,
     WIDE,
+    cdiv,
     is_aligned,
 )
 from .backward_arguments import shared_arguments, shared_sizes
@@ -307,11 +304,9 @@ def _key_kernel(
         )
 
 
-def key_sizes(problem: Problem, inputs: Inputs, tile: Tile, grad_out: Tensor) -> tuple[int, dict[str, Any]]:
-    """The grid and the arguments that depend on lengths."""
-    aligned = is_aligned(*inputs[:3], grad_out)
-    grid = problem.batch * problem.kv_heads * tile.num_splits * triton.cdiv(problem.k_len, tile.block_n)
-    return grid, shared_sizes(problem, inputs, grad_out, aligned, UNIT if aligned else 1)
+def programs(problem: Problem, tile: Tile) -> int:
+    """How many programs there are; by batch, KV head, split and tile."""
+    return problem.batch * problem.kv_heads * tile.num_splits * cdiv(problem.k_len, tile.block_n)
 
 
 def bind_key(
@@ -328,13 +323,12 @@ def bind_key(
 
     With several splits they are `[splits, B, Tk, Hkv, D]`, a part of the sum each.
     """
-    grid, sizes = key_sizes(problem, inputs, tile, grad_out)
     return _kernel.bind(
-        grid,
+        programs(problem, tile),
         (*inputs, *before.samples, grad_out, *rows, dk, dv),
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         **shared_arguments(problem, inputs, tile, before, grad_out, rows),
-        **sizes,
+        **shared_sizes(problem, inputs, grad_out, is_aligned(*inputs[:3], grad_out)),
         dk_ptr=dk,
         dv_ptr=dv,
         kv_heads=problem.kv_heads,

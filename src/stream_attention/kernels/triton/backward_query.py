@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from ...tuning.triton import Tile
 from .arguments import (
     UNIT,
     WIDE,
+    cdiv,
     is_aligned,
     named,
     row_strides,
@@ -356,16 +356,8 @@ def _query_kernel(
             tl.store(d_sink_ptr + pid, -tl.sum(tl.exp2(sink - lse) * delta, 0))
 
 
-def query_sizes(
-    problem: Problem, inputs: Inputs, tile: Tile, out: Tensor, grad_out: Tensor
-) -> tuple[int, dict[str, Any]]:
-    """The grid and the arguments that depend on lengths."""
-    aligned = is_aligned(*inputs[:3], out, grad_out)
-    unit = UNIT if aligned else 1
-    return programs(problem, tile), {
-        **shared_sizes(problem, inputs, grad_out, aligned, unit),
-        **named("stride_ob stride_om stride_oh", row_strides(out, problem.packed, unit)),
-    }
+def out_strides(out: Tensor, packed: bool, unit: int) -> dict[str, Any]:
+    return named("stride_ob stride_om stride_oh", row_strides(out, packed, unit))
 
 
 def bind_query(
@@ -391,13 +383,14 @@ def bind_query(
 
     The LSE and its gradient, words and dq are contiguous.
     """
-    grid, sizes = query_sizes(problem, inputs, tile, out, grad_out)
+    aligned = is_aligned(*inputs[:3], out, grad_out)
     return _kernel.bind(
-        grid,
+        programs(problem, tile),
         (*inputs, *before.samples, out, lse, grad_out, grad_lse, *rows, dq, d_slopes, d_sink),
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         **shared_arguments(problem, inputs, tile, before, grad_out, rows),
-        **sizes,
+        **shared_sizes(problem, inputs, grad_out, aligned),
+        **out_strides(out, problem.packed, UNIT if aligned else 1),
         sink_ptr=inputs.sink,
         out_ptr=out,
         lse_ptr=lse,
@@ -416,7 +409,7 @@ def bind_query(
 
 def programs(problem: Problem, tile: Tile) -> int:
     """How many programs there are; by batch, head, split and tile."""
-    return problem.batch * problem.q_heads * tile.num_splits * triton.cdiv(problem.q_len, tile.block_m)
+    return problem.batch * problem.q_heads * tile.num_splits * cdiv(problem.q_len, tile.block_m)
 
 
 _kernel = Kernel(_query_kernel)

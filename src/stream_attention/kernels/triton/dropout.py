@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...gpu.launch import Kernel, jit
 from ...problem import Inputs, Problem
-from .arguments import sample
+from .arguments import cdiv, sample
 from .tiles import packed_rows
 
 BLOCK = 1024
@@ -85,7 +84,7 @@ def _prepare(
     words = sample((*lead, problem.q_heads, lines), torch.int32)
     shape = words.shape
     launch = _kernel.bind(
-        triton.cdiv(length, BLOCK) * problem.q_heads * problem.batch,
+        cdiv(length, BLOCK) * problem.q_heads * problem.batch,
         (seed, words, cu_seqlens),
         {"num_warps": 4},
         seed_ptr=seed,

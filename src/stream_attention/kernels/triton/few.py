@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ...gpu.launch import Launch
+from ...gpu.scratch import Outputs
 from ...problem import Forward, Inputs, Problem
 from ...tuning.decode import DecodeConfig, on_a_cache
-from .arguments import Outputs, sample
+from .arguments import sample
 from .decode import row_arguments, row_sizes, rows_kernel
 from .decode_call import DecodeCall, workspace_numbers
 from .decode_tiles import merge_kernel
@@ -22,7 +23,7 @@ from .decode_tiles import merge_kernel
 
 def prepare(problem: Problem, inputs: Inputs, config: DecodeConfig) -> Forward:
     """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs: `(out, lse)`."""
-    outputs = Outputs.of(problem, inputs.query)
+    outputs = Outputs.of(problem, inputs.query.shape[-3])
     call = _call(problem, inputs, config, outputs)
     launch = rows_kernel.bind_addresses(call.grid, call.options, **row_arguments(call, inputs.key, inputs.value))
     merge = None if call.workspace is None else call.bind_merge(merge_kernel)
@@ -59,12 +60,12 @@ class _Forward:
         """The same call on keys of another length; None where another kernel computes it."""
         if not isinstance(config, DecodeConfig):
             return None
-        outputs = Outputs.of(problem, inputs.query)
+        outputs = Outputs.of(problem, inputs.query.shape[-3])
         call = _call(problem, inputs, config, outputs)
         if call.options != self._options:
             return None
-        launch = self._launch.resized(call.grid, **row_sizes(call, inputs.key, inputs.value))
-        merge = None if self._merge is None else self._merge.resized(call.merge_grid, **call.merge_sizes())
+        launch = self._launch.resized(call.grid, row_sizes(call, inputs.key, inputs.value))
+        merge = None if self._merge is None else self._merge.resized(call.merge_grid, call.merge_sizes())
         if launch is None or (merge is None) != (call.workspace is None):
             return None
         return _Forward(outputs, call, launch, merge)

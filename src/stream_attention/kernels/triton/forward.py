@@ -21,12 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...gpu.launch import Kernel, Launch, jit
+from ...gpu.scratch import Outputs
 from ...problem import Forward, Inputs, Problem
 from ...tuning.triton import TritonConfig
 from .arguments import (
     UNIT,
     WIDE,
-    Outputs,
     access,
     access_unit,
     broadcast_strides,
@@ -320,43 +320,43 @@ def _forward_kernel(
 
 def prepare(problem: Problem, inputs: Inputs, config: TritonConfig) -> Forward:
     """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs: `(out, lse)`."""
-    outputs = Outputs.of(problem, inputs.query)
+    outputs = Outputs.of(problem, inputs.query.shape[-3])
     if 0 in (problem.batch, problem.q_len):
         return lambda inputs, with_lse: outputs.allocate(inputs.query)
     before, (out, lse) = Prepass.of(problem, inputs), outputs.samples()
     if config.num_splits > 1:
         return _prepare_split(problem, inputs, config, outputs, before)
-    return _Forward(config, outputs, before, bind_forward(problem, inputs, config, out, lse, before))
+    return _Forward(outputs, before, bind_forward(problem, inputs, config, out, lse, before))
 
 
 class _Forward:
     """One launch, whole rows."""
 
-    def __init__(self, config: TritonConfig, outputs: Outputs, before: Prepass, launch: Launch) -> None:
-        self._config, self._outputs, self._before, self._launch = config, outputs, before, launch
+    def __init__(self, outputs: Outputs, before: Prepass, launch: Launch) -> None:
+        self._outputs, self._before, self._launch = outputs, before, launch
         self._without_lse: Launch | None = None
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         outputs, launch, query = self._outputs, self._launch, inputs.query
         computed = self._before.run(inputs)
-        if with_lse or not launch.is_compiled or outputs.has_unwritten_rows:
+        if with_lse or not launch.is_compiled:
             out, lse = outputs.allocate(query, launch.is_compiled)
             launch(*inputs, *computed, out, lse)
             return out, lse
         if self._without_lse is None:
             self._without_lse = launch.replaced(write_lse=0)
-        out = query.new_empty(outputs.out_shape, dtype=outputs.out_dtype)
+        out = outputs.allocate_out(query, by_driver=True)
         self._without_lse(*inputs, *computed, out, 0)
         return out, None
 
     def resized(self, problem: Problem, inputs: Inputs, config: TritonConfig) -> Forward | None:
         """The same call on tensors of other lengths; None where another kernel computes it."""
-        if config != self._config or self._before.steps or problem.empty:
+        if self._before.steps or problem.empty:
             return None
-        outputs = Outputs.of(problem, inputs.query)
-        grid, sizes = _sizes(problem, inputs, config)
-        launch = self._launch.resized(grid, **sizes, **outputs.strides(problem.packed))
-        return None if launch is None else _Forward(config, outputs, self._before, launch)
+        outputs = Outputs.of(problem, inputs.query.shape[-3])
+        grid, sizes = _sizes(problem, inputs, config, aligned=True)
+        launch = self._launch.resized(grid, sizes | outputs.strides(problem.packed))
+        return None if launch is None else _Forward(outputs, self._before, launch)
 
 
 def _prepare_split(
@@ -378,12 +378,11 @@ def _prepare_split(
     return run
 
 
-def _sizes(problem: Problem, inputs: Inputs, config: TritonConfig) -> tuple[int, dict[str, Any]]:
+def _sizes(problem: Problem, inputs: Inputs, config: TritonConfig, aligned: bool) -> tuple[int, dict[str, Any]]:
     """The grid and the arguments that depend on lengths, but for strides of results."""
-    query, key, value = inputs[:3]
+    query, key, _ = inputs[:3]
     heads_per_tile = problem.group if config.pack_heads else 1
     tiles_m = -(-problem.q_len * heads_per_tile // config.block_m)
-    aligned = is_aligned(query, key, value)
     return tiles_m * config.num_splits * (problem.q_heads // heads_per_tile) * problem.batch, {
         **qkv_strides(inputs, problem.packed, UNIT if aligned else 1),
         "q_len": problem.q_len,
@@ -403,7 +402,7 @@ def bind_forward(
     query, key, value, mask, bias, slopes, sink, _, cu_q, cu_k = inputs
     seen, _, row_words, col_words = before.samples
     packed, is_split = problem.packed, config.num_splits > 1
-    grid, sizes = _sizes(problem, inputs, config)
+    grid, sizes = _sizes(problem, inputs, config, is_aligned(query, key, value))
     return _kernel.bind(
         grid,
         (*inputs, *before.samples, out, lse),

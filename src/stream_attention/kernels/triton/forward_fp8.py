@@ -28,10 +28,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...gpu.launch import Kernel, Launch, jit
+from ...gpu.scratch import Outputs
 from ...problem import UNBOUNDED, Problem
 from ...tuning.fp8 import TritonFp8Config
-from ..fp8_layout import BLOCK, QUERY_BLOCK, SHIFT, KeyCodes, QueryCodes, room_for_out
-from .arguments import FAR, sample, scale_of
+from ..fp8_layout import BLOCK, QUERY_BLOCK, SHIFT, KeyCodes, QueryCodes
+from .arguments import FAR, scale_of
 from .tiles import LN2, LOG2E, packed_rows
 
 ROWS = tl.constexpr(BLOCK)
@@ -205,8 +206,8 @@ def prepare_fp8(
     scales of queries and keys), cu_seqlens, and a tensor on their device, which returns out `[B, Tq, Hq, D]` and lse
     `[B, Hq, Tq]`; packed: `[Nq, Hq, D]` and `[Hq, Nq]`."""
     scale = scale_of(problem)
-    rows = queries.rows
-    out, lse = room_for_out(problem, rows, sample((), torch.float32))
+    outputs = Outputs.of(problem, queries.rows)
+    out, lse = outputs.samples()
     launch = _kernel.bind_addresses(
         -(-problem.q_len // config.block_m) * problem.q_heads * problem.batch,
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
@@ -243,7 +244,7 @@ def prepare_fp8(
 
     def run(*codes_and_ends: Any) -> tuple[Tensor, Tensor]:
         *given, like = codes_and_ends
-        out, lse = room_for_out(problem, rows, like, launch.is_compiled)
+        out, lse = outputs.allocate(like, launch.is_compiled)
         launch(*given, out, lse)
         return out, lse
 
@@ -260,7 +261,7 @@ def forward_fp8(
 ) -> tuple[Tensor, Tensor]:
     """What `prepare_fp8` prepares, at once."""
     if problem.empty:
-        return room_for_out(problem, queries.rows, queries.scales)
+        return Outputs.of(problem, queries.rows).allocate(queries.scales)
     ends = cu_seqlens_q, cu_seqlens_k
     codes = queries.query, keys.key, keys.value, queries.scales, keys.scales
     _, run = prepare_fp8(problem, queries, keys, *ends, config)

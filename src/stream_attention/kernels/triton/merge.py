@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...gpu.launch import Kernel, Launch, jit
+from .arguments import cdiv
 from .tiles import LN2, LOG2E, online_softmax_step
 
 
@@ -72,7 +73,7 @@ def bind_merge(
     block_dv = triton.next_power_of_2(value_dim)
     block_r = max(1, min(16, 1024 // block_dv))
     return _kernel.bind_addresses(
-        triton.cdiv(rows, block_r),
+        cdiv(rows, block_r),
         {"num_warps": 4},
         device,
         outs_ptr=outs,
@@ -146,7 +147,7 @@ def launch_fold(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) ->
     block_r = max(1, min(16, 2048 // block_dv))
     unit = 4 if out.stride(0) % 4 == 0 else 1  # of 16 bytes
     _fold.launch(
-        batch * triton.cdiv(q_len * heads, block_r),
+        batch * cdiv(q_len * heads, block_r),
         {"num_warps": 4},
         out_ptr=out,
         lse_ptr=lse,

@@ -24,7 +24,7 @@ from ...gpu.launch import Kernel, Launch, jit
 from ...problem import UNBOUNDED
 from ..fp8_layout import BLOCK, LARGEST, SMALLEST, KeyCodes, QueryCodes, blocks_of, room_for_keys, room_for_queries
 from . import interpreter
-from .arguments import FAR, UNIT, is_aligned, named, row_strides
+from .arguments import FAR, UNIT, cdiv, is_aligned, named, row_strides
 from .tiles import packed_rows
 
 WARPS = {64: 4, 128: 4, 256: 8}
@@ -352,7 +352,7 @@ def bind_quantize(
     packed, dim = cu_seqlens_q is not None, query.shape[-1]
     batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     (q_len, q_heads), (k_len, kv_heads) = query.shape[-3:-1], key.shape[-3:-1]
-    q_tiles, k_tiles = (triton.cdiv(n, BLOCK) for n in ((q_longest, k_longest) if packed else (q_len, k_len)))
+    q_tiles, k_tiles = (cdiv(n, BLOCK) for n in ((q_longest, k_longest) if packed else (q_len, k_len)))
     q_programs, k_programs = batch * q_tiles * q_heads, batch * k_tiles * kv_heads
     if q_programs + k_programs == 0:
         return None

@@ -30,7 +30,8 @@ class Rows(NamedTuple):
     @classmethod
     def samples(cls, problem: Problem, query: Tensor) -> Rows:
         """Both without memory, in the dims that `query` has."""
-        shape = (*query.shape[:-3], problem.q_heads, padded_rows(problem, query))
+        lead = () if problem.packed else (problem.batch,)
+        shape = *lead, problem.q_heads, padded_rows(problem, query)
         return cls(sample(shape, torch.float32), sample(shape, torch.float32))
 
 

@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...gpu.launch import Kernel, jit
-from ...gpu.scratch import filled
 from ...problem import UNBOUNDED, Inputs, Problem
-from .arguments import FAR, broadcast_strides, named, sample
+from .arguments import FAR, broadcast_strides, cdiv, named, sample
 
 BLOCK_M, BLOCK_N = 64, 128
 
@@ -114,9 +112,8 @@ def _prepare(
     by_batch, mask, bias = _has(inputs, 0), inputs.mask, inputs.bias
     batch, rows = (problem.batch if by_batch else 1), (problem.q_len if with_rows else 1)
     flags = sample((batch, heads, problem.k_len if of_keys else rows), torch.int8)
-    shape = flags.shape
     launch = _kernel.bind(
-        triton.cdiv(problem.k_len, BLOCK_N) * triton.cdiv(rows, BLOCK_M) * heads * batch,
+        cdiv(problem.k_len, BLOCK_N) * cdiv(rows, BLOCK_M) * heads * batch,
         (mask, bias, flags),
         {"num_warps": 4},
         mask_ptr=mask,
@@ -146,9 +143,9 @@ def _prepare(
     )
 
     def run(inputs: Inputs) -> Tensor:
-        flags = filled(inputs.query, shape, torch.int8, 0.0, launch.is_compiled)
-        launch(inputs.mask, inputs.bias, flags)
-        return flags
+        made = flags.filled(inputs.query, 0.0, launch.is_compiled)
+        launch(inputs.mask, inputs.bias, made)
+        return made
 
     return flags, run
 

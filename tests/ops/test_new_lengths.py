@@ -1,0 +1,153 @@
+"""Calls of lengths never seen are made from a template: what reaches the driver is what a call prepared anew sends it.
+
+No GPU is needed: `pretend_gpu` takes the road of a Hopper GPU up to the driver, and keeps the parameters of launches.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter has no driver; run without TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+from stream_attention import attention, varlen_attention
+from stream_attention.gpu import driver
+from stream_attention.ops import launch_cache, varlen
+from stream_attention_tools.testing.pretend_gpu import Launched, pretend_gpu
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def offsets_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; random memory is no list of offsets."""
+    monkeypatch.setattr(varlen, "longest", lambda name, offsets, rows, given: min(given, rows))
+
+
+def empty(*shape: int, grad: bool = False) -> Tensor:
+    return torch.empty(shape, dtype=BF16).requires_grad_(grad)
+
+
+def dense(
+    lengths: tuple[int, int], dims: tuple[int, ...] = (2, 8, 4, 64), by_head: bool = False, **options: Any
+) -> Any:
+    """`attention` of these lengths; `by_head`: tensors lie as [B, H, T, D]."""
+    batch, heads, kv_heads, dim = dims
+    grad = options.pop("grad", False)
+    q_len, k_len = lengths
+
+    def tensor(length: int, count: int) -> Tensor:
+        made = empty(batch, count, length, dim).transpose(1, 2) if by_head else empty(batch, length, count, dim)
+        return made.requires_grad_(grad)
+
+    query, key, value = tensor(q_len, heads), tensor(k_len, kv_heads), tensor(k_len, kv_heads)
+    out = attention(query, key, value, **options)
+    if grad:
+        torch.autograd.grad(out, (query, key, value), torch.empty_like(out))
+    return out
+
+
+def packed(lengths: tuple[int, int], dims: tuple[int, ...] = (3, 8, 4, 64), **options: Any) -> Any:
+    sequences, heads, kv_heads, dim = dims
+    grad, (q_len, k_len) = options.pop("grad", False), lengths
+    query, key, value = (
+        empty(sequences * length - 1, count, dim, grad=grad)
+        for length, count in ((q_len, heads), (k_len, kv_heads), (k_len, kv_heads))
+    )
+    offsets = torch.zeros(sequences + 1, dtype=torch.int32)
+    ends = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": q_len, "max_seqlen_k": k_len}
+    out = varlen_attention(query, key, value, **ends, **options)
+    if grad:
+        torch.autograd.grad(out, (query, key, value), torch.empty_like(out))
+    return out
+
+
+SLOPES, SINK = torch.ones(8), torch.ones(8)
+SHORT, LONG = (1, 300), (1500, 3000)
+CALLS: dict[str, tuple[Callable[..., Any], tuple[int, int], dict[str, Any]]] = {
+    "plain, Triton": (dense, SHORT, {}),
+    "causal, Triton": (dense, SHORT, {"causal": True}),
+    "causal with gradients, Triton": (dense, SHORT, {"causal": True, "grad": True}),
+    "plain, Hopper": (dense, LONG, {}),
+    "causal, Hopper": (dense, LONG, {"causal": True}),
+    "causal with gradients, Hopper": (dense, LONG, {"causal": True, "grad": True}),
+    "D 128 with gradients": (dense, LONG, {"dims": (1, 8, 8, 128), "causal": True, "grad": True}),
+    "D 256 with gradients": (dense, LONG, {"dims": (1, 8, 8, 256), "grad": True}),
+    "a window": (dense, LONG, {"window": (500, 20), "grad": True}),
+    "deterministic": (dense, LONG, {"deterministic": True, "grad": True}),
+    "slopes, sink and softcap": (dense, LONG, {"alibi_slopes": SLOPES, "sink": SINK, "softcap": 9.0, "causal": True}),
+    "slopes, sink and softcap, Triton": (dense, SHORT, {"alibi_slopes": SLOPES, "sink": SINK, "softcap": 9.0}),
+    "heads before rows": (dense, LONG, {"by_head": True, "causal": True, "grad": True}),
+    "heads before rows, Triton": (dense, SHORT, {"by_head": True, "causal": True, "grad": True}),
+    "one batch entry": (dense, SHORT, {"dims": (1, 8, 4, 64), "causal": True, "grad": True}),
+    "few queries": (lambda lengths, **options: dense((1 + lengths[0] % 4, 300 + lengths[1])), SHORT, {}),
+    "few causal queries": (lambda lengths, **options: dense((3, 300 + lengths[1]), causal=True), LONG, {}),
+    "packed, Triton": (packed, SHORT, {"causal": True}),
+    "packed with gradients, Triton": (packed, SHORT, {"causal": True, "grad": True}),
+    "packed, Hopper": (packed, LONG, {"causal": True}),
+    "packed with gradients, Hopper": (packed, LONG, {"causal": True, "grad": True}),
+    "packed, a window, D 128": (packed, LONG, {"window": (300, 0), "dims": (3, 8, 8, 128), "grad": True}),
+    "with the LSE": (dense, LONG, {"return_lse": True}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_resized_call_launches_what_a_fresh_one_does(name: str) -> None:
+    call, (low, high), options = CALLS[name]
+    draw = random.Random(name)
+    with pretend_gpu() as launches:
+
+        def launched(lengths: tuple[int, int]) -> list[Launched]:
+            launches.clear()
+            call(lengths, **options)
+            return launches[:]
+
+        drawn = [(draw.randint(low, high), draw.randint(low, high)) for _ in range(15)]
+        resized = [launched(lengths) for lengths in drawn][3:]  # of which the first ones are prepared, as templates
+        for lengths, made in zip(drawn[3:], resized, strict=True):
+            launch_cache.clear()
+            fresh = launched(lengths)
+            assert [one.kernel for one in made] == [one.kernel for one in fresh] != []
+            differ = [(one.kernel, one.grid) for one, other in zip(made, fresh, strict=True) if one != other]
+            assert not differ, (lengths, differ)
+
+
+@pytest.mark.parametrize("call", [dense, packed])
+def test_new_lengths_are_made_from_templates(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not prepared in full each time: that takes 20 times as long."""
+    with pretend_gpu():
+        for k_len in range(2000, 2100, 20):
+            call((1900, k_len), causal=True, grad=True)
+        monkeypatch.setattr(launch_cache, "prepare", None)
+        monkeypatch.setattr(launch_cache, "prepare_backward", None)
+        for k_len in range(2000, 2100, 7):
+            call((1901, k_len), causal=True, grad=True)
+
+
+def test_tensor_maps_are_written_where_the_driver_would_write_them() -> None:
+    with pretend_gpu():
+        for rank in (1, 2, 3, 4):
+            assert driver.map_words(rank) is not None
+
+
+def test_where_sizes_are_no_words_of_their_own_a_map_is_encoded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretend_gpu() as launches:
+        dense((1900, 2000))
+        launches.clear()
+        dense((1901, 2001))
+        written = launches[:]
+        launch_cache.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "map_words", lambda rank: None)
+            dense((1900, 2000))
+            launches.clear()
+            dense((1901, 2001))
+        assert launches == written
