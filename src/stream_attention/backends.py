@@ -25,7 +25,6 @@ from .tuning import eager as eager_tuning
 from .tuning import fp8 as fp8_tuning
 from .tuning import gluon as gluon_tuning
 from .tuning import triton as triton_tuning
-from .tuning.decode import DecodeProblem
 
 
 class Backend(NamedTuple):
@@ -90,11 +89,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dims(problem: Problem | DecodeProblem) -> str:
+def _dims(problem: Problem) -> str:
     return f"D={problem.head_dim}, Dv={problem.value_dim}"
 
 
-def _gluon_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], ...]:
+def _gluon_reasons(problem: Problem) -> tuple[tuple[bool, str], ...]:
     """What no Gluon kernel supports, each with whether it applies."""
     return (
         (problem.device.type != "cuda", f"requires a CUDA device; got {problem.device.type}"),
@@ -229,7 +228,7 @@ def triton_release() -> str:
     return ".".join(found.split(".")[:2])
 
 
-def _triton_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str], ...]:
+def _triton_reasons(problem: Problem) -> tuple[tuple[bool, str], ...]:
     """What no Triton kernel supports, each with whether it applies."""
     on_gpu, hint = problem.device.type == "cuda", _interpreter_hint(problem)
     return (
@@ -239,7 +238,7 @@ def _triton_reasons(problem: Problem | DecodeProblem) -> tuple[tuple[bool, str],
     )
 
 
-def _interpreter_hint(problem: Problem | DecodeProblem) -> str:
+def _interpreter_hint(problem: Problem) -> str:
     return " (for tests, set TRITON_INTERPRET=1 before importing Triton)" if problem.device.type == "cpu" else ""
 
 
@@ -261,7 +260,7 @@ def _triton_why_not(problem: Problem) -> tuple[str, ...]:
     return tuple(reason for applies, reason in reasons if applies)
 
 
-def _triton_why_named_only(problem: Problem | DecodeProblem) -> tuple[str, ...]:
+def _triton_why_named_only(problem: Problem) -> tuple[str, ...]:
     if problem.device.type == "cpu":
         return ('the Triton interpreter is for tests; to use it, pass backend="triton"',)
     return ()
@@ -350,12 +349,12 @@ COMPILED = ("gluon", "triton")
 class Decoder(NamedTuple):
     """A backend that reads caches. The second argument is the number of splits that was asked for, if any."""
 
-    why_not: Callable[[DecodeProblem, int | None], tuple[str, ...]]
-    why_named_only: Callable[[DecodeProblem], tuple[str, ...]]
-    configure: Callable[[DecodeProblem, int | None, bool], Any]
+    why_not: Callable[[Problem, int | None], tuple[str, ...]]
+    why_named_only: Callable[[Problem], tuple[str, ...]]
+    configure: Callable[[Problem, int | None, bool], Any]
 
 
-def _quantized_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
+def _quantized_why_not(problem: Problem) -> tuple[tuple[bool, str], ...]:
     """What Triton's kernel for quantised caches does not support, each with whether it applies."""
     coding = problem.coding
     if coding is None:
@@ -388,7 +387,7 @@ def _quantized_why_not(problem: DecodeProblem) -> tuple[tuple[bool, str], ...]:
     )
 
 
-def _gluon_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tuple[str, ...]:
+def _gluon_decode_why_not(problem: Problem, num_splits: int | None) -> tuple[str, ...]:
     if not HAS_TRITON:
         return ("Triton is not installed",)
     coding, dims = problem.coding, (problem.head_dim, problem.value_dim)
@@ -403,7 +402,10 @@ def _gluon_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tup
             f"supports only head dims of 64 and 128; got {_dims(problem)}",
         ),
         (num_splits == 1, "requires num_splits >= 2: the unquantised recent tokens have their own split"),
-        (problem.rows > 8, f"supports at most 8 queries per KV head (Tq * Hq / Hkv); got {problem.rows}"),
+        (
+            decode_tuning.rows(problem) > 8,
+            f"supports at most 8 queries per KV head (Tq * Hq / Hkv); got {decode_tuning.rows(problem)}",
+        ),
         (not coding.keys_per_channel or coding.values_per_channel, 'supports only keys="channel" with values="token"'),
         (coding.scale_dtype is not torch.float16, f"supports only float16 scales; got {_name(coding.scale_dtype)}"),
         (
@@ -418,25 +420,25 @@ def _gluon_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tup
             not coding.in_order or not coding.aligned,
             "requires quantised values and scales as quantize_kv returns them, in 16-byte aligned rows",
         ),
-        (problem.capacity >= 1 << 30, f"supports a capacity below 2**30 tokens; got {problem.capacity}"),
+        (problem.k_len >= 1 << 30, f"supports a capacity below 2**30 tokens; got {problem.k_len}"),
     )
     return tuple(reason for applies, reason in reasons if applies)
 
 
-def _triton_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tuple[str, ...]:
+def _triton_decode_why_not(problem: Problem, num_splits: int | None) -> tuple[str, ...]:
     if not HAS_TRITON:
         return ("Triton is not installed",)
     dims = (problem.head_dim, problem.value_dim)
     reasons = (
         *_triton_reasons(problem),
         (max(dims) > 256, f"supports head dims up to 256; got {_dims(problem)}"),
-        (problem.capacity >= 1 << 30, f"supports a capacity below 2**30 tokens; got {problem.capacity}"),
+        (problem.k_len >= 1 << 30, f"supports a capacity below 2**30 tokens; got {problem.k_len}"),
         *_quantized_why_not(problem),
     )
     return tuple(reason for applies, reason in reasons if applies)
 
 
-def _eager_decode_why_not(problem: DecodeProblem, num_splits: int | None) -> tuple[str, ...]:
+def _eager_decode_why_not(problem: Problem, num_splits: int | None) -> tuple[str, ...]:
     if num_splits is not None:
         return ("does not support num_splits: leave num_splits at None",)
     return ()

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 from .backends import AUTO, BACKENDS, BY_NAME, COMPILED, DECODERS, why_no_fp8_tile
 from .errors import UnsupportedProblem
 from .problem import Problem
-from .tuning.decode import DecodeProblem
 
 
 class Plan(NamedTuple):
     """Which backend computes a problem, how it is configured, and why each preferred one was passed over."""
 
-    problem: Any  # as the kernel computes it: a Problem, or a DecodeProblem
+    problem: Problem  # as the kernel computes it
     backend: str
     config: Any
     passed_over: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -28,7 +27,7 @@ class Plan(NamedTuple):
         forced = f" (forced: {', '.join(f'{name}={value}' for name, value in self.forced)})" if self.forced else ""
         if self.padded_from:
             padded = f"; head dims padded with zeros to {problem.head_dim} and {problem.value_dim}"
-            problem = problem._replace(head_dim=self.padded_from[0], value_dim=self.padded_from[1])
+            problem = problem.replace(head_dim=self.padded_from[0], value_dim=self.padded_from[1])
         lines = [f"{kind:8}  {problem}", f"backend   {self.backend}: {self.config}{forced}{padded}"]
         lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.passed_over]
         return "\n".join(lines)
@@ -62,7 +61,7 @@ def plan(problem: Problem, backend: str = AUTO) -> Plan:
         return _plan(problem, backend)
     if planned.padded_from:
         wide = planned.problem
-        problem = problem._replace(head_dim=wide.head_dim, value_dim=wide.value_dim, addressable=wide.addressable)
+        problem = problem.replace(head_dim=wide.head_dim, value_dim=wide.value_dim, addressable=wide.addressable)
     return planned._replace(problem=problem)
 
 
@@ -72,7 +71,7 @@ def _rounded(problem: Problem) -> Problem | None:
     if problem.partial or problem.device.type != "cuda" or not (q_more or k_more):
         return None
     shift = 0 if problem.packed else k_more - q_more
-    return problem._replace(
+    return problem.replace(
         q_len=problem.q_len + q_more,
         k_len=problem.k_len + k_more,
         q_start=problem.q_start + shift,
@@ -120,12 +119,12 @@ def _padded(problem: Problem, multiple: int) -> tuple[Problem, Problem, tuple[in
     if problem.fp8 or wide == dims:
         return problem, problem, None
     all_copied = wide[0] != dims[0] and wide[1] != dims[1]
-    asked = problem._replace(addressable=problem.addressable or all_copied)
-    return asked, asked._replace(head_dim=wide[0], value_dim=wide[1]), dims
+    asked = problem.replace(addressable=problem.addressable or all_copied)
+    return asked, asked.replace(head_dim=wide[0], value_dim=wide[1]), dims
 
 
 @lru_cache(maxsize=4096)
-def plan_decode(problem: DecodeProblem, num_splits: int | None, batch_invariant: bool, backend: str = AUTO) -> Plan:
+def plan_decode(problem: Problem, num_splits: int | None, batch_invariant: bool, backend: str = AUTO) -> Plan:
     """Plan a call on a cache on `backend`, or on the first that can.
 
     Raises `UnsupportedProblem` with the reasons if the backend that was named, or none, can do it.

@@ -14,11 +14,8 @@ from .. import plan as planning
 from .. import validate
 from ..cache_views import ContiguousKV, KVCache
 from ..cache_views.base import Cache
-from ..device import arch as device_arch
-from ..device import processors
 from ..plan import Plan, plan_decode
-from ..problem import UNBOUNDED
-from ..tuning.decode import DecodeProblem
+from ..problem import KV, UNBOUNDED, Operands, Positions, Problem, Scores, Shape, Window, hardware_of
 from ..validate import unexpected as refuse_unexpected
 from .prepare import no_autocast
 from .uncompiled import uncompiled
@@ -302,28 +299,29 @@ def _decode(
     """The ordinary way: check, plan, compute, and remember the call if it has facts."""
     validate.decoding(query, cache, tree_mask, alibi_slopes, sink, out)
     validate.options(causal, window, softcap, scale, 0.0, None, None, return_lse, query)
-    left, right = _sides(causal, window, tree_mask)
-    validate.lengths_and_pages(cache, query.shape[1], left, look)
-    problem = decode_problem(query, cache, left)
-    plan = _plan(problem, num_splits, batch_invariant, backend)
+    sides = _window(causal, window, tree_mask)
+    validate.lengths_and_pages(cache, query.shape[1], sides.left, look)
+    scores = _scores(query, scale, softcap, tree_mask, alibi_slopes, sink)
+    plan = _plan(decode_problem(query, cache, window=sides, scores=scores), num_splits, batch_invariant, backend)
     validate.workspace(workspace, query, _numbers(plan))
     slopes = alibi_slopes[None] if alibi_slopes is not None and alibi_slopes.dim() == 1 else alibi_slopes
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     lse: Tensor | None
     if plan.backend != "eager":
         validate.without_tangent(query, cache, slopes, sink)
-        asked = tree_mask, slopes, sink, left, right, scale, float(softcap)
+        asked = tree_mask, slopes, sink, *sides, scores.scale, scores.softcap
         result, lse = _launch(plan, query, cache, asked, out, return_lse, workspace, facts)
     else:
-        from ..kernels.eager_decode import Scores, Seen, decode
+        from ..kernels.eager_decode import Scores as ScoresOf
+        from ..kernels.eager_decode import Seen, decode
 
         lengths = cache.lengths
         if lengths is None:
             lengths = torch.full((cache.batch,), cache.capacity, dtype=torch.int32, device=query.device)
         lengths = lengths.clamp(max=cache.capacity)
-        seen = Seen(lengths, None if left == UNBOUNDED else left, None if right == UNBOUNDED else right, tree_mask)
+        left, right = (None if side == UNBOUNDED else side for side in sides)
         with no_autocast(query.device.type):
-            result, lse = decode(query, cache, seen, Scores(scale, float(softcap), slopes, sink), batch_invariant)
+            how = ScoresOf(scores.scale, scores.softcap, slopes, sink)
+            result, lse = decode(query, cache, Seen(lengths, left, right, tree_mask), how, batch_invariant)
         lse = lse if return_lse else None
         if out is not None:
             result = out.copy_(result)
@@ -385,8 +383,7 @@ def decode_workspace(
     tensor([])
     """
     validate.decoding(query, cache, None, None, None, None)
-    problem = decode_problem(query, cache, UNBOUNDED)
-    plan = _plan(problem, num_splits, batch_invariant, backend)
+    plan = _plan(decode_problem(query, cache), num_splits, batch_invariant, backend)
     return query.new_empty(_numbers(plan), dtype=torch.float32)
 
 
@@ -413,44 +410,55 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
     validate.decoding(query, cache, given["tree_mask"], given["alibi_slopes"], given["sink"], given["out"])
     causal, window, softcap, scale = (given[name] for name in ("causal", "window", "softcap", "scale"))
     validate.options(causal, window, softcap, scale, 0.0, None, None, given["return_lse"], query)
-    left, _ = _sides(causal, window, given["tree_mask"])
+    sides = _window(causal, window, given["tree_mask"])
     _refuse_gradients(query, cache, given["alibi_slopes"], given["sink"])
-    validate.lengths_and_pages(cache, query.shape[1], left, given["validate"])
-    plan = _plan(decode_problem(query, cache, left), given["num_splits"], given["batch_invariant"], given["backend"])
+    validate.lengths_and_pages(cache, query.shape[1], sides.left, given["validate"])
+    scores = _scores(query, scale, softcap, given["tree_mask"], given["alibi_slopes"], given["sink"])
+    problem = decode_problem(query, cache, window=sides, scores=scores)
+    plan = _plan(problem, given["num_splits"], given["batch_invariant"], given["backend"])
     validate.workspace(given["workspace"], query, _numbers(plan))
     print(plan)
     return plan
 
 
-def _sides(causal: bool, window: tuple[int, int] | None, tree_mask: Tensor | None) -> tuple[int, int]:
+def _window(causal: bool, window: tuple[int, int] | None, tree_mask: Tensor | None) -> Window:
     left, right = window or (UNBOUNDED, UNBOUNDED)
     if causal and tree_mask is None:
         right = 0 if right == UNBOUNDED else min(right, 0)
-    return left, right
+    return Window(left, right)
 
 
-def decode_problem(query: Tensor, cache: KVCache, left: int) -> DecodeProblem:
-    """What a call whose queries see `left` keys before them has to compute."""
-    batch, q_len, q_heads, head_dim = query.shape
-    device, capacity = query.device, cache.capacity
-    return DecodeProblem(
-        batch,
-        q_len,
-        q_heads,
-        cache.kv_heads,
-        head_dim,
-        cache.value_dim,
-        capacity,
-        capacity if left == UNBOUNDED else min(capacity, left + q_len),
-        query.dtype,
-        cache.coding,
-        cache.page_size,
-        device,
-        device_arch(device),
-        processors(device),
+def _scores(
+    query: Tensor,
+    scale: float | None,
+    softcap: float,
+    tree_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+) -> Scores:
+    return Scores(
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        softcap=float(softcap),
+        mask=tree_mask is not None,
+        alibi=alibi_slopes is not None,
+        sink=sink is not None,
     )
 
 
-def _plan(problem: DecodeProblem, num_splits: int | None, batch_invariant: bool, backend: str) -> Plan:
+def decode_problem(query: Tensor, cache: KVCache, **asked: Any) -> Problem:
+    """What a call on a cache has to compute; `asked` are the window and the scores of its problem."""
+    batch, q_len, q_heads, head_dim = query.shape
+    capacity = cache.capacity
+    return Problem(
+        Shape(batch, q_len, q_heads, cache.kv_heads, head_dim, cache.value_dim),
+        KV("cache", capacity, cache.page_size, cache.coding),
+        Operands(query.dtype),
+        hardware_of(query.device),
+        positions=Positions(capacity - q_len, q_base=capacity - q_len),  # of a row that is full
+        **asked,
+    )
+
+
+def _plan(problem: Problem, num_splits: int | None, batch_invariant: bool, backend: str) -> Plan:
     validate.splits(num_splits, batch_invariant)
     return plan_decode(problem, num_splits, batch_invariant, planning.requested(backend))

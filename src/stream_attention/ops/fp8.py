@@ -273,7 +273,7 @@ def _prepare(planned: Plan, inputs: Inputs, rotate: bool) -> Callable[[Inputs], 
 
 def in_fp8(problem: Problem) -> Problem:
     """The same call computed from codes, which lie as kernels read them, however its tensors do."""
-    return problem._replace(fp8=True, addressable=True)
+    return problem.replace(fp8=True, addressable=True)
 
 
 def make_codes(planned: Plan, inputs: Inputs, rotate: bool) -> tuple[QueryCodes, KeyCodes]:

@@ -300,9 +300,9 @@ class PreparedCall:
         if not self.can_resize or grad_lse is not None or not is_aligned:
             planned, tensors = plan_backward(self.arguments(inputs), grad_lse, wanted)
             return prepare_backward(planned, tensors, out, lse, grad_out, grad_lse, wanted)
-        problem = self._planned.problem._replace(backward=True, row_grad=wanted.alibi_slopes or wanted.sink)
+        problem = self._planned.problem.replace(backward=True, row_grad=wanted.alibi_slopes or wanted.sink)
         if problem.dtype is torch.float32:
-            problem = problem._replace(tf32=torch.backends.cuda.matmul.allow_tf32)
+            problem = problem.replace(tf32=torch.backends.cuda.matmul.allow_tf32)
         planned, tensors = plan(problem, self._options[-1]), inputs
         if planned.padded_from:
             return prepare_backward(planned, tensors, out, lse, grad_out, grad_lse, wanted)

@@ -75,7 +75,7 @@ def plan_backward(arguments: tuple[Any, ...], grad_lse: Tensor | None, wanted: W
     """The plan of the backward of an op with these arguments."""
     problem, inputs, backend = problem_of(arguments)
     row_grad = wanted.alibi_slopes or wanted.sink
-    return plan(problem._replace(backward=True, lse_grad=grad_lse is not None, row_grad=row_grad), backend), inputs
+    return plan(problem.replace(backward=True, lse_grad=grad_lse is not None, row_grad=row_grad), backend), inputs
 
 
 def prepare_backward(

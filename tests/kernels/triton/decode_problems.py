@@ -28,7 +28,6 @@ from stream_attention.cache_views.quantized import FORMATS, quantized_lengths, w
 from stream_attention.kernels import reference
 from stream_attention.kernels.offline import Form, launching_for
 from stream_attention.ops.decode import decode_problem
-from stream_attention.problem import UNBOUNDED
 from stream_attention_tools.testing import Case, poisoned_memory
 from stream_attention_tools.testing.inputs import Layout, _laid_out, _tile_laid_out
 from stream_attention_tools.testing.tolerance import (
@@ -510,7 +509,7 @@ def with_plain_codes(template: DecodeCase, rng: Random) -> DecodeCase:
 def why_not(case: DecodeCase, backend: str) -> tuple[str, ...]:
     """Why a backend cannot do a case, in its own sentences; empty if it can."""
     query, cache, _ = make(case)
-    return DECODERS[backend].why_not(decode_problem(query, cache, UNBOUNDED), case.num_splits)
+    return DECODERS[backend].why_not(decode_problem(query, cache), case.num_splits)
 
 
 def random_template(rng: Random, device: str = "cpu", dims: tuple[int, ...] = DIMS, max_rows: int = 16) -> DecodeCase:

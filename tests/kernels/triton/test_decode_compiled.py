@@ -23,7 +23,8 @@ from stream_attention.cache_views.codes import Coding
 from stream_attention.kernels.triton.decode import decode
 from stream_attention.kernels.triton.decode_call import workspace_numbers
 from stream_attention.ops.decode import decode_problem
-from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeConfig, DecodeProblem, configure
+from stream_attention.problem import KV, Hardware, Operands, Problem, Shape, Window
+from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeConfig, configure
 from stream_attention_tools.testing.offline import compiling_for, disassemble, report
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -31,16 +32,14 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 PROCESSORS = {80: 108, 86: 84, 90: 132, 120: 170}
 
 
-def gpu(problem: DecodeProblem, arch: int = 90) -> DecodeProblem:
-    return problem._replace(device=torch.device("cuda"), arch=arch, processors=PROCESSORS[arch])
+def gpu(problem: Problem, arch: int = 90) -> Problem:
+    return problem.replace(device=torch.device("cuda"), arch=arch, processors=PROCESSORS[arch])
 
 
-def problem(batch: int, keys: int, heads: tuple[int, int] = (32, 8), dim: int = 128, **facts: Any) -> DecodeProblem:
+def problem(batch: int, keys: int, heads: tuple[int, int] = (32, 8), dim: int = 128, **facts: Any) -> Problem:
     """One query per row, bf16, on a Hopper."""
-    stated = DecodeProblem(
-        batch, 1, *heads, dim, dim, keys, keys, BF16, None, 0, torch.device("cuda"), 90, PROCESSORS[90]
-    )
-    return stated._replace(**facts)
+    h200 = Hardware(torch.device("cuda"), 90, PROCESSORS[90])
+    return Problem(Shape(batch, 1, *heads, dim, dim), KV("cache", keys), Operands(BF16), h200).replace(**facts)
 
 
 # Plans
@@ -59,7 +58,7 @@ def problem(batch: int, keys: int, heads: tuple[int, int] = (32, 8), dim: int = 
     ],
     ids=str,
 )
-def test_splits_fill_the_gpu_and_no_more(stated: DecodeProblem, splits: int) -> None:
+def test_splits_fill_the_gpu_and_no_more(stated: Problem, splits: int) -> None:
     config = configure(stated, None, False)
     assert config.num_splits == splits and not config.split_keys
 
@@ -72,8 +71,8 @@ def test_a_batch_invariant_plan_does_not_know_the_batch() -> None:
 
 
 def test_a_window_needs_no_more_splits_than_it_has_keys() -> None:
-    assert configure(problem(1, 131072, span=100), None, False).num_splits == 1
-    assert configure(problem(1, 131072, span=5000), None, True).num_splits == 3
+    assert configure(problem(1, 131072, left=99), None, False).num_splits == 1
+    assert configure(problem(1, 131072, left=4999), None, True).num_splits == 3
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
@@ -107,7 +106,7 @@ def test_a_workspace_has_room_for_any_window() -> None:
                     whole = problem(batch, keys, heads, dim)
                     needs = [
                         workspace_numbers(one, configure(one, None, False))
-                        for one in (whole._replace(span=span), whole)
+                        for one in (whole.replace(left=span - 1), whole)
                     ]
                     assert needs[0] <= needs[1], (whole, span)
 
@@ -144,7 +143,7 @@ class Compiled(NamedTuple):
     def kernels(self) -> tuple[DecodeConfig, list[Any]]:
         """The kernel that computes and the one that merges."""
         query, cache = torch.zeros(2, self.q_len, self.heads[0], self.dim, dtype=self.dtype), self.cache()
-        stated = gpu(decode_problem(query, cache, 100 if self.modified else -1), self.arch)
+        stated = gpu(decode_problem(query, cache, window=Window(100 if self.modified else -1)), self.arch)
         config = self.config or configure(stated, None, False)._replace(num_splits=3)
         tree = torch.ones(2, self.q_len, self.q_len, dtype=torch.bool) if self.modified else None
         per_head = torch.zeros(1, self.heads[0]) if self.modified else None

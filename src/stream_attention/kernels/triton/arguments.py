@@ -19,7 +19,6 @@ from torch import Tensor
 from ...gpu.scratch import Sample, filled
 from ...problem import UNBOUNDED, Inputs, Problem
 from ...state import EMPTY
-from ...tuning.decode import DecodeProblem
 from ...tuning.triton import Tile
 
 UNIT = 8
@@ -157,7 +156,7 @@ def precision(problem: Problem) -> str:
     return "tf32x3" if max(problem.head_dim, problem.value_dim) <= 128 else "ieee"
 
 
-def tanh(problem: Problem | DecodeProblem) -> str:
+def tanh(problem: Problem) -> str:
     """Which tanh of tiles.py the dtype deserves."""
     if problem.dtype is torch.float32:
         return "exact"

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ...cache_views import ContiguousKV, KVCache, PagedKV, QuantizedKV
 from ...gpu.launch import Kernel, Launch, jit
-from ...problem import Inputs
-from ...tuning.decode import DecodeConfig, DecodeProblem
+from ...problem import Inputs, Problem
+from ...tuning.decode import DecodeConfig
 from .arguments import UNIT, is_aligned, qkv_strides, tile_width
 from .decode_call import DecodeCall, side_by_side, workspace_numbers
 from .decode_codes import codes_arguments, codes_kernel
@@ -199,7 +199,7 @@ def _decode_kernel(
 
 
 def decode(
-    problem: DecodeProblem,
+    problem: Problem,
     config: DecodeConfig,
     query: Tensor,
     cache: KVCache,
