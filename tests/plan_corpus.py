@@ -18,10 +18,12 @@ from unittest.mock import patch
 
 import torch
 
-from stream_attention import ContiguousKV, PagedKV, backends
+from stream_attention import ContiguousKV, PagedKV
+from stream_attention.backends import installed
 from stream_attention.ops.decode import decode_problem
 from stream_attention.ops.explain import problems_of_call
-from stream_attention.plan import Plan, forget_plans, plan, plan_decode
+from stream_attention.plan import Plan, forget_plans, plan
+from stream_attention.problem import Request
 
 FILE = Path(__file__).with_name("plans.json")
 RELEASE = "3.6"
@@ -108,12 +110,12 @@ def decode_plans() -> Iterator[tuple[str, str]]:
                 for invariant in (False, True):
                     call = f"{device} decode b{batch} q{q_len} k{keys} h{heads}/{kv_heads} d{dim} {kind}"
                     call += " invariant" if invariant else ""
-                    yield call, _shown(plan_decode(problem, None, invariant))
+                    yield call, _shown(plan(problem, Request(batch_invariant=invariant)))
 
 
 def plans() -> dict[str, list[str]]:
     """The calls of every plan, as if Triton `RELEASE` were installed."""
-    with patch.object(backends, "triton_release", lambda: RELEASE), patch.object(backends, "HAS_TRITON", True):
+    with patch.object(installed, "triton_release", lambda: RELEASE), patch.object(installed, "HAS_TRITON", True):
         forget_plans()
         try:
             found: dict[str, list[str]] = {}

@@ -22,9 +22,9 @@ from stream_attention import (
     force_backend,
     quantize_kv,
 )
-from stream_attention.backends import AUTO, BACKENDS, BY_NAME, DECODERS, HOPPER_TRITON, triton_release
+from stream_attention.backends import AUTO, BACKENDS, BY_NAME, HOPPER_TRITON, triton_release
 from stream_attention.ops.decode import decode_problem
-from stream_attention.plan import plan, plan_decode, requested, spell
+from stream_attention.plan import parse, plan, requested, spell
 from stream_attention.problem import (
     KV,
     UNBOUNDED,
@@ -33,6 +33,7 @@ from stream_attention.problem import (
     Operands,
     Positions,
     Problem,
+    Request,
     Scores,
     Shape,
     state_problem,
@@ -314,8 +315,8 @@ def test_so_it_is_for_caches(planned_with: PlannedWith, release: str | None, rea
     cache = quantize_kv(ContiguousKV(*torch.zeros(2, 2, 1024, 8, 128, dtype=torch.float16)), "int4")
     stated = decode_problem(torch.zeros(2, 1, 32, 128, dtype=torch.float16), cache)
     stated = stated.replace(device=torch.device("cuda"), arch=90, processors=132)
-    planned = plan_decode(stated, None, False)
-    assert DECODERS["gluon"].why_not(stated, None) == reasons
+    planned = plan(stated)
+    assert BY_NAME["gluon"].why_not(stated) == reasons
     assert planned.backend == ("eager" if release is None else "triton" if reasons else "gluon")
     assert planned.passed_over[:1] == ((("gluon", reasons),) if reasons else ())
 
@@ -677,6 +678,27 @@ def test_an_unknown_backend_is_refused_with_the_names_there_are(use: Any) -> Non
     assert requested(AUTO) == AUTO
 
 
+def test_calls_on_a_cache_are_planned_by_the_same_list() -> None:
+    pytest.importorskip("triton")
+    stated = on_h200(layout="cache", q_len=1, k_len=8192)
+    planned = plan(stated)
+    assert planned.backend == "triton" and isinstance(planned.config, DecodeConfig)
+    assert planned.passed_over == (("gluon", ("supports only quantised caches",)),)
+    assert plan(stated, Request("triton", num_splits=5)).config.num_splits == 5
+    assert plan(stated, Request(batch_invariant=True)).config.split_keys > 0
+    assert plan(stated, "eager").config == plan(stated, Request("eager")).config
+
+
+@pytest.mark.parametrize("asked", ["reference", "triton(block_m=64)"])
+def test_what_does_not_decode_says_who_does(asked: str) -> None:
+    pytest.importorskip("triton")
+    words = (
+        f"backend {asked!r} does not support decoding from a KV cache; pass one of 'auto', 'gluon', 'triton', 'eager'"
+    )
+    with pytest.raises(UnsupportedProblem, match=re.escape(words)):
+        plan(on_h200(layout="cache", q_len=1), asked)
+
+
 # Forcing a configuration
 
 
@@ -710,10 +732,17 @@ def test_a_forced_tile_that_cannot_run_raises_the_reasons_of_its_backend() -> No
         attention(*qkv(), backend="triton(block_m=64)")
 
 
+def test_the_old_keyword_of_plan_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="use plan"):
+        assert plan(problem(batch=3), backend="eager") == plan(problem(batch=3), Request("eager"))
+
+
 def test_spelling_and_reading_are_inverse() -> None:
     assert spell("eager") == "eager"
     spelt = spell("triton", block_m=64, block_n=32, num_warps=8, num_stages=3)
     assert spelt == "triton(block_m=64, block_n=32, num_warps=8, num_stages=3)"
+    forced = (("block_m", 64), ("block_n", 32), ("num_warps", 8), ("num_stages", 3))
+    assert parse(spelt) == Request("triton", forced) and parse("auto") == Request()
     with force_backend(spelt):
         assert requested(AUTO) == spelt
 

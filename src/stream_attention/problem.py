@@ -1,7 +1,8 @@
 """The facts of one attention call, and the tensors it works on.
 
-`Problem` is everything a plan may depend on and nothing else: a hashable value, so plans are cached by it.
-`Inputs` are the tensors, already in the form kernels read. A kernel is a function of (problem, inputs, config).
+`Problem` is everything that a plan may depend on but for the `Request`, what the caller asks for: hashable values, so
+plans are cached by them. `Inputs` are the tensors, already in the form kernels read. A kernel is a function of
+(problem, inputs, config).
 
 Legend used everywhere: B batch, Tq/Tk lengths, Hq/Hkv heads, D/Dv head dims.
 """
@@ -21,6 +22,9 @@ from .device import arch, processors
 
 if TYPE_CHECKING:
     from .cache_views.codes import Coding
+
+AUTO = "auto"
+"""The backend of a call that names none."""
 
 UNBOUNDED = -1
 """A window side that hides nothing."""
@@ -280,6 +284,15 @@ class Problem(_Parts):
             f"{self.kv.layout} {sizes} Tk={self.k_len} {dims} on {self.device} "
             f"scale={self.scale:g} {' '.join(filter(None, features))}"
         ).rstrip()
+
+
+class Request(NamedTuple):
+    """What a caller asks for, beside the problem."""
+
+    backend: str = AUTO
+    forced: tuple[tuple[str, int], ...] = ()  # fields of a forward's configuration, of a backend that is named
+    num_splits: int | None = None  # parts that the keys of a cache are computed in
+    batch_invariant: bool = False  # of a call on a cache: a row has the same bits in any batch
 
 
 def hardware_of(device: torch.device) -> Hardware:

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..cache_views import ContiguousKV, KVCache
+from ..problem import UNBOUNDED, Problem
 from ..state import EMPTY, add_sink, logsumexp
-from ..tuning.decode import EAGER_KEYS, widened_keys
+from ..tuning.decode import EAGER_KEYS, EagerDecodeConfig, widened_keys
 from .torch_cpu import forward_op
 
 Tile = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -46,8 +47,28 @@ class Scores(NamedTuple):
 
 
 def decode(
-    query: Tensor, cache: KVCache, seen: Seen, scores: Scores, row_by_row: bool = False
-) -> tuple[Tensor, Tensor]:
+    problem: Problem,
+    config: EagerDecodeConfig,
+    query: Tensor,
+    cache: KVCache,
+    tree: Tensor | None,
+    slopes: Tensor | None,
+    sink: Tensor | None,
+    out: Tensor | None,
+    return_lse: bool,
+    workspace: Tensor | None,
+) -> tuple[Tensor, Tensor | None, None]:
+    """As kernels/triton/decode.py; lse is fp64 for fp64. A workspace is not used."""
+    lengths = cache.lengths
+    if lengths is None:
+        lengths = torch.full((cache.batch,), cache.capacity, dtype=torch.int32, device=query.device)
+    left, right = (None if side == UNBOUNDED else side for side in problem.window)
+    seen = Seen(lengths.clamp(max=cache.capacity), left, right, tree)
+    result, lse = _compute(query, cache, seen, Scores(problem.scale, problem.softcap, slopes, sink), config.row_by_row)
+    return result if out is None else out.copy_(result), lse if return_lse else None, None
+
+
+def _compute(query: Tensor, cache: KVCache, seen: Seen, scores: Scores, row_by_row: bool) -> tuple[Tensor, Tensor]:
     """out `[B, Tq, Hq, Dv]` in the query's dtype and lse `[B, Hq, Tq]`, fp32 (fp64 for fp64)."""
     if isinstance(cache, ContiguousKV) and _op_can(query, cache, scores):
         state = _decode_by_op(query, cache, seen, scores)

@@ -12,10 +12,13 @@ from torch.autograd import forward_ad
 
 from .. import plan as planning
 from .. import validate
+from ..backends import BY_NAME
 from ..cache_views import ContiguousKV, KVCache
 from ..cache_views.base import Cache
-from ..plan import Plan, plan_decode
+from ..plan import Plan, parse, requested
+from ..plan import plan as make_plan
 from ..problem import KV, UNBOUNDED, Operands, Positions, Problem, Scores, Shape, Window, hardware_of
+from ..tuning.decode import workspace_numbers
 from ..validate import unexpected as refuse_unexpected
 from .prepare import no_autocast
 from .uncompiled import uncompiled
@@ -303,64 +306,29 @@ def _decode(
     validate.lengths_and_pages(cache, query.shape[1], sides.left, look)
     scores = _scores(query, scale, softcap, tree_mask, alibi_slopes, sink)
     plan = _plan(decode_problem(query, cache, window=sides, scores=scores), num_splits, batch_invariant, backend)
-    validate.workspace(workspace, query, _numbers(plan))
+    validate.workspace(workspace, query, workspace_numbers(plan.problem, plan.config))
     slopes = alibi_slopes[None] if alibi_slopes is not None and alibi_slopes.dim() == 1 else alibi_slopes
-    lse: Tensor | None
-    if plan.backend != "eager":
+    chosen = BY_NAME[plan.backend]
+    call = query, cache, tree_mask, slopes, sink, out, return_lse, workspace
+    if chosen.compiles:
         validate.without_tangent(query, cache, slopes, sink)
-        asked = tree_mask, slopes, sink, *sides, scores.scale, scores.softcap
-        result, lse = _launch(plan, query, cache, asked, out, return_lse, workspace, facts)
+        result, lse = _launch(plan, call, facts)
     else:
-        from ..kernels.eager_decode import Scores as ScoresOf
-        from ..kernels.eager_decode import Seen, decode
-
-        lengths = cache.lengths
-        if lengths is None:
-            lengths = torch.full((cache.batch,), cache.capacity, dtype=torch.int32, device=query.device)
-        lengths = lengths.clamp(max=cache.capacity)
-        left, right = (None if side == UNBOUNDED else side for side in sides)
         with no_autocast(query.device.type):
-            how = ScoresOf(scores.scale, scores.softcap, slopes, sink)
-            result, lse = decode(query, cache, Seen(lengths, left, right, tree_mask), how, batch_invariant)
-        lse = lse if return_lse else None
-        if out is not None:
-            result = out.copy_(result)
+            result, lse, _ = chosen.decode(plan.problem, plan.config, *call)
     return result if lse is None else (result, lse)
 
 
 @uncompiled("launches of kernels are not traced")
-def _launch(
-    plan: Plan,
-    query: Tensor,
-    cache: KVCache,
-    asked: tuple[Tensor | None, Tensor | None, Tensor | None, int, int, float, float],
-    out: Tensor | None,
-    return_lse: bool,
-    workspace: Tensor | None,
-    facts: Hashable | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute by the Triton or Gluon kernels, and remember the call if it has facts."""
-    decode: Callable[..., tuple[Tensor, Tensor | None, Any]]
-    if plan.backend == "gluon":
-        from ..kernels.gluon.decode_codes import decode
-    else:
-        from ..kernels.triton.decode import decode
-
+def _launch(plan: Plan, call: tuple[Any, ...], facts: Hashable | None) -> tuple[Tensor, Tensor | None]:
+    """Compute by kernels that are launched, and remember the call if it has facts."""
+    _, cache, *_, out, _, _ = call
     if out is not None:
         torch.autograd.graph.increment_version(out)
-    result, lse, repeat = decode(plan.problem, plan.config, query, cache, *asked, out, return_lse, workspace)
+    result, lse, repeat = BY_NAME[plan.backend].decode(plan.problem, plan.config, *call)
     if facts is not None and repeat is not None:
-        _remember(cache, facts, repeat, result, lse, _numbers(plan))
+        _remember(cache, facts, repeat, result, lse, workspace_numbers(plan.problem, plan.config))
     return result, lse
-
-
-def _numbers(plan: Plan) -> int:
-    """How many numbers the workspace of a planned call has."""
-    if plan.backend == "eager":
-        return 0
-    from ..kernels.triton.decode_call import workspace_numbers
-
-    return workspace_numbers(plan.problem, plan.config)
 
 
 def decode_workspace(
@@ -384,7 +352,7 @@ def decode_workspace(
     """
     validate.decoding(query, cache, None, None, None, None)
     plan = _plan(decode_problem(query, cache), num_splits, batch_invariant, backend)
-    return query.new_empty(_numbers(plan), dtype=torch.float32)
+    return query.new_empty(workspace_numbers(plan.problem, plan.config), dtype=torch.float32)
 
 
 def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
@@ -416,7 +384,7 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
     scores = _scores(query, scale, softcap, given["tree_mask"], given["alibi_slopes"], given["sink"])
     problem = decode_problem(query, cache, window=sides, scores=scores)
     plan = _plan(problem, given["num_splits"], given["batch_invariant"], given["backend"])
-    validate.workspace(given["workspace"], query, _numbers(plan))
+    validate.workspace(given["workspace"], query, workspace_numbers(plan.problem, plan.config))
     print(plan)
     return plan
 
@@ -461,4 +429,5 @@ def decode_problem(query: Tensor, cache: KVCache, **asked: Any) -> Problem:
 
 def _plan(problem: Problem, num_splits: int | None, batch_invariant: bool, backend: str) -> Plan:
     validate.splits(num_splits, batch_invariant)
-    return plan_decode(problem, num_splits, batch_invariant, planning.requested(backend))
+    request = parse(requested(backend))
+    return make_plan(problem, request._replace(num_splits=num_splits, batch_invariant=batch_invariant))

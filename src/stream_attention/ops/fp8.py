@@ -252,7 +252,7 @@ def _prepare(planned: Plan, inputs: Inputs, rotate: bool) -> Callable[[Inputs], 
     samples = rooms(query.to("meta"), key.to("meta"), cu_q, cu_k)
     tensors = query, key, value, *samples, cu_q, cu_k
     quantize = bind_quantize(*tensors, problem.q_len, problem.k_len, rotate, problem.left)
-    prepare_fp8 = BY_NAME[planned.backend].load_fp8().prepare_fp8
+    prepare_fp8 = BY_NAME[planned.backend].prepare_fp8
     launch, attend = prepare_fp8(problem, *samples, cu_q, cu_k, planned.config, query.device)
     scratch = Scratch.of(*(t for codes in samples for t in codes[:-1]))
 
@@ -300,7 +300,7 @@ def attend_to_codes(
     """`(out, lse)` of a planned call whose codes are there."""
     problem, offsets = planned.problem, (cu_seqlens_q, cu_seqlens_k)
     if planned.backend != "reference":
-        return BY_NAME[planned.backend].load_fp8().forward_fp8(problem, queries, keys, *offsets, planned.config)
+        return BY_NAME[planned.backend].forward_fp8(problem, queries, keys, *offsets, planned.config)
 
     from ..kernels import reference_fp8
     from ..kernels.fp8_layout import room_for_out

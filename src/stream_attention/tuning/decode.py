@@ -57,13 +57,20 @@ def tiles_r(problem: Problem) -> int:
     return -(-rows(problem) // block_r(problem))
 
 
-def configure_eager(problem: Problem, *_: object) -> str:
-    """How plain torch computes a call on a cache, in words."""
-    tiles = f"plain torch, tiles of {EAGER_KEYS} keys"
+class EagerDecodeConfig(NamedTuple):
+    """How plain torch computes a call on a cache."""
+
+    by_op: bool  # by torch's CPU flash op where it can
+    row_by_row: bool  # batch-invariant
+
+    def __str__(self) -> str:
+        tiles = f"plain torch, tiles of {EAGER_KEYS} keys"
+        return f"torch's CPU flash op over the keys of each row; with a softcap {tiles}" if self.by_op else tiles
+
+
+def configure_eager(problem: Problem, batch_invariant: bool) -> EagerDecodeConfig:
     by_op = problem.device.type == "cpu" and not problem.page and problem.coding is None
-    if not by_op or problem.head_dim != problem.value_dim:
-        return tiles
-    return f"torch's CPU flash op over the keys of each row; with a softcap {tiles}"
+    return EagerDecodeConfig(by_op and problem.head_dim == problem.value_dim, batch_invariant)
 
 
 FEWEST_KEYS = 256
@@ -100,6 +107,14 @@ class DecodeConfig(NamedTuple):
         if self.window_splits > 1:
             each += f", {self.window_splits} of them for the unquantised recent tokens"
         return f"blocks of {self.block_n} keys, {self.num_warps} warps, {self.num_stages} stages{splits}{each}"
+
+
+def workspace_numbers(problem: Problem, config: DecodeConfig | EagerDecodeConfig) -> int:
+    """fp32 numbers in the workspace of a call (decode_tiles.py); 0 where nothing is merged."""
+    if not isinstance(config, DecodeConfig) or config.num_splits == 1:
+        return 0
+    states = batch_heads(problem) * config.num_splits * rows(problem)
+    return -(-states // 4) * 4 + states * problem.value_dim
 
 
 class Tile(NamedTuple):

@@ -19,12 +19,11 @@ from gates import GATED_TRITON
 from sass_gate import SHARED_BYTES, as_file, differs, fingerprint, ran
 
 from stream_attention import ContiguousKV, PagedKV, QuantizedKV, quantize_kv
-from stream_attention.backends import DECODERS
+from stream_attention.backends import BY_NAME
 from stream_attention.kernels.gluon.decode_codes import decode
-from stream_attention.kernels.triton.decode_call import workspace_numbers
 from stream_attention.ops.decode import decode_problem
-from stream_attention.problem import Problem
-from stream_attention.tuning.decode import INVARIANT_KEYS, batch_heads, configure_gluon
+from stream_attention.problem import Problem, Request
+from stream_attention.tuning.decode import INVARIANT_KEYS, batch_heads, configure_gluon, workspace_numbers
 from stream_attention_tools.testing.offline import compiling_for, disassemble, report
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -107,8 +106,8 @@ def test_a_workspace_has_room_for_any_window() -> None:
 )
 def test_what_it_cannot_do_it_says(how: dict[str, Any], facts: dict[str, Any], word: str) -> None:
     problem = stated(cache_of("int4", **how)).replace(**facts)
-    assert any(word in reason for reason in DECODERS["gluon"].why_not(problem, None))
-    assert not DECODERS["gluon"].why_not(stated(cache_of("int4")), None)
+    assert any(word in reason for reason in BY_NAME["gluon"].why_not(problem))
+    assert not BY_NAME["gluon"].why_not(stated(cache_of("int4")))
 
 
 @pytest.mark.usefixtures("hopper_triton")
@@ -116,9 +115,9 @@ def test_codes_that_lie_otherwise_are_left_to_triton() -> None:
     cache = cache_of("int4")
     by_tokens = replace(cache, key=replace(cache.key, codes=cache.key.codes.contiguous()))
     assert cache.coding.aligned and not by_tokens.coding.aligned
-    (reason,) = DECODERS["gluon"].why_not(stated(by_tokens), None)
+    (reason,) = BY_NAME["gluon"].why_not(stated(by_tokens))
     assert "as quantize_kv returns them" in reason
-    (reason,) = DECODERS["gluon"].why_not(stated(cache), 1)
+    (reason,) = BY_NAME["gluon"].why_not(stated(cache), Request(num_splits=1))
     assert "num_splits >= 2" in reason
 
 
@@ -133,9 +132,10 @@ def compiled(cache: QuantizedKV, q_heads: int = 32, q_len: int = 1, everything: 
     slopes = torch.zeros(1, q_heads) if everything else None
     tree = torch.ones(cache.batch, q_len, q_len, dtype=torch.bool) if everything else None
     left, softcap = (100, 5.0) if everything else (-1, 0.0)
+    problem = problem.replace(left=left, right=0, scale=0.1, softcap=softcap)
     room = torch.zeros(workspace_numbers(problem, config))
     with compiling_for(90) as kernels:
-        decode(problem, config, query, cache, tree, slopes, None, left, 0, 0.1, softcap, None, True, room)
+        decode(problem, config, query, cache, tree, slopes, None, None, True, room)
     return kernels[0]
 
 

@@ -272,7 +272,7 @@ def launch_offline(call: Fp8Call, backend: str) -> None:
     queries = room_for_queries(query, blocks_of(query.shape[-3], batch, packed))
     keys = room_for_keys(key, blocks_of(key.shape[-3], batch, packed))
     row = BY_NAME[backend]
-    row.load_fp8().forward_fp8(problem, queries, keys, *cu, row.configure(problem))
+    row.forward_fp8(problem, queries, keys, *cu, row.configure(problem))
 
 
 def kernel_of(call: Fp8Call) -> tuple[Any, ...]:

@@ -17,14 +17,13 @@ from compile_gate import FULL, RELEASE, beyond, with_tables
 from sass_gate import as_file, differs, fingerprint, ran
 
 from stream_attention import ContiguousKV, PagedKV, quantize_kv
-from stream_attention.backends import DECODERS
+from stream_attention.backends import BY_NAME
 from stream_attention.cache_views import KVCache
 from stream_attention.cache_views.codes import Coding
 from stream_attention.kernels.triton.decode import decode
-from stream_attention.kernels.triton.decode_call import workspace_numbers
 from stream_attention.ops.decode import decode_problem
-from stream_attention.problem import KV, Hardware, Operands, Problem, Shape, Window
-from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeConfig, configure
+from stream_attention.problem import KV, Hardware, Operands, Problem, Scores, Shape, Window
+from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeConfig, configure, workspace_numbers
 from stream_attention_tools.testing.offline import compiling_for, disassemble, report
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -88,9 +87,9 @@ def test_what_is_in_flight_fits_into_shared_memory(arch: int, dim: int, page: in
 
 def test_fp8_is_left_to_plain_torch_where_no_instruction_converts_it() -> None:
     coding = Coding("fp8", 64, True, False, torch.float16, 192, True, True)
-    (reason,) = DECODERS["triton"].why_not(problem(1, 8192, coding=coding, arch=86), None)
+    (reason,) = BY_NAME["triton"].why_not(problem(1, 8192, coding=coding, arch=86))
     assert reason == "an fp8 cache requires compute capability 8.9 or newer; got 8.6"
-    assert DECODERS["triton"].why_not(problem(1, 8192, coding=coding), None) == ()
+    assert BY_NAME["triton"].why_not(problem(1, 8192, coding=coding)) == ()
 
 
 def test_more_splits_than_blocks_are_not_made() -> None:
@@ -143,14 +142,15 @@ class Compiled(NamedTuple):
     def kernels(self) -> tuple[DecodeConfig, list[Any]]:
         """The kernel that computes and the one that merges."""
         query, cache = torch.zeros(2, self.q_len, self.heads[0], self.dim, dtype=self.dtype), self.cache()
-        stated = gpu(decode_problem(query, cache, window=Window(100 if self.modified else -1)), self.arch)
+        window, scores = Window(100 if self.modified else -1, 0), Scores(0.1, 5.0 if self.modified else 0.0)
+        stated = gpu(decode_problem(query, cache, window=window, scores=scores), self.arch)
         config = self.config or configure(stated, None, False)._replace(num_splits=3)
         tree = torch.ones(2, self.q_len, self.q_len, dtype=torch.bool) if self.modified else None
         per_head = torch.zeros(1, self.heads[0]) if self.modified else None
-        asked = tree, per_head, None if per_head is None else per_head[0], 100 if self.modified else -1, 0, 0.1
+        asked = tree, per_head, None if per_head is None else per_head[0]
         room = torch.zeros(workspace_numbers(stated, config))
         with compiling_for(self.arch) as compiled:
-            decode(stated, config, query, cache, *asked, 5.0 if self.modified else 0.0, None, self.ragged, room)
+            decode(stated, config, query, cache, *asked, None, self.ragged, room)
         return config, compiled
 
 

@@ -10,7 +10,9 @@ from . import few, interpreter
 from . import forward as tiles
 from .backward import prepare_backward
 
-__all__ = ["prepare", "prepare_backward"]
+__all__ = ["forward_into", "prepare", "prepare_backward"]
+
+forward_into = None
 
 interpreter.fix()
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from ...cache_views import ContiguousKV, KVCache, PagedKV, QuantizedKV
 from ...gpu.launch import Kernel, Launch, jit
 from ...problem import Inputs, Problem
-from ...tuning.decode import DecodeConfig
+from ...tuning.decode import DecodeConfig, workspace_numbers
 from .arguments import UNIT, is_aligned, qkv_strides, tile_width
-from .decode_call import DecodeCall, side_by_side, workspace_numbers
+from .decode_call import DecodeCall, side_by_side
 from .decode_codes import codes_arguments, codes_kernel
 from .decode_tiles import (
     first_seen,
@@ -206,10 +206,6 @@ def decode(
     tree: Tensor | None,
     slopes: Tensor | None,
     sink: Tensor | None,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
     out: Tensor | None,
     return_lse: bool,
     workspace: Tensor | None,
@@ -233,7 +229,7 @@ def decode(
         workspace = None
     elif workspace is None:
         workspace = query.new_empty(workspace_numbers(problem, config), dtype=torch.float32)
-    asked = side_by_side(cache.lengths), tree, slopes, sink, left, right, scale, softcap
+    asked = side_by_side(cache.lengths), tree, slopes, sink, *problem.window, problem.scale, problem.softcap
     call = DecodeCall(problem, config, query, *asked, out, lse, workspace)
     kernel, arguments = (computed_by or kernel_of)(call, cache)
     launch = kernel.bind_addresses(call.grid, call.options, **arguments)

@@ -134,11 +134,3 @@ class DecodeCall(NamedTuple):
 def side_by_side(t: Tensor | None) -> Tensor | None:
     """A tensor whose last dim is contiguous: itself, if it is."""
     return t if t is None or t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
-
-
-def workspace_numbers(problem: Problem, config: DecodeConfig) -> int:
-    """fp32 numbers in the workspace of a call (decode_tiles.py); 0 where nothing is merged."""
-    if config.num_splits == 1:
-        return 0
-    states = batch_heads(problem) * config.num_splits * rows(problem)
-    return -(-states // 4) * 4 + states * problem.value_dim
