@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from .device import arch, processors
 
 if TYPE_CHECKING:
+    from .cache_views import KVCache
     from .cache_views.codes import Coding
 
 AUTO = "auto"
@@ -43,6 +44,19 @@ class Inputs(NamedTuple):
     seed: Tensor | None = None  # int64 [2] on the query's device: (seed, offset)
     cu_seqlens_q: Tensor | None = None  # int32 or int64 [B + 1], packed only
     cu_seqlens_k: Tensor | None = None
+
+
+class DecodeInputs(NamedTuple):
+    """The same of a call on a cache, with what its results are written to."""
+
+    query: Tensor  # [B, Tq, Hq, D]
+    cache: KVCache
+    tree: Tensor | None = None  # bool [B, Tq, Tq]
+    alibi_slopes: Tensor | None = None  # [B, Hq] or [1, Hq]
+    sink: Tensor | None = None  # [Hq]
+    out: Tensor | None = None  # [B, Tq, Hq, Dv]; None: a new one
+    return_lse: bool = False
+    workspace: Tensor | None = None  # of `workspace_numbers` in tuning/decode.py; None: a new one
 
 
 class Wanted(NamedTuple):
@@ -122,7 +136,6 @@ class Positions(NamedTuple):
     k_start: int = 0
     k_stride: int = 1
     q_base: int = 0
-    batch_start: int = 0  # index of batch entry 0 in the whole call, for dropout
 
 
 class Scores(NamedTuple):
@@ -135,6 +148,7 @@ class Scores(NamedTuple):
     alibi: bool = False
     sink: bool = False
     dropout_p: float = 0.0
+    batch_start: int = 0  # index of batch entry 0 in the whole call, for dropout
 
 
 class Direction(NamedTuple):
@@ -203,7 +217,6 @@ class Problem(_Parts):
     k_start: int = _read(lambda self: self.positions.k_start)
     k_stride: int = _read(lambda self: self.positions.k_stride)
     q_base: int = _read(lambda self: self.positions.q_base)
-    batch_start: int = _read(lambda self: self.positions.batch_start)
     scale: float = _read(lambda self: self.scores.scale)
     softcap: float = _read(lambda self: self.scores.softcap)
     mask: bool = _read(lambda self: self.scores.mask)
@@ -211,11 +224,15 @@ class Problem(_Parts):
     alibi: bool = _read(lambda self: self.scores.alibi)
     sink: bool = _read(lambda self: self.scores.sink)
     dropout_p: float = _read(lambda self: self.scores.dropout_p)
+    batch_start: int = _read(lambda self: self.scores.batch_start)
     backward: bool = _read(lambda self: self.direction.backward)
     lse_grad: bool = _read(lambda self: self.direction.lse_grad)
     row_grad: bool = _read(lambda self: self.direction.row_grad)
     partial: bool = _read(lambda self: self.direction.partial)
     deterministic: bool = _read(lambda self: self.direction.deterministic)
+    kind: str = _read(lambda self: "decode" if self.cached else "backward" if self.backward else "forward")
+    group: int = _read(lambda self: self.q_heads // max(self.kv_heads, 1))  # query heads per KV head
+    out_dtype: torch.dtype = _read(lambda self: self.state_dtype if self.partial else self.dtype)
 
     def replace(self, **facts: Any) -> Problem:
         """The same problem but for these facts: `problem.replace(q_len=1, arch=90)`."""
@@ -234,22 +251,9 @@ class Problem(_Parts):
         return self.replace(**facts)
 
     @property
-    def kind(self) -> str:
-        return "decode" if self.cached else "backward" if self.backward else "forward"
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.q_heads // max(self.kv_heads, 1)
-
-    @property
     def state_dtype(self) -> torch.dtype:
         """Dtype of the LSE, of partial outputs and of everything that is summed."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
-
-    @property
-    def out_dtype(self) -> torch.dtype:
-        return self.state_dtype if self.partial else self.dtype
 
     @property
     def last_position(self) -> int:
@@ -264,7 +268,7 @@ class Problem(_Parts):
 
     def __str__(self) -> str:
         sides, sizes = tuple(self.window), f"B={self.batch} Tq={self.q_len}"
-        dims = f"Hq={self.q_heads} Hkv={self.kv_heads} D={self.head_dim} Dv={self.value_dim} {_short(self.dtype)}"
+        dims = f"Hq={self.q_heads} Hkv={self.kv_heads} D={self.head_dim} Dv={self.value_dim} {dtype_name(self.dtype)}"
         if self.cached:
             kind = f"pages of {self.page}" if self.page else "contiguous"
             quantised = f"quantised to {self.coding.format}, " if self.coding else ""
@@ -272,7 +276,7 @@ class Problem(_Parts):
         features = [
             "causal" if sides == (UNBOUNDED, 0) else f"window={sides}" if sides != (UNBOUNDED, UNBOUNDED) else "",
             "mask" if self.mask else "",
-            f"bias={_short(self.bias)}" if self.bias else "",
+            f"bias={dtype_name(self.bias)}" if self.bias else "",
             "alibi" if self.alibi else "",
             "sink" if self.sink else "",
             f"softcap={self.softcap:g}" if self.softcap else "",
@@ -346,7 +350,7 @@ def _address(t: Tensor) -> int:
     return t.data_ptr()
 
 
-def _short(dtype: torch.dtype | None) -> str:
+def dtype_name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -357,7 +361,7 @@ def _window(q_len: int, k_len: int, positions: Positions, causal: bool, left: in
         right = 0 if right == UNBOUNDED else min(right, 0)
     if packed or not q_len or not k_len:
         return Window(left, right)
-    q_start, q_stride, k_start, k_stride = positions[:4]
+    q_start, q_stride, k_start, k_stride, _ = positions
     if right != UNBOUNDED and k_start + (k_len - 1) * k_stride <= q_start + right:
         right = UNBOUNDED
     if left != UNBOUNDED and k_start >= q_start + (q_len - 1) * q_stride - left:
@@ -371,17 +375,10 @@ def resized(problem: Problem, inputs: Inputs, q_len: int, k_len: int, causal: bo
     if not packed:
         q_len, k_len = inputs.query.shape[1], inputs.key.shape[1]
     positions = Positions(k_len - q_len, q_base=k_len - q_len)
-    batch, _, *sizes = problem.shape
-    return Problem(
-        Shape(batch, q_len, *sizes),
-        KV(problem.kv.layout, k_len),
-        problem.operands,
-        problem.hardware,
-        _window(q_len, k_len, positions, causal, left, right, packed),
-        positions,
-        problem.scores,
-        problem.direction,
-    )
+    window = _window(q_len, k_len, positions, causal, left, right, packed)
+    (batch, _, *sizes), (layout, *_), operands, hardware, _, _, scores, direction = problem
+    shape, kv = Shape(batch, q_len, *sizes), KV(layout, k_len)
+    return Problem(shape, kv, operands, hardware, window, positions, scores, direction)
 
 
 def state_problem(
@@ -407,16 +404,10 @@ def state_problem(
     if not packed:
         q_len, k_len = query.shape[1], inputs.key.shape[1]
     offset = k_len - q_len
-    positions = Positions(*(positions or (offset, 1, 0, 1, offset))[:5], batch_start)
+    positions = positions or Positions(offset, q_base=offset)
+    batch = inputs.cu_seqlens_q.shape[0] - 1 if inputs.cu_seqlens_q is not None else query.shape[0]
     return Problem(
-        Shape(
-            batch=inputs.cu_seqlens_q.shape[0] - 1 if inputs.cu_seqlens_q is not None else query.shape[0],
-            q_len=q_len,
-            q_heads=query.shape[-2],
-            kv_heads=inputs.key.shape[-2],
-            head_dim=query.shape[-1],
-            value_dim=value.shape[-1],
-        ),
+        Shape(batch, q_len, query.shape[-2], inputs.key.shape[-2], query.shape[-1], value.shape[-1]),
         KV("packed" if packed else "dense", k_len),
         Operands(
             query.dtype,
@@ -434,6 +425,7 @@ def state_problem(
             alibi=inputs.alibi_slopes is not None,
             sink=inputs.sink is not None,
             dropout_p=float(dropout_p),
+            batch_start=batch_start,
         ),
         Direction(partial=partial, deterministic=deterministic),
     )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from ..problem import AUTO
-from .base import Backend
+from .base import FP8_HEAD_DIMS, Backend
 from .eager import Eager
-from .fp8 import FP8_HEAD_DIMS
 from .hopper import Hopper
 from .installed import HOPPER_TRITON, SEE_INFO, interpreting, makes_fp8_codes, runs_triton, triton_release
 from .reference import Reference

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from ..problem import Problem, Request
+from ..problem import Problem, Request, dtype_name
 from ..tuning import decode as decode_tuning
 from ..tuning import fp8 as fp8_tuning
 from ..tuning import gluon as tuning
 from ..tuning.triton import few_queries
 from . import installed
-from .base import NO_TRITON, PLAIN, Backend, Reasons, dims_of, far_positions, large_cache, name_of, those_of
-from .fp8 import fp8_reasons
+from .base import PLAIN, Backend, Reasons, cache_reasons, dims_of, far_positions, fp8_reasons, load
 
 
 class Hopper(Backend):
@@ -24,15 +23,13 @@ class Hopper(Backend):
     compiles = True
     dim_multiple = 8
 
-    def why_not(self, problem: Problem, request: Request = PLAIN) -> tuple[str, ...]:
-        if not installed.HAS_TRITON:
-            return (NO_TRITON,)
+    def reasons(self, problem: Problem, request: Request) -> Reasons:
         if problem.cached:
-            return those_of(_decode_reasons(problem, request))
+            return _decode_reasons(problem, request)
         if problem.fp8:
             not_positive = (problem.scale <= 0, f"FP8 requires a scale above 0; got {problem.scale:g}")
-            return those_of((*_gpu_reasons(problem), *fp8_reasons(problem), not_positive))
-        return those_of(_reasons(problem))
+            return (*_gpu_reasons(problem), *fp8_reasons(problem), not_positive)
+        return _reasons(problem)
 
     def why_named_only(self, problem: Problem) -> tuple[str, ...]:
         if problem.fp8 or problem.cached:
@@ -49,6 +46,9 @@ class Hopper(Backend):
         if problem.cached:
             return decode_tuning.configure_gluon(problem, request.num_splits, request.batch_invariant)
         return fp8_tuning.configure_gluon(problem) if problem.fp8 else tuning.configure(problem)
+
+    def forward_into(self, *call: Any) -> bool:
+        return load(self.kernels).forward_into(*call)
 
 
 def _gpu_reasons(problem: Problem) -> Reasons:
@@ -86,7 +86,7 @@ def _reasons(problem: Problem) -> Reasons:
         ),
         (
             problem.dtype not in (torch.float16, torch.bfloat16),
-            f"supports only float16 and bfloat16; got {name_of(problem.dtype)}",
+            f"supports only float16 and bfloat16; got {dtype_name(problem.dtype)}",
         ),
         far_positions(problem),
         (
@@ -109,29 +109,17 @@ def _decode_reasons(problem: Problem, request: Request) -> Reasons:
     rows = decode_tuning.rows(problem)
     return (
         *_gpu_reasons(problem),
-        (problem.dtype.itemsize != 2, f"supports only float16 and bfloat16 caches; got {name_of(problem.dtype)}"),
-        (
-            any(dim not in (64, 128) for dim in dims),
-            f"supports only head dims of 64 and 128; got {dims_of(problem)}",
-        ),
-        (
-            request.num_splits == 1,
-            "requires num_splits >= 2: the unquantised recent tokens have their own split",
-        ),
+        (any(dim not in (64, 128) for dim in dims), f"supports only head dims of 64 and 128; got {dims_of(problem)}"),
+        (request.num_splits == 1, "requires num_splits >= 2: the unquantised recent tokens have their own split"),
         (rows > 8, f"supports at most 8 queries per KV head (Tq * Hq / Hkv); got {rows}"),
         (not coding.keys_per_channel or coding.values_per_channel, 'supports only keys="channel" with values="token"'),
-        (coding.scale_dtype is not torch.float16, f"supports only float16 scales; got {name_of(coding.scale_dtype)}"),
         (
             coding.group not in (32, 64, 128) or problem.value_dim // planes > coding.group,
             f"supports only groups of 32, 64 or 128, at least {problem.value_dim // planes}; got {coding.group}",
         ),
         (
-            problem.page % coding.group != 0,
-            f"requires pages of a multiple of {coding.group} tokens; got {problem.page}",
-        ),
-        (
             not coding.in_order or not coding.aligned,
             "requires quantised values and scales as quantize_kv returns them, in 16-byte aligned rows",
         ),
-        large_cache(problem),
+        *cache_reasons(problem),
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..problem import Problem, Request
-from .base import NO_DECODING, PLAIN, Backend, those_of
-from .fp8 import fp8_reasons
+from .base import NO_DECODING, PLAIN, Backend, Reasons, fp8_reasons
 
 
 class Reference(Backend):
@@ -12,12 +11,10 @@ class Reference(Backend):
 
     name = "reference"
 
-    def why_not(self, problem: Problem, request: Request = PLAIN) -> tuple[str, ...]:
-        if problem.cached:
-            return (NO_DECODING,)
+    def reasons(self, problem: Problem, request: Request) -> Reasons:
         if problem.fp8:
-            return those_of(fp8_reasons(problem))
-        return ("does not support partial results",) if problem.partial else ()
+            return fp8_reasons(problem)
+        return (problem.cached, NO_DECODING), (problem.partial, "does not support partial results")
 
     def why_named_only(self, problem: Problem) -> tuple[str, ...]:
         if problem.fp8:

@@ -11,19 +11,7 @@ from ..tuning import decode as decode_tuning
 from ..tuning import fp8 as fp8_tuning
 from ..tuning import triton as tuning
 from . import installed
-from .base import (
-    NO_DECODING,
-    NO_TRITON,
-    PLAIN,
-    Backend,
-    Reasons,
-    dims_of,
-    far_positions,
-    large_cache,
-    name_of,
-    those_of,
-)
-from .fp8 import fp8_reasons
+from .base import NO_DECODING, PLAIN, Backend, Reasons, cache_reasons, dims_of, far_positions, fp8_reasons
 
 
 class Triton(Backend):
@@ -35,14 +23,10 @@ class Triton(Backend):
     forceable = tuning.FORCEABLE
     dim_multiple = 8
 
-    def why_not(self, problem: Problem, request: Request = PLAIN) -> tuple[str, ...]:
-        if not installed.HAS_TRITON:
-            return (NO_TRITON,)
+    def reasons(self, problem: Problem, request: Request) -> Reasons:
         if problem.cached:
-            return (NO_DECODING,) if request.forced else those_of(_decode_reasons(problem))
-        if problem.fp8:
-            return those_of(_fp8_reasons(problem)) or those_of(_fp8_tile_reasons(request))
-        return those_of(_reasons(problem))
+            return ((True, NO_DECODING),) if request.forced else _decode_reasons(problem)
+        return _fp8_reasons(problem, request) if problem.fp8 else _reasons(problem)
 
     def why_named_only(self, problem: Problem) -> tuple[str, ...]:
         if problem.device.type == "cpu":
@@ -81,15 +65,15 @@ def _reasons(problem: Problem) -> Reasons:
     return (
         *_gpu_reasons(problem),
         far_positions(problem),
-        (
-            any(not 0 < dim <= 256 for dim in dims),
-            f"supports head dims from 1 to 256; got {dims_of(problem)}",
-        ),
+        (any(not 0 < dim <= 256 for dim in dims), f"supports head dims from 1 to 256; got {dims_of(problem)}"),
         (problem.q_heads == 0, "does not support inputs without heads"),
     )
 
 
-def _fp8_reasons(problem: Problem) -> Reasons:
+def _fp8_reasons(problem: Problem, request: Request) -> Reasons:
+    from ..kernels.fp8_layout import BLOCK
+
+    largest = max((size for field, size in request.forced if field in ("block_m", "block_n")), default=0)
     return (
         _on_device(problem),
         (
@@ -97,18 +81,8 @@ def _fp8_reasons(problem: Problem) -> Reasons:
             f"FP8 requires compute capability 8.9 or newer; got {problem.arch / 10}",
         ),
         *fp8_reasons(problem),
+        (largest > BLOCK, f"FP8 supports block_m and block_n up to {BLOCK}; got {largest}"),  # rows of a scale
     )
-
-
-def _fp8_tile_reasons(request: Request) -> Reasons:
-    """A tile is read with one scale, so it has at most the rows of one."""
-    if not request.forced:
-        return ()
-    from ..kernels.fp8_layout import BLOCK
-
-    forced = dict(request.forced)
-    largest = max(forced.get(side, 0) for side in ("block_m", "block_n"))
-    return ((largest > BLOCK, f"FP8 supports block_m and block_n up to {BLOCK}; got {largest}"),)
 
 
 def _decode_reasons(problem: Problem) -> Reasons:
@@ -116,7 +90,7 @@ def _decode_reasons(problem: Problem) -> Reasons:
     return (
         *_gpu_reasons(problem),
         (max(dims) > 256, f"supports head dims up to 256; got {dims_of(problem)}"),
-        large_cache(problem),
+        *cache_reasons(problem),
         *_quantised_reasons(problem),
     )
 
@@ -130,18 +104,12 @@ def _quantised_reasons(problem: Problem) -> Reasons:
     dims = (problem.value_dim,) if coding.keys_per_channel else (problem.head_dim, problem.value_dim)
     cut = sorted({dim // planes for dim in dims if dim > coding.group and coding.group % (dim // planes)})
     return (
-        (problem.dtype.itemsize != 2, f"supports only float16 and bfloat16 caches; got {name_of(problem.dtype)}"),
         (
             coding.format == "fp8" and problem.device.type == "cuda" and 0 < problem.arch < 89,
             f"an fp8 cache requires compute capability 8.9 or newer; got {problem.arch / 10}",
         ),
-        (coding.scale_dtype is not torch.float16, f"supports only float16 scales; got {name_of(coding.scale_dtype)}"),
         (coding.values_per_channel, 'supports only values="token"; got values="channel"'),
         (coding.group not in (16, 32, 64, 128), f"supports only groups of 16, 32, 64 or 128; got {coding.group}"),
-        (
-            problem.page % coding.group != 0,
-            f"requires pages of a multiple of {coding.group} tokens; got {problem.page}",
-        ),
         (
             bool(cut),
             f"per-token scales of {coding.format} require a group that is a multiple of {', '.join(map(str, cut))}, "

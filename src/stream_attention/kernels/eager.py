@@ -32,8 +32,6 @@ from . import torch_cpu, torch_cuda
 from .dropout import keep, line_words
 from .torch_cpu import any_of
 
-forward_into = None
-
 
 def prepare(problem: Problem, inputs: Inputs, config: EagerConfig) -> Forward:
     """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs."""

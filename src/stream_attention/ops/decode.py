@@ -17,7 +17,7 @@ from ..cache_views import ContiguousKV, KVCache
 from ..cache_views.base import Cache
 from ..plan import Plan, parse, requested
 from ..plan import plan as make_plan
-from ..problem import KV, UNBOUNDED, Operands, Positions, Problem, Scores, Shape, Window, hardware_of
+from ..problem import KV, UNBOUNDED, DecodeInputs, Operands, Positions, Problem, Scores, Shape, Window, hardware_of
 from ..tuning.decode import workspace_numbers
 from ..validate import unexpected as refuse_unexpected
 from .prepare import no_autocast
@@ -126,10 +126,12 @@ def decode_attention(
                 return known(query, addresses, out, workspace)
     _refuse_gradients(query, cache, alibi_slopes, sink)
     with torch.no_grad():  # as a decorator it takes 10 us more
-        return _decode(
+        plan = _planned(
             query, cache, causal, window, tree_mask, alibi_slopes, sink, softcap, scale,
-            num_splits, batch_invariant, return_lse, out, workspace, validate, backend, facts,
+            num_splits, batch_invariant, return_lse, out, workspace, validate, backend,
         )  # fmt: skip
+        slopes = alibi_slopes[None] if alibi_slopes is not None and alibi_slopes.dim() == 1 else alibi_slopes
+        return _decode(plan, DecodeInputs(query, cache, tree_mask, slopes, sink, out, return_lse, workspace), facts)
 
 
 def _refuse_gradients(query: Any, cache: Any, alibi_slopes: Any, sink: Any) -> None:
@@ -280,7 +282,7 @@ def _keep(calls: dict[Hashable, Compute], facts: Hashable, compute: Compute) -> 
     calls[facts] = compute
 
 
-def _decode(
+def _planned(
     query: Tensor,
     cache: KVCache,
     causal: bool,
@@ -297,37 +299,48 @@ def _decode(
     workspace: Tensor | None,
     look: bool | None,
     backend: str,
-    facts: Hashable | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The ordinary way: check, plan, compute, and remember the call if it has facts."""
+) -> Plan:
+    """Check a call, state its problem and plan it."""
     validate.decoding(query, cache, tree_mask, alibi_slopes, sink, out)
     validate.options(causal, window, softcap, scale, 0.0, None, None, return_lse, query)
-    sides = _window(causal, window, tree_mask)
-    validate.lengths_and_pages(cache, query.shape[1], sides.left, look)
-    scores = _scores(query, scale, softcap, tree_mask, alibi_slopes, sink)
-    plan = _plan(decode_problem(query, cache, window=sides, scores=scores), num_splits, batch_invariant, backend)
+    left, right = window or (UNBOUNDED, UNBOUNDED)
+    if causal and tree_mask is None:
+        right = 0 if right == UNBOUNDED else min(right, 0)
+    validate.lengths_and_pages(cache, query.shape[1], left, look)
+    scores = Scores(
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        softcap=float(softcap),
+        mask=tree_mask is not None,
+        alibi=alibi_slopes is not None,
+        sink=sink is not None,
+    )
+    plan = _plan(
+        decode_problem(query, cache, window=Window(left, right), scores=scores), num_splits, batch_invariant, backend
+    )
     validate.workspace(workspace, query, workspace_numbers(plan.problem, plan.config))
-    slopes = alibi_slopes[None] if alibi_slopes is not None and alibi_slopes.dim() == 1 else alibi_slopes
-    chosen = BY_NAME[plan.backend]
-    call = query, cache, tree_mask, slopes, sink, out, return_lse, workspace
-    if chosen.compiles:
-        validate.without_tangent(query, cache, slopes, sink)
-        result, lse = _launch(plan, call, facts)
+    return plan
+
+
+def _decode(plan: Plan, inputs: DecodeInputs, facts: Hashable | None) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute a planned call, and remember it if it has facts."""
+    backend = BY_NAME[plan.backend]
+    if backend.compiles:
+        validate.without_tangent(inputs.query, inputs.cache, inputs.alibi_slopes, inputs.sink)
+        result, lse = _launch(plan, inputs, facts)
     else:
-        with no_autocast(query.device.type):
-            result, lse, _ = chosen.decode(plan.problem, plan.config, *call)
+        with no_autocast(inputs.query.device.type):
+            result, lse, _ = backend.decode(plan.problem, inputs, plan.config)
     return result if lse is None else (result, lse)
 
 
 @uncompiled("launches of kernels are not traced")
-def _launch(plan: Plan, call: tuple[Any, ...], facts: Hashable | None) -> tuple[Tensor, Tensor | None]:
+def _launch(plan: Plan, inputs: DecodeInputs, facts: Hashable | None) -> tuple[Tensor, Tensor | None]:
     """Compute by kernels that are launched, and remember the call if it has facts."""
-    _, cache, *_, out, _, _ = call
-    if out is not None:
-        torch.autograd.graph.increment_version(out)
-    result, lse, repeat = BY_NAME[plan.backend].decode(plan.problem, plan.config, *call)
+    if inputs.out is not None:
+        torch.autograd.graph.increment_version(inputs.out)
+    result, lse, repeat = BY_NAME[plan.backend].decode(plan.problem, inputs, plan.config)
     if facts is not None and repeat is not None:
-        _remember(cache, facts, repeat, result, lse, workspace_numbers(plan.problem, plan.config))
+        _remember(inputs.cache, facts, repeat, result, lse, workspace_numbers(plan.problem, plan.config))
     return result, lse
 
 
@@ -374,43 +387,11 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
             refuse_unexpected(decode_attention, (), sorted(unknown))
         raise TypeError(f"decode_attention() {error}") from None
     bound.apply_defaults()
-    given = bound.arguments
-    validate.decoding(query, cache, given["tree_mask"], given["alibi_slopes"], given["sink"], given["out"])
-    causal, window, softcap, scale = (given[name] for name in ("causal", "window", "softcap", "scale"))
-    validate.options(causal, window, softcap, scale, 0.0, None, None, given["return_lse"], query)
-    sides = _window(causal, window, given["tree_mask"])
-    _refuse_gradients(query, cache, given["alibi_slopes"], given["sink"])
-    validate.lengths_and_pages(cache, query.shape[1], sides.left, given["validate"])
-    scores = _scores(query, scale, softcap, given["tree_mask"], given["alibi_slopes"], given["sink"])
-    problem = decode_problem(query, cache, window=sides, scores=scores)
-    plan = _plan(problem, given["num_splits"], given["batch_invariant"], given["backend"])
-    validate.workspace(given["workspace"], query, workspace_numbers(plan.problem, plan.config))
+    given = [value for name, value in bound.arguments.items() if name not in ("unexpected", "foreign")]
+    _refuse_gradients(query, cache, bound.arguments["alibi_slopes"], bound.arguments["sink"])
+    plan = _planned(*given)
     print(plan)
     return plan
-
-
-def _window(causal: bool, window: tuple[int, int] | None, tree_mask: Tensor | None) -> Window:
-    left, right = window or (UNBOUNDED, UNBOUNDED)
-    if causal and tree_mask is None:
-        right = 0 if right == UNBOUNDED else min(right, 0)
-    return Window(left, right)
-
-
-def _scores(
-    query: Tensor,
-    scale: float | None,
-    softcap: float,
-    tree_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-) -> Scores:
-    return Scores(
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        softcap=float(softcap),
-        mask=tree_mask is not None,
-        alibi=alibi_slopes is not None,
-        sink=sink is not None,
-    )
 
 
 def decode_problem(query: Tensor, cache: KVCache, **asked: Any) -> Problem:

@@ -158,12 +158,7 @@ WINDOW_KEYS = 64
 
 
 def _configure(
-    problem: Problem,
-    num_splits: int | None,
-    batch_invariant: bool,
-    tile: Tile,
-    splits_of: SplitsOf,
-    window_splits: int,
+    problem: Problem, num_splits: int | None, batch_invariant: bool, tile: Tile, splits_of: SplitsOf, window_splits: int
 ) -> DecodeConfig:
     config = DecodeConfig(*tile[:3], window_splits=window_splits)
     blocks = max(1, -(-span(problem) // tile.block_n))

@@ -22,7 +22,7 @@ from stream_attention import ContiguousKV, PagedKV, QuantizedKV, quantize_kv
 from stream_attention.backends import BY_NAME
 from stream_attention.kernels.gluon.decode_codes import decode
 from stream_attention.ops.decode import decode_problem
-from stream_attention.problem import Problem, Request
+from stream_attention.problem import DecodeInputs, Problem, Request
 from stream_attention.tuning.decode import INVARIANT_KEYS, batch_heads, configure_gluon, workspace_numbers
 from stream_attention_tools.testing.offline import compiling_for, disassemble, report
 
@@ -135,7 +135,7 @@ def compiled(cache: QuantizedKV, q_heads: int = 32, q_len: int = 1, everything: 
     problem = problem.replace(left=left, right=0, scale=0.1, softcap=softcap)
     room = torch.zeros(workspace_numbers(problem, config))
     with compiling_for(90) as kernels:
-        decode(problem, config, query, cache, tree, slopes, None, None, True, room)
+        decode(problem, DecodeInputs(query, cache, tree, slopes, None, None, True, room), config)
     return kernels[0]
 
 

@@ -10,9 +10,7 @@ from . import few, interpreter
 from . import forward as tiles
 from .backward import prepare_backward
 
-__all__ = ["forward_into", "prepare", "prepare_backward"]
-
-forward_into = None
+__all__ = ["prepare", "prepare_backward"]
 
 interpreter.fix()
 

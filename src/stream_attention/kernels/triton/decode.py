@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...cache_views import ContiguousKV, KVCache, PagedKV, QuantizedKV
 from ...gpu.launch import Kernel, Launch, jit
-from ...problem import Inputs, Problem
+from ...problem import DecodeInputs, Inputs, Problem
 from ...tuning.decode import DecodeConfig, workspace_numbers
 from .arguments import UNIT, is_aligned, qkv_strides, tile_width
 from .decode_call import DecodeCall, side_by_side
@@ -199,21 +199,11 @@ def _decode_kernel(
 
 
 def decode(
-    problem: Problem,
-    config: DecodeConfig,
-    query: Tensor,
-    cache: KVCache,
-    tree: Tensor | None,
-    slopes: Tensor | None,
-    sink: Tensor | None,
-    out: Tensor | None,
-    return_lse: bool,
-    workspace: Tensor | None,
-    *,
-    computed_by: KernelOf | None = None,
+    problem: Problem, inputs: DecodeInputs, config: DecodeConfig, *, computed_by: KernelOf | None = None
 ) -> tuple[Tensor, Tensor | None, Repeat | None]:
     """out `[B, Tq, Hq, Dv]` in the query's dtype; lse `[B, Hq, Tq]`, fp32, if wanted; and the call as a function, if it
     can be made again at once."""
+    query, cache, tree, slopes, sink, out, return_lse, workspace = inputs
     batch, q_len, q_heads, _ = query.shape
     tree, slopes, sink = (side_by_side(t) for t in (tree, slopes, sink))
     query = query.resolve_neg()
