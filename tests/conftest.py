@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent / "kernels"))
 from gates import unchanged
 from tests.interpreter import quicken
 
-from stream_attention import backends, device
+from stream_attention import device
+from stream_attention.backends import installed
 from stream_attention.plan import forget_plans
 
 try:
@@ -107,8 +108,8 @@ def planned_with() -> Iterator[Callable[[str | None], None]]:
     with pytest.MonkeyPatch.context() as patch:
 
         def with_release(release: str | None) -> None:
-            patch.setattr(backends, "triton_release", lambda: release)
-            patch.setattr(backends, "HAS_TRITON", release is not None)
+            patch.setattr(installed, "triton_release", lambda: release)
+            patch.setattr(installed, "HAS_TRITON", release is not None)
             forget_plans()
 
         yield with_release
@@ -118,7 +119,7 @@ def planned_with() -> Iterator[Callable[[str | None], None]]:
 @pytest.fixture
 def hopper_triton(planned_with: Callable[[str | None], None]) -> None:
     """Calls are planned for a Triton release that the Hopper kernels are enabled for, whatever is installed."""
-    planned_with(backends.HOPPER_TRITON[0])
+    planned_with(installed.HOPPER_TRITON[0])
 
 
 @pytest.fixture

@@ -18,11 +18,12 @@ from unittest.mock import patch
 
 import torch
 
-from stream_attention import ContiguousKV, PagedKV, backends
+from stream_attention import ContiguousKV, PagedKV
+from stream_attention.backends import installed
 from stream_attention.ops.decode import decode_problem
 from stream_attention.ops.explain import problems_of_call
-from stream_attention.plan import Plan, forget_plans, plan, plan_decode
-from stream_attention.problem import UNBOUNDED
+from stream_attention.plan import Plan, forget_plans, plan
+from stream_attention.problem import Request
 
 FILE = Path(__file__).with_name("plans.json")
 RELEASE = "3.6"
@@ -88,7 +89,7 @@ def attention_plans() -> Iterator[tuple[str, str]]:
             where = torch.device("cpu" if device == "cpu" else "cuda")
             for direction, problem in zip(("forward", "backward"), problems, strict=True):
                 call = f"{device} {direction} {shape} d{dim}/{value_dim} {str(dtype)[6:]} {name}"
-                yield call, _shown(plan(problem._replace(device=where, arch=arch, processors=processors)))
+                yield call, _shown(plan(problem.replace(device=where, arch=arch, processors=processors)))
 
 
 def decode_plans() -> Iterator[tuple[str, str]]:
@@ -102,19 +103,19 @@ def decode_plans() -> Iterator[tuple[str, str]]:
         table = torch.empty(batch, keys // 16, dtype=torch.int32, device="meta")
         lengths = torch.empty(batch, dtype=torch.int32, device="meta")
         for kind, cache in (("rows", rows), ("pages", PagedKV(*pages, table, lengths))):
-            stated = decode_problem(query, cache, UNBOUNDED)
+            stated = decode_problem(query, cache)
             for device, (arch, processors) in DEVICES.items():
                 where = torch.device("cpu" if device == "cpu" else "cuda")
-                problem = stated._replace(device=where, arch=arch, processors=processors)
+                problem = stated.replace(device=where, arch=arch, processors=processors)
                 for invariant in (False, True):
                     call = f"{device} decode b{batch} q{q_len} k{keys} h{heads}/{kv_heads} d{dim} {kind}"
                     call += " invariant" if invariant else ""
-                    yield call, _shown(plan_decode(problem, None, invariant))
+                    yield call, _shown(plan(problem, Request(batch_invariant=invariant)))
 
 
 def plans() -> dict[str, list[str]]:
     """The calls of every plan, as if Triton `RELEASE` were installed."""
-    with patch.object(backends, "triton_release", lambda: RELEASE), patch.object(backends, "HAS_TRITON", True):
+    with patch.object(installed, "triton_release", lambda: RELEASE), patch.object(installed, "HAS_TRITON", True):
         forget_plans()
         try:
             found: dict[str, list[str]] = {}

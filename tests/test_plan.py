@@ -22,10 +22,22 @@ from stream_attention import (
     force_backend,
     quantize_kv,
 )
-from stream_attention.backends import AUTO, BACKENDS, BY_NAME, DECODERS, HOPPER_TRITON, triton_release
+from stream_attention.backends import AUTO, BACKENDS, BY_NAME, HOPPER_TRITON, triton_release
 from stream_attention.ops.decode import decode_problem
-from stream_attention.plan import plan, plan_decode, requested, spell
-from stream_attention.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
+from stream_attention.plan import parse, plan, requested, spell
+from stream_attention.problem import (
+    KV,
+    UNBOUNDED,
+    Hardware,
+    Inputs,
+    Operands,
+    Positions,
+    Problem,
+    Request,
+    Scores,
+    Shape,
+    state_problem,
+)
 from stream_attention.tuning import fp8 as fp8_tuning
 from stream_attention.tuning.decode import DecodeConfig, on_a_cache
 from stream_attention.tuning.eager import EagerConfig
@@ -37,19 +49,9 @@ pytestmark = pytest.mark.usefixtures("hopper_triton")
 
 def problem(**facts: Any) -> Problem:
     """A plain self-attention in fp32 on the CPU, except for `facts`."""
-    plain: dict[str, Any] = {
-        "batch": 2,
-        "q_len": 64,
-        "k_len": 64,
-        "q_heads": 4,
-        "kv_heads": 4,
-        "head_dim": 32,
-        "value_dim": 32,
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-        "scale": 32**-0.5,
-    }
-    return Problem(**{**plain, **facts})
+    shape, place = Shape(2, 64, 4, 4, 32, 32), Hardware(torch.device("cpu"))
+    plain = Problem(shape, KV("dense", 64), Operands(torch.float32), place, scores=Scores(32**-0.5))
+    return plain.replace(**facts)
 
 
 def on_h200(**facts: Any) -> Problem:
@@ -66,7 +68,7 @@ def qkv(q_len: int = 8, k_len: int = 8, **options: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "facts",
-    [{}, {"dtype": torch.float64}, {"backward": True}, {"packed": True}, {"partial": True}, {"dropout_p": 0.1}],
+    [{}, {"dtype": torch.float64}, {"backward": True}, {"layout": "packed"}, {"partial": True}, {"dropout_p": 0.1}],
     ids=str,
 )
 def test_on_the_cpu_auto_is_eager_and_says_why_not_the_others(facts: dict[str, Any]) -> None:
@@ -89,7 +91,7 @@ def test_auto_is_the_first_backend_with_nothing_against_it(facts: dict[str, Any]
 
 @pytest.mark.parametrize(
     "facts",
-    [{}, {"lse_grad": True}, {"packed": True}, {"partial": True}, {"dropout_p": 0.1}, {"mask": True}, {"arch": 80}],
+    [{}, {"lse_grad": True}, {"layout": "packed"}, {"partial": True}, {"dropout_p": 0.1}, {"mask": True}, {"arch": 80}],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -139,14 +141,14 @@ def large(**facts: Any) -> Problem:
         pytest.param({"head_dim": 256, "value_dim": 256}, id="D=256"),
         pytest.param({"head_dim": 192, "value_dim": 128}, id="values narrower than keys"),
         pytest.param({"kv_heads": 2}, id="grouped heads"),
-        pytest.param({"packed": True}, id="packed"),
+        pytest.param({"layout": "packed"}, id="packed"),
         pytest.param({"partial": True}, id="a shard"),
         pytest.param({"dropout_p": 0.1, "left": 100, "alibi": True, "sink": True, "softcap": 20.0}, id="features"),
         pytest.param({"backward": True}, id="backward"),
         pytest.param({"backward": True, "right": 0, "lse_grad": True}, id="backward, causal, through the LSE"),
         pytest.param({"backward": True, "head_dim": 192, "value_dim": 136}, id="backward, D=192 and 136"),
         pytest.param({"backward": True, "deterministic": True}, id="backward in one order"),
-        pytest.param({"backward": True, "packed": True, "kv_heads": 2}, id="backward, packed"),
+        pytest.param({"backward": True, "layout": "packed", "kv_heads": 2}, id="backward, packed"),
         pytest.param({"backward": True, "partial": True}, id="backward of a shard"),
         pytest.param({"backward": True, "left": 100, "right": 0, "alibi": True, "sink": True}, id="backward, features"),
         pytest.param({"backward": True, "softcap": 20.0, "dropout_p": 0.1}, id="backward, softcap and dropout"),
@@ -221,7 +223,7 @@ def test_why_gluon_cannot(facts: dict[str, Any], reason: str) -> None:
 )
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(
-    "facts", [{}, {"right": 0}, {"left": 100, "kv_heads": 2}, {"q_len": 1}, {"packed": True}], ids=str
+    "facts", [{}, {"right": 0}, {"left": 100, "kv_heads": 2}, {"q_len": 1}, {"layout": "packed"}], ids=str
 )
 def test_in_fp8_it_goes_to_the_kernel_of_its_gpu(arch: int, chosen: str, dim: int, facts: dict[str, Any]) -> None:
     pytest.importorskip("triton")
@@ -311,10 +313,10 @@ def test_gluon_is_for_releases_that_it_was_run_with(
 def test_so_it_is_for_caches(planned_with: PlannedWith, release: str | None, reasons: tuple[str, ...]) -> None:
     planned_with(release)
     cache = quantize_kv(ContiguousKV(*torch.zeros(2, 2, 1024, 8, 128, dtype=torch.float16)), "int4")
-    stated = decode_problem(torch.zeros(2, 1, 32, 128, dtype=torch.float16), cache, -1)
-    stated = stated._replace(device=torch.device("cuda"), arch=90, processors=132)
-    planned = plan_decode(stated, None, False)
-    assert DECODERS["gluon"].why_not(stated, None) == reasons
+    stated = decode_problem(torch.zeros(2, 1, 32, 128, dtype=torch.float16), cache)
+    stated = stated.replace(device=torch.device("cuda"), arch=90, processors=132)
+    planned = plan(stated)
+    assert BY_NAME["gluon"].why_not(stated) == reasons
     assert planned.backend == ("eager" if release is None else "triton" if reasons else "gluon")
     assert planned.passed_over[:1] == ((("gluon", reasons),) if reasons else ())
 
@@ -501,7 +503,7 @@ def test_padded_tensors_are_copies_that_tma_can_read(hopper_triton: None) -> Non
 
 
 def test_packed_sequences_are_planned_one_by_one() -> None:
-    config = eager_config(packed=True)
+    config = eager_config(layout="packed")
     assert config.path == "sequences" and "one sequence at a time" in str(config)
 
 
@@ -511,7 +513,7 @@ def test_packed_sequences_are_planned_one_by_one() -> None:
     ids=str,
 )
 @pytest.mark.parametrize(
-    "more", [{}, {"backward": True}, {"packed": True}, {"q_len": 1}, {"q_heads": 0, "k_len": 0}], ids=str
+    "more", [{}, {"backward": True}, {"layout": "packed"}, {"q_len": 1}, {"q_heads": 0, "k_len": 0}], ids=str
 )
 def test_no_heads_and_no_dims_are_left_to_eager_on_a_gpu(facts: dict[str, Any], more: dict[str, Any]) -> None:
     for head_dim in (64, 128):
@@ -676,6 +678,27 @@ def test_an_unknown_backend_is_refused_with_the_names_there_are(use: Any) -> Non
     assert requested(AUTO) == AUTO
 
 
+def test_calls_on_a_cache_are_planned_by_the_same_list() -> None:
+    pytest.importorskip("triton")
+    stated = on_h200(layout="cache", q_len=1, k_len=8192)
+    planned = plan(stated)
+    assert planned.backend == "triton" and isinstance(planned.config, DecodeConfig)
+    assert planned.passed_over == (("gluon", ("supports only quantised caches",)),)
+    assert plan(stated, Request("triton", num_splits=5)).config.num_splits == 5
+    assert plan(stated, Request(batch_invariant=True)).config.split_keys > 0
+    assert plan(stated, "eager").config == plan(stated, Request("eager")).config
+
+
+@pytest.mark.parametrize("asked", ["reference", "triton(block_m=64)"])
+def test_what_does_not_decode_says_who_does(asked: str) -> None:
+    pytest.importorskip("triton")
+    words = (
+        f"backend {asked!r} does not support decoding from a KV cache; pass one of 'auto', 'gluon', 'triton', 'eager'"
+    )
+    with pytest.raises(UnsupportedProblem, match=re.escape(words)):
+        plan(on_h200(layout="cache", q_len=1), asked)
+
+
 # Forcing a configuration
 
 
@@ -709,10 +732,17 @@ def test_a_forced_tile_that_cannot_run_raises_the_reasons_of_its_backend() -> No
         attention(*qkv(), backend="triton(block_m=64)")
 
 
+def test_the_old_keyword_of_plan_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="use plan"):
+        assert plan(problem(batch=3), backend="eager") == plan(problem(batch=3), Request("eager"))
+
+
 def test_spelling_and_reading_are_inverse() -> None:
     assert spell("eager") == "eager"
     spelt = spell("triton", block_m=64, block_n=32, num_warps=8, num_stages=3)
     assert spelt == "triton(block_m=64, block_n=32, num_warps=8, num_stages=3)"
+    forced = (("block_m", 64), ("block_n", 32), ("num_warps", 8), ("num_stages", 3))
+    assert parse(spelt) == Request("triton", forced) and parse("auto") == Request()
     with force_backend(spelt):
         assert requested(AUTO) == spelt
 
@@ -758,9 +788,7 @@ def test_a_call_planned_by_a_rounded_length_is_one_that_the_kernel_of_few_querie
     for keys in range(queries, 700, 3):
         facts = {"q_len": queries, "k_len": keys, "q_start": keys - queries, "q_base": keys - queries}
         found = plan(
-            Problem(1, queries, keys, 32, 8, 128, 128, torch.bfloat16, torch.device("cuda", 0))._replace(
-                arch=90, processors=132, **facts
-            )
+            on_h200(batch=1, q_heads=32, kv_heads=8, head_dim=128, value_dim=128, dtype=torch.bfloat16, **facts)
         )
         if isinstance(found.config, DecodeConfig):
             planned += 1

@@ -1,4 +1,4 @@
-"""Choosing how to compute a problem: a pure function from `Problem` to `Plan`."""
+"""Choosing how to compute a problem: a pure function from `Problem` and `Request` to `Plan`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
+from warnings import warn
 
-from .backends import AUTO, BACKENDS, BY_NAME, COMPILED, DECODERS, why_no_fp8_tile
+from .backends import BACKENDS, BY_NAME
+from .backends.base import NO_DECODING
 from .errors import UnsupportedProblem
-from .problem import Problem
-from .tuning.decode import DecodeProblem
+from .problem import AUTO, Problem, Request
 
 
 class Plan(NamedTuple):
     """Which backend computes a problem, how it is configured, and why each preferred one was passed over."""
 
-    problem: Any  # as the kernel computes it: a Problem, or a DecodeProblem
+    problem: Problem  # as the kernel computes it
     backend: str
     config: Any
     passed_over: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -28,7 +29,7 @@ class Plan(NamedTuple):
         forced = f" (forced: {', '.join(f'{name}={value}' for name, value in self.forced)})" if self.forced else ""
         if self.padded_from:
             padded = f"; head dims padded with zeros to {problem.head_dim} and {problem.value_dim}"
-            problem = problem._replace(head_dim=self.padded_from[0], value_dim=self.padded_from[1])
+            problem = problem.replace(head_dim=self.padded_from[0], value_dim=self.padded_from[1])
         lines = [f"{kind:8}  {problem}", f"backend   {self.backend}: {self.config}{forced}{padded}"]
         lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.passed_over]
         return "\n".join(lines)
@@ -43,36 +44,42 @@ of a growing cache would plan anew."""
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: Problem, backend: str = AUTO) -> Plan:
-    """Plan `problem` on `backend`, or on the first that can.
+def plan(problem: Problem, request: Request | str = AUTO, *, backend: str | None = None) -> Plan:
+    """Plan `problem` on the backend that is requested, or on the first that can.
 
-    Fields of the configuration stand behind the name, "triton(block_m=64, num_warps=8)": they are forced, the others
-    stay planned. A backward is planned as if they were not there: they are those of a forward.
+    As a string the request is a backend's name. Fields of the configuration stand behind it, "triton(block_m=64,
+    num_warps=8)": they are forced, the others stay planned. A backward is planned as if they were not there: they are
+    those of a forward.
 
     Raises `UnsupportedProblem` with the reasons if a backend named by the caller cannot do it.
     """
+    if backend is not None:
+        warn("plan(backend=...) is deprecated; use plan(problem, request)", DeprecationWarning, stacklevel=2)
+        request = backend
+    if isinstance(request, str):
+        request = parse(request)
     rounded = _rounded(problem)
     if rounded is None:
-        return _plan(problem, backend)
+        return _plan(problem, request)
     try:
-        planned = _plan(rounded, backend)
+        planned = _plan(rounded, request)
     except UnsupportedProblem:
-        return _plan(problem, backend)  # in whose words its own lengths are
-    if planned.backend not in COMPILED:  # the others cut their tiles to the problem: each length has its own plan
-        return _plan(problem, backend)
+        return _plan(problem, request)  # in whose words its own lengths are
+    if not BY_NAME[planned.backend].compiles:  # it cuts its tiles to the problem: each length has its own plan
+        return _plan(problem, request)
     if planned.padded_from:
         wide = planned.problem
-        problem = problem._replace(head_dim=wide.head_dim, value_dim=wide.value_dim, addressable=wide.addressable)
+        problem = problem.replace(head_dim=wide.head_dim, value_dim=wide.value_dim, addressable=wide.addressable)
     return planned._replace(problem=problem)
 
 
 def _rounded(problem: Problem) -> Problem | None:
     """The problem with lengths that others share, the last query at the last key as before; None if it is that."""
     q_more, k_more = (rounded_length(length) - length for length in (problem.q_len, problem.k_len))
-    if problem.partial or problem.device.type != "cuda" or not (q_more or k_more):
+    if problem.partial or problem.cached or problem.device.type != "cuda" or not (q_more or k_more):
         return None
     shift = 0 if problem.packed else k_more - q_more
-    return problem._replace(
+    return problem.replace(
         q_len=problem.q_len + q_more,
         k_len=problem.k_len + k_more,
         q_start=problem.q_start + shift,
@@ -88,27 +95,30 @@ def rounded_length(length: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: Problem, backend: str) -> Plan:
-    if check_backend(backend) != AUTO:
-        name, forced = _parse(backend) or (backend, ())
-        chosen = BY_NAME[name]
-        asked, problem, padded_from = _padded(problem, chosen.dim_multiple)
-        reasons = chosen.why_not(asked) or (why_no_fp8_tile(dict(forced)) if problem.fp8 else ())
-        if reasons:
-            raise UnsupportedProblem(f"backend {backend!r} cannot do this problem ({asked}): {'; '.join(reasons)}")
-        if problem.backward or not forced:
-            return Plan(problem, name, chosen.configure(problem), padded_from=padded_from)
-        return Plan(problem, name, chosen.tiles(problem)._replace(**dict(forced)), (), forced, padded_from)
+def _plan(problem: Problem, request: Request) -> Plan:
+    named = request.backend != AUTO
     passed_over: list[tuple[str, tuple[str, ...]]] = []
-    for candidate in BACKENDS:
-        asked, padded, padded_from = _padded(problem, candidate.dim_multiple)
-        reasons = candidate.why_not(asked) or candidate.why_named_only(asked)
+    for backend in (BY_NAME[request.backend],) if named else BACKENDS:
+        asked, padded, padded_from = _padded(problem, backend.dim_multiple)
+        reasons = backend.why_not(asked, request) or (() if named else backend.why_named_only(asked))
         if not reasons:
-            config = candidate.configure(padded)
-            return Plan(padded, candidate.name, config, tuple(passed_over), padded_from=padded_from)
-        passed_over.append((candidate.name, reasons))
-    listing = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in passed_over)
-    raise UnsupportedProblem(f"no backend can do this problem ({problem}):\n{listing}")
+            config, forced = backend.configure(padded, request), () if problem.backward else request.forced
+            return Plan(padded, backend.name, config, tuple(passed_over), forced, padded_from)
+        passed_over.append((backend.name, reasons))
+    raise UnsupportedProblem(_refusal(problem, request, passed_over))
+
+
+def _refusal(problem: Problem, request: Request, against: list[tuple[str, tuple[str, ...]]]) -> str:
+    """That no backend can do a problem, or not the one that was named, and why."""
+    listing = "\n" + "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in against)
+    what = f"decode {problem}" if problem.cached else f"do this problem ({problem})"
+    if request.backend == AUTO:
+        return f"no backend can {what}:{listing}"
+    (_, reasons), named = against[0], repr(spell(request.backend, **dict(request.forced)))
+    if reasons == (NO_DECODING,):
+        decoders = (backend.name for backend in BACKENDS if backend.decode_kernels)
+        return f"backend {named} {NO_DECODING}; pass one of {_listed((AUTO, *decoders))}"
+    return f"backend {named} cannot {what}:{listing if problem.cached else ' ' + '; '.join(reasons)}"
 
 
 def _padded(problem: Problem, multiple: int) -> tuple[Problem, Problem, tuple[int, int] | None]:
@@ -118,41 +128,17 @@ def _padded(problem: Problem, multiple: int) -> tuple[Problem, Problem, tuple[in
     """
     dims = problem.head_dim, problem.value_dim
     wide = tuple(-(-dim // multiple) * multiple for dim in dims)
-    if problem.fp8 or wide == dims:
+    if problem.fp8 or problem.cached or wide == dims:
         return problem, problem, None
     all_copied = wide[0] != dims[0] and wide[1] != dims[1]
-    asked = problem._replace(addressable=problem.addressable or all_copied)
-    return asked, asked._replace(head_dim=wide[0], value_dim=wide[1]), dims
-
-
-@lru_cache(maxsize=4096)
-def plan_decode(problem: DecodeProblem, num_splits: int | None, batch_invariant: bool, backend: str = AUTO) -> Plan:
-    """Plan a call on a cache on `backend`, or on the first that can.
-
-    Raises `UnsupportedProblem` with the reasons if the backend that was named, or none, can do it.
-    """
-    passed_over: list[tuple[str, tuple[str, ...]]] = []
-    named = check_backend(backend) != AUTO
-    if named and backend not in DECODERS:
-        raise UnsupportedProblem(
-            f"backend {backend!r} does not support decoding from a KV cache; pass one of {_listed((AUTO, *DECODERS))}"
-        )
-    for name, decoder in DECODERS.items():
-        if named and name != backend:
-            continue
-        reasons = decoder.why_not(problem, num_splits) or (() if named else decoder.why_named_only(problem))
-        if not reasons:
-            return Plan(problem, name, decoder.configure(problem, num_splits, batch_invariant), tuple(passed_over))
-        passed_over.append((name, reasons))
-    listing = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in passed_over)
-    who = f"backend {backend!r} cannot" if named else "no backend can"
-    raise UnsupportedProblem(f"{who} decode {problem}:\n{listing}")
+    asked = problem.replace(addressable=problem.addressable or all_copied)
+    return asked, asked.replace(head_dim=wide[0], value_dim=wide[1]), dims
 
 
 def forget_plans() -> None:
     """Plan everything anew: what plans depend on beside their problems, such as the installed Triton, has changed."""
-    for function in (plan, _plan, plan_decode):
-        function.cache_clear()
+    plan.cache_clear()
+    _plan.cache_clear()
 
 
 # A plain module global, not a context variable: torch.compile guards on it and recompiles when it changes.
@@ -184,8 +170,8 @@ def requested(backend: str) -> str:
 
 def check_backend(backend: str) -> str:
     """Refuse names that no backend has, and configurations that it does not take."""
-    if not isinstance(backend, str) or (backend != AUTO and backend not in BY_NAME and not _parse(backend)):
-        raise ValueError(f"backend: expected one of {_listed((AUTO, *BY_NAME))}; got {backend!r}")
+    if not isinstance(backend, str) or (backend != AUTO and backend not in BY_NAME):
+        parse(backend)
     return backend
 
 
@@ -199,16 +185,16 @@ def spell(backend: str, **forced: int) -> str:
     return f"{backend}({', '.join(f'{name}={value}' for name, value in forced.items())})" if forced else backend
 
 
-def _parse(backend: str) -> tuple[str, tuple[tuple[str, int], ...]] | None:
-    """A backend's name and the fields forced on its configuration; None where no backend has that name.
+def parse(backend: str) -> Request:
+    """What a caller asks for by a backend's name, with the fields forced on its configuration if there are any.
 
     Plain string methods, no cache and no regular expression: torch.compile traces through this.
     """
-    name, bracket, rest = backend.partition("(")
-    if name not in BY_NAME:
-        return None
+    name, bracket, rest = backend.partition("(") if isinstance(backend, str) else ("", "", "")
+    if backend != AUTO and name not in BY_NAME:
+        raise ValueError(f"backend: expected one of {_listed((AUTO, *BY_NAME))}; got {backend!r}")
     if not bracket:
-        return name, ()
+        return Request(name)
     legal = BY_NAME[name].forceable
     if not legal:
         raise ValueError(f"backend: expected {name!r}, which accepts no configuration; got {backend!r}")
@@ -223,7 +209,7 @@ def _parse(backend: str) -> tuple[str, tuple[tuple[str, int], ...]] | None:
         if number not in values:
             raise ValueError(f"backend: expected one of {', '.join(values)} for {field}; got {number!r} in {backend!r}")
         forced[field] = int(number)
-    return name, tuple(forced.items())
+    return Request(name, tuple(forced.items()))
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -151,7 +151,7 @@ def bench(kernel: str, problem: Problem, inputs: Inputs) -> Bench:
     if kernel == "forward":
         return Bench(forward, (out,))
     forward(configure_forward(problem))
-    problem = problem._replace(backward=True)
+    problem = problem.replace(backward=True)
     dq, dk, dv = (torch.empty_like(t) for t in inputs[:3])
     grad_out = output_gradient(out)
     rows = Rows(*(out.new_empty(t.shape, dtype=t.dtype) for t in Rows.samples(problem, out)))
@@ -198,7 +198,7 @@ def _compile_one(job: tuple[Cell, str, Any, int]) -> str:
 
     cell, kernel, config, arch = job
     inputs = cell._replace(length=1024).inputs("cpu", batch=2)
-    problem = cell.problem(inputs)._replace(device=torch.device("cuda"), arch=arch, processors=132)
+    problem = cell.problem(inputs).replace(device=torch.device("cuda"), arch=arch, processors=132)
     try:
         with launching_for(arch, lambda form: form.compile()):
             bench(kernel, problem, inputs).launch(config)

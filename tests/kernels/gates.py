@@ -26,10 +26,7 @@ RECORD = Path(__file__).with_name("gates_passed.json")
 PACKAGE = ROOT / "src" / "stream_attention"
 TOOLS = ROOT / "src" / "stream_attention_tools"
 SOURCES = (
-    *(
-        PACKAGE / name
-        for name in ("backends.py", "device.py", "plan.py", "problem.py", "cache_views", "gpu", "kernels")
-    ),
+    *(PACKAGE / name for name in ("backends", "device.py", "plan.py", "problem.py", "cache_views", "gpu", "kernels")),
     PACKAGE / "tuning",
     *(TOOLS / name for name in ("testing/inputs.py", "testing/offline.py")),
     ROOT / "tests" / "kernels",

@@ -70,7 +70,7 @@ def both_ways(
     wanted = Wanted(True, True, True, *present)
     with poisoned_memory():
         out, lse = eager.forward(problem, inputs, config)
-        backward = problem._replace(backward=True, lse_grad=grads[1] is not None)
+        backward = problem.replace(backward=True, lse_grad=grads[1] is not None)
         return (out, lse), eager.backward(backward, inputs, config, out, lse, *grads, wanted)
 
 

@@ -24,7 +24,7 @@ from stream_attention.kernels.fp8_layout import (
     blocks_of,
     first_block,
 )
-from stream_attention.problem import UNBOUNDED, Problem
+from stream_attention.problem import KV, UNBOUNDED, Hardware, Operands, Problem, Scores, Shape
 
 INF = math.inf
 BF16 = torch.bfloat16
@@ -44,9 +44,13 @@ def qkv(
 def problem_of(query: Tensor, key: Tensor, batch: int, longest: tuple[int, int], **facts: Any) -> Problem:
     (q_heads, dim), packed = query.shape[-2:], query.dim() == 3
     stated = Problem(
-        batch, *longest, q_heads, key.shape[-2], dim, dim, query.dtype, query.device, packed=packed, scale=dim**-0.5
+        Shape(batch, longest[0], q_heads, key.shape[-2], dim, dim),
+        KV("packed" if packed else "dense", longest[1]),
+        Operands(query.dtype),
+        Hardware(query.device),
+        scores=Scores(dim**-0.5),
     )
-    return stated._replace(q_start=longest[1] - longest[0], **facts)
+    return stated.replace(q_start=longest[1] - longest[0], **facts)
 
 
 # Where a key stands

@@ -50,7 +50,7 @@ def both_ways(
     wanted = Wanted(sink=inputs.sink is not None)
     with poisoned_memory():
         out, lse = eager.forward(problem, inputs, config)
-        its = problem._replace(backward=True)
+        its = problem.replace(backward=True)
         return out, lse, eager.backward(its, inputs, config, out, lse, grad_out, None, wanted)
 
 

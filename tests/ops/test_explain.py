@@ -36,7 +36,7 @@ def test_explain_prints_the_backward_where_a_gradient_is_wanted(
 ) -> None:
     planned = explain(*qkv(requires_grad=True), causal=True, return_lse=return_lse)
     printed = capsys.readouterr().out
-    backward = plan(planned.problem._replace(backward=True, lse_grad=return_lse))
+    backward = plan(planned.problem.replace(backward=True, lse_grad=return_lse))
     assert printed == "\n".join([str(planned), f"backward  {heading}", *str(backward).splitlines()[1:], ""])
     assert printed.count("Tq=8") == 1  # one call, one problem
     assert not planned.problem.backward
@@ -86,8 +86,8 @@ def test_tensors_without_data_pose_the_problem_of_those_with() -> None:
     options: dict[str, Any] = {"causal": True, "window": (3, 3), "dropout_p": 0.1, "return_lse": True}
     (forward, backward), backend = problems_of_call(*qkv(requires_grad=True), **options, backend="eager")
     elsewhere, _ = problems_of_call(*qkv(requires_grad=True, device="meta"), **options)
-    assert backend == "eager" and backward == forward._replace(backward=True, lse_grad=True)
-    assert [one._replace(device=torch.device("cpu")) for one in elsewhere] == [forward, backward]
+    assert backend == "eager" and backward == forward.replace(backward=True, lse_grad=True)
+    assert [one.replace(device=torch.device("cpu")) for one in elsewhere] == [forward, backward]
     with torch.no_grad():
         assert problems_of_call(*qkv(requires_grad=True), **options)[0] == [forward]
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from ..device import arch, processors
 from ..errors import UnsupportedProblem
 from ..plan import plan, spell
-from ..problem import Problem
+from ..problem import KV, Operands, Problem, Scores, Shape, Window, hardware_of
 from ..tuning.triton import FORCEABLE
 
 PLANNED = {"tile_size_q": 128, "tile_size_k": 64, "num_warps": 4, "num_stages": 2}
@@ -267,19 +266,12 @@ class StreamAttentionConfig:
 
     def _problem(self, seq_len: int, device: torch.device) -> Problem:
         return Problem(
-            batch=1,
-            q_len=seq_len,
-            k_len=seq_len,
-            q_heads=self.num_heads,
-            kv_heads=self.num_heads,
-            head_dim=self.head_dim,
-            value_dim=self.head_dim,
-            dtype=torch.float16 if self.use_fp16 else torch.float32,
-            device=device,
-            arch=arch(device),
-            processors=processors(device),
-            right=0,
-            scale=self.head_dim**-0.5,
+            Shape(1, seq_len, self.num_heads, self.num_heads, self.head_dim, self.head_dim),
+            KV("dense", seq_len),
+            Operands(torch.float16 if self.use_fp16 else torch.float32),
+            hardware_of(device),
+            Window(right=0),
+            scores=Scores(self.head_dim**-0.5),
         )
 
 

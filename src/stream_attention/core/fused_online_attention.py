@@ -55,7 +55,7 @@ class _Facts(NamedTuple):
         )
         here, there = self.device, self.addressable
         return plan(
-            problem._replace(device=here, arch=arch(here), processors=processors(here), addressable=there), backend
+            problem.replace(device=here, arch=arch(here), processors=processors(here), addressable=there), backend
         )
 
 

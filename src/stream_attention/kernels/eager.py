@@ -133,10 +133,10 @@ def _sequences(problem: Problem, inputs: Inputs) -> Iterator[_Sequence]:
         q_len, k_len = q_rows.stop - q_rows.start, k_rows.stop - k_rows.start
         slopes = inputs.alibi_slopes
         yield _Sequence(
-            problem._replace(
+            problem.replace(
                 batch=1,
                 batch_start=b,
-                packed=False,
+                layout="dense",
                 q_len=q_len,
                 k_len=k_len,
                 q_start=k_len - q_len,
@@ -182,7 +182,7 @@ def _packed_backward(
         its_grad_lse = None if grad_lse is None else grad_lse[None, :, q_rows]
         saved = out[None, q_rows], lse[None, :, q_rows], grad_out[None, q_rows], its_grad_lse
         if wanted.alibi_slopes or wanted.sink:  # summed over the sequences: not to be rounded in each
-            one = one._replace(partial=True)
+            one = one.replace(partial=True)
         its = backward(one, its_inputs, configure(one), *saved, wanted)
         for whole, grad, its_rows in ((dq, its.query, q_rows), (dk, its.key, k_rows), (dv, its.value, k_rows)):
             if whole is not None and grad is not None:
@@ -428,7 +428,7 @@ def _without_unseen_keys(problem: Problem, inputs: Inputs) -> tuple[Problem, Inp
     if keys == slice(0, problem.k_len):
         return problem, inputs, keys
     count = keys.stop - keys.start
-    narrowed = problem._replace(k_len=count, k_start=problem.k_start + keys.start * problem.k_stride)
+    narrowed = problem.replace(k_len=count, k_start=problem.k_start + keys.start * problem.k_stride)
     mask, bias = (x if x is None or x.shape[3] == 1 else x[..., keys] for x in (inputs.mask, inputs.bias))
     its = inputs._replace(key=inputs.key[:, keys], value=inputs.value[:, keys], mask=mask, bias=bias)
     return narrowed, its, keys

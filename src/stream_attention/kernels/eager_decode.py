@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..cache_views import ContiguousKV, KVCache
+from ..problem import UNBOUNDED, DecodeInputs, Problem
 from ..state import EMPTY, add_sink, logsumexp
-from ..tuning.decode import EAGER_KEYS, widened_keys
+from ..tuning.decode import EAGER_KEYS, EagerDecodeConfig, widened_keys
 from .torch_cpu import forward_op
 
 Tile = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -45,18 +46,22 @@ class Scores(NamedTuple):
     sink: Tensor | None  # [Hq]
 
 
-def decode(
-    query: Tensor, cache: KVCache, seen: Seen, scores: Scores, row_by_row: bool = False
-) -> tuple[Tensor, Tensor]:
-    """out `[B, Tq, Hq, Dv]` in the query's dtype and lse `[B, Hq, Tq]`, fp32 (fp64 for fp64)."""
+def decode(problem: Problem, inputs: DecodeInputs, config: EagerDecodeConfig) -> tuple[Tensor, Tensor | None, None]:
+    """As kernels/triton/decode.py; lse is fp64 for fp64. A workspace is not used."""
+    query, cache, tree, slopes, sink, out, return_lse, _ = inputs
+    lengths = cache.lengths
+    if lengths is None:
+        lengths = torch.full((cache.batch,), cache.capacity, dtype=torch.int32, device=query.device)
+    left, right = (None if side == UNBOUNDED else side for side in problem.window)
+    seen, batch = Seen(lengths.clamp(max=cache.capacity), left, right, tree), query.shape[0]
+    scores, state = Scores(problem.scale, problem.softcap, slopes, sink), None
     if isinstance(cache, ContiguousKV) and _op_can(query, cache, scores):
         state = _decode_by_op(query, cache, seen, scores)
-        if state is not None:
-            return state
-    if row_by_row and query.shape[0] > 1:
-        outs, lses = zip(*(_decode_row(b, query, cache, seen, scores) for b in range(query.shape[0])), strict=True)
-        return torch.cat(outs), torch.cat(lses)
-    return _decode(query, cache.tile, cache.capacity, cache.kv_heads, cache.value_dim, seen, scores)
+    if state is None and config.row_by_row and batch > 1:
+        outs, lses = zip(*(_decode_row(b, query, cache, seen, scores) for b in range(batch)), strict=True)
+        state = torch.cat(outs), torch.cat(lses)
+    result, lse = state or _decode(query, cache.tile, cache.capacity, cache.kv_heads, cache.value_dim, seen, scores)
+    return result if out is None else out.copy_(result), lse if return_lse else None, None
 
 
 def _op_can(query: Tensor, cache: ContiguousKV, scores: Scores) -> bool:

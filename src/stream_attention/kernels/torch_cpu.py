@@ -87,7 +87,7 @@ def _scaled(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs]:
     exact = math.frexp(problem.scale)[0] == 0.5 and problem.k_len > 1
     if exact or problem.dtype is not problem.state_dtype:
         return problem, inputs
-    return problem._replace(scale=1.0), inputs._replace(query=inputs.query * problem.scale)
+    return problem.replace(scale=1.0), inputs._replace(query=inputs.query * problem.scale)
 
 
 def less_lse_gradient(out: Tensor, grad_out: Tensor, grad_lse: Tensor) -> Tensor | None:

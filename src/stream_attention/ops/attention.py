@@ -512,5 +512,5 @@ def backward_step(
     assert inputs.sink is None and inputs.cu_seqlens_q is None
     problem = state_problem(inputs, positions=positions, batch_start=batch_start, partial=True, **options)
     rows = wanted.alibi_slopes or wanted.sink
-    problem = problem._replace(backward=True, lse_grad=grad_lse is not None, row_grad=rows)
+    problem = problem.replace(backward=True, lse_grad=grad_lse is not None, row_grad=rows)
     return run_backward(plan(problem, requested(backend)), inputs, out, lse, grad_out, grad_lse, wanted)

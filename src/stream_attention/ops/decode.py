@@ -12,13 +12,13 @@ from torch.autograd import forward_ad
 
 from .. import plan as planning
 from .. import validate
+from ..backends import BY_NAME
 from ..cache_views import ContiguousKV, KVCache
 from ..cache_views.base import Cache
-from ..device import arch as device_arch
-from ..device import processors
-from ..plan import Plan, plan_decode
-from ..problem import UNBOUNDED
-from ..tuning.decode import DecodeProblem
+from ..plan import Plan, parse, requested
+from ..plan import plan as make_plan
+from ..problem import KV, UNBOUNDED, DecodeInputs, Operands, Positions, Problem, Scores, Shape, Window, hardware_of
+from ..tuning.decode import workspace_numbers
 from ..validate import unexpected as refuse_unexpected
 from .prepare import no_autocast
 from .uncompiled import uncompiled
@@ -126,10 +126,12 @@ def decode_attention(
                 return known(query, addresses, out, workspace)
     _refuse_gradients(query, cache, alibi_slopes, sink)
     with torch.no_grad():  # as a decorator it takes 10 us more
-        return _decode(
+        plan = _planned(
             query, cache, causal, window, tree_mask, alibi_slopes, sink, softcap, scale,
-            num_splits, batch_invariant, return_lse, out, workspace, validate, backend, facts,
+            num_splits, batch_invariant, return_lse, out, workspace, validate, backend,
         )  # fmt: skip
+        slopes = alibi_slopes[None] if alibi_slopes is not None and alibi_slopes.dim() == 1 else alibi_slopes
+        return _decode(plan, DecodeInputs(query, cache, tree_mask, slopes, sink, out, return_lse, workspace), facts)
 
 
 def _refuse_gradients(query: Any, cache: Any, alibi_slopes: Any, sink: Any) -> None:
@@ -280,7 +282,7 @@ def _keep(calls: dict[Hashable, Compute], facts: Hashable, compute: Compute) -> 
     calls[facts] = compute
 
 
-def _decode(
+def _planned(
     query: Tensor,
     cache: KVCache,
     causal: bool,
@@ -297,72 +299,49 @@ def _decode(
     workspace: Tensor | None,
     look: bool | None,
     backend: str,
-    facts: Hashable | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The ordinary way: check, plan, compute, and remember the call if it has facts."""
+) -> Plan:
+    """Check a call, state its problem and plan it."""
     validate.decoding(query, cache, tree_mask, alibi_slopes, sink, out)
     validate.options(causal, window, softcap, scale, 0.0, None, None, return_lse, query)
-    left, right = _sides(causal, window, tree_mask)
+    left, right = window or (UNBOUNDED, UNBOUNDED)
+    if causal and tree_mask is None:
+        right = 0 if right == UNBOUNDED else min(right, 0)
     validate.lengths_and_pages(cache, query.shape[1], left, look)
-    problem = decode_problem(query, cache, left)
-    plan = _plan(problem, num_splits, batch_invariant, backend)
-    validate.workspace(workspace, query, _numbers(plan))
-    slopes = alibi_slopes[None] if alibi_slopes is not None and alibi_slopes.dim() == 1 else alibi_slopes
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    lse: Tensor | None
-    if plan.backend != "eager":
-        validate.without_tangent(query, cache, slopes, sink)
-        asked = tree_mask, slopes, sink, left, right, scale, float(softcap)
-        result, lse = _launch(plan, query, cache, asked, out, return_lse, workspace, facts)
-    else:
-        from ..kernels.eager_decode import Scores, Seen, decode
+    scores = Scores(
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        softcap=float(softcap),
+        mask=tree_mask is not None,
+        alibi=alibi_slopes is not None,
+        sink=sink is not None,
+    )
+    plan = _plan(
+        decode_problem(query, cache, window=Window(left, right), scores=scores), num_splits, batch_invariant, backend
+    )
+    validate.workspace(workspace, query, workspace_numbers(plan.problem, plan.config))
+    return plan
 
-        lengths = cache.lengths
-        if lengths is None:
-            lengths = torch.full((cache.batch,), cache.capacity, dtype=torch.int32, device=query.device)
-        lengths = lengths.clamp(max=cache.capacity)
-        seen = Seen(lengths, None if left == UNBOUNDED else left, None if right == UNBOUNDED else right, tree_mask)
-        with no_autocast(query.device.type):
-            result, lse = decode(query, cache, seen, Scores(scale, float(softcap), slopes, sink), batch_invariant)
-        lse = lse if return_lse else None
-        if out is not None:
-            result = out.copy_(result)
+
+def _decode(plan: Plan, inputs: DecodeInputs, facts: Hashable | None) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute a planned call, and remember it if it has facts."""
+    backend = BY_NAME[plan.backend]
+    if backend.compiles:
+        validate.without_tangent(inputs.query, inputs.cache, inputs.alibi_slopes, inputs.sink)
+        result, lse = _launch(plan, inputs, facts)
+    else:
+        with no_autocast(inputs.query.device.type):
+            result, lse, _ = backend.decode(plan.problem, inputs, plan.config)
     return result if lse is None else (result, lse)
 
 
 @uncompiled("launches of kernels are not traced")
-def _launch(
-    plan: Plan,
-    query: Tensor,
-    cache: KVCache,
-    asked: tuple[Tensor | None, Tensor | None, Tensor | None, int, int, float, float],
-    out: Tensor | None,
-    return_lse: bool,
-    workspace: Tensor | None,
-    facts: Hashable | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute by the Triton or Gluon kernels, and remember the call if it has facts."""
-    decode: Callable[..., tuple[Tensor, Tensor | None, Any]]
-    if plan.backend == "gluon":
-        from ..kernels.gluon.decode_codes import decode
-    else:
-        from ..kernels.triton.decode import decode
-
-    if out is not None:
-        torch.autograd.graph.increment_version(out)
-    result, lse, repeat = decode(plan.problem, plan.config, query, cache, *asked, out, return_lse, workspace)
+def _launch(plan: Plan, inputs: DecodeInputs, facts: Hashable | None) -> tuple[Tensor, Tensor | None]:
+    """Compute by kernels that are launched, and remember the call if it has facts."""
+    if inputs.out is not None:
+        torch.autograd.graph.increment_version(inputs.out)
+    result, lse, repeat = BY_NAME[plan.backend].decode(plan.problem, inputs, plan.config)
     if facts is not None and repeat is not None:
-        _remember(cache, facts, repeat, result, lse, _numbers(plan))
+        _remember(inputs.cache, facts, repeat, result, lse, workspace_numbers(plan.problem, plan.config))
     return result, lse
-
-
-def _numbers(plan: Plan) -> int:
-    """How many numbers the workspace of a planned call has."""
-    if plan.backend == "eager":
-        return 0
-    from ..kernels.triton.decode_call import workspace_numbers
-
-    return workspace_numbers(plan.problem, plan.config)
 
 
 def decode_workspace(
@@ -385,9 +364,8 @@ def decode_workspace(
     tensor([])
     """
     validate.decoding(query, cache, None, None, None, None)
-    problem = decode_problem(query, cache, UNBOUNDED)
-    plan = _plan(problem, num_splits, batch_invariant, backend)
-    return query.new_empty(_numbers(plan), dtype=torch.float32)
+    plan = _plan(decode_problem(query, cache), num_splits, batch_invariant, backend)
+    return query.new_empty(workspace_numbers(plan.problem, plan.config), dtype=torch.float32)
 
 
 def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
@@ -409,48 +387,28 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
             refuse_unexpected(decode_attention, (), sorted(unknown))
         raise TypeError(f"decode_attention() {error}") from None
     bound.apply_defaults()
-    given = bound.arguments
-    validate.decoding(query, cache, given["tree_mask"], given["alibi_slopes"], given["sink"], given["out"])
-    causal, window, softcap, scale = (given[name] for name in ("causal", "window", "softcap", "scale"))
-    validate.options(causal, window, softcap, scale, 0.0, None, None, given["return_lse"], query)
-    left, _ = _sides(causal, window, given["tree_mask"])
-    _refuse_gradients(query, cache, given["alibi_slopes"], given["sink"])
-    validate.lengths_and_pages(cache, query.shape[1], left, given["validate"])
-    plan = _plan(decode_problem(query, cache, left), given["num_splits"], given["batch_invariant"], given["backend"])
-    validate.workspace(given["workspace"], query, _numbers(plan))
+    given = [value for name, value in bound.arguments.items() if name not in ("unexpected", "foreign")]
+    _refuse_gradients(query, cache, bound.arguments["alibi_slopes"], bound.arguments["sink"])
+    plan = _planned(*given)
     print(plan)
     return plan
 
 
-def _sides(causal: bool, window: tuple[int, int] | None, tree_mask: Tensor | None) -> tuple[int, int]:
-    left, right = window or (UNBOUNDED, UNBOUNDED)
-    if causal and tree_mask is None:
-        right = 0 if right == UNBOUNDED else min(right, 0)
-    return left, right
-
-
-def decode_problem(query: Tensor, cache: KVCache, left: int) -> DecodeProblem:
-    """What a call whose queries see `left` keys before them has to compute."""
+def decode_problem(query: Tensor, cache: KVCache, **asked: Any) -> Problem:
+    """What a call on a cache has to compute; `asked` are the window and the scores of its problem."""
     batch, q_len, q_heads, head_dim = query.shape
-    device, capacity = query.device, cache.capacity
-    return DecodeProblem(
-        batch,
-        q_len,
-        q_heads,
-        cache.kv_heads,
-        head_dim,
-        cache.value_dim,
-        capacity,
-        capacity if left == UNBOUNDED else min(capacity, left + q_len),
-        query.dtype,
-        cache.coding,
-        cache.page_size,
-        device,
-        device_arch(device),
-        processors(device),
+    capacity = cache.capacity
+    return Problem(
+        Shape(batch, q_len, q_heads, cache.kv_heads, head_dim, cache.value_dim),
+        KV("cache", capacity, cache.page_size, cache.coding),
+        Operands(query.dtype),
+        hardware_of(query.device),
+        positions=Positions(capacity - q_len, q_base=capacity - q_len),  # of a row that is full
+        **asked,
     )
 
 
-def _plan(problem: DecodeProblem, num_splits: int | None, batch_invariant: bool, backend: str) -> Plan:
+def _plan(problem: Problem, num_splits: int | None, batch_invariant: bool, backend: str) -> Plan:
     validate.splits(num_splits, batch_invariant)
-    return plan_decode(problem, num_splits, batch_invariant, planning.requested(backend))
+    request = parse(requested(backend))
+    return make_plan(problem, request._replace(num_splits=num_splits, batch_invariant=batch_invariant))

@@ -250,7 +250,7 @@ def _prepare(planned: Plan, inputs: Inputs, rotate: bool) -> Forward:
     samples = rooms(query.to("meta"), key.to("meta"), cu_q, cu_k)
     tensors = query, key, value, *samples, cu_q, cu_k
     quantize = bind_quantize(*tensors, problem.q_len, problem.k_len, rotate, problem.left)
-    prepare_fp8 = BY_NAME[planned.backend].load_fp8().prepare_fp8
+    prepare_fp8 = BY_NAME[planned.backend].prepare_fp8
     launch, attend = prepare_fp8(problem, *samples, cu_q, cu_k, planned.config, query.device)
     scratch = Scratch.of(*(t for codes in samples for t in codes[:-1]))
 
@@ -272,7 +272,7 @@ def _prepare(planned: Plan, inputs: Inputs, rotate: bool) -> Forward:
 
 def in_fp8(problem: Problem) -> Problem:
     """The same call computed from codes, which lie as kernels read them, however its tensors do."""
-    return problem._replace(fp8=True, addressable=True)
+    return problem.replace(fp8=True, addressable=True)
 
 
 def make_codes(planned: Plan, inputs: Inputs, rotate: bool) -> tuple[QueryCodes, KeyCodes]:
@@ -299,7 +299,7 @@ def attend_to_codes(
     """`(out, lse)` of a planned call whose codes are there."""
     problem, offsets = planned.problem, (cu_seqlens_q, cu_seqlens_k)
     if planned.backend != "reference":
-        return BY_NAME[planned.backend].load_fp8().forward_fp8(problem, queries, keys, *offsets, planned.config)
+        return BY_NAME[planned.backend].forward_fp8(problem, queries, keys, *offsets, planned.config)
 
     from ..gpu.scratch import Outputs
     from ..kernels import reference_fp8

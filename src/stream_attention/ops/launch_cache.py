@@ -391,7 +391,7 @@ class _Family:
         self._problem: Any = None  # of a call that can be resized
         self._plans: dict[Hashable, Plan] = {}  # by rounded lengths; of a backward also by the gradients wanted
         self._templates: dict[Hashable, list[PreparedCall]] = {}  # by backend and configuration
-        self._backwards: dict[Hashable, list[Any]] = {}  # likewise, and by the gradients wanted
+        self._backwards: dict[Hashable, list[Any]] = {}  # likewise, and by the gradients wanted and TF32
 
     def add_template(self, call: PreparedCall) -> None:
         """Make others from a call that was prepared, if it can be resized and its tensors are aligned."""
@@ -420,16 +420,19 @@ class _Family:
 
     def backward(self, call: PreparedCall, inputs: Inputs, saved: tuple[Any, ...], wanted: Wanted) -> Backward | None:
         """The backward of a call of the family; None where there is no template for it."""
-        problem = call._problem._replace(backward=True, row_grad=wanted.alibi_slopes or wanted.sink)
-        planned = self._plan((call._lengths, wanted), problem, call._options[-1])
-        for template in self._backwards.get((wanted, planned.backend, planned.config), ()):
+        problem = call._problem.replace(backward=True, row_grad=wanted.alibi_slopes or wanted.sink)
+        if problem.dtype is torch.float32:
+            problem = problem.replace(tf32=torch.backends.cuda.matmul.allow_tf32)
+        planned = self._plan((call._lengths, wanted, problem.tf32), problem, call._options[-1])
+        for template in self._backwards.get((wanted, problem.tf32, planned.backend, planned.config), ()):
             found: Backward | None = template.resized(problem, inputs, planned.config, *saved)
             if found is not None:
                 return found
         return None
 
     def add_backward(self, wanted: Wanted, planned: Plan, made: Any) -> None:
-        _keep_newest(self._backwards.setdefault((wanted, planned.backend, planned.config), []), made)
+        key = wanted, planned.problem.tf32, planned.backend, planned.config
+        _keep_newest(self._backwards.setdefault(key, []), made)
 
     def _plan(self, rounded: Hashable, problem: Any, backend: str) -> Plan:
         planned = self._plans.get(rounded)

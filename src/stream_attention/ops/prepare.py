@@ -37,10 +37,9 @@ def prepare_forward(planned: Plan, inputs: Inputs) -> Forward:
     """The planned forward of every call whose tensors lie as these `inputs` do."""
     problem, value_dim = planned.problem, inputs.value.shape[-1]
     is_padded = planned.padded_from is not None
-    forward = BY_NAME[planned.backend].prepare(
-        problem, _padded(inputs, problem) if is_padded else inputs, planned.config
-    )
-    if planned.backend == "eager":
+    backend = BY_NAME[planned.backend]
+    forward = backend.prepare(problem, _padded(inputs, problem) if is_padded else inputs, planned.config)
+    if not backend.compiles:
         forward = _without_autocast(forward, problem.device.type)
     if not is_padded:
         return forward
@@ -64,18 +63,16 @@ def run_forward_into(planned: Plan, inputs: Inputs, out: Tensor, lse: Tensor, re
     nothing was done."""
     if planned.padded_from:
         return False
-    kernels = BY_NAME[planned.backend].load()
+    backend = BY_NAME[planned.backend]
     with no_autocast(planned.problem.device.type):
-        return hasattr(kernels, "forward_into") and kernels.forward_into(
-            planned.problem, inputs, planned.config, out, lse, resumes
-        )
+        return backend.forward_into(planned.problem, inputs, planned.config, out, lse, resumes)
 
 
 def plan_backward(arguments: tuple[Any, ...], grad_lse: Tensor | None, wanted: Wanted) -> tuple[Plan, Inputs]:
     """The plan of the backward of an op with these arguments."""
     problem, inputs, backend = problem_of(arguments)
     row_grad = wanted.alibi_slopes or wanted.sink
-    return plan(problem._replace(backward=True, lse_grad=grad_lse is not None, row_grad=row_grad), backend), inputs
+    return plan(problem.replace(backward=True, lse_grad=grad_lse is not None, row_grad=row_grad), backend), inputs
 
 
 def prepare_backward(
@@ -92,8 +89,9 @@ def prepare_backward(
     problem = planned.problem
     saved = _as_kernels_read(problem, planned, out, lse, grad_out, grad_lse)
     padded = _padded(inputs, problem) if planned.padded_from else inputs
-    backward = BY_NAME[planned.backend].prepare_backward(problem, padded, planned.config, *saved, wanted=wanted)
-    if planned.backend == "eager":
+    backend = BY_NAME[planned.backend]
+    backward = backend.prepare_backward(problem, padded, planned.config, *saved, wanted=wanted)
+    if not backend.compiles:
         backward = _contiguous(_without_autocast(backward, problem.device.type))
     as_it_lies = (out, lse, grad_out, grad_lse)
     if not planned.padded_from and all(given is read for given, read in zip(as_it_lies, saved, strict=True)):

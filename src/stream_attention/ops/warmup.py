@@ -196,7 +196,7 @@ def _launch(call: Call, gpu: Gpu, take: Callable[[Form], None]) -> str:
     bound = signature(op).bind(**call.arguments("meta"))
     bound.apply_defaults()
     problem, inputs, backend = problem_of(prepare(**bound.arguments))
-    problem = problem._replace(device=torch.device("cuda"), arch=gpu.arch, processors=gpu.processors)
+    problem = problem.replace(device=torch.device("cuda"), arch=gpu.arch, processors=gpu.processors)
     forward = plan(problem, backend)
     if forward.backend not in COMPILED:
         passed_over = "; ".join(f"{name}: {', '.join(why)}" for name, why in forward.passed_over if name in COMPILED)
@@ -204,7 +204,7 @@ def _launch(call: Call, gpu: Gpu, take: Callable[[Form], None]) -> str:
     with launching_for(gpu.arch, take), torch.no_grad():
         out, lse = run_forward(forward, inputs)
         if call.backward:
-            backward = plan(problem._replace(backward=True), backend)
+            backward = plan(problem.replace(backward=True), backend)
             wanted = Wanted(*(t is not None and t.requires_grad for t in (*inputs[:3], *inputs[4:7])))
             run_backward(backward, inputs, out, lse, torch.zeros_like(out), None, wanted)
     return ""

@@ -220,7 +220,7 @@ def _posed(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: torch.dty
         torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in (q_shape, kv_shape, kv_shape)
     )
     problems, _ = problems_of_call(query, key, value, causal=True)
-    return [one._replace(device=device, arch=arch(device), processors=processors(device)) for one in problems]
+    return [one.replace(device=device, arch=arch(device), processors=processors(device)) for one in problems]
 
 
 def _why_no_gpu() -> str | None:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attent
     try:
         place, words = _place(options)
         problems, backend = problems_of_call(*_tensors(options), **_arguments(options))
-        print_plans([problem._replace(**place) for problem in problems], backend)
+        print_plans([problem.replace(**place) for problem in problems], backend)
     except (ValueError, TypeError) as refused:
         print(f"{prog}: {refused}", file=sys.stderr)
         return 2

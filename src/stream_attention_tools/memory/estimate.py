@@ -134,7 +134,7 @@ def estimate_attention_memory(
         backend=backend,
     )
     problem, inputs, asked = _stated(call)
-    problem = problem._replace(device=where, arch=facts.arch, processors=facts.processors)
+    problem = problem.replace(device=where, arch=facts.arch, processors=facts.processors)
     forward = plan(problem, asked)
     unit = CUDA_BLOCK if where.type == "cuda" else 1
     held = sum(_rounded(t.nbytes, unit) for t in inputs[:7] if t is not None)
@@ -258,7 +258,7 @@ def _eager_peak(problem: Problem, inputs: Inputs, backend: str, backward: bool, 
         out, lse = run_forward(_few_tiles(planned), inputs)
         if backward:
             grad_out = torch.empty_like(out)
-            planned = plan(problem._replace(backward=True), backend)
+            planned = plan(problem.replace(backward=True), backend)
             run_backward(_few_tiles(planned), inputs, out, lse, grad_out, None, Wanted())
     return tally.peak
 
@@ -270,8 +270,8 @@ def _few_tiles(planned: Plan) -> Plan:
         config.block_k if side == UNBOUNDED else min(side, config.block_k) for side in (problem.left, problem.right)
     )
     start = left + config.block_q - problem.q_len
-    early = problem._replace(device=torch.device("meta"), q_start=start, q_base=start, right=right)
-    return planned._replace(problem=early if problem.left == UNBOUNDED else early._replace(left=left))
+    early = problem.replace(device=torch.device("meta"), q_start=start, q_base=start, right=right)
+    return planned._replace(problem=early if problem.left == UNBOUNDED else early.replace(left=left))
 
 
 def _device_and_gpu(device: torch.device | str | None, gpu: tuple[int, int] | None) -> tuple[torch.device, Gpu]:

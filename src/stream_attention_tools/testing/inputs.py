@@ -141,7 +141,7 @@ def why_not(case: Case, backend: str) -> tuple[str, ...]:
     problems = [problem]
     if case.backward:
         row_grad = case.row_grad and (case.alibi is not None or case.sink)
-        problems.append(problem._replace(backward=True, lse_grad=case.lse_grad, row_grad=row_grad))
+        problems.append(problem.replace(backward=True, lse_grad=case.lse_grad, row_grad=row_grad))
     return tuple(dict.fromkeys(reason for one in problems for reason in BY_NAME[backend].why_not(one)))
 
 

@@ -94,14 +94,14 @@ def launch_case(
     """
     query, key, value, options = make(case)
     problem, inputs = stated(case, {"query": query, "key": key, "value": value}, options)
-    problem = problem._replace(device=torch.device("cuda"), arch=arch, processors=processors)
+    problem = problem.replace(device=torch.device("cuda"), arch=arch, processors=processors)
     chosen = BY_NAME[backend]
     out, lse = chosen.forward(problem, inputs, forward_config or chosen.configure(problem))
     if case.backward:
         has_bias, has_slopes, has_sink = (t is not None for t in (inputs.bias, inputs.alibi_slopes, inputs.sink))
         wanted = Wanted(bias=has_bias, alibi_slopes=has_slopes and case.row_grad, sink=has_sink and case.row_grad)
         row_grad = wanted.alibi_slopes or wanted.sink
-        problem = problem._replace(backward=True, lse_grad=case.lse_grad, row_grad=row_grad)
+        problem = problem.replace(backward=True, lse_grad=case.lse_grad, row_grad=row_grad)
         grad_lse = torch.zeros_like(lse) if case.lse_grad else None
         saved = out, lse, torch.zeros_like(out), grad_lse
         config = backward_config or chosen.configure(problem)

@@ -151,7 +151,7 @@ def pretend_gpu(keep_launches: bool = True) -> Iterator[list[Launched]]:
         return kernels[id(self)]
 
     def on_gpu(*inputs: Any, **options: Any) -> Any:
-        return state_problem(*inputs, **options)._replace(
+        return state_problem(*inputs, **options).replace(
             device=torch.device("cuda", 0), arch=ARCH, processors=PROCESSORS
         )
 

@@ -126,7 +126,7 @@ so does some of what modifies scores."""
 
 
 def stated(call: Compiled, inputs: Inputs) -> Problem:
-    return call.problem(inputs)._replace(deterministic="deterministic" in call.modifiers)
+    return call.problem(inputs).replace(deterministic="deterministic" in call.modifiers)
 
 
 def names(name: str) -> list[str]:

@@ -19,11 +19,11 @@ from gates import GATED_TRITON
 from sass_gate import SHARED_BYTES, as_file, differs, fingerprint, ran
 
 from stream_attention import ContiguousKV, PagedKV, QuantizedKV, quantize_kv
-from stream_attention.backends import DECODERS
+from stream_attention.backends import BY_NAME
 from stream_attention.kernels.gluon.decode_codes import decode
-from stream_attention.kernels.triton.decode_call import workspace_numbers
 from stream_attention.ops.decode import decode_problem
-from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeProblem, configure_gluon
+from stream_attention.problem import DecodeInputs, Problem, Request
+from stream_attention.tuning.decode import INVARIANT_KEYS, batch_heads, configure_gluon, workspace_numbers
 from stream_attention_tools.testing.offline import compiling_for, disassemble, report
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -48,10 +48,10 @@ def cache_of(
     return quantize_kv(plain, format, **how)
 
 
-def stated(cache: QuantizedKV, q_heads: int = 32, q_len: int = 1, **facts: Any) -> DecodeProblem:
+def stated(cache: QuantizedKV, q_heads: int = 32, q_len: int = 1, **facts: Any) -> Problem:
     query = torch.zeros(cache.batch, q_len, q_heads, cache.head_dim, dtype=cache.dtype)
-    problem = decode_problem(query, cache, -1)
-    return problem._replace(device=torch.device("cuda"), arch=90, processors=132, **facts)
+    problem = decode_problem(query, cache)
+    return problem.replace(device=torch.device("cuda"), arch=90, processors=132, **facts)
 
 
 # Plans
@@ -60,22 +60,20 @@ def stated(cache: QuantizedKV, q_heads: int = 32, q_len: int = 1, **facts: Any) 
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
 def test_all_programs_of_a_large_batch_run_at_once(format: str) -> None:
     """8 rows of 8 heads: as many splits as a processor holds 8 of, and not a power of two."""
-    problem = stated(cache_of(format), batch=8, capacity=32768, span=32768)
+    problem = stated(cache_of(format), batch=8, k_len=32768)
     config = configure_gluon(problem, None, False)
     assert (config.num_splits, config.window_splits, config.num_stages) == (16, 1, 2)
-    assert problem.lines * config.num_splits <= 8 * 132
+    assert batch_heads(problem) * config.num_splits <= 8 * 132
 
 
 def test_a_small_batch_has_more_splits_for_the_latest_tokens() -> None:
-    config = configure_gluon(stated(cache_of("int8"), batch=1, capacity=8192, span=8192), None, False)
+    config = configure_gluon(stated(cache_of("int8"), batch=1, k_len=8192), None, False)
     assert config.window_splits == 3 and config.num_splits > 20
 
 
 def test_a_batch_invariant_plan_does_not_know_the_batch() -> None:
     cache = cache_of("int4")
-    plans = {
-        configure_gluon(stated(cache, batch=batch, capacity=32768, span=32768), None, True) for batch in (1, 7, 300)
-    }
+    plans = {configure_gluon(stated(cache, batch=batch, k_len=32768), None, True) for batch in (1, 7, 300)}
     (plan,) = plans
     assert plan.num_splits - plan.window_splits == 32768 // INVARIANT_KEYS
 
@@ -84,10 +82,10 @@ def test_a_workspace_has_room_for_any_window() -> None:
     for batch in (1, 2, 3, 9):
         for keys in (700, 8192, 100_000):
             for format in ("int4", "fp8"):
-                whole = stated(cache_of(format), batch=batch, capacity=keys, span=keys)
+                whole = stated(cache_of(format), batch=batch, k_len=keys)
                 room = workspace_numbers(whole, configure_gluon(whole, None, False))
                 for span in (1, 300, keys // 2, keys - 1):
-                    part = whole._replace(span=span)
+                    part = whole.replace(left=span - 1)
                     assert workspace_numbers(part, configure_gluon(part, None, False)) <= room, (whole, span)
 
 
@@ -107,9 +105,9 @@ def test_a_workspace_has_room_for_any_window() -> None:
     ids=lambda x: str(x),
 )
 def test_what_it_cannot_do_it_says(how: dict[str, Any], facts: dict[str, Any], word: str) -> None:
-    problem = stated(cache_of("int4", **how))._replace(**facts)
-    assert any(word in reason for reason in DECODERS["gluon"].why_not(problem, None))
-    assert not DECODERS["gluon"].why_not(stated(cache_of("int4")), None)
+    problem = stated(cache_of("int4", **how)).replace(**facts)
+    assert any(word in reason for reason in BY_NAME["gluon"].why_not(problem))
+    assert not BY_NAME["gluon"].why_not(stated(cache_of("int4")))
 
 
 @pytest.mark.usefixtures("hopper_triton")
@@ -117,9 +115,9 @@ def test_codes_that_lie_otherwise_are_left_to_triton() -> None:
     cache = cache_of("int4")
     by_tokens = replace(cache, key=replace(cache.key, codes=cache.key.codes.contiguous()))
     assert cache.coding.aligned and not by_tokens.coding.aligned
-    (reason,) = DECODERS["gluon"].why_not(stated(by_tokens), None)
+    (reason,) = BY_NAME["gluon"].why_not(stated(by_tokens))
     assert "as quantize_kv returns them" in reason
-    (reason,) = DECODERS["gluon"].why_not(stated(cache), 1)
+    (reason,) = BY_NAME["gluon"].why_not(stated(cache), Request(num_splits=1))
     assert "num_splits >= 2" in reason
 
 
@@ -134,9 +132,10 @@ def compiled(cache: QuantizedKV, q_heads: int = 32, q_len: int = 1, everything: 
     slopes = torch.zeros(1, q_heads) if everything else None
     tree = torch.ones(cache.batch, q_len, q_len, dtype=torch.bool) if everything else None
     left, softcap = (100, 5.0) if everything else (-1, 0.0)
+    problem = problem.replace(left=left, right=0, scale=0.1, softcap=softcap)
     room = torch.zeros(workspace_numbers(problem, config))
     with compiling_for(90) as kernels:
-        decode(problem, config, query, cache, tree, slopes, None, left, 0, 0.1, softcap, None, True, room)
+        decode(problem, DecodeInputs(query, cache, tree, slopes, None, None, True, room), config)
     return kernels[0]
 
 

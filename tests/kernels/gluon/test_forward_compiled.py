@@ -106,7 +106,7 @@ def test_the_head_dim_and_what_is_computed_choose_the_row(facts: dict[str, Any],
 def test_all_but_fp32_states_leave_by_tma(facts: dict[str, Any]) -> None:
     stated = problem(**{"value_dim": 128, **facts})
     assert configure(stated).by_tma
-    assert not configure(stated._replace(partial=True)).by_tma  # fp32 is twice as wide as the queries
+    assert not configure(stated.replace(partial=True)).by_tma  # fp32 is twice as wide as the queries
 
 
 def test_no_row_of_the_table_is_out_of_reach() -> None:
@@ -237,7 +237,7 @@ RAN_JOINING = ran("shards")
 
 
 def stated(kernel: Compiled, inputs: Inputs) -> Problem:
-    return kernel.problem(inputs)._replace(partial="partial" in kernel.modifiers)
+    return kernel.problem(inputs).replace(partial="partial" in kernel.modifiers)
 
 
 def config_of(kernel: Compiled) -> tuple[GluonConfig, tuple[int, int]]:

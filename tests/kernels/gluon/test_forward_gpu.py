@@ -176,7 +176,7 @@ def test_a_partial_state_is_the_output_before_it_is_rounded(dim: int) -> None:
     rounded, lse = ours(query, key, value, causal=True, return_lse=True)
     case = replace(BASE, Tq=500, Tk=700, D=dim, Dv=dim)
     problem, inputs = stated(case, {"query": query, "key": key, "value": value}, {"causal": True})
-    problem = problem._replace(partial=True)
+    problem = problem.replace(partial=True)
     state, its_lse = BY_NAME["gluon"].forward(problem, inputs, BY_NAME["gluon"].configure(problem))
     assert state.dtype is torch.float32 and torch.equal(state.to(BF16), rounded) and torch.equal(its_lse, lse)
 

@@ -12,7 +12,7 @@ from gates import GATED_TRITON
 from torch import Tensor
 
 from stream_attention.backends import triton_release
-from stream_attention.problem import Inputs, Problem, state_problem
+from stream_attention.problem import KV, Hardware, Inputs, Operands, Problem, Shape, state_problem
 from stream_attention.tuning.triton import Row, configure_backward, configure_forward
 from stream_attention_tools.testing.offline import Report
 
@@ -44,9 +44,8 @@ def problem(
     B: int = 4, Tq: int = 4096, Tk: int = 4096, Hq: int = 16, Hkv: int = 16, D: int = 128, **facts: Any
 ) -> Problem:
     """A problem in bf16 on an H200, except for `facts`."""
-    h200: dict[str, Any] = {"dtype": BF16, "device": torch.device("cuda"), "arch": 90, "processors": 132}
-    shape = {"batch": B, "q_len": Tq, "k_len": Tk, "q_heads": Hq, "kv_heads": Hkv, "head_dim": D, "value_dim": D}
-    return Problem(**{**shape, **h200, **facts})
+    h200 = Hardware(torch.device("cuda"), 90, 132)
+    return Problem(Shape(B, Tq, Hq, Hkv, D, D), KV("dense", Tk), Operands(BF16), h200).replace(**facts)
 
 
 def named(tables: Mapping[str, Mapping[int, tuple[Row[C], ...]]]) -> dict[str, tuple[Row[C], ...]]:
@@ -116,7 +115,7 @@ class Compiled:
         processors = 1 if self.backward and "splits" not in self.modifiers else 132
         there: dict[str, Any] = {"device": torch.device("cuda"), "arch": self.arch, "processors": processors}
         there |= {"backward": self.backward, "lse_grad": "gradient of the LSE" in self.modifiers}
-        return stated._replace(tf32="tf32" in self.modifiers, **there)
+        return stated.replace(tf32="tf32" in self.modifiers, **there)
 
     def config(self) -> Any:
         """Of the kernel with tiles: few queries, which a decode kernel may take, run there if they have a mask."""
@@ -132,7 +131,7 @@ class Compiled:
         return min(
             kib
             for arch, kib in SHARED_KIB.items()
-            if (arch == 90) == (self.arch == 90) and self._configure(stated._replace(arch=arch)) == config
+            if (arch == 90) == (self.arch == 90) and self._configure(stated.replace(arch=arch)) == config
         )
 
     def __str__(self) -> str:

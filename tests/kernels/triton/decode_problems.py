@@ -22,13 +22,13 @@ from random_problems import perhaps_fewer
 from torch import Tensor
 
 from stream_attention import ContiguousKV, PagedKV, QuantizedKV, decode_attention, decode_workspace, quantize_kv
-from stream_attention.backends import DECODERS
+from stream_attention.backends import BY_NAME
 from stream_attention.cache_views import KVCache
 from stream_attention.cache_views.quantized import FORMATS, quantized_lengths, window_slots
 from stream_attention.kernels import reference
 from stream_attention.kernels.offline import Form, launching_for
 from stream_attention.ops.decode import decode_problem
-from stream_attention.problem import UNBOUNDED
+from stream_attention.problem import Request
 from stream_attention_tools.testing import Case, poisoned_memory
 from stream_attention_tools.testing.inputs import Layout, _laid_out, _tile_laid_out
 from stream_attention_tools.testing.tolerance import (
@@ -510,7 +510,7 @@ def with_plain_codes(template: DecodeCase, rng: Random) -> DecodeCase:
 def why_not(case: DecodeCase, backend: str) -> tuple[str, ...]:
     """Why a backend cannot do a case, in its own sentences; empty if it can."""
     query, cache, _ = make(case)
-    return DECODERS[backend].why_not(decode_problem(query, cache, UNBOUNDED), case.num_splits)
+    return BY_NAME[backend].why_not(decode_problem(query, cache), Request(num_splits=case.num_splits))
 
 
 def random_template(rng: Random, device: str = "cpu", dims: tuple[int, ...] = DIMS, max_rows: int = 16) -> DecodeCase:

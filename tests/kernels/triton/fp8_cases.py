@@ -81,7 +81,7 @@ class Fp8Call:
             deterministic=False,
             positions=positions,
         )
-        return problem._replace(fp8=True, addressable=True)
+        return problem.replace(fp8=True, addressable=True)
 
     def codes(self) -> Codes:
         """On the CPU, by the specification."""
@@ -265,14 +265,14 @@ def check(call: Fp8Call, kernel: Any, config: Any = None) -> Fp8Report:
 def launch_offline(call: Fp8Call, backend: str) -> None:
     """What a call launches, of codes that are not there."""
     query, key, value, *cu = call.tensors("cpu")
-    problem = call.stated(query, key, value, *cu)._replace(device=torch.device("cuda", 0), arch=90, processors=132)
+    problem = call.stated(query, key, value, *cu).replace(device=torch.device("cuda", 0), arch=90, processors=132)
     if problem.empty:
         return
     batch, packed = problem.batch, problem.packed
     queries = room_for_queries(query, blocks_of(query.shape[-3], batch, packed))
     keys = room_for_keys(key, blocks_of(key.shape[-3], batch, packed))
     row = BY_NAME[backend]
-    row.load_fp8().forward_fp8(problem, queries, keys, *cu, row.configure(problem))
+    row.forward_fp8(problem, queries, keys, *cu, row.configure(problem))
 
 
 def kernel_of(call: Fp8Call) -> tuple[Any, ...]:

@@ -186,7 +186,7 @@ def variant(case: Case, arch: int, processors: int, backend: str) -> Hashable:
         scale=case.D**-0.5 if case.scale is None else case.scale,
         dropout_p=case.dropout_p,
         deterministic=case.deterministic,
-    )._replace(device=torch.device("cuda"), arch=arch, processors=processors)
+    ).replace(device=torch.device("cuda"), arch=arch, processors=processors)
     if 0 in (problem.batch, problem.q_len):
         return None
     if backend == "gluon":
@@ -196,7 +196,7 @@ def variant(case: Case, arch: int, processors: int, backend: str) -> Hashable:
         of_its_backward: Hashable = None
         if case.backward:
             cut = has_edges(problem), has_idle_queries(problem)
-            of_its_backward = configure_gluon(problem._replace(backward=True)), cut, case.deterministic, case.lse_grad
+            of_its_backward = configure_gluon(problem.replace(backward=True)), cut, case.deterministic, case.lse_grad
         return (
             (case.D, case.Dv, case.dtype, aux_dtype, case.packed, of_gluon),
             (problem.left == UNBOUNDED, problem.right == UNBOUNDED),
@@ -216,7 +216,7 @@ def variant(case: Case, arch: int, processors: int, backend: str) -> Hashable:
         of_forward = (*config[:3], config.num_splits > 1, cached.block_r)
     of_backward: Hashable = None
     if case.backward:
-        tiles = configure_backward(problem._replace(backward=True))
+        tiles = configure_backward(problem.replace(backward=True))
         of_backward = (
             tuple(t and (*t[:4], t.num_splits > 1) for t in tiles),
             case.lse_grad,

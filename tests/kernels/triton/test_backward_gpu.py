@@ -156,7 +156,7 @@ def test_deterministic_runs_the_same_kernels() -> None:
 def planned_backward(case: Case) -> BackwardConfig:
     query, key, value, options = make(case)
     problem, _ = stated(case, {"query": query, "key": key, "value": value}, options)
-    return plan(problem._replace(backward=True)).config
+    return plan(problem.replace(backward=True)).config
 
 
 # The host, and CUDA graphs

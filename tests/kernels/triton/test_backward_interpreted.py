@@ -115,7 +115,7 @@ def forwarded(case: Case) -> tuple[Problem, Inputs, tuple[Tensor, ...]]:
     tensors, options = drawn(case)
     problem, inputs = stated_by(case, tensors, options)
     saved = forward(problem, inputs, INTERPRETER)
-    return problem._replace(backward=True, lse_grad=True), inputs, (*saved, *arriving(tensors))
+    return problem.replace(backward=True, lse_grad=True), inputs, (*saved, *arriving(tensors))
 
 
 def computed(case: Case, config: BackwardConfig = INTERPRETER_BACKWARD, names: Collection[str] | None = None) -> Named:
@@ -634,7 +634,7 @@ def test_batch_start_moves_dropout_to_that_entry_of_the_batch() -> None:
     case = replace(SHAPE, B=2, dropout_p=0.5)
     problem, inputs, saved = forwarded(case)
     its = inputs._replace(query=inputs.query[1:], key=inputs.key[1:], value=inputs.value[1:])
-    problem = problem._replace(batch=1, batch_start=1)
+    problem = problem.replace(batch=1, batch_start=1)
     grads = backward(problem, its, INTERPRETER_BACKWARD, *(t[1:] for t in saved), wanted=Wanted())
     close(grads[:3], tuple(grad[1:] for grad in expected(case).values()))
 

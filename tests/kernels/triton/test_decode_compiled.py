@@ -17,13 +17,13 @@ from compile_gate import FULL, RELEASE, beyond, with_tables
 from sass_gate import as_file, differs, fingerprint, ran
 
 from stream_attention import ContiguousKV, PagedKV, quantize_kv
-from stream_attention.backends import DECODERS
+from stream_attention.backends import BY_NAME
 from stream_attention.cache_views import KVCache
 from stream_attention.cache_views.codes import Coding
 from stream_attention.kernels.triton.decode import decode
-from stream_attention.kernels.triton.decode_call import workspace_numbers
 from stream_attention.ops.decode import decode_problem
-from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeConfig, DecodeProblem, configure
+from stream_attention.problem import KV, DecodeInputs, Hardware, Operands, Problem, Scores, Shape, Window
+from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeConfig, configure, workspace_numbers
 from stream_attention_tools.testing.offline import compiling_for, disassemble, report
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -31,16 +31,14 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 PROCESSORS = {80: 108, 86: 84, 90: 132, 120: 170}
 
 
-def gpu(problem: DecodeProblem, arch: int = 90) -> DecodeProblem:
-    return problem._replace(device=torch.device("cuda"), arch=arch, processors=PROCESSORS[arch])
+def gpu(problem: Problem, arch: int = 90) -> Problem:
+    return problem.replace(device=torch.device("cuda"), arch=arch, processors=PROCESSORS[arch])
 
 
-def problem(batch: int, keys: int, heads: tuple[int, int] = (32, 8), dim: int = 128, **facts: Any) -> DecodeProblem:
+def problem(batch: int, keys: int, heads: tuple[int, int] = (32, 8), dim: int = 128, **facts: Any) -> Problem:
     """One query per row, bf16, on a Hopper."""
-    stated = DecodeProblem(
-        batch, 1, *heads, dim, dim, keys, keys, BF16, None, 0, torch.device("cuda"), 90, PROCESSORS[90]
-    )
-    return stated._replace(**facts)
+    h200 = Hardware(torch.device("cuda"), 90, PROCESSORS[90])
+    return Problem(Shape(batch, 1, *heads, dim, dim), KV("cache", keys), Operands(BF16), h200).replace(**facts)
 
 
 # Plans
@@ -59,7 +57,7 @@ def problem(batch: int, keys: int, heads: tuple[int, int] = (32, 8), dim: int = 
     ],
     ids=str,
 )
-def test_splits_fill_the_gpu_and_no_more(stated: DecodeProblem, splits: int) -> None:
+def test_splits_fill_the_gpu_and_no_more(stated: Problem, splits: int) -> None:
     config = configure(stated, None, False)
     assert config.num_splits == splits and not config.split_keys
 
@@ -72,8 +70,8 @@ def test_a_batch_invariant_plan_does_not_know_the_batch() -> None:
 
 
 def test_a_window_needs_no_more_splits_than_it_has_keys() -> None:
-    assert configure(problem(1, 131072, span=100), None, False).num_splits == 1
-    assert configure(problem(1, 131072, span=5000), None, True).num_splits == 3
+    assert configure(problem(1, 131072, left=99), None, False).num_splits == 1
+    assert configure(problem(1, 131072, left=4999), None, True).num_splits == 3
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
@@ -89,9 +87,9 @@ def test_what_is_in_flight_fits_into_shared_memory(arch: int, dim: int, page: in
 
 def test_fp8_is_left_to_plain_torch_where_no_instruction_converts_it() -> None:
     coding = Coding("fp8", 64, True, False, torch.float16, 192, True, True)
-    (reason,) = DECODERS["triton"].why_not(problem(1, 8192, coding=coding, arch=86), None)
+    (reason,) = BY_NAME["triton"].why_not(problem(1, 8192, coding=coding, arch=86))
     assert reason == "an fp8 cache requires compute capability 8.9 or newer; got 8.6"
-    assert DECODERS["triton"].why_not(problem(1, 8192, coding=coding), None) == ()
+    assert BY_NAME["triton"].why_not(problem(1, 8192, coding=coding)) == ()
 
 
 def test_more_splits_than_blocks_are_not_made() -> None:
@@ -107,7 +105,7 @@ def test_a_workspace_has_room_for_any_window() -> None:
                     whole = problem(batch, keys, heads, dim)
                     needs = [
                         workspace_numbers(one, configure(one, None, False))
-                        for one in (whole._replace(span=span), whole)
+                        for one in (whole.replace(left=span - 1), whole)
                     ]
                     assert needs[0] <= needs[1], (whole, span)
 
@@ -144,14 +142,15 @@ class Compiled(NamedTuple):
     def kernels(self) -> tuple[DecodeConfig, list[Any]]:
         """The kernel that computes and the one that merges."""
         query, cache = torch.zeros(2, self.q_len, self.heads[0], self.dim, dtype=self.dtype), self.cache()
-        stated = gpu(decode_problem(query, cache, 100 if self.modified else -1), self.arch)
+        window, scores = Window(100 if self.modified else -1, 0), Scores(0.1, 5.0 if self.modified else 0.0)
+        stated = gpu(decode_problem(query, cache, window=window, scores=scores), self.arch)
         config = self.config or configure(stated, None, False)._replace(num_splits=3)
         tree = torch.ones(2, self.q_len, self.q_len, dtype=torch.bool) if self.modified else None
         per_head = torch.zeros(1, self.heads[0]) if self.modified else None
-        asked = tree, per_head, None if per_head is None else per_head[0], 100 if self.modified else -1, 0, 0.1
+        asked = tree, per_head, None if per_head is None else per_head[0]
         room = torch.zeros(workspace_numbers(stated, config))
         with compiling_for(self.arch) as compiled:
-            decode(stated, config, query, cache, *asked, 5.0 if self.modified else 0.0, None, self.ragged, room)
+            decode(stated, DecodeInputs(query, cache, *asked, None, self.ragged, room), config)
         return config, compiled
 
 

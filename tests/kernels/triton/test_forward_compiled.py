@@ -109,7 +109,7 @@ def test_few_queries(facts: dict[str, Any], expected: tuple[int, bool] | None) -
 
 def test_packed_sequences_are_never_split() -> None:
     for q_len in (1, 16, 4096):
-        config = configure(problem(B=1, Tq=q_len, Tk=100_000, Hq=32, Hkv=8, packed=True))
+        config = configure(problem(B=1, Tq=q_len, Tk=100_000, Hq=32, Hkv=8, layout="packed"))
         assert config.num_splits == 1
 
 

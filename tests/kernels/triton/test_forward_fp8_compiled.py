@@ -57,7 +57,7 @@ SPILLS: dict[str, dict[str, int]] = {
 def compiled(arch: int, call: Fp8Call) -> Report:
     problem, queries, keys, cu_q, cu_k = call.codes()
     with compiling_for(arch) as kernels:
-        forward_fp8(problem._replace(arch=arch), queries, keys, cu_q, cu_k, TRITON[call.D])
+        forward_fp8(problem.replace(arch=arch), queries, keys, cu_q, cu_k, TRITON[call.D])
     assert len(kernels) == 1
     return report(kernels[0])
 

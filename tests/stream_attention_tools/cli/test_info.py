@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import stream_attention
-from stream_attention import backends, device
-from stream_attention.backends import BACKENDS
+from stream_attention import device
+from stream_attention.backends import BACKENDS, installed
 from stream_attention.kernels import eager
 from stream_attention_tools.cli import info as cli
 
@@ -107,7 +107,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
 
     def forget() -> None:
         device._facts.cache_clear()
-        backends.triton_release.cache_clear()
+        installed.triton_release.cache_clear()
 
     def collected(capability: tuple[int, int], triton: str | None, count: int = 1) -> dict[str, Any]:
         major, minor = capability
@@ -132,7 +132,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
             (tmp_path / "triton").mkdir()
             (tmp_path / "triton" / "__init__.py").touch()
         forget()
-        monkeypatch.setattr(backends, "HAS_TRITON", triton is not None)
+        monkeypatch.setattr(installed, "HAS_TRITON", triton is not None)
         return cli.collect(details=False)
 
     yield collected

@@ -157,9 +157,9 @@ given = Call(2, 100, 100, 4, 4, 64, 64, torch.bfloat16, causal=True).arguments("
 bound = signature(attention).bind(**given)
 bound.apply_defaults()
 problem, inputs, _ = problem_of(prepare_attention(**bound.arguments))
-problem = problem._replace(device=torch.device("cuda"), arch=90, processors=132)
+problem = problem.replace(device=torch.device("cuda"), arch=90, processors=132)
 out, lse = run_forward(plan(problem), inputs)
-run_backward(plan(problem._replace(backward=True)), inputs, out, lse, out, None, Wanted())
+run_backward(plan(problem.replace(backward=True)), inputs, out, lse, out, None, Wanted())
 assert [hit for _, hit in compiled] == [True] * 3, compiled
 """
 

@@ -75,7 +75,7 @@ def codes(
         scale=D**-0.5,
         dropout_p=0.0,
         deterministic=False,
-    )._replace(fp8=True)
+    ).replace(fp8=True)
     return problem, reference_fp8.quantize_queries(q, cu_q), reference_fp8.quantize_keys(k, v, cu_k), cu_q, cu_k
 
 
@@ -225,7 +225,7 @@ def test_a_row_loses_little_of_its_sum_whatever_the_tops(loud: int) -> None:
     value[:, some] = -1.0
     query = torch.zeros(1, 64, 1, 64)
     query[..., 0] = 1.0
-    problem = codes([(64, count)])[0]._replace(scale=math.log(2), q_heads=1, kv_heads=1)
+    problem = codes([(64, count)])[0].replace(scale=math.log(2), q_heads=1, kv_heads=1)
     all_codes = reference_fp8.quantize_queries(query), reference_fp8.quantize_keys(key, value)
     exact = ((count - loud) * small - loud) / ((count - loud) * small + loud)
     lost = {}

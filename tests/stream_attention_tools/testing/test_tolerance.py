@@ -81,7 +81,7 @@ def test_a_tie_may_be_rounded_either_way(monkeypatch: pytest.MonkeyPatch, tip: f
     honest = eager._blocked_forward
 
     def tipped(problem: Any, inputs: Any, config: Any) -> tuple[Tensor, Tensor]:
-        out, lse = honest(problem._replace(partial=True), inputs, config)
+        out, lse = honest(problem.replace(partial=True), inputs, config)
         return (out * (1 + tip)).to(problem.out_dtype), lse
 
     monkeypatch.setattr(eager, "_blocked_forward", tipped)

@@ -19,7 +19,6 @@ from torch import Tensor
 from ...gpu.scratch import UNIT as UNIT
 from ...gpu.scratch import Sample
 from ...problem import UNBOUNDED, Inputs, Problem
-from ...tuning.decode import DecodeProblem
 from ...tuning.triton import Tile
 
 WIDE = tl.constexpr(2)
@@ -119,7 +118,7 @@ def precision(problem: Problem) -> str:
     return "tf32x3" if max(problem.head_dim, problem.value_dim) <= 128 else "ieee"
 
 
-def tanh(problem: Problem | DecodeProblem) -> str:
+def tanh(problem: Problem) -> str:
     """Which tanh of tiles.py the dtype deserves."""
     if problem.dtype is torch.float32:
         return "exact"

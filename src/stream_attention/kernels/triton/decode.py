@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ...cache_views import ContiguousKV, KVCache, PagedKV, QuantizedKV
 from ...gpu.launch import Kernel, Launch, jit
-from ...problem import Inputs
-from ...tuning.decode import DecodeConfig, DecodeProblem
+from ...problem import DecodeInputs, Inputs, Problem
+from ...tuning.decode import DecodeConfig, workspace_numbers
 from .arguments import UNIT, is_aligned, qkv_strides, tile_width
-from .decode_call import DecodeCall, side_by_side, workspace_numbers
+from .decode_call import DecodeCall, side_by_side
 from .decode_codes import codes_arguments, codes_kernel
 from .decode_tiles import (
     first_seen,
@@ -199,25 +199,11 @@ def _decode_kernel(
 
 
 def decode(
-    problem: DecodeProblem,
-    config: DecodeConfig,
-    query: Tensor,
-    cache: KVCache,
-    tree: Tensor | None,
-    slopes: Tensor | None,
-    sink: Tensor | None,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    out: Tensor | None,
-    return_lse: bool,
-    workspace: Tensor | None,
-    *,
-    computed_by: KernelOf | None = None,
+    problem: Problem, inputs: DecodeInputs, config: DecodeConfig, *, computed_by: KernelOf | None = None
 ) -> tuple[Tensor, Tensor | None, Repeat | None]:
     """out `[B, Tq, Hq, Dv]` in the query's dtype; lse `[B, Hq, Tq]`, fp32, if wanted; and the call as a function, if it
     can be made again at once."""
+    query, cache, tree, slopes, sink, out, return_lse, workspace = inputs
     batch, q_len, q_heads, _ = query.shape
     tree, slopes, sink = (side_by_side(t) for t in (tree, slopes, sink))
     query = query.resolve_neg()
@@ -233,7 +219,7 @@ def decode(
         workspace = None
     elif workspace is None:
         workspace = query.new_empty(workspace_numbers(problem, config), dtype=torch.float32)
-    asked = side_by_side(cache.lengths), tree, slopes, sink, left, right, scale, softcap
+    asked = side_by_side(cache.lengths), tree, slopes, sink, *problem.window, problem.scale, problem.softcap
     call = DecodeCall(problem, config, query, *asked, out, lse, workspace)
     kernel, arguments = (computed_by or kernel_of)(call, cache)
     launch = kernel.bind_addresses(call.grid, call.options, **arguments)

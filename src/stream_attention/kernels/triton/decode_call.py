@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...gpu.launch import Kernel, Launch
-from ...problem import UNBOUNDED
-from ...tuning.decode import DecodeConfig, DecodeProblem
+from ...problem import UNBOUNDED, Problem
+from ...tuning.decode import DecodeConfig, batch_heads, block_r, rows, tiles_r
 from .arguments import FAR, in_fp32, named, slope_stride, tanh, tile_width
 
 
 class DecodeCall(NamedTuple):
     """One call: its problem and its tensors, but for the cache."""
 
-    problem: DecodeProblem
+    problem: Problem
     config: DecodeConfig
     query: Tensor
     lengths: Tensor | None
@@ -44,7 +44,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def grid(self) -> int:
-        return self.problem.lines * self.config.num_splits * self.problem.tiles_r
+        return batch_heads(self.problem) * self.config.num_splits * tiles_r(self.problem)
 
     def arguments(self, table: Tensor | None) -> dict[str, Any]:
         """Of the kernel that computes, those that depend neither on the format of the cache nor on lengths."""
@@ -81,14 +81,14 @@ class DecodeCall(NamedTuple):
         problem, config = self.problem, self.config
         return {
             **named("stride_ob stride_om stride_oh stride_od", self.out.stride()),
-            "capacity": problem.capacity,
+            "capacity": problem.k_len,
             "pages": pages,
             "q_len": problem.q_len,
             "num_splits": config.num_splits,
             "split_keys": config.split_keys,
             "left": min(self.left, FAR),
             "right": min(self.right, FAR),
-            "BLOCK_R": problem.block_r,
+            "BLOCK_R": block_r(problem),
             "BLOCK_N": config.block_n,
             "HAS_LEFT": self.left != UNBOUNDED,
             "HAS_RIGHT": self.right != UNBOUNDED,
@@ -97,7 +97,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def merge_grid(self) -> int:
-        return self.problem.lines * self.problem.rows
+        return batch_heads(self.problem) * rows(self.problem)
 
     def merge_sizes(self) -> dict[str, int]:
         """Arguments of the kernel that merges parts which depend on lengths."""
@@ -134,11 +134,3 @@ class DecodeCall(NamedTuple):
 def side_by_side(t: Tensor | None) -> Tensor | None:
     """A tensor whose last dim is contiguous: itself, if it is."""
     return t if t is None or t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
-
-
-def workspace_numbers(problem: DecodeProblem, config: DecodeConfig) -> int:
-    """fp32 numbers in the workspace of a call (decode_tiles.py); 0 where nothing is merged."""
-    if config.num_splits == 1:
-        return 0
-    states = problem.lines * config.num_splits * problem.rows
-    return -(-states // 4) * 4 + states * problem.value_dim

@@ -14,10 +14,10 @@ from torch import Tensor
 from ...gpu.launch import Launch
 from ...gpu.scratch import Outputs
 from ...problem import Forward, Inputs, Problem
-from ...tuning.decode import DecodeConfig, on_a_cache
+from ...tuning.decode import DecodeConfig, on_a_cache, workspace_numbers
 from .arguments import sample
 from .decode import row_arguments, row_sizes, rows_kernel
-from .decode_call import DecodeCall, workspace_numbers
+from .decode_call import DecodeCall
 from .decode_tiles import merge_kernel
 
 

@@ -37,7 +37,7 @@ class Ours(Provider):
         if self.backend == AUTO:
             return None
         problem = self._problem(draw(shortened(self.case(cell.case), rows=128, batch=1)))
-        problems = [problem] if cell.direction == "forward" else [problem, problem._replace(backward=True)]
+        problems = [problem] if cell.direction == "forward" else [problem, problem.replace(backward=True)]
         reasons = [reason for one in problems for reason in BY_NAME[self.backend].why_not(one)]
         return "; ".join(dict.fromkeys(reasons)) or None
 
@@ -53,7 +53,7 @@ class Ours(Provider):
 
     def ran(self, x: Tensors, backward: bool = False) -> str | None:
         problem = self._problem(x)
-        planned = plan(problem._replace(backward=True) if backward else problem, self.backend)
+        planned = plan(problem.replace(backward=True) if backward else problem, self.backend)
         return f"{planned.backend}: {planned.config}"
 
     def _problem(self, x: Tensors) -> Problem:
