@@ -384,9 +384,11 @@ class _Family:
     anything. So templates are kept by the first two, a few for each, and found by lengths as plans round them.
     """
 
-    __slots__ = ("_backwards", "_plans", "_problem", "_templates", "calls")
+    __slots__ = ("_backwards", "_plans", "_problem", "_templates", "calls", "key", "latest")
 
-    def __init__(self) -> None:
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self.latest: tuple[Hashable, Any] = None, None  # lengths and call that were made last
         self.calls: dict[Hashable, PreparedCall] = {}  # by lengths and strides
         self._problem: Any = None  # of a call that can be resized
         self._plans: dict[Hashable, Plan] = {}  # by rounded lengths; of a backward also by the gradients wanted
@@ -571,8 +573,8 @@ def prepare(arguments: tuple[Any, ...]) -> PreparedCall:
 
 
 _families: dict[Hashable, _Family] = {}
-_order: deque[Key] = deque()
-"""The calls that are kept, oldest first."""
+_order: deque[tuple[_Family, Hashable]] = deque()
+"""The calls that are kept, oldest first, each by its family and its lengths."""
 
 _lock = Lock()
 
@@ -581,45 +583,48 @@ def find(
     key: Key, inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options: tuple[Any, ...]
 ) -> PreparedCall | None:
     """The prepared call with a key: as it was prepared before or, where its lengths are new, made from one of its
-    family; else None."""
+    family; else None.
+
+    One that was made is kept from its second use on, as in the next layer of a model. Lengths that never come back
+    leave nothing behind."""
     family = _families.get(key.family)
     if family is None:
         return None
     call = family.calls.get(key.lengths)
     if call is None:
-        call = family.resized(Inputs._make(inputs), lengths, options)
-        if call is not None:
-            _add(key, call)
+        made_for, call = family.latest
+        if made_for == key.lengths:
+            _add(family, key.lengths, call)
+        else:
+            call = family.resized(Inputs._make(inputs), lengths, options)
+            if call is not None:
+                family.latest = key.lengths, call
     return call
 
 
 def keep(key: Key, call: PreparedCall, inputs: Inputs) -> None:
     """Keep a call that was prepared, also as a template of its family."""
-    family = _add(key, call)
+    with _lock:
+        family = _families.get(key.family)
+        if family is None:
+            family = _families[key.family] = _Family(key.family)
+    _add(family, key.lengths, call)
     if _is_template(call, inputs):
         with _lock:
             family.add_template(call)
 
 
-def _add(key: Key, call: PreparedCall) -> _Family:
+def _add(family: _Family, lengths: Hashable, call: PreparedCall) -> None:
     with _lock:
         while len(_order) >= LIMIT:
-            _drop_oldest()
-        family = _families.get(key.family)
-        if family is None:
-            family = _families[key.family] = _Family()
-        if key.lengths not in family.calls:
-            _order.append(key)
-        family.calls[key.lengths] = call
-    return family
-
-
-def _drop_oldest() -> None:
-    key = _order.popleft()
-    calls = _families[key.family].calls
-    del calls[key.lengths]
-    if not calls:
-        del _families[key.family]
+            oldest, dropped = _order.popleft()
+            del oldest.calls[dropped]
+            if not oldest.calls and oldest is not family:
+                _families.pop(oldest.key, None)
+        if lengths not in family.calls:
+            _order.append((family, lengths))
+        family.calls[lengths] = call
+        _families[family.key] = family  # which another thread may have dropped
 
 
 def size() -> int:
