@@ -38,7 +38,8 @@ from stream_attention.problem import (
     Shape,
     state_problem,
 )
-from stream_attention.tuning import fp8 as fp8_tuning
+from stream_attention.tuning import fp8 as hopper_fp8_tuning
+from stream_attention.tuning import fp8_triton as triton_fp8_tuning
 from stream_attention.tuning.decode import DecodeConfig, on_a_cache
 from stream_attention.tuning.eager import EagerConfig
 
@@ -229,7 +230,7 @@ def test_in_fp8_it_goes_to_the_kernel_of_its_gpu(arch: int, chosen: str, dim: in
     pytest.importorskip("triton")
     planned = plan(large(fp8=True, arch=arch, head_dim=dim, value_dim=dim, **facts))
     assert planned.backend == chosen and planned.config == BY_NAME[chosen].configure(planned.problem)
-    table = fp8_tuning.GLUON if chosen == "gluon" else fp8_tuning.TRITON
+    table = hopper_fp8_tuning.GLUON if chosen == "gluon" else triton_fp8_tuning.TRITON
     assert planned.config == table[dim] or (dim == 64 and "left" in facts and chosen == "gluon")
     assert [name for name, _ in planned.passed_over] == ([] if chosen == "gluon" else ["gluon"])
     assert " in fp8" in str(planned)
@@ -285,7 +286,7 @@ def test_a_tile_in_fp8_has_at_most_the_rows_of_a_scale(field: str) -> None:
 def test_a_tile_is_forced_on_the_kernel_of_fp8_too() -> None:
     pytest.importorskip("triton")
     planned = plan(large(fp8=True), "triton(block_m=64)")
-    assert planned.config == fp8_tuning.TRITON[128]._replace(block_m=64) and planned.forced == (("block_m", 64),)
+    assert planned.config == triton_fp8_tuning.TRITON[128]._replace(block_m=64) and planned.forced == (("block_m", 64),)
 
 
 RELEASES = [

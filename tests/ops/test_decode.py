@@ -30,7 +30,7 @@ from stream_attention import (
 from stream_attention.cache_views import KVCache
 from stream_attention.kernels import reference
 from stream_attention.ops import decode as remembering
-from stream_attention.tuning.decode import EAGER_KEYS, widened_keys
+from stream_attention.tuning.eager import DECODE_KEYS, widened_keys
 from stream_attention_tools.testing.memory import peak_bytes
 
 LENGTHS = (37, 0, 5, 100)
@@ -223,8 +223,8 @@ def test_without_lengths_all_keys_are_there() -> None:
 
 
 def test_more_keys_than_a_tile() -> None:
-    x = rows((2 * EAGER_KEYS + 5, EAGER_KEYS, 3), q_len=2)
-    out = decode_attention(x.query, contiguous(x, 2 * EAGER_KEYS + 64))
+    x = rows((2 * DECODE_KEYS + 5, DECODE_KEYS, 3), q_len=2)
+    out = decode_attention(x.query, contiguous(x, 2 * DECODE_KEYS + 64))
     torch.testing.assert_close(out, expected(x, causal=True)[0], rtol=1e-9, atol=1e-9)
 
 
@@ -252,7 +252,7 @@ def test_memory_is_that_of_a_tile() -> None:
         cache = paged(x, 16)
         return peak_bytes(lambda: decode_attention(x.query, cache))
 
-    assert peak(32 * EAGER_KEYS) < 1.5 * peak(2 * EAGER_KEYS)
+    assert peak(32 * DECODE_KEYS) < 1.5 * peak(2 * DECODE_KEYS)
 
 
 @pytest.mark.parametrize("format", ["fp8", "int8", "int4"])

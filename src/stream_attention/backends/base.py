@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..problem import Backward, DecodeInputs, Forward, Gradients, Inputs, Problem, Request, Wanted, distinct, dtype_name
-from ..tuning import fp8 as fp8_tuning
 from . import installed
 
 PLAIN = Request()
@@ -126,7 +125,7 @@ def cache_reasons(problem: Problem) -> Reasons:
     )
 
 
-FP8_HEAD_DIMS = tuple(fp8_tuning.TRITON)
+FP8_HEAD_DIMS = (64, 128, 256)
 
 
 def fp8_reasons(problem: Problem) -> Reasons:

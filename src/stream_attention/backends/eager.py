@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from ..problem import DecodeInputs, Problem, Request
-from ..tuning import decode as decode_tuning
 from ..tuning import eager as tuning
 from .base import PLAIN, Backend, Reasons
 
@@ -26,7 +25,7 @@ class Eager(Backend):
 
     def configure(self, problem: Problem, request: Request = PLAIN) -> Any:
         if problem.cached:
-            return decode_tuning.configure_eager(problem, request.batch_invariant)
+            return tuning.configure_decode(problem, request.batch_invariant)
         return tuning.configure(problem)
 
     def decode(self, problem: Problem, inputs: DecodeInputs, config: Any) -> tuple[Tensor, Tensor | None, Any]:

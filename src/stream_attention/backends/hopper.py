@@ -10,7 +10,6 @@ from ..problem import Problem, Request, dtype_name
 from ..tuning import decode as decode_tuning
 from ..tuning import fp8 as fp8_tuning
 from ..tuning import gluon as tuning
-from ..tuning.triton import few_queries
 from . import installed
 from .base import PLAIN, Backend, Reasons, cache_reasons, dims_of, far_positions, fp8_reasons, load
 
@@ -34,7 +33,7 @@ class Hopper(Backend):
     def why_named_only(self, problem: Problem) -> tuple[str, ...]:
         if problem.fp8 or problem.cached:
             return ()
-        if few_queries(problem):
+        if decode_tuning.few_queries(problem):
             return ("calls with few queries and many keys use the split-KV kernel of Triton",)
         if tuning.short(problem):
             return ("the call is short: CPU overhead dominates, and the Triton kernel has less of it",)
@@ -45,7 +44,7 @@ class Hopper(Backend):
     def configure(self, problem: Problem, request: Request = PLAIN) -> Any:
         if problem.cached:
             return decode_tuning.configure_gluon(problem, request.num_splits, request.batch_invariant)
-        return fp8_tuning.configure_gluon(problem) if problem.fp8 else tuning.configure(problem)
+        return fp8_tuning.configure(problem) if problem.fp8 else tuning.configure(problem)
 
     def forward_into(self, *call: Any) -> bool:
         return load(self.kernels).forward_into(*call)

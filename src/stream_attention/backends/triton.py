@@ -8,7 +8,7 @@ import torch
 
 from ..problem import Problem, Request
 from ..tuning import decode as decode_tuning
-from ..tuning import fp8 as fp8_tuning
+from ..tuning import fp8_triton as fp8_tuning
 from ..tuning import triton as tuning
 from . import installed
 from .base import NO_DECODING, PLAIN, Backend, Reasons, cache_reasons, dims_of, far_positions, fp8_reasons
@@ -37,9 +37,9 @@ class Triton(Backend):
         if problem.cached:
             return decode_tuning.configure(problem, request.num_splits, request.batch_invariant)
         if request.forced and not problem.backward:
-            tiles: Any = fp8_tuning.configure_triton if problem.fp8 else tuning.configure_forward
+            tiles: Any = fp8_tuning.configure if problem.fp8 else tuning.configure_forward
             return tiles(problem)._replace(**dict(request.forced))
-        return fp8_tuning.configure_triton(problem) if problem.fp8 else tuning.configure(problem)
+        return fp8_tuning.configure(problem) if problem.fp8 else tuning.configure(problem)
 
 
 def _on_device(problem: Problem) -> tuple[bool, str]:

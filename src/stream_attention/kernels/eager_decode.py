@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from ..cache_views import ContiguousKV, KVCache
 from ..problem import UNBOUNDED, DecodeInputs, Problem
 from ..state import EMPTY, add_sink, logsumexp
-from ..tuning.decode import EAGER_KEYS, EagerDecodeConfig, widened_keys
+from ..tuning.eager import DECODE_KEYS, EagerDecodeConfig, widened_keys
 from .torch_cpu import forward_op
 
 Tile = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -203,9 +203,9 @@ def _decode(
     if device.type == "cpu" and batch and not torch.compiler.is_compiling():  # elsewhere looking would synchronise
         end = min(end, int(seen.lengths.max()))
         if seen.left is not None:  # whole tiles before the window of every query are skipped
-            begin = max(0, int(seen.lengths.min()) - q_len - seen.left) // EAGER_KEYS * EAGER_KEYS
-    for start in range(begin, end, EAGER_KEYS):
-        stop = min(start + EAGER_KEYS, end)
+            begin = max(0, int(seen.lengths.min()) - q_len - seen.left) // DECODE_KEYS * DECODE_KEYS
+    for start in range(begin, end, DECODE_KEYS):
+        stop = min(start + DECODE_KEYS, end)
         key, value = tile(start, stop)
         at = torch.arange(start, stop, device=device)
         visible = _visible(seen, position, at)[:, None, None]  # [B, 1, 1, Tq, n]

@@ -16,21 +16,23 @@ from ..problem import UNBOUNDED, Problem
 INVARIANT_KEYS = 2048
 """Keys of a part of a batch-invariant call: whatever the batch, a row's sums are cut in the same places."""
 
-EAGER_KEYS = 1024
-"""Keys at a time in plain torch."""
-
-WIDENED_ELEMENTS = 1 << 18
-"""Elements of a row's keys in half precision that are widened at once for torch's CPU flash op, 1 MiB in fp32. AMD
-EPYC, one core, torch 2.13, bf16, 8 heads of 64, 8k keys, 2026-11-18, ms by keys at a time: 128 4.5, 256 3.4, 512 2.9,
-1024 2.9, 2048 3.2."""
-
 MOST_ROWS = 64
 """Rows of a tile at most."""
 
 
-def widened_keys(elements: int) -> int:
-    """How many keys, of so many elements each, are widened at once."""
-    return max(256, WIDENED_ELEMENTS // max(elements, 1))
+FEW_ROWS = 64
+"""Up to this many rows (queries times the heads that share a tile) a problem is few queries against many keys."""
+
+
+def heads_per_tile(problem: Problem) -> int:
+    """Query heads that share a tile where queries are few."""
+    return 1 if problem.dropout_p else problem.group
+
+
+def few_queries(problem: Problem) -> bool:
+    """Whether there are too few queries to fill a GPU, so that keys are split over it."""
+    are_few = problem.q_len * heads_per_tile(problem) <= FEW_ROWS and problem.k_len >= 4 * FEW_ROWS
+    return are_few and not problem.packed and not problem.empty
 
 
 def rows(problem: Problem) -> int:
@@ -55,22 +57,6 @@ def block_r(problem: Problem) -> int:
 
 def tiles_r(problem: Problem) -> int:
     return -(-rows(problem) // block_r(problem))
-
-
-class EagerDecodeConfig(NamedTuple):
-    """How plain torch computes a call on a cache."""
-
-    by_op: bool  # by torch's CPU flash op where it can
-    row_by_row: bool  # batch-invariant
-
-    def __str__(self) -> str:
-        tiles = f"plain torch, tiles of {EAGER_KEYS} keys"
-        return f"torch's CPU flash op over the keys of each row; with a softcap {tiles}" if self.by_op else tiles
-
-
-def configure_eager(problem: Problem, batch_invariant: bool) -> EagerDecodeConfig:
-    by_op = problem.device.type == "cpu" and not problem.page and problem.coding is None
-    return EagerDecodeConfig(by_op and problem.head_dim == problem.value_dim, batch_invariant)
 
 
 FEWEST_KEYS = 256
@@ -109,7 +95,7 @@ class DecodeConfig(NamedTuple):
         return f"blocks of {self.block_n} keys, {self.num_warps} warps, {self.num_stages} stages{splits}{each}"
 
 
-def workspace_numbers(problem: Problem, config: DecodeConfig | EagerDecodeConfig) -> int:
+def workspace_numbers(problem: Problem, config: object) -> int:
     """fp32 numbers in the workspace of a call (decode_tiles.py); 0 where nothing is merged."""
     if not isinstance(config, DecodeConfig) or config.num_splits == 1:
         return 0

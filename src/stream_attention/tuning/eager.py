@@ -167,3 +167,33 @@ def why_not_cuda_flash(problem: Problem) -> tuple[str, ...]:
         (problem.head_dim != problem.value_dim, "requires D = Dv"),
     )
     return tuple(reason for applies, reason in reasons if applies)
+
+
+DECODE_KEYS = 1024
+"""Keys at a time in plain torch."""
+
+WIDENED_ELEMENTS = 1 << 18
+"""Elements of a row's keys in half precision that are widened at once for torch's CPU flash op, 1 MiB in fp32. AMD
+EPYC, one core, torch 2.13, bf16, 8 heads of 64, 8k keys, 2026-11-18, ms by keys at a time: 128 4.5, 256 3.4, 512 2.9,
+1024 2.9, 2048 3.2."""
+
+
+def widened_keys(elements: int) -> int:
+    """How many keys, of so many elements each, are widened at once."""
+    return max(256, WIDENED_ELEMENTS // max(elements, 1))
+
+
+class EagerDecodeConfig(NamedTuple):
+    """How plain torch computes a call on a cache."""
+
+    by_op: bool  # by torch's CPU flash op where it can
+    row_by_row: bool  # batch-invariant
+
+    def __str__(self) -> str:
+        tiles = f"plain torch, tiles of {DECODE_KEYS} keys"
+        return f"torch's CPU flash op over the keys of each row; with a softcap {tiles}" if self.by_op else tiles
+
+
+def configure_decode(problem: Problem, batch_invariant: bool) -> EagerDecodeConfig:
+    by_op = problem.device.type == "cpu" and not problem.page and problem.coding is None
+    return EagerDecodeConfig(by_op and problem.head_dim == problem.value_dim, batch_invariant)

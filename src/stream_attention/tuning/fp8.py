@@ -1,4 +1,4 @@
-"""How the FP8 kernels are configured: tables as data, and where each row comes from."""
+"""How the FP8 kernel for Hopper is configured: tables as data, and where each row comes from."""
 
 from __future__ import annotations
 
@@ -34,21 +34,6 @@ class GluonFp8Config(NamedTuple):
         )
 
 
-class TritonFp8Config(NamedTuple):
-    """One launch of the portable kernel."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-    def __str__(self) -> str:
-        return (
-            f"tiles of {self.block_m} queries, blocks of {self.block_n} keys, {self.num_warps} warps, "
-            f"{self.num_stages} stages"
-        )
-
-
 # NVIDIA H200, 2026-11-16, torch 2.11.0+cu130, Triton 3.6.0, batch * length = 16384, hidden 2048, 8k: the best of 6-14
 # configurations per head dim whose blocks are added in fp32 (benchmarks/results/h200/sweeps, 14, 15 and 17). At D 256
 # sums left to the matrix units would be 1.09 times as fast, and biased (docs/performance.md).
@@ -58,23 +43,11 @@ GLUON = {
     256: GluonFp8Config(2, 128, 1, 2, 2, True, True, True, 2, False, False, 240, 24),
 }
 
-# By the compiler's report alone (Triton 3.6.0, 2026-11-16): no sm_89 was there to measure on. On it and on sm_90 these
-# spill nothing, causal or not, with a window, packed (tests/kernels/triton/test_forward_fp8_compiled.py).
-TRITON = {
-    64: TritonFp8Config(64, 64, 4, 3),
-    128: TritonFp8Config(128, 64, 8, 3),
-    256: TritonFp8Config(64, 64, 8, 2),
-}
-
 
 # Not timed: where edges are looked for in every block, three warpgroups have too few registers for it.
 GLUON_D64_CUT = GluonFp8Config(2, 128, 2, 3, 3, False, True, False, 1, True, False, 240, 24)
 
 
-def configure_gluon(problem: Problem) -> GluonFp8Config:
+def configure(problem: Problem) -> GluonFp8Config:
     config = GLUON[problem.head_dim]
     return GLUON_D64_CUT if problem.head_dim == 64 and many_cuts(problem, config.block_n) else config
-
-
-def configure_triton(problem: Problem) -> TritonFp8Config:
-    return TRITON[problem.head_dim]

@@ -156,8 +156,6 @@ SM80_FLOAT32 = (
 INTERPRETER = TritonConfig(16, 32, 4, 1)
 """On the CPU: small, so that small tests cross tile edges."""
 
-FEW_ROWS = 64
-"""Up to this many rows (queries times the heads that share a tile) a problem is few queries against many keys."""
 
 TILES = (16, 32, 64, 128, 256)
 """Sides of a tile: matrix instructions want 16 at least, and `tl.arange` powers of two."""
@@ -343,18 +341,12 @@ def _nearest(tables: Mapping[int, tuple[Row[C], ...]], arch: int) -> tuple[Row[C
     return tables[max((known for known in tables if known <= arch), default=min(tables))]
 
 
-def few_queries(problem: Problem) -> bool:
-    """Whether there are too few queries to fill a GPU, so that keys are split over it."""
-    return _few_queries(problem) is not None
-
-
 def _few_queries(problem: Problem) -> TritonConfig | None:
     """Split the keys over the GPU where there are too few queries to fill it; None where there are enough."""
-    pack_heads = problem.group > 1 and not problem.dropout_p
-    heads_per_tile = problem.group if pack_heads else 1
-    rows = problem.q_len * heads_per_tile
-    if rows > FEW_ROWS or problem.packed or problem.empty or problem.k_len < 4 * FEW_ROWS:
+    if not decode.few_queries(problem):
         return None
+    heads_per_tile = decode.heads_per_tile(problem)
+    rows = problem.q_len * heads_per_tile
     width = _width(problem)
     block_m = max(16, 1 << (rows - 1).bit_length())
     block_n = 128 if width <= 64 else 64 if width <= 128 else 32
@@ -367,4 +359,4 @@ def _few_queries(problem: Problem) -> TritonConfig | None:
     tiles = -(-problem.k_len // block_n)
     # Two programs per processor, each with at least two tiles to stream.
     num_splits = max(1, min(2 * problem.processors // programs, tiles // 2))
-    return TritonConfig(block_m, block_n, num_warps, num_stages, num_splits, pack_heads)
+    return TritonConfig(block_m, block_n, num_warps, num_stages, num_splits, heads_per_tile > 1)

@@ -28,7 +28,7 @@ from sass_gate import (
     shortest,
 )
 
-from stream_attention.tuning.fp8 import configure_gluon
+from stream_attention.tuning.fp8 import configure
 from stream_attention_tools.testing.offline import compiling_for, disassemble, report
 
 FORMS = {
@@ -89,7 +89,7 @@ def test_the_machine_code(name: str, kernels: dict[str, Any]) -> None:
     assert not differs(sass, name, ran("forward_fp8"))
     dim = FORMS[name].D
     blocks = parse(sass)
-    warpgroups = configure_gluon(FORMS[name].stated(*FORMS[name].tensors("cpu"))).warpgroups
+    warpgroups = configure(FORMS[name].stated(*FORMS[name].tensors("cpu"))).warpgroups
     assert not faults_of_any(made, blocks, warpgroups, SPILLS[RELEASE].get(name, Spills()))
     assert made.shared_bytes <= SHARED_BYTES and not made.instructions["HGMMA"] and made.instructions["QGMMA"]
     if name.endswith(("full", "causal")):

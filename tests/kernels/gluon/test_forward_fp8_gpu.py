@@ -20,7 +20,7 @@ from stream_attention.gpu.scratch import Outputs
 from stream_attention.kernels import reference, reference_fp8
 from stream_attention.kernels.gluon import forward_fp8_sm90
 from stream_attention.kernels.triton import quantize_fp8 as pre_pass
-from stream_attention.tuning.fp8 import GLUON, configure_gluon
+from stream_attention.tuning.fp8 import GLUON, configure
 from stream_attention_tools.testing.fp8 import check_fp8
 
 __all__ = ["give_memory_back"]
@@ -138,7 +138,7 @@ def lost_tiles(call: Fp8Call, *tensors: Tensor, **config: Any) -> tuple[int, Ten
     queries, keys = pre_pass.quantize(query, key, value, *cu, problem.q_len, problem.k_len)
     out, lse = Outputs.of(problem, queries.rows).allocate(queries.scales)
     words = lse.new_zeros(1 + problem.processors, dtype=torch.int32)
-    chosen = configure_gluon(problem)._replace(**config)
+    chosen = configure(problem)._replace(**config)
     launch = forward_fp8_sm90.bind_fp8(problem, queries, keys, *cu, chosen, out, lse, words)
     scales = keys.scales.view(torch.int64)
     launch(queries.query, keys.key, keys.value, queries.scales, scales, *cu, out, lse, words)

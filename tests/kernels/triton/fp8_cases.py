@@ -14,7 +14,7 @@ from stream_attention.kernels import reference_fp8
 from stream_attention.kernels.fp8_layout import KeyCodes, QueryCodes, blocks_of, room_for_keys, room_for_queries
 from stream_attention.kernels.offline import launching_for
 from stream_attention.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
-from stream_attention.tuning.fp8 import configure_triton
+from stream_attention.tuning.fp8_triton import configure
 from stream_attention.tuning.gluon import many_cuts
 from stream_attention_tools.testing import poisoned_memory
 from stream_attention_tools.testing.fp8 import Fp8Report, check_fp8
@@ -258,7 +258,7 @@ def check(call: Fp8Call, kernel: Any, config: Any = None) -> Fp8Report:
     """Run a call on a kernel, whose results are poisoned before; what is configured as the tables say without one."""
     arguments = call.codes()
     with poisoned_memory():
-        out, lse = kernel(*arguments, config or configure_triton(arguments[0]))
+        out, lse = kernel(*arguments, config or configure(arguments[0]))
     return check_fp8(out, lse, *arguments)
 
 

@@ -17,7 +17,7 @@ from gates import GATED_TRITON
 
 from stream_attention.kernels.fp8_layout import HEAD_DIMS
 from stream_attention.kernels.triton.forward_fp8 import forward_fp8
-from stream_attention.tuning.fp8 import TRITON
+from stream_attention.tuning.fp8_triton import TRITON
 from stream_attention_tools.testing.offline import Report, compiling_for, report
 
 LONG = replace(BASE, Tq=256, Tk=512, Hq=2, Hkv=1)

@@ -25,7 +25,7 @@ from stream_attention.kernels import reference_fp8
 from stream_attention.kernels.fp8_layout import E4M3, LARGEST, ORDER
 from stream_attention.kernels.triton import interpreter
 from stream_attention.kernels.triton.forward_fp8 import forward_fp8, place_of_key
-from stream_attention.tuning.fp8 import TritonFp8Config
+from stream_attention.tuning.fp8_triton import TritonFp8Config
 
 # An empty row takes log2(0) and infinities meet in products, on the way to a result that does not hold them.
 pytestmark = pytest.mark.filterwarnings(

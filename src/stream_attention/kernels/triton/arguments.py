@@ -19,7 +19,6 @@ from torch import Tensor
 from ...gpu.scratch import UNIT as UNIT
 from ...gpu.scratch import Sample
 from ...problem import UNBOUNDED, Inputs, Problem
-from ...tuning.triton import Tile
 
 WIDE = tl.constexpr(2)
 """A mask or bias whose rows can be read in wide words: contiguous along the keys, and aligned."""
@@ -68,28 +67,6 @@ def score_params(problem: Problem) -> dict[str, Any]:
         "scale": scale_of(problem),
         "softcap": problem.softcap,
         "dropout_scale": 1.0 / (1.0 - problem.dropout_p),
-    }
-
-
-def backward_constants(problem: Problem, inputs: Inputs, tile: Tile) -> dict[str, Any]:
-    """The constexprs that the kernels of the backward share."""
-    return {
-        "GROUP": problem.group,
-        "Q_STRIDE": problem.q_stride,
-        "K_STRIDE": problem.k_stride,
-        "D": problem.head_dim,
-        "DV": problem.value_dim,
-        "BLOCK_D": tile_width(problem.head_dim),
-        "BLOCK_DV": tile_width(problem.value_dim),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "MASK": access(inputs.mask),
-        "BIAS": access(inputs.bias),
-        "HAS_ALIBI": problem.alibi,
-        "HAS_SOFTCAP": problem.softcap != 0.0,
-        "HAS_DROPOUT": problem.dropout_p != 0.0,
-        "PRECISION": precision(problem),
-        "TANH": tanh(problem),
     }
 
 

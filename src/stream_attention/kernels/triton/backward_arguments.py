@@ -10,15 +10,18 @@ from ...problem import Inputs, Problem
 from ...tuning.triton import Tile
 from .arguments import (
     UNIT,
+    access,
     access_unit,
-    backward_constants,
     broadcast_strides,
     flag_strides,
     named,
+    precision,
     qkv_strides,
     row_strides,
     score_params,
     slope_stride,
+    tanh,
+    tile_width,
     visible_range,
 )
 from .prepass import Prepass
@@ -74,4 +77,26 @@ def shared_sizes(problem: Problem, inputs: Inputs, grad_out: Tensor, aligned: bo
         "row_tiles": padded_rows(problem, inputs.query) // PAD.value,
         **visible_range(problem),
         "ALIGNED": aligned,
+    }
+
+
+def backward_constants(problem: Problem, inputs: Inputs, tile: Tile) -> dict[str, Any]:
+    """The constexprs that the kernels of the backward share."""
+    return {
+        "GROUP": problem.group,
+        "Q_STRIDE": problem.q_stride,
+        "K_STRIDE": problem.k_stride,
+        "D": problem.head_dim,
+        "DV": problem.value_dim,
+        "BLOCK_D": tile_width(problem.head_dim),
+        "BLOCK_DV": tile_width(problem.value_dim),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "MASK": access(inputs.mask),
+        "BIAS": access(inputs.bias),
+        "HAS_ALIBI": problem.alibi,
+        "HAS_SOFTCAP": problem.softcap != 0.0,
+        "HAS_DROPOUT": problem.dropout_p != 0.0,
+        "PRECISION": precision(problem),
+        "TANH": tanh(problem),
     }

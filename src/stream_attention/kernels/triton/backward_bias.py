@@ -25,7 +25,6 @@ from .arguments import (
     UNIT,
     WIDE,
     access_unit,
-    backward_constants,
     broadcast_strides,
     cdiv,
     is_aligned,
@@ -36,6 +35,7 @@ from .arguments import (
     slope_stride,
     visible_range,
 )
+from .backward_arguments import backward_constants
 from .prepass import Prepass
 from .rows import PAD, Rows
 from .tiles import dropout_keep, load_broadcast, tile_gradients

@@ -30,7 +30,7 @@ from torch import Tensor
 from ...gpu.launch import Kernel, Launch, jit
 from ...gpu.scratch import Outputs
 from ...problem import UNBOUNDED, Problem
-from ...tuning.fp8 import TritonFp8Config
+from ...tuning.fp8_triton import TritonFp8Config
 from ..fp8_layout import BLOCK, QUERY_BLOCK, SHIFT, KeyCodes, QueryCodes
 from .arguments import FAR, scale_of
 from .tiles import LN2, LOG2E, packed_rows
