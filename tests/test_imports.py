@@ -36,7 +36,7 @@ RANK = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}
 TOOL_LAYERS = (
     # The same of stream_attention_tools.
     ("cli",),
-    ("cluster", "count_lines", "report", "tune"),
+    ("cluster", "count_lines", "report", "tune", "walk"),
     ("bench",),
     ("testing",),
     ("memory",),
