@@ -18,8 +18,11 @@ MOVED = {
     "stream_attention.benchmark": "stream_attention_tools.bench",
     **{
         f"stream_attention.benchmark.{name}": f"stream_attention_tools.report.{name}"
-        for name in ("figures", "models", "overview", "page", "plots", "style")
+        for name in ("figures", "models", "page", "plots", "style")
     },
+    "stream_attention.benchmark.cells": "stream_attention_tools.bench.suites",
+    "stream_attention.benchmark.form": "stream_attention_tools.bench.schema",
+    "stream_attention.benchmark.overview": "stream_attention_tools.report.readme_report",
     "stream_attention.cli": "stream_attention_tools.cli",
     **{
         f"stream_attention.distributed.{name}": f"stream_attention_tools.cluster.{name}"

@@ -1,4 +1,4 @@
-"""Count what a cold public call runs through: the files, functions and lines of `stream_attention`, as a Markdown table.
+"""Count what a cold public call runs: files, functions and lines of `stream_attention`, printed as a Markdown table.
 
     python -m stream_attention_tools.walk [--device cuda]
 
@@ -82,8 +82,7 @@ def calls(device: str) -> Iterator[tuple[str, Callable[[int], Call]]]:
 
     def packed(length: int) -> Call:
         offsets = torch.tensor([0, length // 2, length], dtype=torch.int32, device=device)
-        options = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-        return lambda: varlen_attention(*tensors(length, HEADS, DIM), **options)
+        return lambda: varlen_attention(*tensors(length, HEADS, DIM), cu_seqlens_q=offsets, cu_seqlens_k=offsets)
 
     def contiguous(length: int) -> Call:
         query, key, value = tensors(2, length, HEADS, DIM)

@@ -14,7 +14,7 @@ import torch
 from benchmarks.releases import __main__ as releases
 
 from stream_attention.backends import HOPPER_TRITON
-from stream_attention_tools.bench.cells import flops
+from stream_attention_tools.bench.suites import flops
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "benchmarks" / "results" / "h200" / "releases.json"

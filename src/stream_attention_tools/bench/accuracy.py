@@ -24,8 +24,8 @@ from torch import Tensor
 from stream_attention.kernels import reference
 
 from ..testing.inputs import Case
-from .cells import Cell, Tensors, chunked, draw, sequences, shortened
 from .providers import Provider
+from .suites import Cell, Tensors, chunked, draw, sequences, shortened
 
 ROWS = 64
 GRADIENT_ROWS = 256

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..testing.inputs import Case
-from .cells import Cell, Direction
 from .providers import Ours, Provider
 from .run import why_not
+from .suites import Cell, Direction
 from .summary import is_plain
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -19,7 +19,7 @@ import torch
 from stream_attention import __version__
 from stream_attention.files import write_file
 
-from .form import lacking
+from .schema import lacking
 from .summary import capital, span
 from .timing import CLOCKS
 

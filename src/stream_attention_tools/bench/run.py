@@ -12,10 +12,10 @@ from ..testing.inputs import Case
 from ..testing.memory import peak_bytes
 from .accuracy import check
 from .bandwidth import read_bandwidth
-from .cells import FLOPS, TRAFFIC, Cell, Tensors, calls, chunked, draw, flops, tensor_bytes
 from .progress import progress
 from .providers import Provider
 from .results import conditions, line
+from .suites import FLOPS, TRAFFIC, Cell, Tensors, calls, chunked, draw, flops, tensor_bytes
 from .timed import Timed, graphed, in_a_row, one_by_one
 from .timing import (
     CALLS_IN_A_ROW,

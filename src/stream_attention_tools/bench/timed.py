@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from .cells import Cell, Tensors, chunked
 from .graphs import captured
 from .providers import Provider
 from .providers.base import told
+from .suites import Cell, Tensors, chunked
 from .timing import REPLAYED_CALLS, Call
 
 Bare = Callable[[], object]

@@ -16,10 +16,10 @@ from ..bench import grid as grid_
 from ..bench import providers as providers_
 from ..bench import results as results_
 from ..bench.accuracy import Verdict, check_all, gradient_case
-from ..bench.cells import Cell, draw
 from ..bench.grid import Grid
 from ..bench.providers import Provider
 from ..bench.run import described
+from ..bench.suites import Cell, draw
 from ..testing.inputs import Case
 from . import flags, values
 from .ending import quiet

@@ -22,10 +22,10 @@ import torch
 from ..bench import grid as grid_
 from ..bench import providers as providers_
 from ..bench import results as results_
-from ..bench.cells import FLOPS, SUITES, TRAFFIC, Cell
 from ..bench.grid import Grid
 from ..bench.providers import Provider
 from ..bench.run import measured, why_not, wrong
+from ..bench.suites import FLOPS, SUITES, TRAFFIC, Cell
 from ..bench.summary import is_plain
 from ..bench.timing import Clock
 from ..report.page import write_page

@@ -28,7 +28,7 @@ from typing import Any
 from stream_attention.files import write_file
 
 from ..bench.results import load, markdown
-from ..report import models, overview
+from ..report import models, readme_report
 from ..report.page import write_page
 from .ending import quiet
 
@@ -52,7 +52,7 @@ def render(page: str, folder: Path, figures: str = "docs/figures") -> str:
 
     def shown(found: re.Match[str]) -> str:
         results = _named(found["names"], folder)
-        return f"{found[1]}{overview.markdown(results, found['label'], figures)}\n{found[4]}"
+        return f"{found[1]}{readme_report.markdown(results, found['label'], figures)}\n{found[4]}"
 
     return _OVERVIEW.sub(shown, _TABLE.sub(table, page))
 
@@ -61,7 +61,7 @@ def pictures(page: str, folder: Path) -> dict[str, str]:
     """By file name, the pictures that a page marks."""
     found: dict[str, str] = {}
     for mark in _OVERVIEW.finditer(page):
-        found |= overview.files(_named(mark["names"], folder), mark["label"])
+        found |= readme_report.files(_named(mark["names"], folder), mark["label"])
     return found
 
 

@@ -14,7 +14,7 @@ from ..cluster.speed import Speed
 from ..cluster.traffic import Workload
 from ..report import figures
 from ..report.figures import Point, Series
-from ..report.overview import THEMES
+from ..report.readme_report import THEMES
 
 GPUS = tuple(2**n for n in range(13))  # to 4,096
 IDEAL = "ideal"

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from stream_attention_tools.bench import providers as providers_
 from stream_attention_tools.bench import results as results_
-from stream_attention_tools.bench.cells import SUITES, Cell, Tensors, packed
 from stream_attention_tools.bench.fp8_error import errors, four_channels, normal, one_channel, table, unequal_heads
 from stream_attention_tools.bench.providers.fp8 import Fp8, Fp8Kernel
 from stream_attention_tools.bench.run import measure, wrong
+from stream_attention_tools.bench.suites import SUITES, Cell, Tensors, packed
 from stream_attention_tools.testing.inputs import Case
 
 ROOT = Path(__file__).resolve().parents[3]

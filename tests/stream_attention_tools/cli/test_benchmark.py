@@ -17,11 +17,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stream_attention_tools.bench import cells as cells_
 from stream_attention_tools.bench import providers as providers_
 from stream_attention_tools.bench import results as results_
+from stream_attention_tools.bench import suites as suites_
 from stream_attention_tools.bench.accuracy import check, check_all
-from stream_attention_tools.bench.cells import (
+from stream_attention_tools.bench.progress import progress
+from stream_attention_tools.bench.providers.ours import Plain
+from stream_attention_tools.bench.suites import (
     SUITES,
     Cell,
     Tensors,
@@ -35,8 +37,6 @@ from stream_attention_tools.bench.cells import (
     shortened,
     tensor_bytes,
 )
-from stream_attention_tools.bench.progress import progress
-from stream_attention_tools.bench.providers.ours import Plain
 from stream_attention_tools.bench.summary import compared
 from stream_attention_tools.bench.timing import CLOCKS, Latency, interleaved, paired_ratio
 from stream_attention_tools.cli import benchmark as cli
@@ -828,7 +828,7 @@ def test_suites_name_known_providers_and_no_cell_twice(suite: str) -> None:
 
 
 def test_the_grid_is_that_of_the_published_comparisons() -> None:
-    grid = list(cells_.forward())
+    grid = list(suites_.forward())
     assert len(grid) == 36
     assert {(cell.case.B * cell.case.Tq, cell.case.Hq * cell.case.D) for cell in grid} == {(16384, 2048)}
 
@@ -867,7 +867,7 @@ def test_the_shapes_are_grouped_heads_and_packs_of_as_many_rows() -> None:
         heads = (case.Hq, case.Hkv)
         assert heads == ((2048 // case.D,) * 2 if case.packed else (32, 8)) and case.dtype is torch.bfloat16
     packs = {(cell.case.D, cell.case.lengths_q) for cell in cells if cell.case.packed}
-    ragged = cells_.RAGGED
+    ragged = suites_.RAGGED
     assert packs == {(128, (512,) * 32), (128, (4096,) * 4), *((dim, ragged) for dim in (64, 128, 256))}
     assert min(ragged) >= 64 and max(ragged) <= 4096 and any(length % 64 for length in ragged)
 

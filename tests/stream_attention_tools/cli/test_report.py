@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from stream_attention_tools.bench.form import lacking
 from stream_attention_tools.bench.results import markdown
+from stream_attention_tools.bench.schema import lacking
 from stream_attention_tools.cli import report
 from stream_attention_tools.report import models
 from stream_attention_tools.report.page import page

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...testing.inputs import Case
-from ..cells import Cell, Tensors, kv_bytes
+from ..suites import Cell, Tensors, kv_bytes
 
 
 class Provider:

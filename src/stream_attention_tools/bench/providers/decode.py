@@ -16,7 +16,7 @@ from stream_attention.kvcache.quantize import quantize_kv
 from stream_attention.ops.decode import decode_attention, decode_workspace, explain_decode
 
 from ...testing.inputs import Case
-from ..cells import Cell, Tensors, sequences
+from ..suites import Cell, Tensors, sequences
 from .base import Provider, without_modifiers
 
 FEW = 16

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from ..cells import Cell, Tensors
+from ..suites import Cell, Tensors
 from .base import Provider, installed, without_modifiers
 
 

@@ -21,7 +21,7 @@ from stream_attention.ops.varlen import varlen_attention
 from stream_attention.plan import Plan, plan
 from stream_attention.problem import UNBOUNDED, Inputs, Problem
 
-from ..cells import Cell, Tensors, draw, shortened
+from ..suites import Cell, Tensors, draw, shortened
 from .base import Provider, without_modifiers
 
 

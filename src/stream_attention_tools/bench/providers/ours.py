@@ -16,7 +16,7 @@ from stream_attention.problem import Problem
 from stream_attention.tuning import eager as eager_tuning
 
 from ...testing.inputs import Case
-from ..cells import Cell, Tensors, draw, shortened
+from ..suites import Cell, Tensors, draw, shortened
 from .base import Provider
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from ..cells import Cell, Tensors, draw, shortened
+from ..suites import Cell, Tensors, draw, shortened
 from .base import Provider, tried, without_modifiers
 
 
