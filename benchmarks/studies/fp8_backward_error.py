@@ -22,6 +22,7 @@ from torch import Tensor
 
 from stream_attention.kernels.fp8_layout import BLOCK, LARGEST, QUERY_BLOCK, SHIFT
 from stream_attention.kernels.reference_fp8 import hadamard, power_of_two, to_e4m3
+from stream_attention_tools.bench.summary import markdown_table
 from stream_attention_tools.testing.fp8 import matrix_unit_sums
 
 LENGTH, HEADS, DIM = 512, 4, 128
@@ -188,10 +189,5 @@ def _to_bf16(x: Tensor) -> Tensor:
     return x.bfloat16().double()
 
 
-def main() -> None:
-    heading, *body = table()
-    print("\n".join(f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *body)))
-
-
 if __name__ == "__main__":
-    main()
+    print("\n".join(markdown_table(table())))

@@ -106,7 +106,7 @@ def check(provider: Provider, cell: Cell, x: Tensors) -> Verdict:
     parts = _drawn(case)
     out, d_query = _computed(provider, cell, x)
     with torch.no_grad():
-        seen = provider.seen(x)
+        seen = provider.reference_inputs(x)
         verdicts = [_verdict("out", [_output(provider, out, x, seen, part)], factor=2.0) for part in parts]
     if d_query is not None:
         for part in parts:
@@ -151,7 +151,7 @@ def check_all(provider: Provider, cell: Cell, x: Tensors, seed: int = 0) -> list
     size, kv_heads = _rows_held(case, case.Hq), torch.arange(case.Hkv)
     blocks = []
     with torch.no_grad():
-        out, seen = _attended(provider, cell, x), provider.seen(x)
+        out, seen = _attended(provider, cell, x), provider.reference_inputs(x)
         for batch, (q_len, _) in enumerate(sequences(case)):
             for rows in torch.arange(q_len).split(size):
                 blocks.append(_output(provider, out, x, seen, _Part.of(case, batch, rows, kv_heads)))
@@ -179,7 +179,7 @@ def _rows_held(case: Case, heads: int) -> int:
 def _output(provider: Provider, out: Tensor, x: Tensors, seen: Tensors, part: _Part) -> _Block:
     y, result = part.inputs(seen), part.take(out)
     exact = _dense(y, torch.float64)[0]
-    eager = [_dense(one, part.case.dtype)[0] for one in (y, _keys_reversed(y))] + provider.earned(y)
+    eager = [_dense(one, part.case.dtype)[0] for one in (y, _keys_reversed(y))] + provider.tolerance_sources(y)
     block = _block(result, exact, eager)
     meant = exact if seen is x else _dense(part.inputs(x), torch.float64)[0]
     return block._replace(lost=float((result - meant).square().sum()), whole=float(meant.square().sum()))

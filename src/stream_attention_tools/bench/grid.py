@@ -48,19 +48,8 @@ class Grid:
         ]
 
     def case(self, length: int) -> Case:
-        return Case(
-            B=self.batch,
-            Tq=1 if self.decode else length,
-            Tk=length,
-            Hq=self.heads,
-            Hkv=self.kv_heads,
-            D=self.dim,
-            Dv=self.dim,
-            dtype=DTYPES[self.dtype],
-            device=self.device,
-            causal=self.causal,
-            dropout_p=self.dropout,
-        )
+        shape = (self.batch, 1 if self.decode else length, length, self.heads, self.kv_heads, self.dim, self.dim)
+        return Case(*shape, DTYPES[self.dtype], self.device, causal=self.causal, dropout_p=self.dropout)
 
     def _name(self, length: int) -> str:
         words = (

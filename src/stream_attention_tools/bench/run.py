@@ -60,7 +60,7 @@ def measure(
     entries: dict[str, dict[str, Any]] = {}
     ready: dict[str, Timed] = {}
     rows: dict[str, Timed] = {}  # by the second clock
-    for name in (*cell.ours, *cell.beside, *cell.peers):
+    for name in cell.everybody:
         now(f"{cell.name}: checking {name}")
         provider = providers[name]
         reason = why_not(provider, cell)
@@ -157,7 +157,7 @@ def _peak_bytes(call: Call, case: Case) -> int:
 def _input_sets(case: Case, cell: Cell, providers: dict[str, Provider]) -> list[Tensors]:
     """So many that those who compute the case read more than the L2 cache holds, whoever reads the least of them."""
     first = draw(case)
-    able = [one for name in (*cell.ours, *cell.beside, *cell.peers) if why_not(one := providers[name], cell) is None]
+    able = [one for name in cell.everybody if why_not(one := providers[name], cell) is None]
     least = min(one.kv_bytes(case, first) for one in able if one.case(cell.case) == case)
     count = min(16, int(L2_BYTES // (first.query.nbytes + least)) + 2) if case.device == "cuda" else 2
     sets = [first, *(draw(case, seed) for seed in range(1, count))]

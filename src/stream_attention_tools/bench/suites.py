@@ -34,6 +34,10 @@ class Cell(NamedTuple):
     unit: Literal["TFLOP/s", "TB/s"] = "TFLOP/s"
     chunk: int = 0  # the sequence arrives in chunks of so many queries, each a call against all keys so far
 
+    @property
+    def everybody(self) -> tuple[str, ...]:
+        return (*self.ours, *self.beside, *self.peers)
+
 
 class Tensors(NamedTuple):
     """Inputs of one call: query, key, value, the keywords of its op, and the gradient that arrives at out.
@@ -50,6 +54,10 @@ class Tensors(NamedTuple):
     @property
     def packed(self) -> bool:
         return self.query.dim() == 3
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"query": self.query, "key": self.key, "value": self.value}
 
     @property
     def packing(self) -> dict[str, Any]:
@@ -205,7 +213,7 @@ def cpu() -> Iterator[Cell]:
     """On a CPU: `attention` against SDPA where SDPA can, the blocked pass against dense torch elsewhere."""
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     for length, dtype in ((n, d) for n in (1024, 2048, 4096) for d in dtypes):
-        base = Case(B=1, Tq=length, Tk=length, Hq=8, Hkv=8, D=64, Dv=64, dtype=dtypes[dtype])
+        base = Case(1, length, length, 8, 8, 64, 64, dtypes[dtype])
         for kind, case in (
             ("full", base),
             ("causal", replace(base, causal=True)),
@@ -216,7 +224,7 @@ def cpu() -> Iterator[Cell]:
                 yield Cell(f"{kind} {length} {dtype}", case, direction, ("stream",), ("sdpa",), bar=1.05)
     for length, bar in ((2048, 2.0), (8192, 1.0)):
         for dtype in dtypes:
-            base = Case(B=1, Tq=length, Tk=length, Hq=4, Hkv=4, D=64, Dv=64, dtype=dtypes[dtype])
+            base = Case(1, length, length, 4, 4, 64, 64, dtypes[dtype])
             for kind, case in (
                 ("causal alibi", replace(base, causal=True, alibi="H")),
                 ("mask", replace(base, mask=(1, 1, length, length))),
@@ -228,19 +236,7 @@ def cpu() -> Iterator[Cell]:
 
 def _on_gpu(batch: int, lengths: tuple[int, int], heads: tuple[int, int], head_dim: int, causal: bool = False) -> Case:
     """A bf16 problem by (Tq, Tk) and (Hq, Hkv)."""
-    (q_len, k_len), (q_heads, kv_heads) = lengths, heads
-    return Case(
-        B=batch,
-        Tq=q_len,
-        Tk=k_len,
-        Hq=q_heads,
-        Hkv=kv_heads,
-        D=head_dim,
-        Dv=head_dim,
-        dtype=torch.bfloat16,
-        device="cuda",
-        causal=causal,
-    )
+    return Case(batch, *lengths, *heads, head_dim, head_dim, torch.bfloat16, "cuda", causal=causal)
 
 
 def forward(direction: Direction = "forward") -> Iterator[Cell]:
@@ -379,15 +375,6 @@ def fp8() -> Iterator[Cell]:
 
 
 SUITES: dict[str, Callable[[], Iterator[Cell]]] = {
-    "cpu": cpu,
-    "forward": forward,
-    "backward": backward,
-    "modifiers": modifiers,
-    "modifiers-backward": modifiers_backward,
-    "shapes": shapes,
-    "fp8": fp8,
-    "decode": decode,
-    "caches": caches,
-    "small": small,
-    "head-dims": head_dims,
+    suite.__name__.replace("_", "-"): suite
+    for suite in (cpu, forward, backward, modifiers, modifiers_backward, shapes, fp8, decode, caches, small, head_dims)
 }

@@ -182,6 +182,12 @@ def origin(results: dict[str, Any]) -> str:
 # Figures as readers write them
 
 
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table, headings first."""
+    heading, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return [heading, f"|{'---|' * len(rows[0])}", *body]
+
+
 def capital(words: str) -> str:
     """With a capital, the rest as it is."""
     return f"{words[:1].upper()}{words[1:]}"

@@ -38,6 +38,10 @@ class Workload:
         if not self.dtype.is_floating_point:
             refuse("dtype", "a floating dtype", self.dtype)
 
+    def __str__(self) -> str:
+        shape = f"B={self.batch} T={self.length} Hq={self.heads} Hkv={self.kv_heads} D={self.dim}"
+        return f"{shape} {str(self.dtype).removeprefix('torch.')} {'causal' if self.causal else 'full'}"
+
     @property
     def itemsize(self) -> int:
         return self.dtype.itemsize

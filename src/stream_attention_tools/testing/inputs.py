@@ -145,9 +145,9 @@ def why_not(case: Case, backend: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(reason for one in problems for reason in BY_NAME[backend].why_not(one)))
 
 
-def stated(case: Case, tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Problem, Inputs]:
-    """The problem that a call of the case's op states, and its tensors in the form kernels read."""
-    op, prepare = (varlen_attention, prepare_varlen) if case.packed else (attention, prepare_attention)
+def stated(call: Any, tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Problem, Inputs]:
+    """The problem that a call states, and its tensors as kernels read them; `call.packed` says which op it is of."""
+    op, prepare = (varlen_attention, prepare_varlen) if call.packed else (attention, prepare_attention)
     bound = signature(op).bind(**tensors, **options)
     bound.apply_defaults()
     return problem_of(prepare(**bound.arguments))[:2]

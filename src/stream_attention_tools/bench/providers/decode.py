@@ -95,7 +95,7 @@ class Quantized(Decode):
     def kv_bytes(self, case: Case, x: Tensors) -> float:
         return float(self.cache(x).nbytes)
 
-    def seen(self, x: Tensors) -> Tensors:
+    def reference_inputs(self, x: Tensors) -> Tensors:
         lengths = x.key_lengths
         tiles = self.cache(x).tile(0, max(lengths))
         key, value = (

@@ -60,7 +60,7 @@ class Fp8(Provider):
         planned = self._planned(x)
         return f"{planned.backend}: {planned.config}"
 
-    def seen(self, x: Tensors) -> Tensors:
+    def reference_inputs(self, x: Tensors) -> Tensors:
         """What the specification's codes stand for, rotated or not: e4m3 numbers and their scales are exact in bf16."""
         offsets = x.options.get("cu_seqlens_q"), x.options.get("cu_seqlens_k")
         queries = reference_fp8.quantize_queries(x.query, offsets[0], self.rotate)
@@ -72,7 +72,7 @@ class Fp8(Provider):
             value=_gathered(value, x.value, offsets[1]),
         )
 
-    def earned(self, x: Tensors) -> list[Tensor]:
+    def tolerance_sources(self, x: Tensors) -> list[Tensor]:
         return [_weights_rounded(x)]
 
     def _stated(self, x: Tensors) -> Problem:
