@@ -10,57 +10,20 @@ import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
 from ..bench.summary import short
 
 WIDTH = 360
 
-LIGHT = {
-    "paper": "#ffffff",
-    "ink": "#16191d",
-    "quiet": "#565d66",
-    "grid": "#dde1e6",
-    "s0": "#0063ad",
-    "s1": "#c2500c",
-    "s2": "#007a5a",
-    "s3": "#9c4596",
-    "s4": "#866a00",
-    "s5": "#4a4f55",
-    "s6": "#007389",
-    "s7": "#b3003b",
-}
-DARK = {
-    "paper": "#14171a",
-    "ink": "#eceff2",
-    "quiet": "#a7afb9",
-    "grid": "#343b43",
-    "s0": "#62b5f5",
-    "s1": "#ff9654",
-    "s2": "#43cf9f",
-    "s3": "#e19fde",
-    "s4": "#e3c541",
-    "s5": "#c3c9d0",
-    "s6": "#52cfe4",
-    "s7": "#ff7f9f",
-}
+_NAMES = "paper ink quiet grid s0 s1 s2 s3 s4 s5 s6 s7".split()
+_LIGHT = "#ffffff #16191d #565d66 #dde1e6 #0063ad #c2500c #007a5a #9c4596 #866a00 #4a4f55 #007389 #b3003b"
+_DARK = "#14171a #eceff2 #a7afb9 #343b43 #62b5f5 #ff9654 #43cf9f #e19fde #e3c541 #c3c9d0 #52cfe4 #ff7f9f"
+LIGHT, DARK = (dict(zip(_NAMES, colours.split(), strict=True)) for colours in (_LIGHT, _DARK))
 COLOURS = 8
-
-RULES = "\n".join(
-    [
-        "svg text { font: 12px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif; fill: var(--ink); }",
-        "svg .title { font-size: 14px; font-weight: 600; }",
-        "svg .quiet { font-size: 11px; fill: var(--quiet); }",
-        "svg .grid { stroke: var(--grid); stroke-width: 1; }",
-        "svg .axis { stroke: var(--quiet); stroke-width: 1; }",
-        "svg .line { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; }",
-        "svg .ours { stroke-width: 3.5; }",
-        "svg .bold { font-weight: 700; }",
-        "svg .thin { fill: none; stroke: currentColor; stroke-width: 1; opacity: .6; }",
-        "svg .mark { fill: currentColor; stroke: var(--paper); stroke-width: 1; }",
-        *(f".s{n} {{ color: var(--s{n}); }}" for n in range(COLOURS)),
-    ]
-)
+RULES = Path(__file__).with_name("figures.css").read_text(encoding="utf-8").strip()
+"""The style of every plot, with the colours as variables."""
 
 
 class Point(NamedTuple):
@@ -122,10 +85,7 @@ def lines(
         return left + 8 + (right - left - 16) * ((math.log2(value) - first) / (last - first) if last > first else 0.5)
 
     def y_of(value: float) -> float:
-        if log:
-            share = math.log2(value / ticks[0]) / math.log2(top / ticks[0])
-        else:
-            share = value / top
+        share = math.log2(value / ticks[0]) / math.log2(top / ticks[0]) if log else value / top
         return lower - (lower - upper) * min(max(share, 0.0), 1.0)
 
     body = [_text(0, 14, title, "title"), _text(0, 34, unit, "quiet")]
@@ -147,8 +107,8 @@ def lines(
         body.append(f'<g class="s{index % COLOURS}"><path class="{kind}" d="M{path}"/>')
         body.append(f'<path class="thin" d="{whiskers}{leader}"/></g>')
         for p in one.points:
-            told = f"{one.name}, {int(p.x)}: {form(p.y)} {unit}"
-            body.append(_told(told, marker(index, x_of(p.x), y_of(p.y), scale)))
+            tip = f"{one.name}, {int(p.x)}: {form(p.y)} {unit}"
+            body.append(_with_tip(tip, marker(index, x_of(p.x), y_of(p.y), scale)))
         body.append(_text(right + 8, label_y + 4, text, "bold" if one.name in ours else ""))
     return _svg(f"{title}: {unit} over {axis.partition(',')[0]}", lower + 40, body)
 
@@ -178,8 +138,8 @@ def bars(
             y += 14
             index = order.index(who)
             bar = f'<g class="s{index % COLOURS}">{_rule(left, y - 4, x_of(value), y - 4, "line")}</g>'
-            told = f"{name}, {who}: {form(value)} {unit}"
-            marks.append(_told(told, bar + marker(index, x_of(value), y - 4)))
+            tip = f"{name}, {who}: {form(value)} {unit}"
+            marks.append(_with_tip(tip, bar + marker(index, x_of(value), y - 4)))
             marks.append(_text(x_of(value) + 8, y, form(value), "quiet"))
         y += 6
     body = [_text(0, 14, title, "title")]
@@ -214,7 +174,7 @@ def strips(title: str, unit: str, rows: Sequence[tuple[str, Sequence[float]]], o
         strokes = "".join(f"M{_n(x_of(value))} {_n(base + 20)}v14" for value in values)
         body.append(_text(left + 6, base + 14, f"{_cut(name, 26)}: at most {worst:.2f}"))
         body.append(f'<g class="s{order.index(name) % COLOURS}"><path class="thin" d="{strokes}"/></g>')
-        body.append(_told(f"{name}, worst: {worst:.3g}", marker(order.index(name), x_of(worst), base + 27)))
+        body.append(_with_tip(f"{name}, worst: {worst:.3g}", marker(order.index(name), x_of(worst), base + 27)))
     return _svg(f"{title}: {unit}", lower + 38, body)
 
 
@@ -232,13 +192,14 @@ def standalone(svg: str, theme: dict[str, str]) -> str:
     return f"{svg.replace('<svg', size, 1).replace('>', f'><style>{rules}</style>', 1)}\n"
 
 
-def _svg(told: str, height: float, body: Sequence[str]) -> str:
-    told = escape(told)
-    opening = f'<svg viewBox="0 0 {WIDTH} {math.ceil(height)}" role="img" aria-label="{told}"><title>{told}</title>'
+def _svg(title: str, height: float, body: Sequence[str]) -> str:
+    title = escape(title)
+    opening = f'<svg viewBox="0 0 {WIDTH} {math.ceil(height)}" role="img" aria-label="{title}"><title>{title}</title>'
     return "\n".join([opening, *body, "</svg>"])
 
 
-def _told(text: str, mark: str) -> str:
+def _with_tip(text: str, mark: str) -> str:
+    """A mark that shows this text to a pointer."""
     return f"<g><title>{escape(text)}</title>{mark}</g>"
 
 
