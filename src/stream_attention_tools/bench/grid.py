@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,20 +121,18 @@ def table(entries: Sequence[dict[str, Any]], cells: Sequence[Cell], providers: d
         label = providers[name].label.replace(" ", "-")
         return [f"{label}(ms)", f"{label}(TF)", f"{label}/Fused(ms)"]
 
-    heads = ["SeqLen", *(["Chunk"] if cells[0].chunk else []), "Fused(ms)", "Fused(TF)"]
-    heads += [head for name in first for head in headed(name)]
-    heads += ["Fused(GB/s)", "Fused(p20-p80)"]
-    heads += [head for name in rest for head in headed(name)]
-    rows = [heads]
+    def columns(names: Sequence[str], of: Callable[[str], list[str]]) -> list[str]:
+        return [column for name in names for column in of(name)]
+
+    heads = ["SeqLen", *(["Chunk"] if cells[0].chunk else []), "Fused(ms)", "Fused(TF)", *columns(first, headed)]
+    rows = [[*heads, "Fused(GB/s)", "Fused(p20-p80)", *columns(rest, headed)]]
     for entry, cell in zip(entries, cells, strict=True):
-        its = entry["providers"]
-        fused = its[ours]
-        row = [str(cell.case.Tk), *([str(cell.chunk)] if cell.chunk else []), _time(fused), _number(fused, "tflops")]
-        row += [figure for name in first for figure in _compared(its[name])]
+        compared = {name: _compared(one) for name, one in entry["providers"].items()}
+        fused = entry["providers"][ours]
         spread = f"{fused['p20_ms']:.3f}-{fused['p80_ms']:.3f}" if "median_ms" in fused else "-"
-        row += [_number(fused, "gb_per_s"), spread]
-        row += [figure for name in rest for figure in _compared(its[name])]
-        rows.append(row)
+        row = [str(cell.case.Tk), *([str(cell.chunk)] if cell.chunk else []), _time(fused), _number(fused, "tflops")]
+        row += [*columns(first, compared.__getitem__), _number(fused, "gb_per_s"), spread]
+        rows.append(row + columns(rest, compared.__getitem__))
     return rows
 
 

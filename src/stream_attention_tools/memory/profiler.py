@@ -35,14 +35,13 @@ class _Region:
     ended: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
+        retained = None if self.after is None else self.after - self.before
+        sizes = {"before": self.before, "after": self.after, "peak": self.peak, "retained": retained}
+        sizes["peak_beyond"] = self.peak - self.before
         return {
             "name": self.name,
             "depth": self.depth,
-            "before_mb": self.before / MIB,
-            "after_mb": None if self.after is None else self.after / MIB,
-            "peak_mb": self.peak / MIB,
-            "retained_mb": None if self.after is None else (self.after - self.before) / MIB,
-            "peak_beyond_mb": (self.peak - self.before) / MIB,
+            **{f"{name}_mb": _mib(size) for name, size in sizes.items()},
             "timestamp": self.began,
             "time_s": None if self.ended is None else self.ended - self.began,
         }
@@ -56,16 +55,9 @@ class _Snapshot:
     timestamp: float
 
     def as_dict(self) -> dict[str, Any]:
-        at = self.reading
-        return {
-            "label": self.label,
-            "allocated_mb": at.allocated / MIB,
-            "reserved_mb": _mib(at.reserved),
-            "device_mb": _mib(at.device),
-            "process_mb": _mib(at.process),
-            "peak_allocated_mb": self.peak / MIB,
-            "timestamp": self.timestamp,
-        }
+        names = ("allocated", "reserved", "device", "process")
+        sizes = {f"{name}_mb": _mib(getattr(self.reading, name)) for name in names}
+        return {"label": self.label, **sizes, "peak_allocated_mb": self.peak / MIB, "timestamp": self.timestamp}
 
 
 @dataclass
@@ -230,13 +222,9 @@ class MemoryProfiler:
             self._mark()
         from .timeline import draw
 
-        draw(
-            path,
-            str(self.device),
-            run.points,
-            [(one.label, one.timestamp) for one in run.snapshots],
-            [(one.name, one.depth, one.began, one.ended or run.points[-1][0]) for one in run.regions],
-        )
+        snapshots = [(one.label, one.timestamp) for one in run.snapshots]
+        regions = [(one.name, one.depth, one.began, one.ended or run.points[-1][0]) for one in run.regions]
+        draw(path, str(self.device), run.points, snapshots, regions)
 
     def __str__(self) -> str:
         """Regions and snapshots as a table, in MiB."""
