@@ -3,13 +3,13 @@
 `check` asks about the very configuration that is timed: it computes the whole cell and compares rows drawn from one
 batch entry, in all query heads of a few KV heads, with fp64 (of packed sequences the first, the last, the longest and
 one more): of the output and, unless the cell is forward alone, of the query's gradient, whose rows depend on nothing
-but themselves. Every row has a part in the gradients of key and
-value, so those, and again that of the query, are compared on the same features with no more rows than the reference has
-memory for. `check_all` compares every row and head of the output, and the gradients of as much as the reference holds.
+but themselves. Every row has a part in the gradients of key and value, so those, and again that of the query, are
+compared on the same features with no more rows than the reference has memory for. `check_all` compares every row and
+head of the output, and the gradients of as much as the reference holds.
 
-The bound is earned as in the tests: 2x the error of the same-dtype eager computation, the larger of two orders of
-summation (gradients: 3x, one order), plus the rounding of the result; for gradients also what an output rounded to the
-inputs' dtype does to them through delta = rowsum(dO * O).
+The tolerance is derived from plain PyTorch's error as in the tests: twice that of the same-dtype eager computation, the
+larger of two orders of summation (gradients: three times, one order), plus the rounding of the result; for gradients
+also what an output rounded to the inputs' dtype does to them through delta = rowsum(dO * O).
 """
 
 from __future__ import annotations

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from .graphs import captured
 from .providers import Provider
 from .providers.base import error_line
 from .suites import Cell, Tensors, chunked
-from .timing import REPLAYED_CALLS, Call
+from .timing import REPLAYED_CALLS, Call, captured
 
 Bare = Callable[[], object]
 

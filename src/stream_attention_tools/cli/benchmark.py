@@ -86,23 +86,6 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if unwritten or failed else 0
 
 
-def benchmark(
-    suite: str,
-    cells: list[Cell],
-    providers: dict[str, Provider],
-    clock: Clock = "wall",
-    repeats: int = 25,
-    warmup: int = 5,
-    cell_seconds: float = float("inf"),
-    eager: Clock | None = None,
-) -> dict[str, Any]:
-    """Measure the cells, print each as it is finished and the table last; returns what a results file holds."""
-    found = measured(suite, cells, providers, clock, repeats, warmup, cell_seconds, eager)
-    _show_suite(found, cells, providers)
-    _shortfalls(found)
-    return found
-
-
 # What is measured
 
 
