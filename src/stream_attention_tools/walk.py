@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import stream_attention
 from stream_attention import ContiguousKV, PagedKV, attention, decode_attention, quantize_kv, varlen_attention
@@ -39,20 +40,18 @@ class Walk(NamedTuple):
 def walk(call: Call) -> Walk:
     """Make a call, and count what it runs of `stream_attention` in this thread."""
     functions: set[CodeType] = set()
-    files: set[str] = set()
-    here, lines, turns_back = "", 0, 0
+    files: list[str] = []  # as they are entered, also again
+    lines = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal here, lines, turns_back
-        file = frame.f_code.co_filename
-        if not file.startswith(PACKAGE):
+        nonlocal lines
+        if not (file := frame.f_code.co_filename).startswith(PACKAGE):
             return None
         functions.add(frame.f_code)
-        lines += event == "line"
-        if event == "line" and file != here:
-            turns_back += file in files
-            files.add(file)
-            here = file
+        if event == "line":
+            lines += 1
+            if not files or files[-1] != file:
+                files.append(file)
         return trace
 
     before = sys.gettrace()
@@ -61,23 +60,22 @@ def walk(call: Call) -> Walk:
         call()
     finally:
         sys.settrace(before)
-    return Walk(len(files), len(functions), lines, turns_back)
+    return Walk(len(set(files)), len(functions), lines, len(files) - len(set(files)))
 
 
 def forget() -> None:
     """Empty the launch cache and every `lru_cache` of the package."""
     launch_cache.clear()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("stream_attention."):
-            for value in vars(module).values():
-                if callable(clear := getattr(value, "cache_clear", None)):
-                    clear()
+    for module in [module for name, module in sys.modules.items() if name.startswith("stream_attention.")]:
+        for value in vars(module).values():
+            if callable(clear := getattr(value, "cache_clear", None)):
+                clear()
 
 
-def calls(device: str) -> Iterator[tuple[str, Callable[[int], Call]]]:
-    """By name, what makes the call for sequences of so many tokens; making it is not counted."""
+def calls(device: str) -> dict[str, Callable[[int], Call]]:
+    """By name, what prepares the call for sequences of so many tokens; preparing it is not counted."""
 
-    def tensors(*shape: int, gradients: bool = False) -> list[torch.Tensor]:
+    def tensors(*shape: int, gradients: bool = False) -> list[Tensor]:
         return [torch.randn(*shape, device=device, requires_grad=gradients) for _ in range(3)]
 
     def packed(length: int) -> Call:
@@ -89,22 +87,23 @@ def calls(device: str) -> Iterator[tuple[str, Callable[[int], Call]]]:
         return lambda: decode_attention(query[:, :1], ContiguousKV(key, value))
 
     def paged(length: int) -> Call:
-        query, *pages = tensors(2 * length // PAGE, PAGE, HEADS, DIM)
+        query, key, value = tensors(2 * length // PAGE, PAGE, HEADS, DIM)
         table = torch.arange(2 * length // PAGE, dtype=torch.int32, device=device).view(2, -1)
-        lengths = torch.full((2,), length, dtype=torch.int32, device=device)
-        cache = quantize_kv(PagedKV(pages[0], pages[1], table, lengths), "int4")
+        cache = quantize_kv(PagedKV(key, value, table, torch.full_like(table[:, 0], length)), "int4")
         return lambda: decode_attention(query[:2, :1], cache)
 
-    yield "attention", lambda n: lambda: attention(*tensors(1, n, HEADS, DIM), causal=True)
-    yield (
-        "attention, forward and backward",
-        lambda n: lambda: attention(*tensors(1, n, HEADS, DIM, gradients=True), causal=True).sum().backward(),
-    )
-    yield "varlen_attention", packed
-    yield "decode_attention, ContiguousKV", contiguous
-    yield "decode_attention, paged int4 QuantizedKV", paged
-    if find_spec("transformers") is not None:
-        yield "Hugging Face, a decode step of one layer", lambda length: _model_step(length, device)
+    def training(length: int) -> Call:
+        return lambda: attention(*tensors(1, length, HEADS, DIM, gradients=True), causal=True).sum().backward()
+
+    found: dict[str, Callable[[int], Call]] = {
+        "attention": lambda length: lambda: attention(*tensors(1, length, HEADS, DIM), causal=True),
+        "attention, forward and backward": training,
+        "varlen_attention": packed,
+        "decode_attention, ContiguousKV": contiguous,
+        "decode_attention, paged int4 QuantizedKV": paged,
+    }
+    step = "Hugging Face, a decode step of one layer"
+    return found | ({step: lambda length: _model_step(length, device)} if find_spec("transformers") else {})
 
 
 def _model_step(length: int, device: str) -> Call:
@@ -122,24 +121,24 @@ def _model_step(length: int, device: str) -> Call:
     return torch.no_grad()(lambda: model(ids[:, length:], past_key_values=cache))
 
 
-def table(device: str = "cpu") -> list[tuple[str, Walk]]:
-    """The walk of every call. A call of other lengths goes first, so that nothing is imported in the one counted."""
-    found = []
-    for name, prepare in calls(device):
+def table(device: str = "cpu") -> dict[str, Walk]:
+    """The walk of every call. A call of another length goes first, so that nothing is imported in the one counted."""
+    found = {}
+    for name, prepare in calls(device).items():
         prepare(WARM_LENGTH)()
         call = prepare(COLD_LENGTH)
         forget()
-        found.append((name, walk(call)))
+        found[name] = walk(call)
     return found
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m stream_attention_tools.walk", description=(__doc__ or ""))
+    parser = argparse.ArgumentParser(prog="python -m stream_attention_tools.walk", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--device", default="cpu", help="where the tensors are; default: cpu")
     device = parser.parse_args(argv).device
     print(f"| cold call on {device} | files | functions | lines run | turns back |\n|---|---|---|---|---|")
-    for name, one in table(device):
+    for name, one in table(device).items():
         print(f"| {name} | {' | '.join(f'{count:,}' for count in one)} |")
     return 0
 

@@ -10,7 +10,7 @@ from stream_attention_tools.walk import Walk
 
 @pytest.fixture(scope="module")
 def table() -> dict[str, Walk]:
-    return dict(walk.table())
+    return walk.table()
 
 
 def test_every_call_is_walked_and_its_figures_are_possible(table: dict[str, Walk]) -> None:
@@ -27,7 +27,7 @@ def test_a_backward_walks_further_than_its_forward(table: dict[str, Walk]) -> No
 
 
 def test_a_warm_call_walks_less_than_a_cold_one_and_the_count_repeats() -> None:
-    prepare = dict(walk.calls("cpu"))["attention"]
+    prepare = walk.calls("cpu")["attention"]
     prepare(64)()  # whatever is imported first
     for _ in range(2):
         walk.forget()

@@ -106,8 +106,8 @@ def check(provider: Provider, cell: Cell, x: Tensors) -> Verdict:
     parts = _drawn(case)
     out, d_query = _computed(provider, cell, x)
     with torch.no_grad():
-        seen = provider.reference_inputs(x)
-        verdicts = [_verdict("out", [_output(provider, out, x, seen, part)], factor=2.0) for part in parts]
+        reference_x = provider.reference_inputs(x)
+        verdicts = [_verdict("out", [_output(provider, out, x, reference_x, part)], factor=2.0) for part in parts]
     if d_query is not None:
         for part in parts:
             few = part._replace(rows=part.rows[: _rows_held(case, len(part.heads))])
@@ -151,10 +151,10 @@ def check_all(provider: Provider, cell: Cell, x: Tensors, seed: int = 0) -> list
     size, kv_heads = _rows_held(case, case.Hq), torch.arange(case.Hkv)
     blocks = []
     with torch.no_grad():
-        out, seen = _attended(provider, cell, x), provider.reference_inputs(x)
+        out, reference_x = _attended(provider, cell, x), provider.reference_inputs(x)
         for batch, (q_len, _) in enumerate(sequences(case)):
             for rows in torch.arange(q_len).split(size):
-                blocks.append(_output(provider, out, x, seen, _Part.of(case, batch, rows, kv_heads)))
+                blocks.append(_output(provider, out, x, reference_x, _Part.of(case, batch, rows, kv_heads)))
     verdicts = [_verdict("out", blocks, factor=2.0)]
     if cell.direction != "forward":
         verdicts += _check_gradients(provider, gradient_case(case), seed)
@@ -176,12 +176,12 @@ def _rows_held(case: Case, heads: int) -> int:
     return max(1, SCORES // (heads * case.Tk))
 
 
-def _output(provider: Provider, out: Tensor, x: Tensors, seen: Tensors, part: _Part) -> _Block:
-    y, result = part.inputs(seen), part.take(out)
+def _output(provider: Provider, out: Tensor, x: Tensors, reference_x: Tensors, part: _Part) -> _Block:
+    y, result = part.inputs(reference_x), part.take(out)
     exact = _dense(y, torch.float64)[0]
     eager = [_dense(one, part.case.dtype)[0] for one in (y, _keys_reversed(y))] + provider.tolerance_sources(y)
     block = _block(result, exact, eager)
-    meant = exact if seen is x else _dense(part.inputs(x), torch.float64)[0]
+    meant = exact if reference_x is x else _dense(part.inputs(x), torch.float64)[0]
     return block._replace(lost=float((result - meant).square().sum()), whole=float(meant.square().sum()))
 
 

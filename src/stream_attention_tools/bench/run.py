@@ -25,7 +25,7 @@ L2_BYTES = 128 << 20
 """What the input sets of a GPU cell must exceed together: over twice the L2 cache of any GPU of today."""
 
 BAR = ("bar", "met")
-"""What a comparison says of a cell's bar, which is one of the first clock."""
+"""The keys of a comparison that are about a cell's bar, which the first clock alone is held to."""
 
 
 def why_not(provider: Provider, cell: Cell) -> str | None:
@@ -46,7 +46,7 @@ def measure(
 ) -> dict[str, Any]:
     """A cell's entry in the results: every provider's error, memory and latency, or why it has none.
 
-    `now` is told what is being done. Where there is a second clock, `eager`, bare calls are timed by both.
+    `now` is called with what is being done. Where there is a second clock, `eager`, bare calls are timed by both.
     """
     inputs: dict[Case, list[Tensors]] = {}  # those who compute the same problem share their inputs
     entries: dict[str, dict[str, Any]] = {}
@@ -155,7 +155,7 @@ def _input_sets(case: Case, cell: Cell, providers: dict[str, Provider]) -> list[
 
 
 def described(case: Case) -> dict[str, Any]:
-    """What a case says, as JSON: shapes, and whatever is not at its default."""
+    """A case as JSON: shapes, and every field that is not at its default."""
     shapes = ("B", "Tq", "Tk", "Hq", "Hkv", "D", "Dv", "dtype")
     described = {
         field.name: getattr(case, field.name)
@@ -202,7 +202,7 @@ def measured(
 ) -> dict[str, Any]:
     """What a results file holds: every cell's entry, and under which conditions it was measured.
 
-    Cells that count TB/s are held against the speed at which the device reads, measured before them. Ctrl-C ends it
+    Cells in TB/s are compared with the speed at which the device reads, measured before them. Ctrl-C ends it
     with the cells that are done, if there are any, and `interrupted` says how many.
     """
     turn = {"calls": f"{timing.CALLS_IN_A_ROW} calls", "graph": f"{timing.REPLAYED_CALLS} calls or more"}

@@ -1,4 +1,4 @@
-"""What a results file says: its cells over length, how ours compares, who was not measured. No torch, no drawing."""
+"""What a results file shows: its cells over length, how ours compares, who was not measured. No torch, no drawing."""
 
 from __future__ import annotations
 

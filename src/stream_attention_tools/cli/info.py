@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attent
     options = parser.parse_args(argv)
     found = collect(details=options.json or options.check)
     if not options.json:
-        print(text(found), flush=True)  # before the self-check: whatever that does, this has been said
+        print(text(found), flush=True)  # before the self-check, which may end the process
     check = found["check"] = self_check() if options.check else None
     if options.json:
         print(json.dumps(found, indent=1))
@@ -138,7 +138,7 @@ def self_check() -> dict[str, Any]:
     Returns:
         Whether it passed, in how many seconds (the first time on a GPU, compiling the kernels takes most of them), who
         computed what, and `error` and `allowed` of each result: "out", "lse", "d_query", ... Where it failed,
-        `message` says how.
+        `message` has the reason.
     """
     from ..testing.inputs import Case
     from ..testing.tolerance import check_case

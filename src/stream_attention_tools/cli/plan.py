@@ -31,7 +31,7 @@ GPUS = {
     100: ("a B200", 148),
     120: ("an RTX 5090", 170),
 }
-"""Compute capability -> a GPU that has it, and its multiprocessors, which are meant unless --processors says."""
+"""Compute capability -> a GPU that has it, and its multiprocessors, the default of --processors."""
 
 
 MOST_ELEMENTS = 1 << 59
@@ -122,7 +122,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--value-dim", type=values.count, metavar="DV", help="head dim of the value, where it is not that of the key")
     dtypes = "fp16, bf16 (the default), fp32 or fp64"
     add("--dtype", choices=tuple(DTYPES), default="bf16", metavar="DTYPE", help=dtypes)
-    add("--precision", type=_precision, metavar="fp8", help="compute in FP8, of fp16 or bf16; default: as --dtype says")
+    add("--precision", type=_precision, metavar="fp8", help="compute in FP8, of fp16 or bf16; default: that of --dtype")
     add("--device", choices=("cuda", "cpu"), help="default: cuda if torch finds a GPU or --arch is given")
     add("--arch", type=values.capability, metavar="CC", help="plan for a GPU of this compute capability: 90 is 9.0")
     add("--processors", type=values.count, metavar="N", help="how many multiprocessors it has")

@@ -217,7 +217,7 @@ def _text(found: dict[str, Any]) -> str:
         lines.append(f"not built what launches them, which first calls build: {found['why_no_launchers']}")
     lines += [
         f"found by  stream-attention {found['stream_attention']}, Triton {found['triton']}, ptxas {found['ptxas']}, "
-        f"Python {found['python']}, where the cache lies at the same path",
+        f"Python {found['python']}, where the cache lies at the same path"
     ]
     if found["first_calls"] is not None:
         lines += _first_call_lines(**found["first_calls"])

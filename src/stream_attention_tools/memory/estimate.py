@@ -42,9 +42,9 @@ class AttentionMemory:
     backend: str
     inputs: int  # query, key and value, and mask, bias, slopes and sink where there are any
     saved: int  # output and LSE, which is all that a backward needs beside the inputs
-    forward: int  # the most that is held beyond the inputs while the forward runs, the output included
+    forward: int  # the most allocated beyond the inputs while the forward runs, the output included
     backward: int | None  # likewise while the backward runs, with output, LSE and the gradients in and out; None: none
-    matrix: int  # of the Tq x Tk scores of all heads in the call's dtype, which are never held
+    matrix: int  # of the Tq x Tk scores of all heads in the call's dtype, which are never allocated
 
     @property
     def peak(self) -> int:

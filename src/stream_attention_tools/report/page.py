@@ -160,9 +160,9 @@ def _conditions(results: dict[str, Any]) -> list[str]:
     return ['<dl class="conditions">', *terms, "</dl>"]
 
 
-def _joined(facts: dict[str, Any]) -> str:
+def _joined(fields: dict[str, Any]) -> str:
     words = {"memory_gib": "GiB of memory", "cell_seconds": "seconds per cell at most", "name": ""}
-    present = {name: value for name, value in facts.items() if value is not None}
+    present = {name: value for name, value in fields.items() if value is not None}
     return ", ".join(f"{v} {words[name]}".strip() if name in words else f"{name} {v}" for name, v in present.items())
 
 

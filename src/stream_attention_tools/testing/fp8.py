@@ -1,9 +1,10 @@
 """The tolerance of attention in FP8, derived from its specification's error: a kernel may be as wrong as that, and as
 sums of FP8 products are on matrix units, and no more.
 
-With `exact` what the codes mean in fp64 and `spec` the same with weights rounded to e4m3 (kernels/reference_fp8.py), a
-row's specified error, `spec_error`, is spec - exact. Rows are looked at one by one: one that sees a single key errs a
-hundred times more than one that averages thousands, and would hide whatever is wrong with it. Four things are asked:
+With `exact` what the quantised values mean in fp64 and `spec` the same with weights rounded to e4m3
+(kernels/reference_fp8.py), a row's specified error, `spec_error`, is spec - exact. Rows are looked at one by one: one
+that sees a single key errs a hundred times more than one that averages thousands, and would hide whatever is wrong with
+it. Four things are asked:
 
     row         max |out - exact|  <=  2 max |spec_error| + 2 max tipped + 4 max noise + max cut + rounding, every row
     error       rms(out - exact)   <=  1.25 rms(spec_error, tipped, noise, cut, rounding)                 over all rows
@@ -12,7 +13,7 @@ hundred times more than one that averages thousands, and would hide whatever is 
 
 What is taken over all rows is in units of rms(spec_error, tipped, noise, cut, rounding) of its row, so that every row
 counts, and may be (1 + 4 rows^-1/2)^1/2 times that: few rows scatter. `rounding` is that of the result to its dtype.
-The rest is what no kernel can avoid, computed from the codes at hand:
+The rest is what no kernel can avoid, computed from the values at hand:
 
 - `off`, the error of a weight by that of its score, relative. Matrix units of Hopper (and of Ada, it is said) keep 13
   fraction bits of a sum of FP8 products, every 32 terms anew; fp32 keeps 23. What that makes of a score is computed
@@ -22,11 +23,11 @@ The rest is what no kernel can avoid, computed from the codes at hand:
       off = |x of matrix units - x| + 2^-23 (8 + |x|)
 
   Results on a GPU are allowed that; others, which Triton's interpreter computes, have 23 bits and the second term.
-- `tipped`: a weight so near to the middle between two codes that 2 `off` decide may have either. And one below 2^-13 of
-  its row's largest is rounded more finely by a kernel that has not met that one yet. The weights are known, so it is
-  known which. (A conditional rescale may round rows of many equal weights less finely; that is not allowed for.) For
-  Gaussian rows this is 0.3 to 0.5 of the specified error at 13 bits, and next to nothing at 23.
-- `noise`: weights that are off move the output by p_j off_j (v_j - out); a code that is drawn anew may be worse by
+- `tipped`: a weight so near to the middle between two e4m3 values that 2 `off` decide may have either. And one below
+  2^-13 of its row's largest is rounded more finely by a kernel that has not met that one yet. The weights are known, so
+  it is known which. (A conditional rescale may round rows of many equal weights less finely; that is not allowed for.)
+  For Gaussian rows this is 0.3 to 0.5 of the specified error at 13 bits, and next to nothing at 23.
+- `noise`: weights that are off move the output by p_j off_j (v_j - out); a value that is rounded anew may be worse by
   p_j off_j, or by a spacing at most; and sums over a block of 128 keys are off as scores are.
 - `cut`: terms are cut off towards 0. Where those of a block have one sign that is no noise: each loses half a unit of
   the sum, 2^-bits of it at most, on average
@@ -187,18 +188,18 @@ def noise_of(bits: int, call: Fp8Call, exact: Tensor) -> Noise:
         # Relative errors of weights, such that 4 of them are what 4 of `off` do, also where that is much.
         off = torch.expm1((ROW_SIGMAS * LN2 * off).clamp(max=50.0)) / ROW_SIGMAS
 
-        codes = weights * 2.0**SHIFT
-        spacing = torch.ldexp(torch.ones_like(codes), (torch.frexp(codes)[1] - 1).clamp(min=-6) - 3)
-        from_middle = ((codes / spacing) % 1 - 0.5).abs() * spacing
-        tipped = torch.where(from_middle <= TIP_SIGMAS * off * codes, spacing, 0.0)
-        finer = (reference_fp8.to_e4m3(codes).double() - codes).abs() + codes / 16
-        tipped = torch.where(codes < 2.0**-5, finer, tipped) * (2.0**-SHIFT / total)
-        drawn_anew = torch.minimum(off * codes, spacing) * (2.0**-SHIFT / total)
+        scaled = weights * 2.0**SHIFT
+        spacing = torch.ldexp(torch.ones_like(scaled), (torch.frexp(scaled)[1] - 1).clamp(min=-6) - 3)
+        from_middle = ((scaled / spacing) % 1 - 0.5).abs() * spacing
+        tipped = torch.where(from_middle <= TIP_SIGMAS * off * scaled, spacing, 0.0)
+        finer = (reference_fp8.to_e4m3(scaled).double() - scaled).abs() + scaled / 16
+        tipped = torch.where(scaled < 2.0**-5, finer, tipped) * (2.0**-SHIFT / total)
+        rounded_anew = torch.minimum(off * scaled, spacing) * (2.0**-SHIFT / total)
         p = weights / total
         moved, squares = (p * off).square(), v.square()
         by_scores = moved @ squares - 2 * out * (moved @ v) + moved.sum(-1, keepdim=True) * out.square()
         by_sums = (unit**2 * BLOCK / TERMS) * (out.square() + p.square() @ squares)
-        outs.append((by_scores.clamp(min=0.0) + by_sums + drawn_anew.square() @ squares).sqrt())
+        outs.append((by_scores.clamp(min=0.0) + by_sums + rounded_anew.square() @ squares).sqrt())
         tips.append((tipped.square() @ squares).sqrt())
         signs, visible = v.sign(), (p > 0).double()
         blocks = [slice(first, first + BLOCK) for first in range(0, k.shape[1], BLOCK)]
@@ -214,7 +215,7 @@ def noise_of(bits: int, call: Fp8Call, exact: Tensor) -> Noise:
 
 
 def matrix_unit_sums(a: Tensor, b: Tensor, bits: int = MATRIX_UNIT_BITS) -> Tensor:
-    """a b^T of `[H, m, K]` and `[H, n, K]`, e4m3 codes times powers of two, as matrix units sum it.
+    """a b^T of `[H, m, K]` and `[H, n, K]`, e4m3 values times powers of two, as matrix units sum it.
 
     32 terms and the sum so far are cut off, towards 0, so many bits behind the largest exponent: that of the sum, and
     of a term the sum of its factors' exponents. The new sum keeps so many bits behind its first. Factors are 0 or

@@ -74,7 +74,7 @@ def check_case(case: Case, backend: str = "auto", config: Any = None) -> Report:
 
     Raises:
         AssertionError: something is wrong by more than it may be; the message begins with the line that reproduces it.
-        UnsupportedProblem: the backend cannot do the case; `why_not` would have said so.
+        UnsupportedProblem: the backend cannot do the case; `why_not` says so beforehand.
 
     >>> check_case(Case(B=2, Tq=8, Tk=24, causal=True, sink=True)).worst <= 1
     True

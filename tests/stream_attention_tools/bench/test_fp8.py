@@ -70,8 +70,8 @@ def test_who_is_coarser_than_the_specification_is_wrong() -> None:
     ("changed", "reason"),
     [
         ({}, "gluon: requires a CUDA device; got cpu"),
-        ({"D": 32, "Dv": 32}, "head dims of 64, 128 and 256"),
-        ({"dtype": torch.float32}, "made of float16 and bfloat16"),
+        ({"D": 32, "Dv": 32}, "head dims 64, 128 and 256"),
+        ({"dtype": torch.float32}, "quantises float16 and bfloat16"),
         ({"sink": True}, "without sink"),
     ],
     ids=str,

@@ -51,10 +51,7 @@ class Flex(Provider):
             return self.function(query, key, value, **options).transpose(1, 2)
         # The first call compiles: each shape for itself however many there are, and a graph may be kept for the
         # backward to be timed again and again.
-        with (
-            torch._dynamo.config.patch(recompile_limit=1000),
-            torch._functorch.config.patch(donated_buffer=False),
-        ):
+        with torch._dynamo.config.patch(recompile_limit=1000), torch._functorch.config.patch(donated_buffer=False):
             out = self.function(query, key, value, **options)
         self._seen.add(shape)
         return out.transpose(1, 2)
