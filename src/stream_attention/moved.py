@@ -22,6 +22,7 @@ MOVED = {
     },
     "stream_attention.benchmark.cells": "stream_attention_tools.bench.suites",
     "stream_attention.benchmark.form": "stream_attention_tools.bench.schema",
+    "stream_attention.benchmark.graphs": "stream_attention_tools.bench.timing",
     "stream_attention.benchmark.overview": "stream_attention_tools.report.readme_report",
     "stream_attention.cli": "stream_attention_tools.cli",
     **{
