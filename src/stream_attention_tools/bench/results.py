@@ -21,7 +21,7 @@ from stream_attention import __version__
 from stream_attention.files import write_file
 
 from .schema import lacking
-from .summary import capital, markdown_table, origin, span
+from .summary import capital, markdown_table, origin, short_time, span
 from .timing import CLOCKS
 
 
@@ -139,14 +139,8 @@ def line(entry: dict[str, Any], shown: Callable[[dict[str, Any]], str] | None = 
 
 def _times(one: dict[str, Any]) -> str:
     rate = f"{one['tb_per_s']:.3g} TB/s" if "tb_per_s" in one else f"{one['tflops']:.3g} TFLOP/s"
-    eager = f", eager {_ms(one['eager']['median_ms'])}" if "eager" in one else ""
-    return f"{_ms(one['median_ms'])} (best {_ms(one['best_ms'])}, {rate}{eager})"
-
-
-def _ms(ms: float) -> str:
-    if ms >= 1e3:
-        return f"{ms / 1e3:.3g} s"
-    return f"{ms:.3g} ms" if ms >= 1 else f"{ms * 1e3:.3g} us"
+    eager = f", eager {short_time(one['eager']['median_ms'])}" if "eager" in one else ""
+    return f"{short_time(one['median_ms'])} (best {short_time(one['best_ms'])}, {rate}{eager})"
 
 
 def _bar(entry: dict[str, Any]) -> str:
@@ -162,38 +156,50 @@ NAMED = "as named"
 def table(results: dict[str, Any]) -> list[list[str]]:
     """Rows of the short table, headings first: one row per cell, one column per provider, then the ratio.
 
-    Whom a cell is named after stands in one column with all who are.
-    Before it stand what modifiers cost on each backend and the share of the read bandwidth, where that was measured.
+    Providers that cells are named after share one column. Before the ratio stand what modifiers cost on each backend
+    and the share of the read bandwidth, where that was measured.
     """
     by_rate = _unit(results) != "time"
-    shown = [_columns(cell, "median_ms") for cell in results["cells"]]
-    names = list(dict.fromkeys(name for its in shown for name in its))
-    costs = [name for name in names if any(_cost(cell["providers"].get(name, {})) for cell in results["cells"])]
+    cells = results["cells"]
+    costs = dict.fromkeys(name for cell in cells for name, one in cell["providers"].items() if "vs_plain" in one)
     beside = [f"time, {name} / plain {name}" for name in costs]
+    names, shown = _by_column(cells, "median_ms", lambda one: _shown(one, by_rate))
     rows = [["problem", "direction", *names, *beside, "TB/s, ours / reading alone", RATIO, "bar"]]
-    for cell, its in zip(results["cells"], shown, strict=True):
-        times = [_shown(its[name], by_rate) if name in its else "" for name in names]
-        times += [_cost(cell["providers"].get(name, {})) for name in costs]
-        ratio = "" if cell["ratio"] is None else f"{cell['ratio']:.2f}"
+    for cell, times in zip(cells, shown, strict=True):
+        its = cell["providers"]
+        cost = [_optional(its.get(name, {}).get("vs_plain")) for name in costs]
+        share = _optional(its.get(cell.get("ours"), {}).get("share_of_read_bandwidth"))
         bar = "" if cell["bar"] is None else f"{cell['bar']:.3g}{'' if cell.get('met') else ' missed'}"
-        share = cell["providers"].get(cell.get("ours"), {}).get("share_of_read_bandwidth")
-        rows.append([cell["name"], cell["direction"], *times, "" if share is None else f"{share:.2f}", ratio, bar])
+        rows.append([cell["name"], cell["direction"], *times, *cost, share, _optional(cell["ratio"]), bar])
     return _filled(rows)
 
 
 def eager_table(results: dict[str, Any]) -> list[list[str]] | None:
     """The same cells by the second clock, times alone; None where there was none."""
     cells = [cell for cell in results["cells"] if "eager" in cell]
-    shown = [_columns(cell, "eager") for cell in cells]
-    names = list(dict.fromkeys(name for its in shown for name in its))
+    names, shown = _by_column(cells, "eager", lambda one: short_time(one["eager"]["median_ms"]))
     if not names:
         return None
     rows = [["problem", "direction", *names, RATIO]]
-    for cell, its in zip(cells, shown, strict=True):
-        times = [_ms(its[name]["eager"]["median_ms"]) if name in its else "" for name in names]
-        ratio = cell["eager"]["ratio"]
-        rows.append([cell["name"], cell["direction"], *times, "" if ratio is None else f"{ratio:.2f}"])
+    for cell, times in zip(cells, shown, strict=True):
+        rows.append([cell["name"], cell["direction"], *times, _optional(cell["eager"]["ratio"])])
     return _filled(rows)
+
+
+def _by_column(
+    cells: list[dict[str, Any]], key: str, show: Callable[[dict[str, Any]], str]
+) -> tuple[list[str], list[list[str]]]:
+    """Headings of everybody who has a key, and by cell what is shown under them."""
+    found = []
+    for cell in cells:
+        named = {NAMED if cell["name"].startswith(f"{name} ") else name: one for name, one in cell["providers"].items()}
+        found.append({name: show(one) for name, one in named.items() if key in one})
+    names = list(dict.fromkeys(name for its in found for name in its))
+    return names, [[its.get(name, "") for name in names] for its in found]
+
+
+def _optional(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _filled(rows: list[list[str]]) -> list[list[str]]:
@@ -220,15 +226,11 @@ def losses(results: dict[str, Any]) -> str | None:
     return "relative rms error: " + ", ".join(f"{name} {span(its, '.1%')}" for name, its in found.items())
 
 
-def _cost(one: dict[str, Any]) -> str:
-    return f"{one['vs_plain']:.2f}" if "vs_plain" in one else ""
-
-
 def _shown(one: dict[str, Any], by_rate: bool) -> str:
     """A measurement as readers compare it: decoding by time and TB/s, other GPU cells by TFLOP/s, or by time."""
     if "tb_per_s" in one:
-        return f"{_ms(one['median_ms'])} ({one['tb_per_s']:.2f})"
-    return f"{one['tflops']:.0f}" if by_rate else _ms(one["median_ms"])
+        return f"{short_time(one['median_ms'])} ({one['tb_per_s']:.2f})"
+    return f"{one['tflops']:.0f}" if by_rate else short_time(one["median_ms"])
 
 
 def _unit(results: dict[str, Any]) -> str:
@@ -236,12 +238,6 @@ def _unit(results: dict[str, Any]) -> str:
         return "time"
     decoding = any("tb_per_s" in one for cell in results["cells"] for one in cell["providers"].values())
     return "time (TB/s of K and V)" if decoding else "TFLOP/s"
-
-
-def _columns(cell: dict[str, Any], key: str) -> dict[str, dict[str, Any]]:
-    """By its column's heading, every entry that has a key."""
-    entries = cell["providers"].items()
-    return {NAMED if cell["name"].startswith(f"{name} ") else name: one for name, one in entries if key in one}
 
 
 def aligned(rows: Sequence[Sequence[str]], right: bool = False) -> str:

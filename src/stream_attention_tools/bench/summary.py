@@ -220,6 +220,12 @@ def _timed_as(ms: float, scale: float) -> str:
     return f"{figure(ms / unit)} {name}"
 
 
+def short_time(ms: float) -> str:
+    """For a terminal: 1.5 ms, 750 us."""
+    unit, name = (1e3, "s") if ms >= 1e3 else (1.0, "ms") if ms >= 1 else (1e-3, "us")
+    return f"{ms / unit:.3g} {name}"
+
+
 def size(count: float) -> str:
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:

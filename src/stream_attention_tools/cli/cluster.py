@@ -19,6 +19,7 @@ import torch
 
 from ..bench.grid import DTYPES
 from ..bench.results import aligned, load
+from ..bench.summary import short_time
 from ..cluster.calibrate import Comparison, compare
 from ..cluster.planner import Advice, Cluster, Prediction, assumptions, one_gpu_s, predict_all, recommend
 from ..cluster.speed import H200, Speed, from_results
@@ -88,7 +89,7 @@ def _print(work: Workload, cluster: Cluster, speed: Speed, found: Sequence[Predi
     nodes = -(-cluster.ranks // cluster.gpus_per_node)
     where = f"{cluster.ranks} GPU{'s' if cluster.ranks > 1 else ''} in {nodes} node{'s' if nodes > 1 else ''}"
     print(f"{_in_words(work)}: predicted for {where}, each as {speed.origin}")
-    print(f"one GPU alone: {_time(alone)}\n")
+    print(f"one GPU alone: {short_time(1e3 * alone)}\n")
     rows = [["scheme", "time", "x one GPU", "computing", "waiting", "sent", "memory", ""]]
     for one in found:
         notes = [
@@ -97,7 +98,12 @@ def _print(work: Workload, cluster: Cluster, speed: Speed, found: Sequence[Predi
             "" if one.sharded else "every rank has all tensors",
             "does not fit" if one.memory_bytes > speed.memory_bytes else "",
         ]
-        times = _time(one.seconds), f"{alone / one.seconds:.1f}", _time(one.compute_s), _time(one.waiting_s)
+        times = (
+            short_time(1e3 * one.seconds),
+            f"{alone / one.seconds:.1f}",
+            short_time(1e3 * one.compute_s),
+            short_time(1e3 * one.waiting_s),
+        )
         sizes = _size(one.sent_bytes), _size(one.memory_bytes)
         rows.append([str(one.scheme), *times, *sizes, ", ".join(note for note in notes if note)])
     print(aligned(rows))
@@ -141,7 +147,7 @@ def _measure(work: Workload, options: argparse.Namespace) -> int:
     rows = [["scheme", "all ranks, predicted", "measured", "ratio", "of one pass", *of_rank]]
     for one in found:
         row = [one.predicted_ms, one.measured_ms, one.predicted_critical_ms, one.measured_critical_ms]
-        times = [_time(ms / 1e3) for ms in row]
+        times = list(map(short_time, row))
         critical = one.measured_critical_ms / one.predicted_critical_ms
         ratios = f"{one.ratio:.2f}", f"{one.of_one_pass:.2f}"
         rows.append([str(one.scheme), *times[:2], *ratios, *times[2:], f"{critical:.2f}"])
@@ -155,11 +161,6 @@ def _compared(one: Comparison) -> dict[str, Any]:
 
 def _in_words(work: Workload) -> str:
     return f"{work}, {'training step' if work.backward else 'forward'}"
-
-
-def _time(seconds: float) -> str:
-    unit, scale = ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
-    return f"{seconds * scale:.3g} {unit}"
 
 
 def _size(count: float) -> str:

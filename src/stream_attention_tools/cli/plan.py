@@ -61,15 +61,20 @@ def _place(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         fields = {"device": here, "arch": arch(here), "processors": processors(here)}
         return fields, f"{torch.cuda.get_device_name(here)}, the GPU {here} of this machine"
     capability = arch(here) if here is not None and options.arch is None else options.arch
-    count, like = options.processors, ""
+    count, words = gpu_in_words(capability, options.processors)
+    return {"device": torch.device("cuda"), "arch": capability, "processors": count}, words
+
+
+def gpu_in_words(capability: int, count: int | None) -> tuple[int, str]:
+    """Multiprocessors of a GPU that need not be here, by default those of one in `GPUS`, and the GPU in words."""
+    like = ""
     if count is None and capability in GPUS:
         name, count = GPUS[capability]
         like = f", as {name} has"
     elif count is None and capability >= min(GPUS):  # for older ones there is no kernel, and nobody asks
         raise ValueError(f"--processors: expected the multiprocessors of a GPU of --arch {capability}; got none")
     having = f" with {count} multiprocessors{like}" if count else ""
-    words = f"a GPU of compute capability {capability / 10}{having}"
-    return {"device": torch.device("cuda"), "arch": capability, "processors": count or 0}, words
+    return count or 0, f"a GPU of compute capability {capability / 10}{having}"
 
 
 def _tensors(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -30,7 +31,7 @@ from stream_attention.ops.warmup import Call, FirstCall, Gpu, Kernel, Made, comp
 from ..bench.progress import progress
 from . import values
 from .command import Refused, command, description
-from .plan import DTYPES, GPUS
+from .plan import DTYPES, gpu_in_words
 
 LENGTHS = (128, 256, 512, 640, 1024, 1280, 1536, 2000, 2048, 2560, 3072, 4096, 5120, 8192, 16384)
 BATCHES = (1, 4, 16, 64)
@@ -82,9 +83,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _cores() -> int:
     """How many this process may use; where the system does not say, all there are."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_cache() -> None:
@@ -92,12 +91,9 @@ def _check_cache() -> None:
     import triton
 
     folder = Path(triton.knobs.cache.dir)
-    try:
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
+    if not os.access(folder, os.W_OK):
         raise Refused(f"TRITON_CACHE_DIR: expected a folder that can be written; got {folder}")
 
 
@@ -112,13 +108,7 @@ def _gpu(options: argparse.Namespace) -> tuple[Gpu, str, bool]:
             raise Refused(f"--arch: expected where torch finds no GPU; got none. {hint}")
         gpu = Gpu(arch(here), options.processors or processors(here))
         return gpu, f"{torch.cuda.get_device_name(here)}, the GPU {here} of this machine", True
-    like, count = "", options.processors
-    if count is None:
-        if options.arch not in GPUS:
-            raise Refused(f"--processors: expected the multiprocessors of a GPU of --arch {options.arch}; got none")
-        name, count = GPUS[options.arch]
-        like = f", as {name} has"
-    words = f"a GPU of compute capability {options.arch / 10} with {count} multiprocessors{like}"
+    count, words = gpu_in_words(options.arch, options.processors)
     return Gpu(options.arch, count), words, here is not None and arch(here) == options.arch
 
 
