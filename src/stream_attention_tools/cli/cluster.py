@@ -98,14 +98,9 @@ def _print(work: Workload, cluster: Cluster, speed: Speed, found: Sequence[Predi
             "" if one.sharded else "every rank has all tensors",
             "does not fit" if one.memory_bytes > speed.memory_bytes else "",
         ]
-        times = (
-            short_time(1e3 * one.seconds),
-            f"{alone / one.seconds:.1f}",
-            short_time(1e3 * one.compute_s),
-            short_time(1e3 * one.waiting_s),
-        )
-        sizes = _size(one.sent_bytes), _size(one.memory_bytes)
-        rows.append([str(one.scheme), *times, *sizes, ", ".join(note for note in notes if note)])
+        time, *parts = (short_time(1e3 * seconds) for seconds in (one.seconds, one.compute_s, one.waiting_s))
+        figures = [time, f"{alone / one.seconds:.1f}", *parts, _size(one.sent_bytes), _size(one.memory_bytes)]
+        rows.append([str(one.scheme), *figures, ", ".join(note for note in notes if note)])
     print(aligned(rows))
     print(f"\nrecommended: {advice.chosen.scheme}: {advice.reason}\n\nassumed:")
     print("\n".join(f"- {assumption}" for assumption in assumptions(work, speed)))
