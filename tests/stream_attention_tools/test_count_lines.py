@@ -10,7 +10,7 @@ from stream_attention_tools import count_lines
 from stream_attention_tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, totals
 
 LIBRARY_TODAY = 21_328
-BOTH_TODAY = 28_375
+BOTH_TODAY = 28_373
 """Of lines of code, until the goals are reached. Lower them with what they count."""
 
 LONG_FILES = {

@@ -29,11 +29,6 @@ def table(found: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def aligned_table(found: dict[str, Any]) -> str:
-    """The table for a terminal."""
-    return results.aligned(table(found))
-
-
 def markdown(found: dict[str, Any]) -> str:
     """The table for a page, under a line that says what, where, when and with what it was measured."""
     conditions = found["conditions"]
