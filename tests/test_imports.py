@@ -36,7 +36,7 @@ RANK = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}
 TOOL_LAYERS = (
     # The same of stream_attention_tools.
     ("cli",),
-    ("cluster", "count_lines", "report", "tune"),
+    ("cluster", "count_lines", "report", "tune", "walk"),
     ("bench",),
     ("testing",),
     ("memory",),
@@ -208,7 +208,7 @@ def test_the_library_names_the_tools_only_where_old_names_are_found() -> None:
     [
         ("import stream_attention_tools.bench", [1]),
         ("def f():\n    from stream_attention_tools import tune", [2]),
-        ("if TYPE_CHECKING:\n    from stream_attention_tools.bench.cells import Cell", [2]),
+        ("if TYPE_CHECKING:\n    from stream_attention_tools.bench.suites import Cell", [2]),
         ("x = 1\nimport_module('stream_attention_tools.bench')", [2]),
         ("import_module(f'stream_attention_tools.{name}')", [1]),
         ("'stream_attention_tools.tune proposes rows.'\n# stream_attention_tools\nimport stream_attention", []),

@@ -69,7 +69,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_wheel
 def test_the_wheel_holds_the_package_its_type_marker_and_the_licence(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    sources = [path for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".css", ".typed")]
+    sources = [path for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".css", ".html", ".typed")]
     missing = {path.relative_to(ROOT / "src").as_posix() for path in sources} - set(names)
     assert not missing
     assert {"stream_attention/py.typed", "stream_attention_tools/py.typed"} <= set(names)

@@ -1,4 +1,8 @@
-"""What is claimed is in a results file, and the results meet the bars they are held to."""
+"""What is claimed is in a results file, and the results meet the bars they are held to.
+
+Tests here check the form of the files, the bars, and that pages say what the files say: no figure of a run is written
+into a test, so that a new run needs no new test.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from stream_attention_tools.bench.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -24,6 +30,29 @@ def recorded(name: str, command: str) -> dict[str, Any]:
     return results(name)
 
 
+def page(name: str) -> str:
+    """A page of the repository, its lines joined."""
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+def cells_of(suite: str) -> set[str]:
+    """Names of the cells that a suite measures."""
+    return {cell.name for cell in SUITES[suite]()}
+
+
+def span(values: Any, form: str = ".2f") -> str:
+    found = list(values)
+    return f"{min(found):{form}}-{max(found):{form}}"
+
+
+def gpu_tests(name: str) -> dict[str, Any]:
+    """The summary of a file of GPU tests, which ran, and none of which failed."""
+    summary = results(f"h200/gpu_tests_{name}")
+    assert summary["passed"] > 0 and summary["failed"] == summary["error"] == 0, name
+    assert summary["commit"] and "H200" in summary["gpu"] and summary["versions"]["torch"], name
+    return summary
+
+
 def speedups(over: str, direction: str = "forward", of: str = "triton") -> dict[str, float]:
     """By cell of a direction's grid, how many times faster ours is than a peer in the same run."""
     cells = {cell["name"]: cell["providers"] for cell in results(f"h200/{direction}")["cells"]}
@@ -35,35 +64,14 @@ def narrow(cells: dict[str, Any]) -> dict[str, Any]:
     return {name: its for name, its in cells.items() if not name.startswith("d256")}
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_grid_is_complete(direction: str) -> None:
-    grid = {
-        f"d{dim} {kind} {length}"
-        for dim in (64, 128, 256)
-        for kind in ("full", "causal")
-        for length in (512, 1024, 2048, 4096, 8192, 16384)
-    }
-    assert set(speedups("sdpa flash", direction)) == grid
+@pytest.mark.parametrize("suite", ["forward", "backward", "decode", "small", "fp8", "modifiers", "head-dims"])
+def test_a_results_file_has_every_cell_of_its_suite(suite: str) -> None:
+    assert {cell["name"] for cell in results(f"h200/{suite}")["cells"]} == cells_of(suite)
 
 
 def test_every_provider_was_right_before_it_was_timed() -> None:
-    names = (
-        "cpu/cpu",
-        *(
-            f"h200/{suite}"
-            for suite in (
-                "forward",
-                "backward",
-                "shapes",
-                "modifiers",
-                "modifiers-backward",
-                "decode",
-                "caches",
-                "small",
-                "head-dims",
-            )
-        ),
-    )
+    suites = "forward backward shapes modifiers modifiers-backward decode caches small head-dims".split()
+    names = ("cpu/cpu", *(f"h200/{suite}" for suite in suites))
     for name in names:
         for cell in results(name)["cells"]:
             timed = [one for one in cell["providers"].values() if "median_ms" in one]
@@ -93,7 +101,7 @@ lead in sweeps/10."""
 def test_one_order_of_additions_costs_at_most_a_fifth() -> None:
     cells = narrow({cell["name"]: cell["providers"] for cell in results("h200/backward")["cells"]})
     ratios = {name: its["gluon deterministic"]["median_ms"] / its["gluon"]["median_ms"] for name, its in cells.items()}
-    assert len(ratios) == 24 and {name for name, ratio in ratios.items() if ratio > 1.2} <= TIMED_AGAIN, ratios
+    assert ratios and {name for name, ratio in ratios.items() if ratio > 1.2} <= TIMED_AGAIN, ratios
 
 
 def test_the_cells_in_which_the_host_was_late_were_timed_again() -> None:
@@ -116,12 +124,11 @@ def test_two_kernels_and_one_were_both_measured_and_the_faster_is_kept() -> None
         place = (row["head_dim"], row["causal"], row["length"], row["kernel"])
         best[place] = min(row["ms"], best.get(place, math.inf))
     cells = {place[:3] for place in best if place[3] == "one"}
-    assert len(cells) == 20
-    assert all(best[(*cell, "query")] + best[(*cell, "key")] < best[(*cell, "one")] for cell in cells)
+    assert cells and all(best[(*cell, "query")] + best[(*cell, "key")] < best[(*cell, "one")] for cell in cells)
 
 
 def test_the_readme_says_what_was_measured() -> None:
-    readme = (ROOT / "README.md").read_text().replace("\n", " ")
+    readme = page("README.md")
     forward, backward = (
         [
             cell["providers"]["sdpa flash"]["vs_ours"]
@@ -132,17 +139,17 @@ def test_the_readme_says_what_was_measured() -> None:
     )
     best = [1 / cell["ratio"] for cell in results("h200/forward")["cells"]]
     best_backward = [1 / cell["ratio"] for cell in results("h200/backward")["cells"]]
-    assert f"at {min(forward):.2f}-{max(forward):.2f} times the speed of SDPA's flash kernel in every cell" in readme
-    assert f"at {min(best):.2f}-{max(best):.2f} times that of the faster of FlashAttention-3 and cuDNN" in readme
-    assert f"the backward at {min(backward):.2f}-{max(backward):.2f} times SDPA's" in readme
-    assert f"and at {min(best_backward):.2f}-{max(best_backward):.2f} times the faster one's" in readme
+    assert f"at {span(forward)} times the speed of SDPA's flash kernel in every cell" in readme
+    assert f"at {span(best)} times that of the faster of FlashAttention-3 and cuDNN" in readme
+    assert f"the backward at {span(backward)} times SDPA's" in readme
+    assert f"and at {span(best_backward)} times the faster one's" in readme
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_hopper_kernels_meet_the_best_peer_of_every_cell(direction: str) -> None:
     cells = results(f"h200/{direction}")["cells"]
     best = {cell["name"]: 1 / cell["ratio"] for cell in cells}
-    assert len(best) == 36 and all({"fa3", "sdpa cudnn", "sdpa flash"} <= cell["providers"].keys() for cell in cells)
+    assert all({"fa3", "sdpa cudnn", "sdpa flash"} <= cell["providers"].keys() for cell in cells)
     assert min(best.values()) >= 0.95, best
     assert math.exp(sum(map(math.log, best.values())) / len(best)) >= 1.0, best
 
@@ -155,7 +162,7 @@ def test_the_hopper_kernel_is_the_faster_of_ours_everywhere(direction: str) -> N
 
 def test_short_calls_take_at_most_what_flash_attention_3_takes() -> None:
     cells = results("h200/small")["cells"]
-    assert len(cells) == 10 and all(cell["fastest_peer"] == "fa3" and cell["ratio"] <= 1.0 for cell in cells)
+    assert cells and all(cell["fastest_peer"] == "fa3" and cell["ratio"] <= 1.0 for cell in cells)
 
 
 def test_cpu_bars_are_met() -> None:
@@ -164,21 +171,18 @@ def test_cpu_bars_are_met() -> None:
 
 
 @pytest.mark.parametrize(
-    ("which", "tests", "problems"),
-    [("forward", 60, 2000), ("backward", 40, 400), ("gluon_forward", 50, 5000), ("gluon_backward", 120, 1200)],
+    ("which", "problems"), [("forward", 2000), ("backward", 400), ("gluon_forward", 5000), ("gluon_backward", 1200)]
 )
-def test_the_gpu_tests_were_run_and_passed(which: str, tests: int, problems: int) -> None:
-    summary = results(f"h200/gpu_tests_{which}")
-    assert summary["failed"] == summary["error"] == 0 and summary["passed"] > tests
-    assert summary["random problems"]["problems"] >= problems and summary["random problems"]["failed"] == 0
-    assert summary["commit"] and summary["versions"]["torch"] and summary["gpu"]
+def test_random_problems_on_a_gpu_were_enough_and_right(which: str, problems: int) -> None:
+    found = gpu_tests(which)["random problems"]
+    assert found["problems"] >= problems and found["failed"] == 0
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_sanitizer_found_nothing_in_what_was_tested(direction: str) -> None:
-    said = (RESULTS / "h200" / f"compute_sanitizer_gluon_{direction}.txt").read_text()
-    assert results(f"h200/gpu_tests_gluon_{direction}")["commit"] in said
-    assert said.count("ERROR SUMMARY: 0 errors") == said.count("compute-sanitizer --tool") == 2
+    log = (RESULTS / "h200" / f"compute_sanitizer_gluon_{direction}.txt").read_text()
+    assert gpu_tests(f"gluon_{direction}")["commit"] in log
+    assert log.count("ERROR SUMMARY: 0 errors") == log.count("compute-sanitizer --tool") > 0
 
 
 @pytest.mark.parametrize(("of", "most"), [("backward", 1.15), ("gluon_backward", 1.35)])
@@ -187,67 +191,58 @@ def test_a_training_step_at_64k_tokens_is_within_its_memory_bar(of: str, most: f
 
 
 @pytest.mark.parametrize(
-    ("which", "tests"),
-    [
-        ("append", 40),
-        ("graphs", 4),
-        ("few", 23),
-        ("gluon_shards", 98),
-        ("static", 7),
-        ("hf", 11),
-        ("caches", 12),
-        ("memory", 18),
-        ("torch_cuda", 29),
-        ("learn", 18),
-    ],
+    "which", "append graphs few gluon_shards static hf caches memory torch_cuda learn quantize_fp8".split()
 )
-def test_other_gpu_tests_were_run_and_passed(which: str, tests: int) -> None:
-    summary = results(f"h200/gpu_tests_{which}")
-    assert summary["failed"] == summary["error"] == summary["skipped"] == 0 and summary["passed"] >= tests
+def test_other_gpu_tests_were_run_and_none_was_skipped(which: str) -> None:
+    assert gpu_tests(which)["skipped"] == 0
 
 
 @pytest.mark.parametrize(
-    ("which", "path", "tests"),
+    ("which", "path"),
     [
-        ("core", "tests/core", 49),
-        ("cli", "tests/stream_attention_tools/cli", 10),
-        ("flash_attention", "tests/flash_attention", 18),
-        ("quick_start", "tests/test_quick_start_gpu.py", 3),
+        ("core", "tests/core"),
+        ("cli", "tests/stream_attention_tools/cli"),
+        ("flash_attention", "tests/flash_attention"),
+        ("quick_start", "tests/test_quick_start_gpu.py"),
     ],
 )
-def test_gpu_tests_of_what_users_call_were_run_and_passed(which: str, path: str, tests: int) -> None:
+def test_gpu_tests_of_what_users_call_were_run_and_passed(which: str, path: str) -> None:
     command = f"GPU_RESULTS=benchmarks/results/h200 PYTHONPATH=src python3 -m pytest -m gpu {path}"
-    summary = recorded(f"h200/gpu_tests_{which}", command)
-    assert summary["failed"] == summary["error"] == summary["skipped"] == 0 and summary["passed"] >= tests
-    assert summary["commit"] and "H200" in summary["gpu"] and summary["versions"]["triton"]
+    recorded(f"h200/gpu_tests_{which}", command)
+    assert gpu_tests(which)["skipped"] == 0
 
 
 def test_the_gpu_tests_of_decoding_were_run_and_passed() -> None:
-    summary = results("h200/gpu_tests_decode")
-    assert summary["passed"] >= 237 and not any(summary[word] for word in ("failed", "error", "skipped"))
+    summary = gpu_tests("decode")
+    assert summary["skipped"] == 0
     for which in ("random problems", "random codes in Gluon"):
         assert summary[which]["problems"] >= 200 and summary[which]["failed"] == 0
 
 
-@pytest.mark.parametrize(("which", "tests"), [("ring", 21), ("strategies", 11), ("cuda", 66)])
-def test_the_gpu_tests_of_ranks_were_run_and_passed(which: str, tests: int) -> None:
-    summary = results(f"h200/gpu_tests_{which}")
-    assert summary["failed"] == summary["error"] == 0 and summary["passed"] >= tests
-    assert all("fewer than two" in reason or "needs two GPUs" in reason for reason in summary["skips"])
+@pytest.mark.parametrize("which", ["ring", "strategies", "cuda"])
+def test_gpu_tests_of_ranks_were_skipped_for_want_of_a_second_gpu_alone(which: str) -> None:
+    skips = gpu_tests(which)["skips"]
+    assert all("fewer than two" in reason or "needs two GPUs" in reason for reason in skips)
 
 
-def test_what_dividing_a_call_costs_is_as_said() -> None:
-    """docs/performance.md and docs/distributed.md; the bar is 1.10 for the zigzag ring's kernels."""
+RING_BAR = 1.10
+"""What the kernels of the zigzag ring's forward may take of one pass over the same rows."""
+
+
+def test_what_dividing_a_call_costs_is_within_its_bar_and_as_the_pages_say() -> None:
     found = results("h200/ring")
-    said = {"forward": {"ring zigzag": 1.22, "ulysses": 1.22}, "training step": {"ring zigzag": 1.17, "ulysses": 1.07}}
-    for call, schemes in said.items():
-        costs = {one["scheme"]: one["of_one_pass"] for one in found[call]["schemes"]}
-        assert {name: round(costs[name], 2) for name in schemes} == schemes
-    kernels = found["kernel time of the zigzag ring's forward"]
-    profiled = [run["ring_ms"] / run["one_pass_ms"] for run in kernels["runs"]]
-    assert [round(ratio, 2) for ratio in (min(profiled), max(profiled), profiled[-1])] == [1.11, 1.15, 1.13]
-    by_events = sorted(kernels["by events"]["runs"][1]["ratios"])
-    assert by_events[4] == 1.097 and [round(by_events[n], 2) for n in (0, -1)] == [1.09, 1.11]
+    costs = {
+        call: {one["scheme"]: one["of_one_pass"] for one in found[call]["schemes"]}
+        for call in ("forward", "training step")
+    }
+    table = (ROOT / "docs" / "performance.md").read_text()
+    for name, scheme in {"ring, zigzag": "ring zigzag", "Ulysses": "ulysses"}.items():
+        assert f"| {name} | {costs['forward'][scheme]:.2f} | {costs['training step'][scheme]:.2f} |" in table
+    rounds = sorted(found["kernel time of the zigzag ring's forward"]["by events"]["runs"][1]["ratios"])
+    median = rounds[len(rounds) // 2]
+    assert median <= RING_BAR and f"**It is met by a hair: {median:.3f}**" in page("docs/performance.md")
+    said = f"takes {median:.2f} times the kernel time of one pass at 64k tokens, and a training step "
+    assert f"{said}{costs['training step']['ring zigzag']:.2f} times the time" in page("docs/distributed.md")
 
 
 def test_the_cuda_program_meets_its_bars() -> None:
@@ -260,16 +255,7 @@ def test_the_cuda_program_meets_its_bars() -> None:
 
 def test_models_are_at_least_as_fast_as_with_sdpa() -> None:
     cells = {cell["name"]: cell for cell in results("h200/models")["cells"]}
-    rows = {
-        "prefill 8k",
-        "prefill 32k",
-        "decode b1 8k",
-        "decode b16 8k",
-        "decode b1 32k",
-        "decode b16 32k",
-        "training 8k",
-    }
-    assert rows == cells.keys()
+    assert {name.split()[0] for name in cells} == {"prefill", "decode", "training"}
     for cell in cells.values():
         ours, peer = (cell["providers"][cell[who]] for who in ("ours", "fastest_peer"))
         assert cell["ratio"] <= 1 / 0.98 and ours["peak_bytes"] <= peer["peak_bytes"], cell["name"]
@@ -283,7 +269,8 @@ def test_int4_keys_decode_faster_than_bf16_ones_where_the_device_decides() -> No
         {name: its["tokens_per_s"] for name, its in cells[row].items() if "tokens_per_s" in its}
         for row in ("decode b16 32k", "decode b1 32k")
     )
-    assert round(many["stream_attention int4"] / many["stream_attention"], 2) == 1.08
+    faster = many["stream_attention int4"] / many["stream_attention"]
+    assert faster > 1.0 and f"int4 keys are {faster:.2f} times as fast as bf16 ones" in page("README.md")
     assert one["stream_attention int4"] < one["stream_attention"]
     assert all(its["stream_attention static"] > its["sdpa static"] for its in (one, *_static(cells)))
 
@@ -293,26 +280,40 @@ def _static(cells: dict[str, Any]) -> list[dict[str, float]]:
     return [{name: cells[row][name]["tokens_per_s"] for name in names} for row in ("decode b1 8k", "decode b16 8k")]
 
 
+FP8_BARS = {"d128 full": 950, "d128 causal": 880}
+"""TFLOP/s of the kernel alone from 8k tokens on; that of d256 full, 1280, is missed."""
+
+
 def test_fp8_is_as_fast_and_as_exact_as_said() -> None:
     """docs/performance.md, with the bars that are missed."""
     cells = {cell["name"]: cell["providers"] for cell in results("h200/fp8")["cells"]}
-    assert len(cells) == 18 and all(one["right"] for its in cells.values() for one in its.values() if "right" in one)
-    alone = {name: its["e4m3 kernel"]["tflops"] for name, its in cells.items()}
-    faster = {name: its["bf16"]["median_ms"] / its["e4m3"]["median_ms"] for name, its in cells.items()}
-    for kind, tflops, times in (("full", (1006, 1010), (1.27, 1.3)), ("causal", (946, 997), (1.16, 1.26))):
-        long = [f"d128 {kind} {length}" for length in (8192, 16384)]
-        assert sorted(round(alone[name]) for name in long) == list(tflops)
-        assert sorted(round(faster[name], 2) for name in long) == list(times)
-    wide = [f"d256 {kind} {length}" for kind in ("full", "causal") for length in (8192, 16384)]
-    assert sorted(round(alone[name]) for name in wide[:2]) == [1250, 1262]
-    assert (min(round(faster[name], 2) for name in wide), max(round(faster[name], 2) for name in wide)) == (1.36, 1.51)
+    assert all(one["right"] for its in cells.values() for one in its.values() if "right" in one)
+    said = page("docs/performance.md")
+
+    def long(kind: str) -> list[dict[str, Any]]:
+        return [cells[f"{kind} {length}"] for length in (8192, 16384)]
+
+    def alone(kind: str) -> list[float]:
+        return [its["e4m3 kernel"]["tflops"] for its in long(kind)]
+
+    def faster(kind: str) -> list[float]:
+        return [its["bf16"]["median_ms"] / its["e4m3"]["median_ms"] for its in long(kind)]
+
+    for kind, bar in FP8_BARS.items():
+        assert min(alone(kind)) >= bar and f"{span(alone(kind), '.0f')} {kind.split()[1]} (" in said
+    assert f"d256 full: {span(alone('d256 full'), '.0f')} (bar 1280" in said
+    full, causal = (sorted(faster(f"d128 {kind}")) for kind in ("full", "causal"))
+    assert f"{full[0]:.2f} and {full[1]:.2f} times bf16 full, {causal[0]:.2f} and {causal[1]:.2f} causal" in said
+    assert f"d256 {span(faster('d256 full') + faster('d256 causal'))};" in said
     assert all(its["e4m3"]["rms_error"] < 0.06 for its in cells.values())
-    told = results("h200/gpu_tests_gluon_forward_fp8")
+    summary = gpu_tests("gluon_forward_fp8")
     for dim in (64, 128, 256):
-        bias = told[f"bias at 64k keys, d{dim}"]
+        bias = summary[f"bias at 64k keys, d{dim}"]
         assert abs(bias["blocks added in fp32"]) < 0.0015 and bias["left to the matrix units"] < -0.5
-    assert (told["passed"], told["failed"], told["skipped"]) == (61, 0, 0)
-    assert results("h200/gpu_tests_quantize_fp8")["passed"] == 71
+    assert summary["skipped"] == 0
+
+
+def test_fp8_sweeps_chose_what_was_fastest() -> None:
     sweep = results("h200/sweeps/16-fp8-tops")
     for name, warps in (("d128", 4), ("d256", 8)):
         its = sweep["pre-pass"]["rows"][name]
@@ -338,15 +339,15 @@ def test_auto_takes_the_faster_backward_for_softcap_and_dropout() -> None:
 
 def test_training_with_ours_is_within_the_spread_of_two_sdpa_seeds() -> None:
     found = results("h200/training")
-    told, runs = found["conditions"], {run["name"]: run for run in found["runs"]}
-    assert (told["steps"], told["layers"], told["head_dim"], told["context"]) == (200, 4, 128, 2048)
+    conditions, runs = found["conditions"], {run["name"]: run for run in found["runs"]}
+    assert {"layers", "head_dim", "context"} <= conditions.keys()
     assert {"ours, seed 0", "sdpa, seed 0", "sdpa, seed 1"} <= runs.keys()
-    assert all(len(run["losses"]) == 200 for run in runs.values())
+    assert all(len(run["losses"]) == conditions["steps"] >= 200 for run in runs.values())
     assert "ours, seed 0" in found["verdict"]
     for name, judged in found["verdict"].items():
         assert judged["within"], (name, judged)
         assert all(runs[name]["plan"][way].startswith("gluon: ") for way in ("forward", "backward")), name
-        assert sum(runs[name]["losses"][-10:]) / 10 < told["nats_without_attention"], "attention was not learnt"
+        assert sum(runs[name]["losses"][-10:]) / 10 < conditions["nats_without_attention"], "attention was not learnt"
 
 
 NEARLY = {"b16 64/8 d128 16384": 0.99, "b8 16/2 d64 32768": 0.98, "b64 32/8 d128 1024": 0.99}
@@ -356,7 +357,7 @@ NEARLY = {"b16 64/8 d128 16384": 0.99, "b8 16/2 d64 32768": 0.98, "b64 32/8 d128
 def test_decoding_meets_the_best_peer_of_most_cells_and_nearly_the_memory() -> None:
     cells = {cell["name"]: cell for cell in results("h200/decode")["cells"]}
     best = {name: 1 / cell["ratio"] for name, cell in cells.items()}
-    assert len(best) == 10 and all(ratio >= NEARLY.get(name, 1.0) for name, ratio in best.items()), best
+    assert all(ratio >= NEARLY.get(name, 1.0) for name, ratio in best.items()), best
     assert all(1 / cell["eager"]["ratio"] >= 0.99 for cell in cells.values())
     assert cells["b1 32/8 d128 131072"]["providers"]["decode"]["share_of_read_bandwidth"] >= 0.9
 
@@ -370,20 +371,16 @@ PAST_THEIR_BAR = {
 
 
 def test_kinds_of_caches_that_miss_their_bar_are_known() -> None:
-    held = [cell for cell in results("h200/caches")["cells"] if cell["bar"] is not None]
-    assert len(held) == 9 and {cell["name"] for cell in held if not cell["met"]} == PAST_THEIR_BAR
-    codes = [cell for cell in held if cell["name"].startswith(("fp8", "int8", "int4"))]
-    assert len(codes) == 3 and all(cell["ratio"] < 1.0 for cell in codes), "slower than what they compress"
+    barred = [cell for cell in results("h200/caches")["cells"] if cell["bar"] is not None]
+    assert {cell["name"] for cell in barred} == {cell.name for cell in SUITES["caches"]() if cell.bar is not None}
+    assert {cell["name"] for cell in barred if not cell["met"]} <= PAST_THEIR_BAR
+    quantised = [cell for cell in barred if cell["name"].startswith(("fp8", "int8", "int4"))]
+    assert quantised and all(cell["ratio"] < 1.0 for cell in quantised), "slower than what they compress"
 
 
 def test_when_to_use_it_says_what_was_measured() -> None:
-    page = (ROOT / "docs" / "when_to_use.md").read_text()
-    text = " ".join(page.split())
-
-    def said(values: Any, form: str = ".2f") -> str:
-        found = list(values)
-        return f"{min(found):{form}}-{max(found):{form}}"
-
+    lines = (ROOT / "docs" / "when_to_use.md").read_text()
+    text = page("docs/when_to_use.md")
     memory: dict[int, list[str]] = {}
     for which in ("forward", "training"):
         for row in results("cpu/memory")["rows"]:
@@ -391,7 +388,7 @@ def test_when_to_use_it_says_what_was_measured() -> None:
     rows = {
         length: f"| {length} | {its[0]} | {its[1]} | {its[2]} | {its[3]} |" for length, its in sorted(memory.items())
     }
-    assert len(rows) == 5 and all(row in page for row in rows.values())
+    assert rows and all(row in lines for row in rows.values())
     at_8k = {row["way"]: row["training"] * 32 / 1e9 for row in results("cpu/memory")["rows"] if row["length"] == 8192}
     assert (
         f"takes {at_8k['standard']:.1f} GB a sequence in plain attention and {at_8k['streaming']:.1f} GB here" in text
@@ -407,17 +404,17 @@ def test_when_to_use_it_says_what_was_measured() -> None:
             claims["h200"][length, "forward"],
             claims["h200"][length, "forward+backward"],
         )
-        assert f"| {length} | {' | '.join(f'{one:.1f}' for one in figures)} |" in page
+        assert f"| {length} | {' | '.join(f'{one:.1f}' for one in figures)} |" in lines
 
     by_sdpa = [cell["ratio"] for cell in results("cpu/cpu")["cells"] if cell["fastest_peer"] == "sdpa"]
-    assert len(by_sdpa) == 36 and f"takes {said(by_sdpa)} of SDPA's time" in text
+    assert f"takes {span(by_sdpa)} of SDPA's time" in text
     forward, backward = (
         {cell["name"]: cell["providers"]["sdpa cudnn"]["vs_ours"] for cell in results(f"h200/{way}")["cells"]}
         for way in ("forward", "backward")
     )
-    assert text.count(f"{said(forward.values())} times") == 2
-    assert f"at 512 tokens {said(one for name, one in forward.items() if name.endswith(' 512'))}" in text
-    assert f"The backward: {said(backward.values())} times" in text
+    assert text.count(f"{span(forward.values())} times") == 2
+    assert f"at 512 tokens {span(one for name, one in forward.items() if name.endswith(' 512'))}" in text
+    assert f"The backward: {span(backward.values())} times" in text
     modified = {cell["name"]: cell["providers"] for cell in results("h200/modifiers")["cells"]}
     mask, bias = (
         modified[name]["triton"]["median_ms"] / modified[name]["plain gluon"]["median_ms"] for name in ("mask", "bias")
@@ -428,14 +425,14 @@ def test_when_to_use_it_says_what_was_measured() -> None:
         [cell["providers"][who]["median_ms"] * 1e3 for cell in results("h200/small")["cells"]]
         for who in ("stream", "sdpa")
     ]
-    assert f"ours takes {said(short[0], '.0f')} us a call and SDPA {said(short[1], '.0f')}" in text
+    assert f"ours takes {span(short[0], '.0f')} us a call and SDPA {span(short[1], '.0f')}" in text
     models = {cell["name"]: 1 / cell["ratio"] for cell in results("h200/models")["cells"]}
-    assert f"prefill is {said(one for name, one in models.items() if name.startswith('prefill'))} times" in text
-    assert f"decoding {said(one for name, one in models.items() if name.startswith('decode'))}." in text
+    assert f"prefill is {span(one for name, one in models.items() if name.startswith('prefill'))} times" in text
+    assert f"decoding {span(one for name, one in models.items() if name.startswith('decode'))}." in text
     assert f"a training step {models['training 8k']:.2f}" in text
     cost = {cell["name"]: cell["ratio"] for cell in results("h200/modifiers")["cells"]}
     order = ("window 1024", "sink", "alibi", "softcap", "mask", "bias", "dropout")
-    assert f"| {' | '.join(f'{cost[name]:.2f}' for name in order)} |" in page
+    assert f"| {' | '.join(f'{cost[name]:.2f}' for name in order)} |" in lines
 
 
 def test_masks_modifiers_and_decoding_on_a_cpu_meet_their_bars() -> None:

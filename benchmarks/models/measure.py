@@ -26,9 +26,9 @@ import transformers
 from stream_attention.files import check_writable
 from stream_attention.integration.hf import register
 from stream_attention_tools.bench.progress import progress
-from stream_attention_tools.bench.results import conditions, save
+from stream_attention_tools.bench.results import aligned, conditions, save
 from stream_attention_tools.bench.timing import Latency, paired_ratio
-from stream_attention_tools.report.models import aligned_table, line
+from stream_attention_tools.report.models import line, table
 
 from . import runs
 from .llama import TINY, Shape, made
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shape, trained = (TINY, TINY) if options.tiny else (Shape(options.layers), Shape(options.trained_layers))
     began = time.perf_counter()
     found = measured(asked, shape, trained, options.device, options.rounds, options.json_out)
-    print(aligned_table(found))
+    print(aligned(table(found)))
     print(f"{time.perf_counter() - began:.0f} s in all")
     wrong = [
         f"{cell['name']}: {name}"

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from stream_attention_tools.bench.cells import SUITES, Cell, flops
 from stream_attention_tools.bench.results import conditions, save
+from stream_attention_tools.bench.suites import SUITES, Cell, flops
 
 SHORT = (1024, 8192)
 """Lengths of the 24 cells of `--short`."""

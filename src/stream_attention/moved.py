@@ -14,24 +14,24 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from warnings import warn
 
+
+def _moved(old: str, new: str, names: str) -> dict[str, str]:
+    return {f"stream_attention.{old}.{name}": f"stream_attention_tools.{new}.{name}" for name in names.split()}
+
+
 MOVED = {
     "stream_attention.benchmark": "stream_attention_tools.bench",
-    **{
-        f"stream_attention.benchmark.{name}": f"stream_attention_tools.report.{name}"
-        for name in ("figures", "models", "overview", "page", "plots", "style")
-    },
+    **_moved("benchmark", "report", "figures models page plots style"),
+    "stream_attention.benchmark.cells": "stream_attention_tools.bench.suites",
+    "stream_attention.benchmark.form": "stream_attention_tools.bench.schema",
+    "stream_attention.benchmark.graphs": "stream_attention_tools.bench.timing",
+    "stream_attention.benchmark.overview": "stream_attention_tools.report.readme_report",
     "stream_attention.cli": "stream_attention_tools.cli",
-    **{
-        f"stream_attention.distributed.{name}": f"stream_attention_tools.cluster.{name}"
-        for name in ("calibrate", "planner", "speed", "traffic", "trial")
-    },
+    **_moved("distributed", "cluster", "calibrate planner speed traffic trial"),
     "stream_attention.distributed.demo": "stream_attention_tools.cli.demo",
     "stream_attention.testing": "stream_attention_tools.testing",
     "stream_attention.tuning.search": "stream_attention_tools.tune",
-    **{
-        f"stream_attention.utils.{name}": f"stream_attention_tools.memory.{name}"
-        for name in ("allocator", "estimate", "profiler", "timeline")
-    },
+    **_moved("utils", "memory", "allocator estimate profiler timeline"),
 }
 """Old name -> new name, of modules and of packages with all that is in them."""
 

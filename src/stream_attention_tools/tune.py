@@ -22,7 +22,6 @@ from functools import partial
 from importlib.metadata import version
 from itertools import product
 from multiprocessing import get_context
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stream_attention.files import write_file
 from stream_attention.problem import Inputs, Problem, state_problem
 from stream_attention.tuning.triton import Tile, TritonConfig, configure_backward, configure_forward
+
+from .bench.summary import geometric_mean
+from .bench.timing import Latency, interleaved
 
 TOKENS, HIDDEN = 16384, 2048
 
@@ -57,20 +59,17 @@ class Cell(NamedTuple):
         return self.head_dim, self.causal, self.dtype, self.modifier
 
     def inputs(self, device: str, batch: int | None = None) -> Inputs:
-        heads = HIDDEN // self.head_dim
-        batch, length, extra = batch or TOKENS // self.length, self.length, {}
-        if self.modifier == "mask":
-            extra["mask"] = torch.rand(1, 1, length, length, device=device) > 0.1
-        elif self.modifier == "key mask":
-            extra["mask"] = torch.rand(batch, 1, 1, length, device=device) > 0.1
-        elif self.modifier == "bias":
-            extra["bias"] = torch.randn(1, 1, length, length, device=device, dtype=self.dtype)
-        elif self.modifier == "alibi":
-            extra["alibi_slopes"] = torch.rand(1, heads, device=device)
-        elif self.modifier == "sink":
-            extra["sink"] = torch.randn(heads, device=device)
-        elif self.modifier == "dropout":
-            extra["seed"] = torch.tensor([1, 2], device=device)
+        heads, length, batch = HIDDEN // self.head_dim, self.length, batch or TOKENS // self.length
+        square = (1, 1, length, length)
+        modifiers: dict[str, Callable[[], dict[str, Any]]] = {
+            "mask": lambda: {"mask": torch.rand(square, device=device) > 0.1},
+            "key mask": lambda: {"mask": torch.rand(batch, 1, 1, length, device=device) > 0.1},
+            "bias": lambda: {"bias": torch.randn(square, device=device, dtype=self.dtype)},
+            "alibi": lambda: {"alibi_slopes": torch.rand(1, heads, device=device)},
+            "sink": lambda: {"sink": torch.randn(heads, device=device)},
+            "dropout": lambda: {"seed": torch.tensor([1, 2], device=device)},
+        }
+        extra = modifiers.get(self.modifier, dict)()
         shape = (batch, length, heads, self.head_dim)
         return Inputs(*(torch.randn(shape, device=device, dtype=self.dtype) for _ in range(3)), **extra)
 
@@ -170,12 +169,9 @@ def bench(kernel: str, problem: Problem, inputs: Inputs) -> Bench:
     query(configure_backward(problem).query._replace(num_splits=1))
     if kernel == "query":
         return Bench(query, (dq,))
-    if kernel == "key":
-        return Bench(partial(key, dk, dv), (dk, dv))
-    if kernel == "dk":
-        return Bench(partial(key, dk, None), (dk,))
-    if kernel == "dv":
-        return Bench(partial(key, None, dv), (dv,))
+    if kernel != "bias":
+        its_dk, its_dv = None if kernel == "dv" else dk, None if kernel == "dk" else dv
+        return Bench(partial(key, its_dk, its_dv), tuple(t for t in (its_dk, its_dv) if t is not None))
     assert inputs.bias is not None
     d_bias = torch.empty_like(inputs.bias)
 
@@ -207,17 +203,9 @@ def _compile_one(job: tuple[Cell, str, Any, int]) -> str:
     return ""
 
 
-def time_ms(function: Any, repeats: int) -> float:
+def time_ms(function: Callable[[], Any], repeats: int) -> float:
     """Median milliseconds by CUDA events, after a warm-up."""
-    for _ in range(3):
-        function()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, stop in events:
-        start.record()
-        function()
-        stop.record()
-    torch.cuda.synchronize()
-    return median(start.elapsed_time(stop) for start, stop in events)
+    return Latency.of(interleaved({"": lambda n: function()}, "events", repeats, warmup=3)[""]).median
 
 
 def sdpa(inputs: Inputs, causal: bool, backward: bool) -> tuple[Callable[[], Any], dict[str, tuple[torch.Tensor, ...]]]:
@@ -292,63 +280,50 @@ def _distance(ours: torch.Tensor, truth: torch.Tensor) -> float:
 def propose(rows: list[dict[str, Any]], where: str) -> list[str]:
     """The best configurations per variant and kernel, by the geometric mean of speed over the lengths."""
     lines = []
-    variants = sorted({(row["head_dim"], row["causal"], row["modifier"], row["kernel"]) for row in rows})
-    for variant in variants:
+    keys = ("head_dim", "causal", "modifier", "kernel")
+    for variant in sorted({tuple(row[key] for key in keys) for row in rows}):
         found: dict[tuple[int, ...], dict[int, dict[str, Any]]] = {}
         for row in rows:
-            if (row["head_dim"], row["causal"], row["modifier"], row["kernel"]) == variant and "ms" in row:
+            if tuple(row[key] for key in keys) == variant and "ms" in row:
                 found.setdefault(tuple(row["config"]), {})[row["length"]] = row
         lengths = sorted({length for by_length in found.values() for length in by_length})
         complete = {config: by_length for config, by_length in found.items() if len(by_length) == len(lengths)}
         fastest = {length: min(its[length]["ms"] for its in complete.values()) for length in lengths}
-        means = {
-            config: _geometric_mean([fastest[length] / its[length]["ms"] for length in lengths])
-            for config, its in complete.items()
-        }
+        shares = {config: [fastest[n] / its[n]["ms"] for n in lengths] for config, its in complete.items()}
+        means = {config: geometric_mean(its) for config, its in shares.items()}
         head_dim, causal, modifier, kernel = variant
         for config in sorted(means, key=lambda config: -means[config])[:4]:
-            its = complete[config]
-            shown = " ".join(f"{fastest[length] / its[length]['ms']:.2f}" for length in lengths)
-            speeds = " ".join(f"{its[length]['tflops']:.0f}" for length in lengths)
-            shares = " ".join(f"{its[length]['ms'] / its[length]['sdpa_ms']:.2f}" for length in lengths)
+            its = [complete[config][n] for n in lengths]
+            of_best = " ".join(f"{share:.2f}" for share in shares[config])
+            speeds = " ".join(f"{one['tflops']:.0f}" for one in its)
+            of_sdpa = " ".join(f"{one['ms'] / one['sdpa_ms']:.2f}" for one in its)
             lines.append(
                 f"D={head_dim} {'causal' if causal else 'full'} {modifier or 'plain'} {kernel}: {config[:4]}  "
-                f"# {means[config]:.2f} of the best ({shown} at {lengths}), {speeds} TFLOP/s, "
-                f"{shares} of the time of plain SDPA; {where}"
+                f"# {means[config]:.2f} of the best ({of_best} at {lengths}), {speeds} TFLOP/s, "
+                f"{of_sdpa} of the time of plain SDPA; {where}"
             )
     return lines
 
 
-def _geometric_mean(numbers: list[float]) -> float:
-    product_ = 1.0
-    for number in numbers:
-        product_ *= number
-    return product_ ** (1 / len(numbers))
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m stream_attention_tools.tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    numbers: dict[str, Any] = {"type": int, "nargs": "+"}
-    parser.add_argument("--head-dims", **numbers, default=[64, 128, 256], help="default: 64 128 256")
-    parser.add_argument("--lengths", **numbers, default=[512, 2048, 8192], help="default: 512 2048 8192")
+    parser = argparse.ArgumentParser(prog="python -m stream_attention_tools.tune", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--head-dims", type=int, nargs="+", default=[64, 128, 256], help="default: 64 128 256")
+    add("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="default: 512 2048 8192")
     kernels = "query is dQ, key is dK and dV, dk and dv are its halves, bias is dBias; default: forward"
-    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=["forward"], help=kernels)
-    parser.add_argument("--repeats", type=int, default=10, help="of each configuration; default: 10")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--causal", choices=["both", "yes", "no"], default="both", help="default: both")
-    parser.add_argument("--modifiers", nargs="+", choices=MODIFIERS, default=[""], help='"" is none, the default')
-    parser.add_argument("--out", default="sweep.json", help="every figure, as JSON; default: sweep.json")
+    add("--kernels", nargs="+", choices=list(KERNELS), default=["forward"], help=kernels)
+    add("--repeats", type=int, default=10, help="of each configuration; default: 10")
+    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    add("--causal", choices=["both", "yes", "no"], default="both", help="default: both")
+    add("--modifiers", nargs="+", choices=MODIFIERS, default=[""], help='"" is none, the default')
+    add("--out", default="sweep.json", help="every figure, as JSON; default: sweep.json")
     options = parser.parse_args(arguments)
     sizes = {"--repeats": [options.repeats], "--lengths": options.lengths, "--head-dims": options.head_dims}
     for name, given in sizes.items():
         if min(given) < 1:
             parser.error(f"{name}: expected positive numbers; got {min(given)}")
-    unfit = [dim for dim in options.head_dims if HIDDEN % dim or dim % 8 or dim > 256]
-    if unfit:
+    if unfit := [dim for dim in options.head_dims if HIDDEN % dim or dim % 8 or dim > 256]:
         parser.error(f"--head-dims: expected multiples of 8 up to 256 that divide {HIDDEN}; got {unfit}")
     if any(TOKENS % length for length in options.lengths):
         parser.error(f"--lengths: expected divisors of {TOKENS}, the tokens of a batch; got {options.lengths}")
@@ -360,13 +335,9 @@ def main(arguments: list[str] | None = None) -> int:
         print("tuning needs a CUDA device; there is none here", file=sys.stderr)
         return 1
     dtype = getattr(torch, options.dtype)
-    cells = [
-        Cell(head_dim, length, causal, dtype, modifier)
-        for head_dim in options.head_dims
-        for modifier in options.modifiers
-        for causal in {"both": (False, True), "yes": (True,), "no": (False,)}[options.causal]
-        for length in options.lengths
-    ]
+    causal = {"both": (False, True), "yes": (True,), "no": (False,)}[options.causal]
+    problems = product(options.head_dims, options.modifiers, causal, options.lengths)
+    cells = [Cell(dim, length, is_causal, dtype, modifier) for dim, modifier, is_causal, length in problems]
     configs = {(name, dim): candidates(name, dim, dtype) for name in options.kernels for dim in options.head_dims}
     rows = sweep(cells, options.kernels, options.repeats, configs)
     conditions = {
@@ -376,8 +347,7 @@ def main(arguments: list[str] | None = None) -> int:
         "torch": torch.__version__,
         "triton": version("triton"),
     }
-    failed = [row for row in rows if row["error"]]
-    for row in failed[:10]:
+    for row in [row for row in rows if row["error"]][:10]:
         print("failed", row)
     print("\n".join(propose(rows, "{gpu}, {date}, torch {torch}, Triton {triton}".format_map(conditions))))
     write_file(options.out, json.dumps({**conditions, "rows": rows}))

@@ -9,8 +9,8 @@ import pytest
 from stream_attention_tools import count_lines
 from stream_attention_tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, totals
 
-LIBRARY_TODAY = 21_331
-BOTH_TODAY = 29_020
+LIBRARY_TODAY = 21_328
+BOTH_TODAY = 28_373
 """Of lines of code, until the goals are reached. Lower them with what they count."""
 
 LONG_FILES = {

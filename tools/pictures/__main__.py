@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stream_attention.files import write_file
-from stream_attention_tools.report import overview
+from stream_attention_tools.report import readme_report
 
 from . import canvas, memory, roofline, running, tiles
 
@@ -41,7 +41,7 @@ def drawn() -> dict[str, str]:
         "roofline_h200": roofline.draw(h200),
     }
     found = {name: text for stem, svg in pictures.items() for name, text in canvas.files(stem, svg).items()}
-    return found | overview.files({"h200/forward": h200["forward"], "h200/backward": h200["backward"]}, "d64 full")
+    return found | readme_report.files({"h200/forward": h200["forward"], "h200/backward": h200["backward"]}, "d64 full")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

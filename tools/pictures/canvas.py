@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
-
 from stream_attention_tools.report import figures
-from stream_attention_tools.report.figures import DARK, LIGHT, WIDTH
+from stream_attention_tools.report.figures import number as n
+from stream_attention_tools.report.figures import picture, text, with_tip
+from stream_attention_tools.report.readme_report import THEMES
 
-THEMES = {"": LIGHT, "_dark": DARK}  # by what the file name ends in
-
-
-def n(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
-
-
-def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    told = (f' class="{kind}"' if kind else "") + (f' text-anchor="{anchor}"' if anchor != "start" else "")
-    return f'<text x="{n(x)}" y="{n(y)}"{told}>{escape(words)}</text>'
+__all__ = ["box", "files", "hollow", "path", "picture", "text", "with_tip"]
 
 
 def path(d: str, kind: str) -> str:
@@ -34,17 +24,6 @@ def hollow(x: float, y: float, width: float, height: float, dashes: str = "") ->
     place = f'x="{n(x)}" y="{n(y)}" width="{n(width)}" height="{n(height)}" rx="3"'
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
     return f'<rect class="axis" {place} fill="none"{dashed}/>'
-
-
-def told(words: str, mark: str) -> str:
-    """A mark that says its figures to who points at it."""
-    return f"<g><title>{escape(words)}</title>{mark}</g>"
-
-
-def picture(title: str, height: float, body: Sequence[str]) -> str:
-    title = escape(title)
-    opening = f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{title}"><title>{title}</title>'
-    return "\n".join([opening, *body, "</svg>"])
 
 
 def files(stem: str, svg: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from stream_attention_tools.report.figures import marker
 
-from .canvas import path, picture, text, told
+from .canvas import path, picture, text, with_tip
 
 # Per multiprocessor and clock the matrix units do 4096 bf16 FLOP. 1.755 GHz is the clock that bounds here are computed
 # with; the power limit holds it lower on real numbers.
@@ -74,7 +74,9 @@ def draw(results: dict[str, dict[str, Any]]) -> str:
     for place, kind in reversed(list(enumerate(KINDS))):
         for dot in (one for one in found if one.kind == kind):
             mark = marker(place, _x(dot.intensity), _y(dot.tflops))
-            body.append(told(f"{kind}, {dot.name}: {dot.tflops:.0f} TFLOP/s at {dot.intensity:.0f} FLOP/byte", mark))
+            body.append(
+                with_tip(f"{kind}, {dot.name}: {dot.tflops:.0f} TFLOP/s at {dot.intensity:.0f} FLOP/byte", mark)
+            )
     for place, kind in enumerate(KINDS):
         y = LOWER + 40 + 17 * place
         its = [dot.tflops for dot in found if dot.kind == kind]

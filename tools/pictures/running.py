@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from stream_attention_tools.report.figures import marker
 
-from .canvas import box, path, picture, text, told
+from .canvas import box, path, picture, text, with_tip
 
 SCORES = (1, 3, 2, 6, 5, 4)
 
@@ -53,7 +53,7 @@ def draw() -> str:
     )
     body.append(f'<g class="s1">{path(line, "line")}</g>')
     body += [
-        told(f"score {one.score:g}, max {one.most:g}", marker(0, x[place], height(one.score)))
+        with_tip(f"score {one.score:g}, max {one.most:g}", marker(0, x[place], height(one.score)))
         for place, one in enumerate(found)
     ]
     # The sum: what is left of the old one, and the new term on it
@@ -65,7 +65,7 @@ def draw() -> str:
         kept = before * one.factor * scale
         bars = box(x[place] - 13, base - kept, 26, kept, "s2", 0.25) if kept else ""
         bars += box(x[place] - 13, base - kept - one.term * scale, 26, one.term * scale, "s2", 0.75)
-        body.append(told(f"{before:.3f} x {one.factor:.3f} + {one.term:.3f} = {one.total:.3f}", bars))
+        body.append(with_tip(f"{before:.3f} x {one.factor:.3f} + {one.term:.3f} = {one.total:.3f}", bars))
         before = one.total
     rows = [
         ("score x", [f"{one.score:g}" for one in found], ""),

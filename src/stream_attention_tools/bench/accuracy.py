@@ -3,13 +3,13 @@
 `check` asks about the very configuration that is timed: it computes the whole cell and compares rows drawn from one
 batch entry, in all query heads of a few KV heads, with fp64 (of packed sequences the first, the last, the longest and
 one more): of the output and, unless the cell is forward alone, of the query's gradient, whose rows depend on nothing
-but themselves. Every row has a part in the gradients of key and
-value, so those, and again that of the query, are compared on the same features with no more rows than the reference has
-memory for. `check_all` compares every row and head of the output, and the gradients of as much as the reference holds.
+but themselves. Every row has a part in the gradients of key and value, so those, and again that of the query, are
+compared on the same features with no more rows than the reference has memory for. `check_all` compares every row and
+head of the output, and the gradients of as much as the reference holds.
 
-The bound is earned as in the tests: 2x the error of the same-dtype eager computation, the larger of two orders of
-summation (gradients: 3x, one order), plus the rounding of the result; for gradients also what an output rounded to the
-inputs' dtype does to them through delta = rowsum(dO * O).
+The tolerance is derived from plain PyTorch's error as in the tests: twice that of the same-dtype eager computation, the
+larger of two orders of summation (gradients: three times, one order), plus the rounding of the result; for gradients
+also what an output rounded to the inputs' dtype does to them through delta = rowsum(dO * O).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 from stream_attention.kernels import reference
 
 from ..testing.inputs import Case
-from .cells import Cell, Tensors, chunked, draw, sequences, shortened
 from .providers import Provider
+from .suites import Cell, Tensors, chunked, draw, sequences, shortened
 
 ROWS = 64
 GRADIENT_ROWS = 256
@@ -106,8 +106,8 @@ def check(provider: Provider, cell: Cell, x: Tensors) -> Verdict:
     parts = _drawn(case)
     out, d_query = _computed(provider, cell, x)
     with torch.no_grad():
-        seen = provider.seen(x)
-        verdicts = [_verdict("out", [_output(provider, out, x, seen, part)], factor=2.0) for part in parts]
+        reference_x = provider.reference_inputs(x)
+        verdicts = [_verdict("out", [_output(provider, out, x, reference_x, part)], factor=2.0) for part in parts]
     if d_query is not None:
         for part in parts:
             few = part._replace(rows=part.rows[: _rows_held(case, len(part.heads))])
@@ -151,10 +151,10 @@ def check_all(provider: Provider, cell: Cell, x: Tensors, seed: int = 0) -> list
     size, kv_heads = _rows_held(case, case.Hq), torch.arange(case.Hkv)
     blocks = []
     with torch.no_grad():
-        out, seen = _attended(provider, cell, x), provider.seen(x)
+        out, reference_x = _attended(provider, cell, x), provider.reference_inputs(x)
         for batch, (q_len, _) in enumerate(sequences(case)):
             for rows in torch.arange(q_len).split(size):
-                blocks.append(_output(provider, out, x, seen, _Part.of(case, batch, rows, kv_heads)))
+                blocks.append(_output(provider, out, x, reference_x, _Part.of(case, batch, rows, kv_heads)))
     verdicts = [_verdict("out", blocks, factor=2.0)]
     if cell.direction != "forward":
         verdicts += _check_gradients(provider, gradient_case(case), seed)
@@ -176,12 +176,12 @@ def _rows_held(case: Case, heads: int) -> int:
     return max(1, SCORES // (heads * case.Tk))
 
 
-def _output(provider: Provider, out: Tensor, x: Tensors, seen: Tensors, part: _Part) -> _Block:
-    y, result = part.inputs(seen), part.take(out)
+def _output(provider: Provider, out: Tensor, x: Tensors, reference_x: Tensors, part: _Part) -> _Block:
+    y, result = part.inputs(reference_x), part.take(out)
     exact = _dense(y, torch.float64)[0]
-    eager = [_dense(one, part.case.dtype)[0] for one in (y, _keys_reversed(y))] + provider.earned(y)
+    eager = [_dense(one, part.case.dtype)[0] for one in (y, _keys_reversed(y))] + provider.tolerance_sources(y)
     block = _block(result, exact, eager)
-    meant = exact if seen is x else _dense(part.inputs(x), torch.float64)[0]
+    meant = exact if reference_x is x else _dense(part.inputs(x), torch.float64)[0]
     return block._replace(lost=float((result - meant).square().sum()), whole=float(meant.square().sum()))
 
 

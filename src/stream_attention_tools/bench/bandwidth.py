@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .graphs import captured
 from .providers.base import installed
-from .timing import Call, Clock, Latency, interleaved
+from .timing import Call, Clock, Latency, captured, interleaved
 
 BYTES = {"cuda": 2 << 30, "cpu": 16 << 20}
 

@@ -18,6 +18,8 @@ from stream_attention.kernels.fp8_layout import LARGEST
 from stream_attention.ops.attention import attention
 from stream_attention.ops.explain import problems_of_call
 
+from .summary import markdown_table
+
 LENGTH, HEADS, DIM = 512, 8, 128
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -67,16 +69,11 @@ def unequal_heads(generator: torch.Generator) -> Inputs:
     return query / size, key * size, value * size
 
 
-KINDS: tuple[Callable[[torch.Generator], Inputs], ...] = (
-    normal,
-    four_channels,
-    one_channel,
-    rare_outliers,
-    unequal_heads,
-)
+Kind = Callable[[torch.Generator], Inputs]
+KINDS: tuple[Kind, ...] = (normal, four_channels, one_channel, rare_outliers, unequal_heads)
 
 
-def errors(kind: Callable[[torch.Generator], Inputs]) -> tuple[Errors, Errors]:
+def errors(kind: Kind) -> tuple[Errors, Errors]:
     """Of inputs of a kind, in bf16: relative, and the rms of the difference itself."""
     query, key, value = (x.bfloat16() for x in kind(torch.Generator().manual_seed(0)))
     exact = reference.attention(query, key, value)[0]
@@ -117,14 +114,10 @@ def table() -> list[list[str]]:
     rows = [["inputs", "bf16", "one scale a tensor", "and rotated", "ours", "ours, rotated"]]
     for kind in KINDS:
         relative, absolute = errors(kind)
-        rows.append([_title(kind), *(f"{one:.1%}" for one in relative)])
+        rows.append([str(kind.__doc__), *(f"{one:.1%}" for one in relative)])
         if kind is rare_outliers:
             rows.append(["the same, rms of the error", *(f"{one:.1e}" for one in absolute)])
     return rows
-
-
-def _title(kind: Callable[[torch.Generator], Inputs]) -> str:
-    return str(kind.__doc__)
 
 
 def _larger(inputs: Inputs, channels: int, factor: float) -> Inputs:
@@ -134,10 +127,5 @@ def _larger(inputs: Inputs, channels: int, factor: float) -> Inputs:
     return query, key, value
 
 
-def main() -> None:
-    heading, *body = table()
-    print("\n".join(f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *body)))
-
-
 if __name__ == "__main__":
-    main()
+    print("\n".join(markdown_table(table())))

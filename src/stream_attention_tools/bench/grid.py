@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..testing.inputs import Case
-from .cells import Cell, Direction
 from .providers import Ours, Provider
 from .run import why_not
+from .suites import Cell, Direction
 from .summary import is_plain
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -48,19 +48,8 @@ class Grid:
         ]
 
     def case(self, length: int) -> Case:
-        return Case(
-            B=self.batch,
-            Tq=1 if self.decode else length,
-            Tk=length,
-            Hq=self.heads,
-            Hkv=self.kv_heads,
-            D=self.dim,
-            Dv=self.dim,
-            dtype=DTYPES[self.dtype],
-            device=self.device,
-            causal=self.causal,
-            dropout_p=self.dropout,
-        )
+        shape = (self.batch, 1 if self.decode else length, length, self.heads, self.kv_heads, self.dim, self.dim)
+        return Case(*shape, DTYPES[self.dtype], self.device, causal=self.causal, dropout_p=self.dropout)
 
     def _name(self, length: int) -> str:
         words = (
@@ -132,20 +121,18 @@ def table(entries: Sequence[dict[str, Any]], cells: Sequence[Cell], providers: d
         label = providers[name].label.replace(" ", "-")
         return [f"{label}(ms)", f"{label}(TF)", f"{label}/Fused(ms)"]
 
-    heads = ["SeqLen", *(["Chunk"] if cells[0].chunk else []), "Fused(ms)", "Fused(TF)"]
-    heads += [head for name in first for head in headed(name)]
-    heads += ["Fused(GB/s)", "Fused(p20-p80)"]
-    heads += [head for name in rest for head in headed(name)]
-    rows = [heads]
+    def columns(names: Sequence[str], of: Callable[[str], list[str]]) -> list[str]:
+        return [column for name in names for column in of(name)]
+
+    heads = ["SeqLen", *(["Chunk"] if cells[0].chunk else []), "Fused(ms)", "Fused(TF)", *columns(first, headed)]
+    rows = [[*heads, "Fused(GB/s)", "Fused(p20-p80)", *columns(rest, headed)]]
     for entry, cell in zip(entries, cells, strict=True):
-        its = entry["providers"]
-        fused = its[ours]
-        row = [str(cell.case.Tk), *([str(cell.chunk)] if cell.chunk else []), _time(fused), _number(fused, "tflops")]
-        row += [figure for name in first for figure in _compared(its[name])]
+        compared = {name: _compared(one) for name, one in entry["providers"].items()}
+        fused = entry["providers"][ours]
         spread = f"{fused['p20_ms']:.3f}-{fused['p80_ms']:.3f}" if "median_ms" in fused else "-"
-        row += [_number(fused, "gb_per_s"), spread]
-        row += [figure for name in rest for figure in _compared(its[name])]
-        rows.append(row)
+        row = [str(cell.case.Tk), *([str(cell.chunk)] if cell.chunk else []), _time(fused), _number(fused, "tflops")]
+        row += [*columns(first, compared.__getitem__), _number(fused, "gb_per_s"), spread]
+        rows.append(row + columns(rest, compared.__getitem__))
     return rows
 
 

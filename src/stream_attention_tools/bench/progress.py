@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    now: Callable[[str], None]  # says what is being done
-    done: Callable[[str], None]  # says that one more is finished, with its line
+    now: Callable[[str], None]  # shows what is being done
+    done: Callable[[str], None]  # counts one more, and prints its line
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import subprocess
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,8 +20,8 @@ import torch
 from stream_attention import __version__
 from stream_attention.files import write_file
 
-from .form import lacking
-from .summary import capital, span
+from .schema import lacking
+from .summary import capital, markdown_table, origin, short_time, span
 from .timing import CLOCKS
 
 
@@ -33,7 +34,7 @@ def conditions(device: str) -> dict[str, Any]:
             "stream_attention": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "triton": _installed("triton"),
+            "triton": installed_version("triton"),
             "cuda": torch.version.cuda if device == "cuda" else None,
             "cudnn": torch.backends.cudnn.version() if device == "cuda" else None,
         },
@@ -42,10 +43,9 @@ def conditions(device: str) -> dict[str, Any]:
 
 
 def _commit() -> dict[str, Any]:
-    """From git; a copy of the tree that has no git is told by the environment, "HASH" or "HASH-dirty"."""
-    told = os.environ.get("STREAM_ATTENTION_COMMIT")
-    if told:
-        return {"hash": told.removesuffix("-dirty"), "dirty": told.endswith("-dirty")}
+    """From git; for a copy of the tree without git from an environment variable, "HASH" or "HASH-dirty"."""
+    if commit := os.environ.get("STREAM_ATTENTION_COMMIT"):
+        return {"hash": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
 
     def git(*words: str) -> str | None:
         here = Path(__file__).parent
@@ -63,7 +63,7 @@ def _commit() -> dict[str, Any]:
     return {"hash": git("rev-parse", "--verify", "HEAD"), "dirty": None if changed is None else bool(changed)}
 
 
-def _installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -81,23 +81,17 @@ def cpu_name() -> str:
 
 
 def _cpu() -> dict[str, Any]:
-    return {
-        "device": "cpu",
-        "name": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-    }
+    how = {"threads": torch.get_num_threads(), "isa": torch.backends.cpu.get_cpu_capability()}
+    return {"device": "cpu", "name": cpu_name(), **how}
 
 
 def _gpu() -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
-    return {
-        "device": "cuda",
-        "name": properties.name,
+    size = {
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "multiprocessors": properties.multi_processor_count,
-        "capability": f"{properties.major}.{properties.minor}",
     }
+    return {"device": "cuda", "name": properties.name, **size, "capability": f"{properties.major}.{properties.minor}"}
 
 
 def save(results: dict[str, Any], path: Path) -> None:
@@ -121,18 +115,17 @@ def load(path: Path) -> dict[str, Any]:
         raise ValueError("expected a results file of the benchmark command; it is nested too deeply") from None
     if missing := lacking(found):
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        told = f"{', '.join(missing[:8])}{more}"
-        raise ValueError(f"expected a results file of the benchmark command; missing or of another kind: {told}")
+        listed = f"{', '.join(missing[:8])}{more}"
+        raise ValueError(f"expected a results file of the benchmark command; missing or of another kind: {listed}")
     return found
 
 
-def line(entry: dict[str, Any]) -> str:
-    """One cell in one line."""
+def line(entry: dict[str, Any], shown: Callable[[dict[str, Any]], str] | None = None) -> str:
+    """One cell in one line, with every timed entry as `shown`: by default its times and rate."""
     parts = [f"{entry['name']:28} {entry['direction']:16}"]
     for name, one in entry["providers"].items():
         if "median_ms" in one:
-            eager = f", eager {_ms(one['eager']['median_ms'])}" if "eager" in one else ""
-            parts.append(f"{name} {_ms(one['median_ms'])} (best {_ms(one['best_ms'])}, {_rate(one)}{eager})")
+            parts.append(f"{name} {(shown or _times)(one)}")
         elif "failed" in one:
             parts.append(f"{name} FAILED: {one['failed']}")
         elif "unavailable" not in one:
@@ -144,14 +137,10 @@ def line(entry: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _rate(one: dict[str, Any]) -> str:
-    return f"{one['tb_per_s']:.3g} TB/s" if "tb_per_s" in one else f"{one['tflops']:.3g} TFLOP/s"
-
-
-def _ms(ms: float) -> str:
-    if ms >= 1e3:
-        return f"{ms / 1e3:.3g} s"
-    return f"{ms:.3g} ms" if ms >= 1 else f"{ms * 1e3:.3g} us"
+def _times(one: dict[str, Any]) -> str:
+    rate = f"{one['tb_per_s']:.3g} TB/s" if "tb_per_s" in one else f"{one['tflops']:.3g} TFLOP/s"
+    eager = f", eager {short_time(one['eager']['median_ms'])}" if "eager" in one else ""
+    return f"{short_time(one['median_ms'])} (best {short_time(one['best_ms'])}, {rate}{eager})"
 
 
 def _bar(entry: dict[str, Any]) -> str:
@@ -167,38 +156,50 @@ NAMED = "as named"
 def table(results: dict[str, Any]) -> list[list[str]]:
     """Rows of the short table, headings first: one row per cell, one column per provider, then the ratio.
 
-    Whom a cell is named after stands in one column with all who are.
-    Before it stand what modifiers cost on each backend and the share of the read bandwidth, where that was measured.
+    Providers that cells are named after share one column. Before the ratio stand what modifiers cost on each backend
+    and the share of the read bandwidth, where that was measured.
     """
     by_rate = _unit(results) != "time"
-    shown = [_columns(cell, "median_ms") for cell in results["cells"]]
-    names = list(dict.fromkeys(name for its in shown for name in its))
-    costs = [name for name in names if any(_cost(cell["providers"].get(name, {})) for cell in results["cells"])]
+    cells = results["cells"]
+    costs = dict.fromkeys(name for cell in cells for name, one in cell["providers"].items() if "vs_plain" in one)
     beside = [f"time, {name} / plain {name}" for name in costs]
+    names, shown = _by_column(cells, "median_ms", lambda one: _shown(one, by_rate))
     rows = [["problem", "direction", *names, *beside, "TB/s, ours / reading alone", RATIO, "bar"]]
-    for cell, its in zip(results["cells"], shown, strict=True):
-        times = [_shown(its[name], by_rate) if name in its else "" for name in names]
-        times += [_cost(cell["providers"].get(name, {})) for name in costs]
-        ratio = "" if cell["ratio"] is None else f"{cell['ratio']:.2f}"
+    for cell, times in zip(cells, shown, strict=True):
+        its = cell["providers"]
+        cost = [_optional(its.get(name, {}).get("vs_plain")) for name in costs]
+        share = _optional(its.get(cell.get("ours"), {}).get("share_of_read_bandwidth"))
         bar = "" if cell["bar"] is None else f"{cell['bar']:.3g}{'' if cell.get('met') else ' missed'}"
-        share = cell["providers"].get(cell.get("ours"), {}).get("share_of_read_bandwidth")
-        rows.append([cell["name"], cell["direction"], *times, "" if share is None else f"{share:.2f}", ratio, bar])
+        rows.append([cell["name"], cell["direction"], *times, *cost, share, _optional(cell["ratio"]), bar])
     return _filled(rows)
 
 
 def eager_table(results: dict[str, Any]) -> list[list[str]] | None:
     """The same cells by the second clock, times alone; None where there was none."""
     cells = [cell for cell in results["cells"] if "eager" in cell]
-    shown = [_columns(cell, "eager") for cell in cells]
-    names = list(dict.fromkeys(name for its in shown for name in its))
+    names, shown = _by_column(cells, "eager", lambda one: short_time(one["eager"]["median_ms"]))
     if not names:
         return None
     rows = [["problem", "direction", *names, RATIO]]
-    for cell, its in zip(cells, shown, strict=True):
-        times = [_ms(its[name]["eager"]["median_ms"]) if name in its else "" for name in names]
-        ratio = cell["eager"]["ratio"]
-        rows.append([cell["name"], cell["direction"], *times, "" if ratio is None else f"{ratio:.2f}"])
+    for cell, times in zip(cells, shown, strict=True):
+        rows.append([cell["name"], cell["direction"], *times, _optional(cell["eager"]["ratio"])])
     return _filled(rows)
+
+
+def _by_column(
+    cells: list[dict[str, Any]], key: str, show: Callable[[dict[str, Any]], str]
+) -> tuple[list[str], list[list[str]]]:
+    """Headings of everybody who has a key, and by cell what is shown under them."""
+    found = []
+    for cell in cells:
+        named = {NAMED if cell["name"].startswith(f"{name} ") else name: one for name, one in cell["providers"].items()}
+        found.append({name: show(one) for name, one in named.items() if key in one})
+    names = list(dict.fromkeys(name for its in found for name in its))
+    return names, [[its.get(name, "") for name in names] for its in found]
+
+
+def _optional(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _filled(rows: list[list[str]]) -> list[list[str]]:
@@ -225,15 +226,11 @@ def losses(results: dict[str, Any]) -> str | None:
     return "relative rms error: " + ", ".join(f"{name} {span(its, '.1%')}" for name, its in found.items())
 
 
-def _cost(one: dict[str, Any]) -> str:
-    return f"{one['vs_plain']:.2f}" if "vs_plain" in one else ""
-
-
 def _shown(one: dict[str, Any], by_rate: bool) -> str:
     """A measurement as readers compare it: decoding by time and TB/s, other GPU cells by TFLOP/s, or by time."""
     if "tb_per_s" in one:
-        return f"{_ms(one['median_ms'])} ({one['tb_per_s']:.2f})"
-    return f"{one['tflops']:.0f}" if by_rate else _ms(one["median_ms"])
+        return f"{short_time(one['median_ms'])} ({one['tb_per_s']:.2f})"
+    return f"{one['tflops']:.0f}" if by_rate else short_time(one["median_ms"])
 
 
 def _unit(results: dict[str, Any]) -> str:
@@ -243,19 +240,11 @@ def _unit(results: dict[str, Any]) -> str:
     return "time (TB/s of K and V)" if decoding else "TFLOP/s"
 
 
-def _columns(cell: dict[str, Any], key: str) -> dict[str, dict[str, Any]]:
-    """By its column's heading, every entry that has a key."""
-    entries = cell["providers"].items()
-    return {NAMED if cell["name"].startswith(f"{name} ") else name: one for name, one in entries if key in one}
-
-
-def aligned(rows: list[list[str]], right: bool = False) -> str:
+def aligned(rows: Sequence[Sequence[str]], right: bool = False) -> str:
     """A table for a terminal, columns flush left, or right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     place = str.rjust if right else str.ljust
-    return "\n".join(
-        "  ".join(place(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join("  ".join(map(place, row, widths)).rstrip() for row in rows)
 
 
 _SHAPE = ("B", "Tq", "Tk", "Hq", "Hkv", "D", "Dv", "dtype", "causal", "dropout_p", "chunk")
@@ -281,30 +270,14 @@ def save_csv(results: dict[str, Any], path: Path) -> None:
 
 def markdown(results: dict[str, Any]) -> str:
     """The table for a page, under a line that says where, when and with what it was measured."""
-    machine, versions = results["machine"], results["versions"]
-    threads = f", {machine['threads']} threads" if "threads" in machine else ""
-    commit = results["commit"]["hash"]
-    origin = (
-        f"commit {commit[:12]}{' with changes' if results['commit']['dirty'] else ''}" if commit else "no commit yet"
-    )
     reading = "" if (speed := read_speed(results)) is None else f" {capital(speed)}."
     note = f" {results['note']}" if "note" in results else ""  # by hand: what is not as the line says
     lines = [
-        f"{machine['name']}{threads}, torch {versions['torch']}, {results['date'][:10]}, {origin}; "
-        f"{_unit(results)} by {results['conditions']['timing']}: medians, "
+        f"{origin(results)}; {_unit(results)} by {results['conditions']['timing']}: medians, "
         f"and the median of the ratios round by round.{reading}{note}",
         "",
-        *_piped(table(results)),
+        *markdown_table(table(results)),
     ]
     if (eager := eager_table(results)) is not None:
-        lines += ["", f"The same calls, time by {results['conditions']['eager']}:", "", *_piped(eager)]
+        lines += ["", f"The same calls, time by {results['conditions']['eager']}:", "", *markdown_table(eager)]
     return "\n".join(lines)
-
-
-def _piped(rows: list[list[str]]) -> list[str]:
-    heading, *body = rows
-    return [
-        f"| {' | '.join(heading)} |",
-        f"|{'---|' * len(heading)}",
-        *(f"| {' | '.join(row)} |" for row in body),
-    ]

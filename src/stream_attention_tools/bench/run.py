@@ -4,36 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..testing.inputs import Case
 from ..testing.memory import peak_bytes
+from . import timing
 from .accuracy import check
 from .bandwidth import read_bandwidth
-from .cells import FLOPS, TRAFFIC, Cell, Tensors, calls, chunked, draw, flops, tensor_bytes
 from .progress import progress
 from .providers import Provider
 from .results import conditions, line
+from .suites import FLOPS, TRAFFIC, Cell, Tensors, calls, chunked, draw, flops, tensor_bytes
 from .timed import Timed, graphed, in_a_row, one_by_one
-from .timing import (
-    CALLS_IN_A_ROW,
-    CLOCKS,
-    EAGER_CALLS_IN_A_ROW,
-    REPLAYED_CALLS,
-    Call,
-    Clock,
-    Latency,
-    interleaved,
-    paired_ratio,
-)
+from .timing import CLOCKS, Clock, Latency, interleaved, paired_ratio
 
 L2_BYTES = 128 << 20
 """What the input sets of a GPU cell must exceed together: over twice the L2 cache of any GPU of today."""
 
 BAR = ("bar", "met")
-"""What a comparison says of a cell's bar, which is one of the first clock."""
+"""The keys of a comparison that are about a cell's bar, which the first clock alone is held to."""
 
 
 def why_not(provider: Provider, cell: Cell) -> str | None:
@@ -54,13 +46,13 @@ def measure(
 ) -> dict[str, Any]:
     """A cell's entry in the results: every provider's error, memory and latency, or why it has none.
 
-    `now` is told what is being done. Where there is a second clock, `eager`, bare calls are timed by both.
+    `now` is called with what is being done. Where there is a second clock, `eager`, bare calls are timed by both.
     """
     inputs: dict[Case, list[Tensors]] = {}  # those who compute the same problem share their inputs
     entries: dict[str, dict[str, Any]] = {}
     ready: dict[str, Timed] = {}
     rows: dict[str, Timed] = {}  # by the second clock
-    for name in (*cell.ours, *cell.beside, *cell.peers):
+    for name in cell.everybody:
         now(f"{cell.name}: checking {name}")
         provider = providers[name]
         reason = why_not(provider, cell)
@@ -82,14 +74,14 @@ def measure(
                 entries[name]["ran"] = ran
             if eager is None and clock not in ("calls", "graph"):
                 ready[name] = one_by_one(provider, cell, inputs[case])
-                entries[name]["peak_bytes"] = _peak_bytes(ready[name].call, case)
+                entries[name]["peak_bytes"] = peak_bytes(partial(ready[name].call, 0), case.device)
                 continue
             alone = [provider.bare(x) for x in inputs[case]]
-            entries[name]["peak_bytes"] = _peak_bytes(in_a_row(provider, alone).call, case)
+            entries[name]["peak_bytes"] = peak_bytes(partial(in_a_row(provider, alone).call, 0), case.device)
             if eager is not None:
-                rows[name] = in_a_row(provider, alone, EAGER_CALLS_IN_A_ROW, rotating=True)
+                rows[name] = in_a_row(provider, alone, timing.EAGER_CALLS_IN_A_ROW, rotating=True)
             if clock != "graph":
-                ready[name] = in_a_row(provider, alone, CALLS_IN_A_ROW if clock == "calls" else 1)
+                ready[name] = in_a_row(provider, alone, timing.CALLS_IN_A_ROW if clock == "calls" else 1)
             elif isinstance(replayed := graphed(provider, alone, verdict.allowed), Timed):
                 ready[name] = replayed
             else:
@@ -140,24 +132,18 @@ def _sampled(
 
 
 def _latency(samples: list[float]) -> dict[str, Any]:
-    latency = Latency.of(samples)
-    fields_ = {f"{field}_ms": getattr(latency, field) for field in ("median", "p20", "p80", "best")}
-    return fields_ | {"repeats": latency.repeats}
+    *times, repeats = Latency.of(samples)
+    return dict(zip(("median_ms", "p20_ms", "p80_ms", "best_ms"), times, strict=True)) | {"repeats": repeats}
 
 
 def _beside_ours(name: str, samples: dict[str, list[float]], ours: str | None) -> dict[str, float]:
     return {} if ours in (None, name) else {"vs_ours": paired_ratio(samples[name], samples[ours])}
 
 
-def _peak_bytes(call: Call, case: Case) -> int:
-    """The most memory that one call holds beyond its inputs, its result included; the caller has warmed up."""
-    return peak_bytes(lambda: call(0), case.device)
-
-
 def _input_sets(case: Case, cell: Cell, providers: dict[str, Provider]) -> list[Tensors]:
     """So many that those who compute the case read more than the L2 cache holds, whoever reads the least of them."""
     first = draw(case)
-    able = [one for name in (*cell.ours, *cell.beside, *cell.peers) if why_not(one := providers[name], cell) is None]
+    able = [one for name in cell.everybody if why_not(one := providers[name], cell) is None]
     least = min(one.kv_bytes(case, first) for one in able if one.case(cell.case) == case)
     count = min(16, int(L2_BYTES // (first.query.nbytes + least)) + 2) if case.device == "cuda" else 2
     sets = [first, *(draw(case, seed) for seed in range(1, count))]
@@ -169,7 +155,7 @@ def _input_sets(case: Case, cell: Cell, providers: dict[str, Provider]) -> list[
 
 
 def described(case: Case) -> dict[str, Any]:
-    """What a case says, as JSON: shapes, and whatever is not at its default."""
+    """A case as JSON: shapes, and every field that is not at its default."""
     shapes = ("B", "Tq", "Tk", "Hq", "Hkv", "D", "Dv", "dtype")
     described = {
         field.name: getattr(case, field.name)
@@ -204,10 +190,6 @@ def wrong(entry: dict[str, Any]) -> list[str]:
     return [name for name, one in entry["providers"].items() if one.get("right") is False]
 
 
-def _turn(clock: Clock) -> str:
-    return {"calls": f"{CALLS_IN_A_ROW} calls", "graph": f"{REPLAYED_CALLS} calls or more"}.get(clock, "one call")
-
-
 def measured(
     suite: str,
     cells: Sequence[Cell],
@@ -220,9 +202,10 @@ def measured(
 ) -> dict[str, Any]:
     """What a results file holds: every cell's entry, and under which conditions it was measured.
 
-    Cells that count TB/s are held against the speed at which the device reads, measured before them. Ctrl-C ends it
+    Cells in TB/s are compared with the speed at which the device reads, measured before them. Ctrl-C ends it
     with the cells that are done, if there are any, and `interrupted` says how many.
     """
+    turn = {"calls": f"{timing.CALLS_IN_A_ROW} calls", "graph": f"{timing.REPLAYED_CALLS} calls or more"}
     found: dict[str, Any] = {
         "suite": suite,
         **conditions(cells[0].case.device),
@@ -232,7 +215,7 @@ def measured(
             "cell_seconds": cell_seconds if cell_seconds < float("inf") else None,
             "timing": CLOCKS[clock],
             **({} if eager is None else {"eager": CLOCKS[eager]}),
-            "order": f"interleaved, {_turn(clock)} each per round; inputs rotate",
+            "order": f"interleaved, {turn.get(clock, 'one call')} each per round; inputs rotate",
             "ratio": "median over the rounds of our time by that of the fastest peer; where those are plain calls, by "
             "that of the same backend's",
             "flops": FLOPS,

@@ -1,4 +1,4 @@
-"""What a results file says: its cells over length, how ours compares, who was not measured. No torch, no drawing."""
+"""What a results file shows: its cells over length, how ours compares, who was not measured. No torch, no drawing."""
 
 from __future__ import annotations
 
@@ -182,6 +182,12 @@ def origin(results: dict[str, Any]) -> str:
 # Figures as readers write them
 
 
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table, headings first."""
+    heading, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return [heading, f"|{'---|' * len(rows[0])}", *body]
+
+
 def capital(words: str) -> str:
     """With a capital, the rest as it is."""
     return f"{words[:1].upper()}{words[1:]}"
@@ -212,6 +218,12 @@ def durations(low: float, high: float) -> str:
 def _timed_as(ms: float, scale: float) -> str:
     unit, name = (1e3, "s") if scale >= 1e3 else (1.0, "ms") if scale >= 1 else (1e-3, "µs")
     return f"{figure(ms / unit)} {name}"
+
+
+def short_time(ms: float) -> str:
+    """For a terminal: 1.5 ms, 750 us."""
+    unit, name = (1e3, "s") if ms >= 1e3 else (1.0, "ms") if ms >= 1 else (1e-3, "us")
+    return f"{ms / unit:.3g} {name}"
 
 
 def size(count: float) -> str:

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from .cells import Cell, Tensors, chunked
-from .graphs import captured
 from .providers import Provider
-from .providers.base import told
-from .timing import REPLAYED_CALLS, Call
+from .providers.base import error_line
+from .suites import Cell, Tensors, chunked
+from .timing import REPLAYED_CALLS, Call, captured
 
 Bare = Callable[[], object]
 
@@ -28,7 +27,7 @@ def in_a_row(provider: Provider, alone: Sequence[Bare], count: int = 1, rotating
 
     def row(n: int) -> None:
         turn = [alone[(n + k * rotating) % len(alone)] for k in range(count)]
-        with provider.held():
+        with provider.call_context():
             for call in turn:
                 call()
 
@@ -38,12 +37,12 @@ def in_a_row(provider: Provider, alone: Sequence[Bare], count: int = 1, rotating
 def graphed(provider: Provider, alone: Sequence[Bare], allowed: float) -> Timed | str:
     """Replays of a CUDA graph of the bare calls; of a peer that cannot be captured, why."""
     try:
-        with provider.held():
+        with provider.call_context():
             graph = captured(alone, allowed)
     except Exception as error:
         if provider.ours:
             raise
-        return f"no CUDA graph of it: {told(error)}"
+        return f"no CUDA graph of it: {error_line(error)}"
     replays = -(-REPLAYED_CALLS // len(alone))
 
     def replayed(n: int) -> None:

@@ -1,8 +1,8 @@
 """stream-attention-test: compare attention with the fp64 reference on random inputs.
 
-Every row of the output is compared, with --backward every gradient too. What is allowed is earned: twice (gradients:
-three times) the error of plain torch in the same dtype, plus the rounding of the result. The exit code is 1 if somebody
-is off by more or the file could not be written, 2 if the command line cannot be run.
+Every row of the output is compared, with --backward every gradient too. The tolerance is derived from plain PyTorch's
+error: twice (gradients: three times) that of the same computation in the same dtype, plus the rounding of the result.
+The exit code is 1 if a provider exceeds it or the file could not be written, 2 if the command line cannot be run.
 """
 
 from __future__ import annotations
@@ -15,24 +15,14 @@ from typing import Any
 from ..bench import grid as grid_
 from ..bench import providers as providers_
 from ..bench import results as results_
-from ..bench.accuracy import Verdict, check_all, gradient_case
-from ..bench.cells import Cell, draw
+from ..bench.accuracy import check_all, gradient_case
 from ..bench.grid import Grid
 from ..bench.providers import Provider
 from ..bench.run import described
+from ..bench.suites import Cell, draw
 from ..testing.inputs import Case
 from . import flags, values
-from .ending import quiet
-from .flags import Refused
-
-PROG = "stream-attention-test"
-
-
-@quiet
-def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """The command; returns its exit code."""
-    options = _parser(prog).parse_args(argv)
-    return flags.exit_code(prog, lambda: _run(options))
+from .command import command, description
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -45,7 +35,7 @@ def _run(options: argparse.Namespace) -> int:
     found = compare(cell, providers, options.seed)
     show(found, cell)
     if options.json_out is not None:
-        why = flags.written(results_.save, results_.conditions(device) | found, options.json_out)
+        why = flags.write_error(results_.save, results_.conditions(device) | found, options.json_out)
         if flags.report_unwritten({options.json_out: why}):
             return 1
         print(f"written to {options.json_out}")
@@ -54,23 +44,20 @@ def _run(options: argparse.Namespace) -> int:
 
 def compare(cell: Cell, providers: dict[str, Provider], seed: int = 0) -> dict[str, Any]:
     """What each provider of a cell computes beside fp64, by provider and by result."""
-    found: dict[str, Any] = {
-        "problem": described(cell.case),
-        "direction": cell.direction,
-        "seed": seed,
-        "providers": {},
-    }
-    for name in (*cell.ours, *cell.beside, *cell.peers):
+    entries: dict[str, Any] = {}
+    for name in cell.everybody:
         provider = providers[name]
         x = draw(provider.case(cell.case), seed)
         try:
             verdicts = check_all(provider, cell, x, seed)
         except Exception as error:
-            found["providers"][name] = {"failed": f"{type(error).__name__}: {error}"}
+            entries[name] = {"failed": f"{type(error).__name__}: {error}"}
             continue
-        ran = provider.ran(x) or provider.about
-        found["providers"][name] = {"ran": ran, "results": {verdict.of: _said(verdict) for verdict in verdicts}}
-    return found
+        results = {
+            one.of: {key: getattr(one, key) for key in ("error", "mean", "allowed", "right")} for one in verdicts
+        }
+        entries[name] = {"ran": provider.ran(x) or provider.about, "results": results}
+    return {"problem": described(cell.case), "direction": cell.direction, "seed": seed, "providers": entries}
 
 
 def show(found: dict[str, Any], cell: Cell) -> None:
@@ -95,20 +82,10 @@ def show(found: dict[str, Any], cell: Cell) -> None:
 
 
 def _cell(grid: Grid, asked: Sequence[str] | None, providers: dict[str, Provider]) -> Cell:
-    if asked is None:
-        peer = grid_.baseline(providers, grid.cells())[0]
-        return grid.cells(peers=() if peer == grid_.PLAIN else (peer,))[0]
-    names = flags.named(asked, providers)
-    ours, peers = grid_.split(names, providers)
-    cell = grid.cells(ours, peers)[0]
-    for name in names:
-        if (reason := grid_.why_not_all(name, providers, [cell])) is not None:
-            raise Refused(f"--providers {name.replace(' ', '-')}: {reason}")
-    return cell
-
-
-def _said(verdict: Verdict) -> dict[str, Any]:
-    return {name: getattr(verdict, name) for name in ("error", "mean", "allowed", "right")}
+    if asked is not None:
+        return flags.cells_with(asked, providers, grid)[0]
+    peer = grid_.baseline(providers, grid.cells())[0]
+    return grid.cells(peers=() if peer == grid_.PLAIN else (peer,))[0]
 
 
 def _in_words(case: Case) -> str:
@@ -122,23 +99,21 @@ def _passed(one: dict[str, Any]) -> bool:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=flags.about(__doc__))
+    parser = argparse.ArgumentParser(prog=prog, description=description(__doc__))
+    add = parser.add_argument
     flags.add_device(parser)
-    parser.add_argument("--seq", type=values.count, default=512, metavar="N", help="sequence length; default 512")
+    add("--seq", type=values.count, default=512, metavar="N", help="sequence length; default 512")
     flags.add_problem(parser, batch=2)
-    parser.add_argument("--backward", action="store_true", help="compare the gradients of query, key and value too")
-    parser.add_argument("--seed", type=values.seed, default=0, metavar="N", help="of the random inputs; default 0")
+    add("--backward", action="store_true", help="compare the gradients of query, key and value too")
+    add("--seed", type=values.seed, default=0, metavar="N", help="of the random inputs; default 0")
     flags.add_providers(parser)
     flags.add_fa3(parser)
-    parser.add_argument(
-        "--json-out",
-        "--json_out",
-        type=values.path_or_none,
-        metavar="FILE",
-        help="write the errors, with commit, versions and machine",
-    )
+    what = "write the errors, with commit, versions and machine"
+    add("--json-out", "--json_out", type=values.path_or_none, metavar="FILE", help=what)
     return parser
 
+
+main = command("stream-attention-test", _parser, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,32 +22,26 @@ import torch
 from ..bench import grid as grid_
 from ..bench import providers as providers_
 from ..bench import results as results_
-from ..bench.cells import FLOPS, SUITES, TRAFFIC, Cell
 from ..bench.grid import Grid
 from ..bench.providers import Provider
 from ..bench.run import measured, why_not, wrong
+from ..bench.suites import FLOPS, SUITES, TRAFFIC, Cell
 from ..bench.summary import is_plain
 from ..bench.timing import Clock
 from ..report.page import write_page
 from . import flags, values
-from .ending import quiet
-from .flags import Refused
+from .command import Refused, command, description
 
-PROG = "stream-attention-benchmark"
 THREADS_PER_CORE = 4
 GRID_FLAGS = "seq batch heads kv_heads dim dtype causal dropout backward decode chunk providers".split()
-
-
-@quiet
-def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """The command; returns its exit code."""
-    options = _parser(prog).parse_args(argv)
-    return flags.exit_code(prog, lambda: _run(options))
+OUTPUTS = ("json_out", "csv", "report")
 
 
 def _run(options: argparse.Namespace) -> int:
-    _refuse_outputs_of_list(options)
-    device = flags.device(options.device or (None if options.list else _device_of(options.suite)))
+    if options.list and (outputs := flags.given(options, OUTPUTS)):
+        raise Refused(f"--list measures nothing that could be written; leave out {outputs}")
+    suite_device = next(SUITES[options.suite]()).case.device if options.suite and not options.list else None
+    device = flags.device(options.device or suite_device)
     clock, eager = _clocks(options, device)
     providers = providers_.by_name(flags.fa3_folder(options.fa3, device))
     grid = None if options.suite else _grid(options, device)
@@ -60,14 +54,12 @@ def _run(options: argparse.Namespace) -> int:
     repeats = options.iters or (50 if grid else 25)
     warmup = options.warmup if options.warmup is not None else 10 if grid else 5
     seconds = float("inf") if options.iters else options.cell_seconds
-    cells_ = f"{len(cells)} cell{'s' if len(cells) > 1 else ''}"
-    limits = f"{repeats} rounds each (--iters)"
-    if options.iters is None:
-        limits = f"up to {repeats} rounds each, stopped after {seconds:g} s (--cell-seconds)"
-    name, show = ("grid", _show_grid) if grid else (options.suite, _show_suite)
+    limits = f"up to {repeats} rounds each, stopped after {seconds:g} s (--cell-seconds)"
+    if options.iters:
+        limits = f"{repeats} rounds each (--iters)"
     try:
-        print(f"{cells_}, {limits}", file=sys.stderr, flush=True)
-        found = measured(name, cells, providers, clock, repeats, warmup, seconds, eager)
+        print(f"{len(cells)} cell{'s' if len(cells) > 1 else ''}, {limits}", file=sys.stderr, flush=True)
+        found = measured(options.suite or "grid", cells, providers, clock, repeats, warmup, seconds, eager)
     except KeyboardInterrupt:
         print("interrupted before a cell was done: nothing was written", file=sys.stderr)
         return 130
@@ -76,7 +68,7 @@ def _run(options: argparse.Namespace) -> int:
         for entry, cell in zip(found["cells"], cells, strict=True):
             entry |= grid_.documented(entry, cell)
     outcomes = _written(found, options)  # before anything is printed: the reader may have gone
-    show(found, cells, providers)
+    (_show_grid if grid else _show_suite)(found, cells, providers)
     _shortfalls(found)
     kept = [path for path, why in outcomes.items() if why is None]
     for path in kept:
@@ -88,35 +80,13 @@ def _run(options: argparse.Namespace) -> int:
         where = f"written to {', '.join(map(str, kept))}" if kept else "printed above and not written"
         print(f"interrupted {found['interrupted']}: those were {where}", file=sys.stderr)
         return 130
-    if unwritten:
-        return 1
     asked = flags.named(options.providers or [], providers)
     failed = any("unavailable" in entry["providers"][name] for entry in found["cells"] for name in asked)
-    return 1 if failed or any(wrong(entry) or entry["ours"] is None for entry in found["cells"]) else 0
-
-
-def benchmark(
-    suite: str,
-    cells: list[Cell],
-    providers: dict[str, Provider],
-    clock: Clock = "wall",
-    repeats: int = 25,
-    warmup: int = 5,
-    cell_seconds: float = float("inf"),
-    eager: Clock | None = None,
-) -> dict[str, Any]:
-    """Measure the cells, print each as it is finished and the table last; returns what a results file holds."""
-    found = measured(suite, cells, providers, clock, repeats, warmup, cell_seconds, eager)
-    _show_suite(found, cells, providers)
-    _shortfalls(found)
-    return found
+    failed = failed or any(wrong(entry) or entry["ours"] is None for entry in found["cells"])
+    return 1 if unwritten or failed else 0
 
 
 # What is measured
-
-
-def _device_of(suite: str | None) -> str | None:
-    return next(SUITES[suite]()).case.device if suite else None
 
 
 def _clocks(options: argparse.Namespace, device: str) -> tuple[Clock, Clock | None]:
@@ -141,9 +111,8 @@ def _clocks(options: argparse.Namespace, device: str) -> tuple[Clock, Clock | No
 
 
 def _suite_cells(options: argparse.Namespace, device: str) -> list[Cell]:
-    said = [f"--{flag.replace('_', '-')}" for flag in GRID_FLAGS if getattr(options, flag) is not None]
-    if said:
-        raise Refused(f"--suite {options.suite} has its own cells; leave out {', '.join(said)}")
+    if given := flags.given(options, GRID_FLAGS):
+        raise Refused(f"--suite {options.suite} has its own cells; leave out {given}")
     cells = list(SUITES[options.suite]())
     if cells[0].case.device != device:
         raise Refused(f"--suite {options.suite} runs on {cells[0].case.device}; say --device {cells[0].case.device}")
@@ -152,13 +121,9 @@ def _suite_cells(options: argparse.Namespace, device: str) -> list[Cell]:
 
 def _grid(options: argparse.Namespace, device: str) -> Grid:
     if options.chunk:
-        for flag, said in (
-            ("--no-causal", options.causal is False),
-            ("--backward", options.backward),
-            ("--decode", options.decode),
-            ("--dropout", options.dropout),
-        ):
-            if said:
+        refused = {"--backward": options.backward, "--decode": options.decode, "--dropout": options.dropout}
+        for flag, is_set in ({"--no-causal": options.causal is False} | refused).items():
+            if is_set:
                 raise Refused(f"--chunk streams a causal prefill, a forward without dropout; leave out {flag}")
     modes = {name: getattr(options, name) for name in ("backward", "decode", "chunk")}
     fields = {name: value for name, value in modes.items() if value is not None} | flags.problem(options, device)
@@ -166,18 +131,12 @@ def _grid(options: argparse.Namespace, device: str) -> Grid:
 
 
 def _grid_cells(grid: Grid, asked: Sequence[str] | None, providers: dict[str, Provider]) -> list[Cell]:
-    if asked is None:
-        peer, passed_over = grid_.baseline(providers, grid.cells())
-        for name, reason in passed_over.items():
-            print(f"not the baseline: {name}: {reason}", file=sys.stderr)
-        return grid.cells(peers=(peer,))
-    names = flags.named(asked, providers)
-    ours, peers = grid_.split(names, providers)
-    cells = grid.cells(ours, peers)
-    for name in names:
-        if (refusal := grid_.why_not_all(name, providers, cells)) is not None:
-            raise Refused(f"--providers {name.replace(' ', '-')}: {refusal}")
-    return cells
+    if asked is not None:
+        return flags.cells_with(asked, providers, grid)
+    peer, passed_over = grid_.baseline(providers, grid.cells())
+    for name, reason in passed_over.items():
+        print(f"not the baseline: {name}: {reason}", file=sys.stderr)
+    return grid.cells(peers=(peer,))
 
 
 def _only(cells: list[Cell], options: argparse.Namespace) -> list[Cell]:
@@ -202,18 +161,12 @@ def _written(found: dict[str, Any], options: argparse.Namespace) -> dict[Path, s
     """By file, why it could not be written, or None where it was."""
     outcomes: dict[Path, str | None] = {}
     if options.json_out is not None:
-        outcomes[options.json_out] = flags.written(results_.save, found, options.json_out)
+        outcomes[options.json_out] = flags.write_error(results_.save, found, options.json_out)
     if options.csv is not None:
-        outcomes[options.csv] = flags.written(results_.save_csv, found, options.csv)
+        outcomes[options.csv] = flags.write_error(results_.save_csv, found, options.csv)
     if options.report is not None:
-        outcomes[options.report / "index.html"] = flags.written(write_page, [found], options.report)
+        outcomes[options.report / "index.html"] = flags.write_error(write_page, [found], options.report)
     return outcomes
-
-
-def _refuse_outputs_of_list(options: argparse.Namespace) -> None:
-    said = [f"--{flag.replace('_', '-')}" for flag in ("json_out", "csv", "report") if getattr(options, flag)]
-    if options.list and said:
-        raise Refused(f"--list measures nothing that could be written; leave out {', '.join(said)}")
 
 
 # What is shown
@@ -223,10 +176,9 @@ def _show_suite(found: dict[str, Any], cells: list[Cell], providers: dict[str, P
     print(f"\n{results_.aligned(results_.table(found))}")
     if (eager := results_.eager_table(found)) is not None:
         print(f"\nby {found['conditions']['eager']}:\n{results_.aligned(eager)}")
-    if (reading := results_.read_speed(found)) is not None:
-        print(reading)
-    if (losses := results_.losses(found)) is not None:
-        print(losses)
+    for line in (results_.read_speed(found), results_.losses(found)):
+        if line is not None:
+            print(line)
 
 
 def _show_grid(found: dict[str, Any], cells: list[Cell], providers: dict[str, Provider]) -> None:
@@ -313,74 +265,49 @@ def _label(cell: Cell) -> str:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=flags.about(__doc__))
+    parser = argparse.ArgumentParser(prog=prog, description=description(__doc__))
     flags.add_device(parser)
-    parser.add_argument(
-        "--list", action="store_true", help="say who can compute here, or why not, and which suites there are; then end"
-    )
+    listing = "say who can compute here, or why not, and which suites there are; then end"
+    parser.add_argument("--list", action="store_true", help=listing)
 
     grid = parser.add_argument_group("the grid (without --suite)")
-    grid.add_argument(
-        "--seq", type=values.count, nargs="+", metavar="N", help="sequence lengths; default 512 1024 2048 4096"
-    )
+    add = grid.add_argument
+    lengths = "sequence lengths; default 512 1024 2048 4096"
+    add("--seq", type=values.count, nargs="+", metavar="N", help=lengths)
     flags.add_problem(grid, batch=1)
-    grid.add_argument("--backward", action="store_true", default=None, help="time the backward alone")
-    grid.add_argument(
-        "--decode", action="store_true", default=None, help="one new query per sequence against --seq keys"
-    )
-    grid.add_argument(
-        "--chunk",
-        type=values.count_or_none,
-        metavar="C",
-        help="the sequence arrives C queries at a time, each chunk a call against all keys so far; default 0: at once",
-    )
+    add("--backward", action="store_true", default=None, help="time the backward alone")
+    add("--decode", action="store_true", default=None, help="one new query per sequence against --seq keys")
+    chunk = "the sequence arrives C queries at a time, each chunk a call against all keys so far; default 0: at once"
+    add("--chunk", type=values.count_or_none, metavar="C", help=chunk)
     flags.add_providers(grid)
 
-    suites = parser.add_argument_group("suites")
-    suites.add_argument("--suite", choices=tuple(SUITES), help="measure this set of cells instead of the grid")
-    suites.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cells whose name has all these words")
+    add = parser.add_argument_group("suites").add_argument
+    add("--suite", choices=tuple(SUITES), help="measure this set of cells instead of the grid")
+    add("--only", nargs="+", default=[], metavar="WORD", help="cells whose name has all these words")
 
     how = parser.add_argument_group("measuring")
-    how.add_argument(
-        "--warmup", type=values.count_or_none, metavar="N", help="rounds that are not counted; default 10, suites 5"
-    )
-    how.add_argument(
-        "--iters",
-        "--repeats",
-        type=values.count,
-        metavar="N",
-        help="rounds per cell, exactly, whatever --cell-seconds; default: up to 50, suites 25",
-    )
-    how.add_argument(
-        "--cell-seconds",
-        type=values.seconds,
-        default=4.0,
-        metavar="S",
-        help="without --iters, stop a cell's rounds after this long, with at least three; default 4",
-    )
-    how.add_argument(
-        "--clock",
-        choices=("wall", "cpu"),
-        help="on the cpu: wall time, the default, or the process's own CPU time, for a machine others use",
-    )
-    how.add_argument("--threads", type=values.count, metavar="N", help="CPU threads; default: torch's own choice")
+    add = how.add_argument
+    warmup = "rounds that are not counted; default 10, suites 5"
+    add("--warmup", type=values.count_or_none, metavar="N", help=warmup)
+    rounds = "rounds per cell, exactly, whatever --cell-seconds; default: up to 50, suites 25"
+    add("--iters", "--repeats", type=values.count, metavar="N", help=rounds)
+    stop = "without --iters, stop a cell's rounds after this long, with at least three; default 4"
+    add("--cell-seconds", type=values.seconds, default=4.0, metavar="S", help=stop)
+    clock = "on the cpu: wall time, the default, or the process's own CPU time, for a machine others use"
+    add("--clock", choices=("wall", "cpu"), help=clock)
+    add("--threads", type=values.count, metavar="N", help="CPU threads; default: torch's own choice")
     flags.add_fa3(how)
 
-    out = parser.add_argument_group("output")
-    out.add_argument(
-        "--json-out",
-        "--json_out",
-        "--out",
-        type=values.path_or_none,
-        metavar="FILE",
-        help="write the results file: every figure, with commit, versions, machine and conditions",
-    )
-    out.add_argument("--csv", type=values.path_or_none, metavar="FILE", help="write a row per cell and provider")
-    out.add_argument(
-        "--report", type=values.path_or_none, metavar="DIR", help="write DIR/index.html, one page with the plots"
-    )
+    add = parser.add_argument_group("output").add_argument
+    what = "write the results file: every figure, with commit, versions, machine and conditions"
+    add("--json-out", "--json_out", "--out", type=values.path_or_none, metavar="FILE", help=what)
+    add("--csv", type=values.path_or_none, metavar="FILE", help="write a row per cell and provider")
+    page = "write DIR/index.html, one page with the plots"
+    add("--report", type=values.path_or_none, metavar="DIR", help=page)
     return parser
 
+
+main = command("stream-attention-benchmark", _parser, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, get_args
 
 import torch
@@ -28,19 +28,10 @@ from stream_attention.errors import refuse
 from ..cluster.traffic import Scheme, Workload
 from ..cluster.trial import ClockedRanks, Measured, Trial
 from . import flags, values
-from .ending import quiet
-from .flags import Refused
+from .command import Refused, command, description
 from .plan import DTYPES
 
-PROG = "python -m stream_attention_tools.cli.demo"
 SCHEMES = ("ring", "allgather", "ulysses", "query")
-
-
-@quiet
-def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """The command; returns its exit code."""
-    options = _parser(prog).parse_args(argv)
-    return flags.exit_code(prog, lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -49,7 +40,8 @@ def _run(options: argparse.Namespace) -> int:
     try:
         if on_processes and options.ranks is not None and options.ranks != launched("WORLD_SIZE", 1):
             refuse("--ranks", f"none, or the {launched('WORLD_SIZE', 1)} that torchrun started", options.ranks)
-        work = _workload(options, device)
+        dtype = DTYPES[options.dtype] if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
+        work = flags.workload(options, options.seq, dtype)
         scheme = _scheme(options, work)
         if on_processes:
             return _on_processes(scheme, work, device, options)
@@ -78,22 +70,8 @@ def _on_processes(scheme: Scheme, work: Workload, device: torch.device, options:
     return 0 if found.right else 1
 
 
-def _workload(options: argparse.Namespace, device: torch.device) -> Workload:
-    dtype = DTYPES[options.dtype] if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
-    return Workload(
-        options.seq,
-        options.heads,
-        options.kv_heads or options.heads,
-        options.dim,
-        options.batch,
-        options.causal,
-        dtype,
-        options.backward,
-    )
-
-
 def _scheme(options: argparse.Namespace, work: Workload) -> Scheme:
-    """The scheme as asked for; a layout that was not said is the one in balance."""
+    """The scheme as asked for; without --layout, the balanced one."""
     name, ring_size = options.scheme, options.ring_size or 1
     if options.ring_size and name != "ulysses":
         raise Refused(f"--ring-size: expected with --scheme ulysses; got --scheme {name}")
@@ -106,30 +84,22 @@ def _scheme(options: argparse.Namespace, work: Workload) -> Scheme:
 def _print(trial: Trial, found: Measured, as_json: bool) -> None:
     virtual = isinstance(trial.transport, ClockedRanks)
     if as_json:
-        print(json.dumps(_told(trial, found, virtual)))
+        print(json.dumps(_as_json(trial, found, virtual)))
         return
     from ..bench.results import aligned
 
     work, size = trial.work, trial.transport.size
     ranks = f"{size} rank{'s' if size > 1 else ''}"
-    dtype = str(work.dtype).removeprefix("torch.")
-    shape = f"B={work.batch} T={work.length} Hq={work.heads} Hkv={work.kv_heads} D={work.dim} {dtype}"
-    what = f"{'causal' if work.causal else 'full'}, {'forward and backward' if work.backward else 'forward'}"
     kind = "virtual, in one process" if virtual else "a process each"
     print(f"{trial.scheme}: {ranks}, {kind}, on {trial.device.type}")
-    print(f"{shape} {what}")
+    print(f"{work}, {'forward and backward' if work.backward else 'forward'}")
     speed_up = f"speed-up {found.single_ms / found.critical_ms:.2f}x"
     rows = [["one device", f"{found.single_ms:.3f} ms", ""]]
     if virtual:
         share = f"{found.ranks_ms / found.single_ms:.2f}x one device: ranks run one after another on one device"
-        rows += [
-            [f"{ranks}, sum", f"{found.ranks_ms:.3f} ms", share],
-            [
-                f"{ranks}, each",
-                f"{found.critical_ms:.3f} ms",
-                f"{speed_up}: the critical path, had each a device and sending been free",
-            ],
-        ]
+        each = f"{speed_up}: the critical path, had each a device and sending been free"
+        rows += [[f"{ranks}, sum", f"{found.ranks_ms:.3f} ms", share]]
+        rows += [[f"{ranks}, each", f"{found.critical_ms:.3f} ms", each]]
     else:
         rows.append([ranks, f"{found.critical_ms:.3f} ms", f"{speed_up}, of the slowest rank"])
     agrees = "rounding" if found.difference <= found.allowed else "WRONG"
@@ -142,54 +112,32 @@ def _print(trial: Trial, found: Measured, as_json: bool) -> None:
     print(aligned(rows))
 
 
-def _told(trial: Trial, found: Measured, virtual: bool) -> dict[str, Any]:
-    work = trial.work
-    told: dict[str, Any] = {
-        "scheme": str(trial.scheme),
-        "layout": trial.scheme.layout,
-        "ranks": trial.transport.size,
-        "virtual": virtual,
-        "device": trial.device.type,
-        "batch": work.batch,
-        "length": work.length,
-        "heads": work.heads,
-        "kv_heads": work.kv_heads,
-        "dim": work.dim,
-        "dtype": str(work.dtype).removeprefix("torch."),
-        "causal": work.causal,
-        "backward": work.backward,
-    }
-    return told | found._asdict() | {"speed_up": found.single_ms / found.critical_ms, "right": found.right}
+def _as_json(trial: Trial, found: Measured, virtual: bool) -> dict[str, Any]:
+    scheme = {"scheme": str(trial.scheme), "layout": trial.scheme.layout, "ranks": trial.transport.size}
+    where = {"virtual": virtual, "device": trial.device.type}
+    work = asdict(trial.work) | {"dtype": str(trial.work.dtype).removeprefix("torch.")}
+    measured = found._asdict() | {"speed_up": found.single_ms / found.critical_ms, "right": found.right}
+    return scheme | where | work | measured
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog, description=flags.about(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog=prog, description=description(__doc__))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--seq", type=values.count, default=1024, metavar="N", help="rows of the whole sequence; default %(default)s")
-    add("--dim", type=values.count, default=64, metavar="N", help="head dim; default %(default)s")
+    flags.add_workload(add, "--seq", rows=1024, heads=8, dim=64)
     add("--ranks", type=values.count, metavar="N", help="virtual ranks; default 4, or those that torchrun started")
-    add("--heads", type=values.count, default=8, metavar="N", help="query heads; default %(default)s")
-    add("--kv-heads", type=values.count, metavar="N", help="KV heads, which divide the heads; default: as many")
-    add("--batch", type=values.count, default=1, metavar="N", help="batch entries; default %(default)s")
-    add("--causal", action=argparse.BooleanOptionalAction, default=True, help="default: causal")
     add("--scheme", choices=SCHEMES, default="ring", help="default %(default)s")
     add("--ring-size", type=values.count, metavar="R", help="of ulysses: a ring of R groups that divide the heads")
     add("--layout", choices=get_args(Layout), help="of the shards; default: in balance, so zigzag for a causal ring")
     add("--dtype", choices=tuple(DTYPES), metavar="DTYPE", help="fp16, bf16 (default on cuda), fp32 (on cpu) or fp64")
-    add("--backward", action="store_true", help="forward and backward")
     flags.add_device(parser)
-    add(
-        "--iters",
-        type=values.count,
-        default=3,
-        metavar="N",
-        help="rounds, of which the best counts; default %(default)s",
-    )
+    best = "rounds, of which the best counts; default %(default)s"
+    add("--iters", type=values.count, default=3, metavar="N", help=best)
     add("--json", action="store_true", help="for a program")
     return parser
 
+
+main = command("python -m stream_attention_tools.cli.demo", _parser, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

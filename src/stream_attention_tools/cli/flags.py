@@ -1,12 +1,12 @@
-"""Flags and refusals that the benchmark and the accuracy command share."""
+"""Flags and refusals that several commands share."""
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable
+from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,69 +14,42 @@ import torch
 
 from stream_attention.files import check_writable
 
+from ..bench import grid
 from ..bench.grid import DTYPES
 from ..bench.providers import Provider
+from ..bench.suites import Cell
+from ..cluster.traffic import Workload
 from . import values
+from .command import Refused
 
-
-class Refused(Exception):
-    """A command line that cannot be run; the message says why, and the exit code is 2."""
-
-
-def exit_code(prog: str, run: Callable[[], int]) -> int:
-    """What a command returns: its own exit code, 2 where it was refused, 130 where it was interrupted."""
-    try:
-        return run()
-    except Refused as refused:
-        print(f"{prog}: {refused}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{prog}: interrupted; its files are complete or unchanged", file=sys.stderr)
-        return 130
-
-
-def about(docstring: str | None) -> str:
-    """A command's description: its module's docstring without its name."""
-    text = (docstring or "").split(": ", 1)[1]
-    return text[0].upper() + text[1:]
+KV_HEADS = "KV heads, which divide the heads; default: as many"
 
 
 def add_problem(group: Any, batch: int) -> None:
-    """The flags of one problem; each is None unless it is said."""
-    group.add_argument("--batch", type=values.count, metavar="N", help=f"batch entries; default {batch}")
-    group.add_argument("--heads", type=values.count, metavar="N", help="query heads; default 8")
-    group.add_argument(
-        "--kv-heads", type=values.count, metavar="N", help="KV heads, which divide the heads; default: as many"
-    )
-    group.add_argument("--dim", type=values.count, metavar="N", help="head dim; default 64")
-    group.add_argument(
-        "--dtype", type=_dtype, metavar="DTYPE", help=f"{', '.join(DTYPES)}; default fp16 on cuda, fp32 on cpu"
-    )
-    group.add_argument(
-        "--causal",
-        action=argparse.BooleanOptionalAction,
-        help="a query sees the keys up to its own position, aligned to the last key; default: causal",
-    )
-    group.add_argument(
-        "--dropout", type=values.probability, metavar="P", help="dropout of the probabilities; default 0"
-    )
+    """The flags of one problem; each is None unless it is given."""
+    add = group.add_argument
+    add("--batch", type=values.count, metavar="N", help=f"batch entries; default {batch}")
+    add("--heads", type=values.count, metavar="N", help="query heads; default 8")
+    add("--kv-heads", type=values.count, metavar="N", help=KV_HEADS)
+    add("--dim", type=values.count, metavar="N", help="head dim; default 64")
+    dtypes = f"{', '.join(DTYPES)}; default fp16 on cuda, fp32 on cpu"
+    add("--dtype", type=_dtype, metavar="DTYPE", help=dtypes)
+    causal = "a query sees the keys up to its own position, aligned to the last key; default: causal"
+    add("--causal", action=BooleanOptionalAction, help=causal)
+    add("--dropout", type=values.probability, metavar="P", help="dropout of the probabilities; default 0")
 
 
 def _dtype(text: str) -> str:
     if text not in DTYPES:
         why = ", which the reference computes in: nothing is left to compare it with" if text == "fp64" else ""
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(DTYPES)}; got {text}{why}")
+        raise ArgumentTypeError(f"expected one of {', '.join(DTYPES)}; got {text}{why}")
     return text
 
 
 def add_providers(parser: Any) -> None:
-    parser.add_argument(
-        "--providers",
-        nargs="+",
-        metavar="NAME",
-        help="who computes, by the names of stream-attention-benchmark --list; one that cannot is an error. "
-        "Default: ours and the strongest baseline there is",
-    )
+    who = "who computes, by the names of stream-attention-benchmark --list; one that cannot is an error. "
+    default = "Default: ours and the strongest baseline there is"
+    parser.add_argument("--providers", nargs="+", metavar="NAME", help=who + default)
 
 
 def add_device(parser: Any) -> None:
@@ -84,19 +57,32 @@ def add_device(parser: Any) -> None:
 
 
 def add_fa3(parser: Any) -> None:
-    parser.add_argument(
-        "--fa3",
-        type=Path,
-        metavar="DIR",
-        help="folder with FlashAttention-3 packed as fa3.so.xz and libcudart.so.12; "
-        "without it, flash_attn_interface is used where it is installed",
-    )
+    what = "folder with FlashAttention-3 packed as fa3.so.xz and libcudart.so.12; "
+    without = "without it, flash_attn_interface is used where it is installed"
+    parser.add_argument("--fa3", type=Path, metavar="DIR", help=what + without)
 
 
-def problem(options: argparse.Namespace, device: str) -> dict[str, Any]:
-    """What the flags of `add_problem` say, without those that were not said, as fields of a `Grid`."""
-    said = {name: getattr(options, name) for name in ("batch", "heads", "dim", "dtype", "causal", "dropout")}
-    fields = {name: value for name, value in said.items() if value is not None}
+def add_workload(add: Callable[..., Any], length: str, rows: int, heads: int, dim: int) -> None:
+    """The flags of a call over a sequence that ranks share, without its dtype."""
+    add(length, type=values.count, default=rows, metavar="N", help="rows of the whole sequence; default %(default)s")
+    add("--heads", type=values.count, default=heads, metavar="N", help="query heads; default %(default)s")
+    add("--kv-heads", type=values.count, metavar="N", help=KV_HEADS)
+    add("--dim", type=values.count, default=dim, metavar="N", help="head dim; default %(default)s")
+    add("--batch", type=values.count, default=1, metavar="N", help="batch entries; default %(default)s")
+    add("--causal", action=BooleanOptionalAction, default=True, help="default: causal")
+    add("--backward", action="store_true", help="a training step: forward and backward")
+
+
+def workload(options: Namespace, length: int, dtype: torch.dtype) -> Workload:
+    """What the flags of `add_workload` say."""
+    heads, kv_heads = options.heads, options.kv_heads or options.heads
+    return Workload(length, heads, kv_heads, options.dim, options.batch, options.causal, dtype, options.backward)
+
+
+def problem(options: Namespace, device: str) -> dict[str, Any]:
+    """The flags of `add_problem` that were given, as fields of a `Grid`."""
+    given = {name: getattr(options, name) for name in ("batch", "heads", "dim", "dtype", "causal", "dropout")}
+    fields = {name: value for name, value in given.items() if value is not None}
     heads = fields.get("heads", 8)
     kv_heads = options.kv_heads or heads
     if heads % kv_heads:
@@ -134,6 +120,21 @@ def named(names: Iterable[str], providers: dict[str, Provider]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def cells_with(asked: Sequence[str], providers: dict[str, Provider], problems: grid.Grid) -> list[Cell]:
+    """A grid's cells with the providers that --providers names; one that cannot compute a cell is refused."""
+    names = named(asked, providers)
+    cells = problems.cells(*grid.split(names, providers))
+    for name in names:
+        if (reason := grid.why_not_all(name, providers, cells)) is not None:
+            raise Refused(f"--providers {name.replace(' ', '-')}: {reason}")
+    return cells
+
+
+def given(options: Namespace, names: Iterable[str]) -> str:
+    """The flags among `names` that were given, as they are written."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None)
+
+
 def writable_file(flag: str, path: Path | None) -> None:
     """Refuse a file that could not be written; folders around it are made."""
     if path is None:
@@ -151,8 +152,8 @@ def writable_folder(flag: str, folder: Path | None, name: str) -> None:
     writable_file(flag, None if folder is None else folder / name)
 
 
-def written(write: Callable[..., object], *arguments: Any) -> str | None:
-    """Write a file; why that failed, if it did: what was measured is printed all the same, and the old file stays."""
+def write_error(write: Callable[..., object], *arguments: Any) -> str | None:
+    """Write a file, and return why that failed: what was measured is printed all the same, and the old file stays."""
     try:
         write(*arguments)
     except OSError as error:
@@ -161,7 +162,7 @@ def written(write: Callable[..., object], *arguments: Any) -> str | None:
 
 
 def report_unwritten(outcomes: dict[Path, str | None]) -> bool:
-    """Say below what was printed which files could not be written; whether there are any."""
+    """Print which files could not be written, below what was printed; return whether there are any."""
     failed = {path: why for path, why in outcomes.items() if why is not None}
     sys.stdout.flush()
     for path, why in failed.items():
@@ -171,12 +172,12 @@ def report_unwritten(outcomes: dict[Path, str | None]) -> bool:
 
 def apart(files: dict[str, Path | None]) -> None:
     """Refuse two flags that name one file, or a file where the other needs a folder."""
-    seen: dict[Path, str] = {}
+    known: dict[Path, str] = {}
     for flag, path in files.items():
         if path is None:
             continue
         where = path.resolve()
-        for other, its in seen.items():
+        for other, its in known.items():
             if where == other or where in other.parents or other in where.parents:
                 raise Refused(f"{flag}: expected a file apart from that of {its}; got {path} beside {other}")
-        seen[where] = flag
+        known[where] = flag

@@ -19,7 +19,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
@@ -35,8 +35,8 @@ from stream_attention.ops.fp8 import in_fp8
 from stream_attention.plan import plan
 from stream_attention.problem import Problem
 
-from ..bench.results import cpu_name
-from .ending import quiet
+from ..bench.results import aligned, cpu_name, installed_version
+from .command import quiet
 
 WIDTH = 100
 """Columns of the text. With one GPU and no environment variables it has at most 24 lines."""
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attent
     options = parser.parse_args(argv)
     found = collect(details=options.json or options.check)
     if not options.json:
-        print(text(found), flush=True)  # before the self-check: whatever that does, this has been said
+        print(text(found), flush=True)  # before the self-check, which may end the process
     check = found["check"] = self_check() if options.check else None
     if options.json:
         print(json.dumps(found, indent=1))
@@ -109,10 +109,10 @@ def collect(details: bool = True) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "hip": torch.version.hip,
             "cudnn": _cudnn() if details else None,
-            "triton": None if find_spec("triton") is None else _installed("triton") or triton_release(),
+            "triton": None if find_spec("triton") is None else installed_version("triton") or triton_release(),
         },
-        "extras": {package: _installed(package) for package in EXTRAS},
-        "peers": {peer: (_imported if details else _found)(*names) for peer, names in PEERS.items()},
+        "extras": {package: installed_version(package) for package in EXTRAS},
+        "peers": {peer: _peer(*names, details) for peer, names in PEERS.items()},
         "machine": {
             "os": platform.platform(),
             "cpu": cpu_name(),
@@ -138,7 +138,7 @@ def self_check() -> dict[str, Any]:
     Returns:
         Whether it passed, in how many seconds (the first time on a GPU, compiling the kernels takes most of them), who
         computed what, and `error` and `allowed` of each result: "out", "lse", "d_query", ... Where it failed,
-        `message` says how.
+        `message` has the reason.
     """
     from ..testing.inputs import Case
     from ..testing.tolerance import check_case
@@ -168,8 +168,7 @@ def self_check() -> dict[str, Any]:
 def text(found: dict[str, Any]) -> str:
     """What `collect` found, for a reader."""
     versions, machine = found["versions"], found["machine"]
-    builds = [f"{name.upper()} {versions[name]}" for name in ("cuda", "hip") if versions[name]]
-    built = builds[0] if builds else "no CUDA"
+    built = next((f"{name.upper()} {versions[name]}" for name in ("cuda", "hip") if versions[name]), "no CUDA")
     triton = f"Triton {versions['triton']}" if versions["triton"] else "no Triton"
     ours, python = f"stream-attention {versions['stream_attention']}", f"Python {versions['python']}"
     rows = [
@@ -358,36 +357,21 @@ def _arrow(command: str | None) -> str:
     return "" if command is None else f" -> {command}"
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _found(module: str, package: str) -> dict[str, str | None]:
-    """The version of a module that is installed, by its metadata: it is not imported."""
-    if find_spec(module) is None:
-        return {"version": None, "why_not": "not installed"}
-    return {"version": _installed(package) or "version unknown", "why_not": None}
-
-
-def _imported(module: str, package: str) -> dict[str, str | None]:
-    """The same of one that can be imported: a peer built for another torch is installed and yet not there."""
+def _peer(module: str, package: str, details: bool) -> dict[str, str | None]:
+    """The version of a peer, by its metadata; with `details` of one that can be imported: one that was built for
+    another torch is installed and yet not there."""
     if find_spec(module) is None:
         return {"version": None, "why_not": "not installed"}
     try:
-        its = getattr(import_module(module), "__version__", None)
+        its = getattr(import_module(module), "__version__", None) if details else None
     except Exception as error:  # an extension built for another torch or CUDA may raise anything
         return {"version": None, "why_not": f"installed, but importing it raises {type(error).__name__}: {error}"}
-    return {"version": str(its or _installed(package) or "version unknown"), "why_not": None}
+    return {"version": str(its or installed_version(package) or "version unknown"), "why_not": None}
 
 
-def _aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
+def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
     """Lines of columns; a command that would not fit gets a line of its own."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"  {'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]
+    lines = [f"  {line}" for line in aligned(list(rows)).splitlines()]
     return [line if len(line) <= WIDTH else line.replace(" -> ", "\n    -> ") for line in lines]
 
 

@@ -6,11 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from inspect import signature
 
 from stream_attention import __version__
 
-from .ending import quiet
+from .command import quiet
 
 COMMANDS = {
     "info": ("info", "what is enabled on this machine, what is not, and the command that would enable it"),
@@ -33,9 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         known = ", ".join(COMMANDS)
         parser.error(f"expected a command, one of {known}; got {'none' if name is None else repr(name)}")
-    command = import_module(f".{COMMANDS[name][0]}", __package__).main
-    named = {"prog": f"{parser.prog} {name}"} if "prog" in signature(command).parameters else {}
-    return int(command(words[1:], **named))
+    module = import_module(f".{COMMANDS[name][0]}", __package__)
+    return int(module.main(words[1:], prog=f"{parser.prog} {name}"))
 
 
 def _parser() -> argparse.ArgumentParser:

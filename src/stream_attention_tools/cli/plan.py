@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from math import prod
 from typing import Any, NoReturn
 
@@ -19,18 +18,10 @@ from stream_attention.device import arch, processors
 from stream_attention.ops.explain import print_plans, problems_of_call
 
 from . import values
-from .ending import quiet
+from .command import command
 
-DTYPES = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 GPUS = {
     80: ("an A100", 108),
@@ -40,30 +31,23 @@ GPUS = {
     100: ("a B200", 148),
     120: ("an RTX 5090", 170),
 }
-"""Compute capability -> a GPU that has it, and its multiprocessors, which are meant unless --processors says."""
+"""Compute capability -> a GPU that has it, and its multiprocessors, the default of --processors."""
 
 
 MOST_ELEMENTS = 1 << 59
 """A tensor of so many fp64 numbers has more bytes than its sizes can address."""
 
 
-@quiet
-def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attention.cli.plan") -> int:
-    """The command; returns its exit code."""
-    options = _parser(prog).parse_args(argv)
-    try:
-        place, words = _place(options)
-        problems, backend = problems_of_call(*_tensors(options), **_arguments(options))
-        print_plans([problem.replace(**place) for problem in problems], backend)
-    except (ValueError, TypeError) as refused:
-        print(f"{prog}: {refused}", file=sys.stderr)
-        return 2
+def _run(options: argparse.Namespace) -> int:
+    place, words = _place(options)
+    problems, backend = problems_of_call(*_tensors(options), **_arguments(options))
+    print_plans([problem.replace(**place) for problem in problems], backend)
     print(f"device    {words}")
     return 0
 
 
 def _place(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """The facts of a `Problem` about its device, and the device in words."""
+    """The fields of a `Problem` about its device, and the device in words."""
     here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     imagined = options.arch is not None or options.processors is not None
     if imagined and options.device == "cpu":
@@ -74,18 +58,23 @@ def _place(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         hint = "Say --arch 90 to plan for an H100 or H200 that is not here."
         raise ValueError(f"--device cuda: expected a GPU that torch finds here, or --arch; got neither. {hint}")
     if here is not None and not imagined:
-        facts = {"device": here, "arch": arch(here), "processors": processors(here)}
-        return facts, f"{torch.cuda.get_device_name(here)}, the GPU {here} of this machine"
+        fields = {"device": here, "arch": arch(here), "processors": processors(here)}
+        return fields, f"{torch.cuda.get_device_name(here)}, the GPU {here} of this machine"
     capability = arch(here) if here is not None and options.arch is None else options.arch
-    count, like = options.processors, ""
+    count, words = gpu_in_words(capability, options.processors)
+    return {"device": torch.device("cuda"), "arch": capability, "processors": count}, words
+
+
+def gpu_in_words(capability: int, count: int | None) -> tuple[int, str]:
+    """Multiprocessors of a GPU that need not be here, by default those of one in `GPUS`, and the GPU in words."""
+    like = ""
     if count is None and capability in GPUS:
         name, count = GPUS[capability]
         like = f", as {name} has"
     elif count is None and capability >= min(GPUS):  # for older ones there is no kernel, and nobody asks
         raise ValueError(f"--processors: expected the multiprocessors of a GPU of --arch {capability}; got none")
     having = f" with {count} multiprocessors{like}" if count else ""
-    words = f"a GPU of compute capability {capability / 10}{having}"
-    return {"device": torch.device("cuda"), "arch": capability, "processors": count or 0}, words
+    return count or 0, f"a GPU of compute capability {capability / 10}{having}"
 
 
 def _tensors(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,17 +90,9 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--backward: expected without --precision {options.precision}, which is for inference")
     dtype, backward = DTYPES[options.dtype], options.backward
     heads = options.q[-2:-1]
-    given: dict[str, Any] = {
-        "causal": options.causal,
-        "window": options.window,
-        "softcap": options.softcap,
-        "scale": options.scale,
-        "dropout_p": options.dropout,
-        "deterministic": options.deterministic or None,
-        "return_lse": options.return_lse,
-        "precision": options.precision,
-        "backend": options.backend,
-    }
+    names = ("causal", "window", "softcap", "scale", "return_lse", "precision", "backend")
+    given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    given |= {"dropout_p": options.dropout, "deterministic": options.deterministic or None}
     if options.mask is not None:
         given["mask"] = _meta(options.mask, torch.bool)
     if options.bias is not None:
@@ -144,10 +125,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--q", type=_shape, required=True, metavar="BxTqxHqxD", help="shape of the query, such as 1x4096x32x128")
     add("--kv", type=_shape, metavar="BxTkxHkvxD", help="shape of key and value; default: that of the query")
     add("--value-dim", type=values.count, metavar="DV", help="head dim of the value, where it is not that of the key")
-    add(
-        "--dtype", choices=tuple(DTYPES), default="bf16", metavar="DTYPE", help="fp16, bf16 (the default), fp32 or fp64"
-    )
-    add("--precision", type=_precision, metavar="fp8", help="compute in FP8, of fp16 or bf16; default: as --dtype says")
+    dtypes = "fp16, bf16 (the default), fp32 or fp64"
+    add("--dtype", choices=tuple(DTYPES), default="bf16", metavar="DTYPE", help=dtypes)
+    add("--precision", type=_precision, metavar="fp8", help="compute in FP8, of fp16 or bf16; default: that of --dtype")
     add("--device", choices=("cuda", "cpu"), help="default: cuda if torch finds a GPU or --arch is given")
     add("--arch", type=values.capability, metavar="CC", help="plan for a GPU of this compute capability: 90 is 9.0")
     add("--processors", type=values.count, metavar="N", help="how many multiprocessors it has")
@@ -186,6 +166,8 @@ def _shape_and_dtype(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
         raise argparse.ArgumentTypeError(f"expected SHAPE or SHAPE:DTYPE with one of {', '.join(DTYPES)}; got {text!r}")
     return _shape(shape), DTYPES.get(dtype)
 
+
+main = command("python -m stream_attention.cli.plan", _parser, _run, refused=(ValueError, TypeError))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,29 +17,25 @@ is the table of one file. `overview` is one problem of each file over length, as
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from stream_attention.files import write_file
 
 from ..bench.results import load, markdown
-from ..report import models, overview
+from ..report import models, readme_report
 from ..report.page import write_page
-from .ending import quiet
+from .command import Refused, quiet
 
 _TABLE = re.compile(r"(<!-- results:(?P<name>[\w./-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 _OVERVIEW = re.compile(
     r"(<!-- overview:(?P<names>[\w./,-]+) (?P<label>[^\n]+?) -->\n).*?(<!-- /overview -->)", re.DOTALL
 )
-
-
-class _Refused(Exception):
-    """What is wrong with a file, in one line."""
 
 
 def render(page: str, folder: Path, figures: str = "docs/figures") -> str:
@@ -52,7 +48,7 @@ def render(page: str, folder: Path, figures: str = "docs/figures") -> str:
 
     def shown(found: re.Match[str]) -> str:
         results = _named(found["names"], folder)
-        return f"{found[1]}{overview.markdown(results, found['label'], figures)}\n{found[4]}"
+        return f"{found[1]}{readme_report.markdown(results, found['label'], figures)}\n{found[4]}"
 
     return _OVERVIEW.sub(shown, _TABLE.sub(table, page))
 
@@ -61,7 +57,7 @@ def pictures(page: str, folder: Path) -> dict[str, str]:
     """By file name, the pictures that a page marks."""
     found: dict[str, str] = {}
     for mark in _OVERVIEW.finditer(page):
-        found |= overview.files(_named(mark["names"], folder), mark["label"])
+        found |= readme_report.files(_named(mark["names"], folder), mark["label"])
     return found
 
 
@@ -70,30 +66,29 @@ def _named(names: str, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _results(path: Path) -> dict[str, Any]:
+    with _refusing(f"{path}: expected a results file; got"):
+        try:
+            return load(path)
+        except (UnicodeDecodeError, ValueError) as error:
+            is_json = type(error) is ValueError
+            raise Refused(f"{path}: {error}." if is_json else f"{path}: expected JSON; got {error}.") from None
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Refuse a file with these words where the system cannot read or write it."""
     try:
-        return load(path)
+        yield
     except OSError as error:
-        raise _Refused(f"{path}: expected a results file; got {error.strerror or error}.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise _Refused(f"{path}: expected JSON; got {error}.") from None
-    except ValueError as error:
-        raise _Refused(f"{path}: {error}.") from None
+        raise Refused(f"{what} {error.strerror or error}.") from None
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise _Refused(f"{path}: expected a page; got {error.strerror or error}.") from None
-    except UnicodeDecodeError as error:
-        raise _Refused(f"{path}: expected a page in UTF-8; got {error}.") from None
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_file(path, text)
-    except OSError as error:
-        raise _Refused(f"{path} cannot be written: {error.strerror or error}.") from None
+    with _refusing(f"{path}: expected a page; got"):
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise Refused(f"{path}: expected a page in UTF-8; got {error}.") from None
 
 
 def _fresh(pages: Sequence[Path], results: Path, figures: Path) -> dict[Path, str]:
@@ -106,7 +101,7 @@ def _fresh(pages: Sequence[Path], results: Path, figures: Path) -> dict[Path, st
             found[path] = render(page, results, link)
             found |= {figures / name: svg for name, svg in pictures(page, results).items()}
         except ValueError as error:
-            raise _Refused(f"{path}: {error}") from None
+            raise Refused(f"{path}: {error}") from None
     return found
 
 
@@ -115,39 +110,39 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attent
     """The command; returns its exit code: 0, 1 if --check finds something stale, 2 if a file is missing or wrong."""
     options = _parser(prog).parse_args(argv)
     try:
-        if options.html is not None:
-            if options.check:
-                raise _Refused("--check: expected pages; got --html, which is always written.")
-            results = [_results(path) for path in options.files]
-            try:
-                path = write_page(results, options.html)
-            except OSError as error:
-                raise _Refused(f"--html {options.html} cannot be written: {error.strerror or error}.") from None
-            print(f"written to {path}")
-            return 0
-        fresh = _fresh(options.files, options.results, options.figures)
-        stale = [path for path, text in fresh.items() if not path.exists() or _text(path) != text]
-        for path in sorted(stale, key=options.files.__contains__):  # pictures before the pages that show them
-            if not options.check:
-                _write(path, fresh[path])
-            print(f"{path} {'is stale' if options.check else 'written'}")
-    except _Refused as refused:
+        return _run(options)
+    except Refused as refused:
         print(refused, file=sys.stderr)
         return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.html is not None:
+        if options.check:
+            raise Refused("--check: expected pages; got --html, which is always written.")
+        results = [_results(path) for path in options.files]
+        with _refusing(f"--html {options.html} cannot be written:"):
+            print(f"written to {write_page(results, options.html)}")
+        return 0
+    fresh = _fresh(options.files, options.results, options.figures)
+    stale = [path for path, text in fresh.items() if not path.exists() or _text(path) != text]
+    for path in sorted(stale, key=options.files.__contains__):  # pictures before the pages that show them
+        if not options.check:
+            with _refusing(f"{path} cannot be written:"):
+                write_file(path, fresh[path])
+        print(f"{path} {'is stale' if options.check else 'written'}")
     return 1 if stale and options.check else 0
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="pages; with --html, results files")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page or picture is stale")
-    parser.add_argument("--html", type=Path, metavar="DIR", help="write DIR/index.html from the results files")
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="default: %(default)s")
-    parser.add_argument("--figures", type=Path, default=Path("docs/figures"), help="default: %(default)s")
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("files", nargs="+", type=Path, metavar="FILE", help="pages; with --html, results files")
+    add("--check", action="store_true", help="write nothing; exit 1 if a page or picture is stale")
+    add("--html", type=Path, metavar="DIR", help="write DIR/index.html from the results files")
+    add("--results", type=Path, default=Path("benchmarks/results"), help="default: %(default)s")
+    add("--figures", type=Path, default=Path("docs/figures"), help="default: %(default)s")
     return parser
 
 

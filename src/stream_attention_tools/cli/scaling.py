@@ -14,19 +14,11 @@ from ..cluster.speed import Speed
 from ..cluster.traffic import Workload
 from ..report import figures
 from ..report.figures import Point, Series
-from ..report.overview import THEMES
+from ..report.readme_report import THEMES
 
 GPUS = tuple(2**n for n in range(13))  # to 4,096
 IDEAL = "ideal"
-ORDER = (
-    "ring zigzag",
-    "ring contiguous",
-    "all-gather",
-    "ulysses",
-    "ulysses x ring",
-    "query sharding",
-    IDEAL,
-)
+ORDER = ("ring zigzag", "ring contiguous", "all-gather", "ulysses", "ulysses x ring", "query sharding", IDEAL)
 """Signs and colours, the same in all pictures."""
 FILES = tuple(f"{name}{suffix}.svg" for name in ("strong_scaling", "weak_scaling") for suffix in THEMES)
 
@@ -56,13 +48,10 @@ def weak(work: Workload, cluster: Cluster, speed: Speed) -> str:
     def grown(ranks: int) -> Workload:
         return replace(work, length=rows * ranks)
 
-    series, best = _series(
-        work,
-        cluster,
-        speed,
-        grown,
-        lambda ranks, one: 100 * one_gpu_s(grown(ranks), speed) / ranks / one.seconds,
-    )
+    def kept(ranks: int, one: Prediction) -> float:
+        return 100 * one_gpu_s(grown(ranks), speed) / ranks / one.seconds
+
+    series, best = _series(work, cluster, speed, grown, kept)
     title = f"{short(rows)} tokens for each GPU"
     return figures.lines(title, "% of one GPU's speed", series, ORDER, best, figure, 100.0, axis="GPUs")
 
@@ -80,11 +69,11 @@ def _series(
         found = predict_all(at(ranks), replace(cluster, ranks=ranks), speed)
         for one in found:
             name = _name(one)
-            seen = points.get(name, [])
-            if one.exact and not (seen and seen[-1].x == ranks):  # of two layouts, the faster
-                points.setdefault(name, []).append(_point(ranks, value(ranks, one)))
+            its = points.setdefault(name, [])
+            if one.exact and not (its and its[-1].x == ranks):  # of two layouts, the faster
+                its.append(_point(ranks, value(ranks, one)))
     asked = predict_all(work, cluster, speed)
-    series = [Series(name, points[name]) for name in ORDER if name in points]
+    series = [Series(name, points[name]) for name in ORDER if points.get(name)]
     return series, {_name(recommend(asked, speed).chosen)}
 
 

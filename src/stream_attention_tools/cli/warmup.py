@@ -13,8 +13,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -29,32 +30,14 @@ from stream_attention.ops.warmup import Call, FirstCall, Gpu, Kernel, Made, comp
 
 from ..bench.progress import progress
 from . import values
-from .ending import quiet
-from .flags import Refused, about
-from .plan import DTYPES, GPUS
+from .command import Refused, command, description
+from .plan import DTYPES, gpu_in_words
 
 LENGTHS = (128, 256, 512, 640, 1024, 1280, 1536, 2000, 2048, 2560, 3072, 4096, 5120, 8192, 16384)
 BATCHES = (1, 4, 16, 64)
 MOST_TOKENS = 1 << 16
 """Which kernel runs depends on the length, and on whether there is enough to fill a GPU: lengths on both sides of the
 edges of the tables, in batches of up to so many tokens, ask for all of them."""
-
-
-@quiet
-def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attention.cli.warmup") -> int:
-    """The command; returns its exit code."""
-    options = _parser(prog).parse_args(argv)
-    try:
-        return _run(options)
-    except (Refused, ValueError, TypeError) as refused:
-        print(f"{prog}: {refused}", file=sys.stderr)
-        return 2
-    except BrokenProcessPool:
-        print(f"{prog}: a worker was killed, perhaps for want of memory; say fewer --workers", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{prog}: interrupted; what was compiled stays in the cache", file=sys.stderr)
-        return 130
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -72,7 +55,11 @@ def _run(options: argparse.Namespace) -> int:
         raise Refused(f"nothing to compile: {'; '.join(f'{call} is for {why}' for why, call in without.items())}")
     to_compile = [kernel for kernel in kernels if not kernel.cached]
     workers = min(options.workers or _cores(), max(1, len(to_compile)))
-    made = _compiled(to_compile, gpu, workers)
+    try:
+        made = _compiled(to_compile, gpu, workers)
+    except BrokenProcessPool:
+        print("a worker was killed, perhaps for want of memory; say fewer --workers", file=sys.stderr)
+        return 1
     found = {
         "arch": gpu.arch,
         "processors": gpu.processors,
@@ -96,9 +83,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _cores() -> int:
     """How many this process may use; where the system does not say, all there are."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_cache() -> None:
@@ -106,12 +91,9 @@ def _check_cache() -> None:
     import triton
 
     folder = Path(triton.knobs.cache.dir)
-    try:
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
+    if not os.access(folder, os.W_OK):
         raise Refused(f"TRITON_CACHE_DIR: expected a folder that can be written; got {folder}")
 
 
@@ -124,15 +106,9 @@ def _gpu(options: argparse.Namespace) -> tuple[Gpu, str, bool]:
         if here is None:
             hint = "Say --arch 90 to compile for an H100 or H200."
             raise Refused(f"--arch: expected where torch finds no GPU; got none. {hint}")
-        facts = Gpu(arch(here), options.processors or processors(here))
-        return facts, f"{torch.cuda.get_device_name(here)}, the GPU {here} of this machine", True
-    like, count = "", options.processors
-    if count is None:
-        if options.arch not in GPUS:
-            raise Refused(f"--processors: expected the multiprocessors of a GPU of --arch {options.arch}; got none")
-        name, count = GPUS[options.arch]
-        like = f", as {name} has"
-    words = f"a GPU of compute capability {options.arch / 10} with {count} multiprocessors{like}"
+        gpu = Gpu(arch(here), options.processors or processors(here))
+        return gpu, f"{torch.cuda.get_device_name(here)}, the GPU {here} of this machine", True
+    count, words = gpu_in_words(options.arch, options.processors)
     return Gpu(options.arch, count), words, here is not None and arch(here) == options.arch
 
 
@@ -180,13 +156,10 @@ def _compiled(kernels: list[Kernel], gpu: Gpu, workers: int) -> list[Made]:
 
 def _entry(kernel: Kernel, made: list[Made]) -> dict[str, Any]:
     its = next((one for one in made if one.kernel == kernel), None)
-    return {
-        "kernel": kernel.name,
-        "for": str(kernel.call),
-        "key": kernel.key,
-        "seconds": None if its is None else round(its.seconds, 2),
-        "error": None if its is None or not its.error else its.error,
-    }
+    outcome = (
+        {"seconds": round(its.seconds, 2), "error": its.error or None} if its else {"seconds": None, "error": None}
+    )
+    return {"kernel": kernel.name, "for": str(kernel.call), "key": kernel.key, **outcome}
 
 
 def _conditions(gpu: Gpu) -> dict[str, Any]:
@@ -216,12 +189,8 @@ def _first_calls(kernels: list[Kernel]) -> dict[str, Any]:
 
 def _timed(first: FirstCall) -> dict[str, Any]:
     backward = None if first.backward is None else round(first.backward, 3)
-    return {
-        "call": str(first.call),
-        "forward": round(first.forward, 3),
-        "backward": backward,
-        "compiled": first.compiled,
-    }
+    times = {"forward": round(first.forward, 3), "backward": backward}
+    return {"call": str(first.call), **times, "compiled": first.compiled}
 
 
 def _text(found: dict[str, Any]) -> str:
@@ -238,7 +207,7 @@ def _text(found: dict[str, Any]) -> str:
         lines.append(f"not built what launches them, which first calls build: {found['why_no_launchers']}")
     lines += [
         f"found by  stream-attention {found['stream_attention']}, Triton {found['triton']}, ptxas {found['ptxas']}, "
-        f"Python {found['python']}, where the cache lies at the same path",
+        f"Python {found['python']}, where the cache lies at the same path"
     ]
     if found["first_calls"] is not None:
         lines += _first_call_lines(**found["first_calls"])
@@ -261,29 +230,26 @@ def _first_call_lines(cached: list[dict[str, Any]], empty: dict[str, Any]) -> li
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=about(__doc__))
-    where = parser.add_argument_group("the GPU")
-    where.add_argument(
-        "--arch", type=values.capability, metavar="CC", help="compute capability, 90 for 9.0; default: its own"
-    )
-    where.add_argument("--processors", type=values.count, metavar="N", help="how many multiprocessors it has")
+    parser = argparse.ArgumentParser(prog=prog, description=description(__doc__))
+    add = parser.add_argument_group("the GPU").add_argument
+    add("--arch", type=values.capability, metavar="CC", help="compute capability, 90 for 9.0; default: its own")
+    add("--processors", type=values.count, metavar="N", help="how many multiprocessors it has")
 
-    calls = parser.add_argument_group("the calls, all combinations")
-    add = calls.add_argument
+    add = parser.add_argument_group("the calls, all combinations").add_argument
     add("--dim", type=values.count, nargs="+", default=[64, 128], metavar="N", help="head dims; default 64 128")
     add("--value-dim", type=values.count, metavar="N", help="head dim of the value; default: that of the key")
-    add("--dtype", nargs="+", choices=("fp16", "bf16", "fp32"), default=["bf16"], metavar="DTYPE",
-        help="fp16, bf16 (the default), fp32")  # fmt: skip
+    dtypes = "fp16, bf16 (the default), fp32"
+    add("--dtype", nargs="+", choices=("fp16", "bf16", "fp32"), default=["bf16"], metavar="DTYPE", help=dtypes)
     add("--causal", action=argparse.BooleanOptionalAction, help="causal calls only, or full ones only; default: both")
-    add("--seq", type=values.count, nargs="+", default=list(LENGTHS), metavar="N",
-        help=f"lengths; default {len(LENGTHS)} from {LENGTHS[0]} to {LENGTHS[-1]}")  # fmt: skip
-    add("--batch", type=values.count, nargs="+", metavar="N",
-        help=f"batch entries; default {' '.join(map(str, BATCHES))}, up to {MOST_TOKENS} tokens")  # fmt: skip
+    lengths = f"lengths; default {len(LENGTHS)} from {LENGTHS[0]} to {LENGTHS[-1]}"
+    add("--seq", type=values.count, nargs="+", default=list(LENGTHS), metavar="N", help=lengths)
+    batches = f"batch entries; default {' '.join(map(str, BATCHES))}, up to {MOST_TOKENS} tokens"
+    add("--batch", type=values.count, nargs="+", metavar="N", help=batches)
     add("--heads", type=values.count, default=8, metavar="N", help="query heads; default 8")
     add("--kv-heads", type=values.count, metavar="N", help="KV heads, which divide the heads; default: as many")
     add("--backward", action=argparse.BooleanOptionalAction, default=True, help="default: with the backward")
-    add("--decode", action=argparse.BooleanOptionalAction, default=True,
-        help="one query per sequence against --seq keys; default: these too")  # fmt: skip
+    decode = "one query per sequence against --seq keys; default: these too"
+    add("--decode", action=argparse.BooleanOptionalAction, default=True, help=decode)
     add("--packed", action="store_true", help="packed sequences, varlen_attention, too")
     add("--window", type=values.window, metavar="LEFT,RIGHT", help="-1 is unbounded; write --window=-1,0 with the =")
     add("--mask", action="store_true", help="with a boolean mask")
@@ -294,13 +260,21 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--dropout", type=values.probability, default=0.0, metavar="P", help="dropout; default 0")
     add("--backend", default="auto", metavar="NAME", help="the backend that must do it; default: auto")
 
-    how = parser.add_argument_group("compiling")
-    how.add_argument("--workers", type=values.count, metavar="N", help="processes; default: a core each")
-    how.add_argument("--first-call", action=argparse.BooleanOptionalAction,
-                     help="time first calls; default: where the GPU is here")  # fmt: skip
-    how.add_argument("--json", action="store_true", help="print what was done as JSON")
+    add = parser.add_argument_group("compiling").add_argument
+    add("--workers", type=values.count, metavar="N", help="processes; default: a core each")
+    first = "time first calls; default: where the GPU is here"
+    add("--first-call", action=argparse.BooleanOptionalAction, help=first)
+    add("--json", action="store_true", help="print what was done as JSON")
     return parser
 
+
+main = command(
+    "python -m stream_attention.cli.warmup",
+    _parser,
+    _run,
+    refused=(Refused, ValueError, TypeError),
+    interrupted="interrupted; what was compiled stays in the cache",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -50,7 +50,7 @@ def compare(
 ) -> tuple[Speed, list[Comparison]]:
     """Every exact scheme on virtual ranks, beside what is predicted from whole calls measured on the same device.
 
-    `begins` is told what is measured next.
+    `begins` is called with the name of what is measured next.
     """
     cluster = Cluster(ranks, gpus_per_node=ranks)
     begins("whole calls")

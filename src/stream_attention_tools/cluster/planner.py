@@ -123,7 +123,7 @@ class Prediction:
 
 
 def schemes(work: Workload, cluster: Cluster) -> list[Scheme]:
-    """Those that `why_not` says nothing against, each of the two-dimensional ones among them."""
+    """Those that `why_not` has no reason against, with every two-dimensional one."""
     layouts: tuple[Layout, ...] = ("contiguous", "zigzag") if work.causal else ("contiguous",)
     found = [Scheme("ring", layout) for layout in layouts] + [Scheme("allgather", layout) for layout in layouts]
     rings = [size for size in range(1, max(2, cluster.ranks)) if cluster.ranks % size == 0]
@@ -280,7 +280,7 @@ class _Model:
         own, other, work_s = self.pairs(direction, size, rows, share)
         if size == 1:
             return [Phase(f"compute, {direction}", own)], work_s
-        numbers = self.work.batch * rows * share.held * 2 * self.work.dim
+        numbers = self.work.batch * rows * share.kernel_keys * 2 * self.work.dim
         keys, grads = numbers * self.work.itemsize, numbers * self.work.wide
         there, back = self.cluster.hop_s(keys), self.cluster.hop_s(grads)
         what = f"pass keys and values on, {direction}"
@@ -319,7 +319,7 @@ class _Model:
         ring = self.scheme.ring_size
         width = self.ranks // ring
         shares = head_shares(self.work.heads, self.work.kv_heads, width)
-        busiest = max(shares, key=lambda one: (one.queries, one.held))
+        busiest = max(shares, key=lambda one: (one.queries, one.kernel_keys))
         counted = {share: shares.count(share) for share in shares}
         phases, _ = self.around(direction, ring, self.rows * width, busiest)
         work_s = sum(n * self.around(direction, ring, self.rows * width, share)[1] for share, n in counted.items())
@@ -379,7 +379,7 @@ class _Model:
     def compute_s(self, direction: Direction, found: Iterable[Tile], share: HeadShare, fresh: int) -> float:
         """Seconds of tiles with what is done to their results; the first `fresh` rows are of states that begin here."""
         work, speed = self.work, self.speed
-        per_row, per_key = work.batch * share.queries * work.dim, work.batch * share.held * 2 * work.dim
+        per_row, per_key = work.batch * share.queries * work.dim, work.batch * share.kernel_keys * 2 * work.dim
         total = speed.memory_s(FOLDED, fresh * per_row)  # zeros at first, and rounded at the end
         for tile in found:
             kernel = speed.kernel_s(
@@ -402,15 +402,15 @@ class _Model:
         state = self.row_numbers
         if name == "star":
             rows, keys, state = 2 * rows, 2 * keys, 2 * state
-        held = {"ring": 3 * keys, "allgather": 2 * self.ranks * keys}.get(name, 0)  # copied, computed with, coming
+        buffers = {"ring": 3 * keys, "allgather": 2 * self.ranks * keys}.get(name, 0)  # copied, computed with, coming
         summed = {"ring": 4 * keys, "allgather": (3 * self.ranks + 1) * keys}.get(name, 3 * keys)  # going and coming
         if name == "ulysses":  # moved, and in messages
-            held = 3 * (rows + keys) + (3 * keys if self.scheme.ring_size > 1 else 0)
-        forward = (2 * rows + keys + held) * work.itemsize + 5 * state * work.wide  # of a state, four in its merge
+            buffers = 3 * (rows + keys) + (3 * keys if self.scheme.ring_size > 1 else 0)
+        forward = (2 * rows + keys + buffers) * work.itemsize + 5 * state * work.wide  # of a state, four in its merge
         if not work.backward:
             return forward
-        held += 3 * (rows + keys) if name == "ulysses" else 0
-        backward = (3 * rows + keys + held) * work.itemsize + (2 * state + summed) * work.wide
+        buffers += 3 * (rows + keys) if name == "ulysses" else 0
+        backward = (3 * rows + keys + buffers) * work.itemsize + (2 * state + summed) * work.wide
         return max(forward, backward)
 
 

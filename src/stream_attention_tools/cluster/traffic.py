@@ -38,6 +38,10 @@ class Workload:
         if not self.dtype.is_floating_point:
             refuse("dtype", "a floating dtype", self.dtype)
 
+    def __str__(self) -> str:
+        shape = f"B={self.batch} T={self.length} Hq={self.heads} Hkv={self.kv_heads} D={self.dim}"
+        return f"{shape} {str(self.dtype).removeprefix('torch.')} {'causal' if self.causal else 'full'}"
+
     @property
     def itemsize(self) -> int:
         return self.dtype.itemsize
@@ -49,7 +53,7 @@ class Workload:
 
 
 class Scheme(NamedTuple):
-    """How ranks share a call: the name of a strategy and what it is told."""
+    """How ranks share a call: the name of a strategy and its arguments."""
 
     name: SchemeName
     layout: Layout = "contiguous"
@@ -78,7 +82,7 @@ class HeadShare(NamedTuple):
 
     queries: int
     keys: int  # KV heads that its query heads read
-    held: int  # KV heads that its kernels are given: more, where its query heads share them unevenly
+    kernel_keys: int  # KV heads passed to its kernels: more, where its query heads share them unevenly
 
 
 def sent(scheme: Scheme, work: Workload, ranks: int) -> list[Sent]:
@@ -107,7 +111,7 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> list[HeadShare]:
     """Of each of the ranks that divide the heads among them.
 
     >>> head_shares(heads=8, kv_heads=2, ranks=4)[0]
-    HeadShare(queries=2, keys=1, held=1)
+    HeadShare(queries=2, keys=1, kernel_keys=1)
     """
     group = heads // kv_heads
     shares = []
@@ -146,8 +150,8 @@ def _ulysses(scheme: Scheme, work: Workload, lengths: Sequence[int]) -> list[Sen
     groups = [lengths[first : first + width] for first in range(0, len(lengths), width)]
     rows = list(map(sum, groups))
     rings = {
-        held: _ring(rows, work.batch * held * 2 * dim, work, in_order(scheme, work)) if ring > 1 else [Sent()]
-        for held in {share.held for share in shares}
+        keys: _ring(rows, work.batch * keys * 2 * dim, work, in_order(scheme, work)) if ring > 1 else [Sent()]
+        for keys in {share.kernel_keys for share in shares}
     }
     found = []
     for rank, mine in enumerate(lengths):
@@ -156,7 +160,7 @@ def _ulysses(scheme: Scheme, work: Workload, lengths: Sequence[int]) -> list[Sen
         queries, keys = work.heads - share.queries, sum(one.keys for one in shares) - share.keys
         forward = (mine * (queries + 2 * keys) + others * share.queries) * dim * unit
         backward = (mine * queries + others * share.queries) * dim * unit + others * 2 * share.keys * dim * grad_unit
-        found.append(Sent(forward, backward) + rings[share.held][r])
+        found.append(Sent(forward, backward) + rings[share.kernel_keys][r])
     return found
 
 

@@ -139,6 +139,7 @@ class Trial:
         peak = peak_bytes(ranks, self.device) / len(self.transport.ranks)
         memory = max(self._everyones([peak + max(sum(t.nbytes for t in one) for one in zip(*shards, strict=True))]))
         rows = [self._round(single, ranks) for _ in range(rounds)]
+        formula = sent(self.scheme, self.work, self.transport.size)
         single_ms, ranks_ms, critical_ms = (min(column) for column in zip(*rows, strict=True))
         return Measured(
             single_ms,
@@ -148,11 +149,8 @@ class Trial:
             allowed,
             int(memory),
             int(sent_bytes),
-            max(one.forward + one.backward * self.work.backward for one in self._formula()),
+            max(one.forward + one.backward * self.work.backward for one in formula),
         )
-
-    def _formula(self) -> Any:
-        return sent(self.scheme, self.work, self.transport.size)
 
     def _round(self, single: Callable[[], Any], ranks: Callable[[], Any]) -> tuple[float, float, float]:
         """Milliseconds of one device, of the ranks, and of the ranks had each a device."""
@@ -164,7 +162,8 @@ class Trial:
         return alone, taken, taken
 
     def _timed(self, call: Callable[[], Any]) -> float:
-        self._synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         if isinstance(self.transport, ClockedRanks):
             self.transport.taken_ms()
         else:
@@ -177,23 +176,18 @@ class Trial:
         """query, key, value and the gradient that arrives, whole, the same on all ranks; then the ranks' own."""
         work = self.work
         generator = torch.Generator(self.device).manual_seed(0)
-        whole = tuple(
-            torch.randn(
-                work.batch, work.length, heads, work.dim, generator=generator, device=self.device, dtype=work.dtype
-            )
-            for heads in (work.heads, work.kv_heads, work.kv_heads, work.heads)
-        )
+        made: dict[str, Any] = {"generator": generator, "device": self.device, "dtype": work.dtype}
+        heads = (work.heads, work.kv_heads, work.kv_heads, work.heads)
+        whole = tuple(torch.randn(work.batch, work.length, n, work.dim, **made) for n in heads)
         if self.scheme.name == "query":
             shards = [[t.clone() for _ in self.transport.ranks] for t in whole]
         else:
-            shards = [self._listed(self._sharded(t)) for t in whole]
+            options: dict[str, Any] = {"group": self.transport, "layout": self.scheme.layout}
+            shards = [self._listed(shard_sequence(t, **options)) for t in whole]
         if work.backward:
             for t in (*whole[:3], *(t for side in shards[:3] for t in side)):
                 t.requires_grad_()
         return whole, shards
-
-    def _sharded(self, whole: Tensor) -> Any:
-        return shard_sequence(whole, group=self.transport, layout=self.scheme.layout)
 
     def _listed(self, given: Any) -> list[Any]:
         return list(given) if isinstance(given, (list, tuple)) else [given]
@@ -254,7 +248,3 @@ class Trial:
         (rank,), size = self.transport.ranks, self.transport.size
         (found,) = self.transport.run([all_gather(rank, mine, [mine.shape] * size)], self.device)
         return [float(n) for one in found for n in one.tolist()]
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

@@ -1,4 +1,4 @@
-"""What torch's allocators hold and held at most, read without a synchronisation.
+"""What torch's allocators hold, now and at most, read without a synchronisation.
 
 Of CUDA's caching allocator the books are kept by torch, on the host. The CPU's has none, but tells a torch profiler of
 every block it gives and takes back: between two readings such a profiler listens, and its events are added up. Both see
@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import DeviceType
@@ -32,18 +32,6 @@ class Reading(NamedTuple):
     process: int | None  # resident in host memory
 
 
-class Allocator(Protocol):
-    """One device's allocator, from `open` to `close`."""
-
-    device: torch.device
-
-    def open(self) -> None: ...
-
-    def read(self) -> Reading: ...
-
-    def close(self) -> None: ...
-
-
 class CudaAllocator:
     """Of a CUDA device. Readings reset the peaks that torch.cuda.max_memory_allocated() and its like return."""
 
@@ -58,15 +46,9 @@ class CudaAllocator:
         stats = torch.cuda.memory_stats(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
-        allocated, reserved = ("allocated_bytes.all", "reserved_bytes.all")
-        return Reading(
-            stats[f"{allocated}.current"],
-            stats[f"{allocated}.peak"],
-            stats[f"{reserved}.current"],
-            stats[f"{reserved}.peak"],
-            total - free,
-            resident_bytes(),
-        )
+        allocated, peak = (stats[f"allocated_bytes.all.{when}"] for when in ("current", "peak"))
+        reserved, most = (stats[f"reserved_bytes.all.{when}"] for when in ("current", "peak"))
+        return Reading(allocated, peak, reserved, most, total - free, resident_bytes())
 
     def close(self) -> None:
         pass
@@ -78,27 +60,27 @@ class CpuAllocator:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self._held = 0
+        self._allocated = 0
         self._listener: torch.profiler.profile | None = None
 
     def open(self) -> None:
         if torch._C._autograd._profiler_enabled():
             raise RuntimeError("memory of the CPU: expected no other torch profiler, which would hear it; got one")
-        self._held = 0
+        self._allocated = 0
         self._listen()
 
     def read(self) -> Reading:
-        peak = self._held
-        for change in self._heard():
-            self._held += change
-            peak = max(peak, self._held)
+        peak = self._allocated
+        for change in self._recorded():
+            self._allocated += change
+            peak = max(peak, self._allocated)
         self._listen()
         resident = resident_bytes()
-        return Reading(self._held, peak, resident, resident, _used_bytes(), resident)
+        return Reading(self._allocated, peak, resident, resident, _used_bytes(), resident)
 
     def close(self) -> None:
         if self._listener is not None:
-            self._heard()
+            self._recorded()
 
     def _listen(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when the first profiler starts, which else chatters
@@ -108,7 +90,7 @@ class CpuAllocator:
         self._listener = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         self._listener.__enter__()
 
-    def _heard(self) -> list[int]:
+    def _recorded(self) -> list[int]:
         """Changes in bytes since `_listen`, in order; the profiler ends."""
         assert self._listener is not None
         listener, self._listener = self._listener, None
@@ -119,7 +101,7 @@ class CpuAllocator:
         return [event.nbytes() for event in sorted(ours, key=lambda event: event.start_ns())]
 
 
-def allocator_of(device: torch.device | str | int | None) -> Allocator:
+def allocator_of(device: torch.device | str | int | None) -> CudaAllocator | CpuAllocator:
     """The allocator of a device; None: of the current CUDA device if there is one, else of the CPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

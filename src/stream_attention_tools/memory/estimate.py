@@ -42,9 +42,9 @@ class AttentionMemory:
     backend: str
     inputs: int  # query, key and value, and mask, bias, slopes and sink where there are any
     saved: int  # output and LSE, which is all that a backward needs beside the inputs
-    forward: int  # the most that is held beyond the inputs while the forward runs, the output included
+    forward: int  # the most allocated beyond the inputs while the forward runs, the output included
     backward: int | None  # likewise while the backward runs, with output, LSE and the gradients in and out; None: none
-    matrix: int  # of the Tq x Tk scores of all heads in the call's dtype, which are never held
+    matrix: int  # of the Tq x Tk scores of all heads in the call's dtype, which are never allocated
 
     @property
     def peak(self) -> int:
@@ -112,44 +112,30 @@ def estimate_attention_memory(
         refuse("dtype", "float16, bfloat16, float32 or float64", dtype)
     if backend == "reference":
         refuse("backend", "one that streams", repr(backend), "The reference holds the matrix, several times over.")
-    where, facts = _device_and_gpu(device, gpu)
-    call = Call(
-        batch,
-        q_len,
-        sizes["k_len"],
-        heads,
-        kv_heads,
-        head_dim,
-        sizes["value_dim"],
-        dtype,
-        causal=causal,
-        window=window,
-        mask=mask,
-        bias=bias,
-        alibi=alibi,
-        sink=sink,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        backward=backward,
-        backend=backend,
-    )
+    where, on = _device_and_gpu(device, gpu)
+    shape = (batch, q_len, sizes["k_len"], heads, kv_heads, head_dim, sizes["value_dim"], dtype)
+    options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "dropout_p": dropout_p}
+    options |= {"mask": mask, "bias": bias, "alibi": alibi, "sink": sink}
+    call = Call(*shape, **options, backward=backward, backend=backend)
     problem, inputs, asked = _stated(call)
-    problem = problem.replace(device=where, arch=facts.arch, processors=facts.processors)
+    problem = problem.replace(device=where, arch=on.arch, processors=on.processors)
     forward = plan(problem, asked)
     unit = CUDA_BLOCK if where.type == "cuda" else 1
-    held = sum(_rounded(t.nbytes, unit) for t in inputs[:7] if t is not None)
+    of_inputs = sum(_rounded(t.nbytes, unit) for t in inputs[:7] if t is not None)
     compiled = forward.backend in COMPILED
     if compiled and where.type == "cpu":
         refuse("backend", '"auto" or "eager" on a CPU', repr(backend), "Triton's interpreter is not what one measures.")
     wide = 8 if dtype is torch.float64 else 4
     out, lse = batch * q_len * heads * sizes["value_dim"] * dtype.itemsize, batch * q_len * heads * wide
     peaks = [
-        _peak(call, direction, facts, unit) - held if compiled else _eager_peak(problem, inputs, asked, direction, unit)
+        _peak(call, direction, on, unit) - of_inputs
+        if compiled
+        else _eager_peak(problem, inputs, asked, direction, unit)
         for direction in ((False, True) if backward else (False,))
     ]
     return AttentionMemory(
         backend=forward.backend,
-        inputs=held,
+        inputs=of_inputs,
         saved=_rounded(out, unit) + _rounded(lse, unit),
         forward=peaks[0],
         backward=peaks[1] if backward else None,
@@ -206,11 +192,11 @@ def estimate_kv_cache_bytes(
 
 
 class _Tally(TorchDispatchMode):
-    """Bytes of the storages that ops make within it: held now, and at most."""
+    """Bytes of the storages that ops make within it: allocated now, and at most."""
 
     def __init__(self, unit: int, there: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.unit, self.held, self.peak = unit, 0, 0
+        self.unit, self.allocated, self.peak = unit, 0, 0
         self._alive = {tensor.untyped_storage()._cdata for tensor in there}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -229,13 +215,13 @@ class _Tally(TorchDispatchMode):
             return
         size = _rounded(storage.nbytes(), self.unit)
         self._alive.add(key)
-        self.held += size
-        self.peak = max(self.peak, self.held)
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
         weakref.finalize(storage, self._free, key, size)
 
     def _free(self, key: int, size: int) -> None:
         self._alive.discard(key)
-        self.held -= size
+        self.allocated -= size
 
 
 def _stated(call: Call) -> tuple[Problem, Inputs, str]:

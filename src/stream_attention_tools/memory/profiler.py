@@ -1,4 +1,4 @@
-"""MemoryProfiler: what was held at the moments one names and at most between them, by regions, as JSON or a picture."""
+"""MemoryProfiler: memory at labelled moments and the peaks between them, by regions, as JSON or a plot."""
 
 from __future__ import annotations
 
@@ -35,14 +35,13 @@ class _Region:
     ended: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
+        retained = None if self.after is None else self.after - self.before
+        sizes = {"before": self.before, "after": self.after, "peak": self.peak, "retained": retained}
+        sizes["peak_beyond"] = self.peak - self.before
         return {
             "name": self.name,
             "depth": self.depth,
-            "before_mb": self.before / MIB,
-            "after_mb": None if self.after is None else self.after / MIB,
-            "peak_mb": self.peak / MIB,
-            "retained_mb": None if self.after is None else (self.after - self.before) / MIB,
-            "peak_beyond_mb": (self.peak - self.before) / MIB,
+            **{f"{name}_mb": _mib(size) for name, size in sizes.items()},
             "timestamp": self.began,
             "time_s": None if self.ended is None else self.ended - self.began,
         }
@@ -56,21 +55,14 @@ class _Snapshot:
     timestamp: float
 
     def as_dict(self) -> dict[str, Any]:
-        at = self.reading
-        return {
-            "label": self.label,
-            "allocated_mb": at.allocated / MIB,
-            "reserved_mb": _mib(at.reserved),
-            "device_mb": _mib(at.device),
-            "process_mb": _mib(at.process),
-            "peak_allocated_mb": self.peak / MIB,
-            "timestamp": self.timestamp,
-        }
+        names = ("allocated", "reserved", "device", "process")
+        sizes = {f"{name}_mb": _mib(getattr(self.reading, name)) for name in names}
+        return {"label": self.label, **sizes, "peak_allocated_mb": self.peak / MIB, "timestamp": self.timestamp}
 
 
 @dataclass
 class _Peaks:
-    """The most that was seen since a profiler started, and since its latest snapshot."""
+    """The peaks since a profiler started, and since its latest snapshot."""
 
     allocated: int
     reserved: int | None
@@ -85,7 +77,7 @@ class _Peaks:
 
 @dataclass
 class _Run:
-    """What was seen from a start to a stop."""
+    """What was recorded from a start to a stop."""
 
     peaks: _Peaks
     snapshots: list[_Snapshot] = field(default_factory=list)
@@ -131,7 +123,7 @@ class MemoryProfiler:
         return self._allocator.device
 
     def start(self) -> None:
-        """Forget what was seen and begin, with a snapshot "start"."""
+        """Discard what was recorded and begin, with a snapshot "start"."""
         self.stop()
         self._allocator.open()
         self._running = True
@@ -140,7 +132,7 @@ class MemoryProfiler:
         self.snapshot("start")
 
     def stop(self) -> None:
-        """End, if it runs. What was seen stays to be reported."""
+        """End, if it runs. What was recorded stays to be reported."""
         if self._running:
             self._mark()
             self._running = False
@@ -154,7 +146,7 @@ class MemoryProfiler:
         self.stop()
 
     def snapshot(self, label: str) -> dict[str, Any]:
-        """Take down what is held now, and the most that was since the snapshot before."""
+        """Record what is allocated now, and the peak since the snapshot before."""
         run = self._started("snapshot")
         reading, at = self._mark()
         taken = _Snapshot(label, reading, run.peaks.since_snapshot, at)
@@ -164,7 +156,7 @@ class MemoryProfiler:
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
-        """Within this block, or function that it decorates: the peak, and what is held more after than before it."""
+        """Within this block, or function that it decorates: the peak, and how much more is allocated after it."""
         run = self._started("region")
         reading, at = self._mark()
         path = f"{run.open[-1].name}/{name}" if run.open else name
@@ -180,11 +172,11 @@ class MemoryProfiler:
                 run.open.remove(mine)
 
     def report(self) -> dict[str, Any]:
-        """All that was seen, ready for JSON: `snapshots`, the `deltas` between neighbours, `regions`, and the peaks.
+        """All that was recorded, ready for JSON: `snapshots`, the `deltas` between neighbours, `regions` and peaks.
 
         A region that is still open has None for what is known at its end.
         """
-        run = self._seen("report")
+        run = self._recorded("report")
         if self._running:
             self._mark()
         return {
@@ -199,7 +191,7 @@ class MemoryProfiler:
     def diff(self, first: str | int, second: str | int) -> dict[str, Any]:
         """What changed from one snapshot to a later one, and the peak between them. Each by its label or its number."""
         begin, end = self._place(first), self._place(second)
-        run = self._seen("diff")
+        run = self._recorded("diff")
         if begin >= end:
             refuse("second", f"a snapshot after {first!r}", repr(second))
         before, after = run.snapshots[begin], run.snapshots[end]
@@ -224,19 +216,15 @@ class MemoryProfiler:
         return text
 
     def plot(self, path: str | Path) -> None:
-        """Draw what was held over time into a file (.png, .svg, .pdf). Needs matplotlib."""
-        run = self._seen("plot")
+        """Draw memory over time into a file (.png, .svg, .pdf). Needs matplotlib."""
+        run = self._recorded("plot")
         if self._running:
             self._mark()
         from .timeline import draw
 
-        draw(
-            path,
-            str(self.device),
-            run.points,
-            [(one.label, one.timestamp) for one in run.snapshots],
-            [(one.name, one.depth, one.began, one.ended or run.points[-1][0]) for one in run.regions],
-        )
+        snapshots = [(one.label, one.timestamp) for one in run.snapshots]
+        regions = [(one.name, one.depth, one.began, one.ended or run.points[-1][0]) for one in run.regions]
+        draw(path, str(self.device), run.points, snapshots, regions)
 
     def __str__(self) -> str:
         """Regions and snapshots as a table, in MiB."""
@@ -259,7 +247,7 @@ class MemoryProfiler:
 
     def _mark(self) -> tuple[Reading, float]:
         """Read the allocator; every peak that is being kept takes its share, as the allocator's own begins anew."""
-        run = self._seen("mark")
+        run = self._recorded("mark")
         reading, at = self._allocator.read(), time.time()
         run.peaks.take(reading)
         for region in run.open:
@@ -270,15 +258,15 @@ class MemoryProfiler:
     def _started(self, what: str) -> _Run:
         if not self._running:
             raise RuntimeError(f"{what}: expected a profiler that runs; got one that does not. Call start() first")
-        return self._seen(what)
+        return self._recorded(what)
 
-    def _seen(self, what: str) -> _Run:
+    def _recorded(self, what: str) -> _Run:
         if self._run is None:
             raise RuntimeError(f"{what}: expected a profiler that was started; got one that was not. Call start()")
         return self._run
 
     def _place(self, which: str | int) -> int:
-        snapshots = self._seen("diff").snapshots
+        snapshots = self._recorded("diff").snapshots
         if isinstance(which, int) and not isinstance(which, bool):
             if not -len(snapshots) <= which < len(snapshots):
                 refuse("snapshot", f"a number below {len(snapshots)}", which)

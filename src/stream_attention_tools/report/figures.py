@@ -10,57 +10,20 @@ import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
 from ..bench.summary import short
 
 WIDTH = 360
 
-LIGHT = {
-    "paper": "#ffffff",
-    "ink": "#16191d",
-    "quiet": "#565d66",
-    "grid": "#dde1e6",
-    "s0": "#0063ad",
-    "s1": "#c2500c",
-    "s2": "#007a5a",
-    "s3": "#9c4596",
-    "s4": "#866a00",
-    "s5": "#4a4f55",
-    "s6": "#007389",
-    "s7": "#b3003b",
-}
-DARK = {
-    "paper": "#14171a",
-    "ink": "#eceff2",
-    "quiet": "#a7afb9",
-    "grid": "#343b43",
-    "s0": "#62b5f5",
-    "s1": "#ff9654",
-    "s2": "#43cf9f",
-    "s3": "#e19fde",
-    "s4": "#e3c541",
-    "s5": "#c3c9d0",
-    "s6": "#52cfe4",
-    "s7": "#ff7f9f",
-}
+_NAMES = "paper ink quiet grid s0 s1 s2 s3 s4 s5 s6 s7".split()
+_LIGHT = "#ffffff #16191d #565d66 #dde1e6 #0063ad #c2500c #007a5a #9c4596 #866a00 #4a4f55 #007389 #b3003b"
+_DARK = "#14171a #eceff2 #a7afb9 #343b43 #62b5f5 #ff9654 #43cf9f #e19fde #e3c541 #c3c9d0 #52cfe4 #ff7f9f"
+LIGHT, DARK = (dict(zip(_NAMES, colours.split(), strict=True)) for colours in (_LIGHT, _DARK))
 COLOURS = 8
-
-RULES = "\n".join(
-    [
-        "svg text { font: 12px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif; fill: var(--ink); }",
-        "svg .title { font-size: 14px; font-weight: 600; }",
-        "svg .quiet { font-size: 11px; fill: var(--quiet); }",
-        "svg .grid { stroke: var(--grid); stroke-width: 1; }",
-        "svg .axis { stroke: var(--quiet); stroke-width: 1; }",
-        "svg .line { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; }",
-        "svg .ours { stroke-width: 3.5; }",
-        "svg .bold { font-weight: 700; }",
-        "svg .thin { fill: none; stroke: currentColor; stroke-width: 1; opacity: .6; }",
-        "svg .mark { fill: currentColor; stroke: var(--paper); stroke-width: 1; }",
-        *(f".s{n} {{ color: var(--s{n}); }}" for n in range(COLOURS)),
-    ]
-)
+RULES = Path(__file__).with_name("figures.css").read_text(encoding="utf-8").strip()
+"""The style of every plot, with the colours as variables."""
 
 
 class Point(NamedTuple):
@@ -88,7 +51,7 @@ SHAPES = (
 def marker(index: int, x: float, y: float, scale: float = 1) -> str:
     """The sign of a provider: its shape and colour by its index, so that they are the same all over a page."""
     larger = f" scale({scale:g})" if scale != 1 else ""
-    place = f"translate({_n(x)} {_n(y)}){larger}"
+    place = f"translate({number(x)} {number(y)}){larger}"
     return f'<path class="mark s{index % COLOURS}" transform="{place}" d="{SHAPES[index % len(SHAPES)]}"/>'
 
 
@@ -108,49 +71,46 @@ def lines(
     The value axis goes from 0 to `top`, so that panels side by side can share it; or it is logarithmic.
     """
     points = [point for one in series for point in one.points]
-    series = sorted(series, key=lambda one: one.name not in ours)  # wide and below, ours are seen under an equal
-    texts = [_cut(one.name, 20) for one in series]
+    series = sorted(series, key=lambda one: one.name not in ours)  # first and wide, ours shows under equals
+    labels = [_cut(one.name, 20) for one in series]
     upper, lower = 48.0, 204.0
     lengths = sorted({point.x for point in points})
     first, last = math.log2(lengths[0]), math.log2(lengths[-1])
     ticks = _powers([p.y for p in points]) if log else _steps(top)
     top = ticks[-1] if log else max(1.02 * top, ticks[-1])
     left = 14 + 6.2 * max(len(form(tick)) for tick in ticks)
-    right = WIDTH - 12 - 7.0 * max(map(len, texts))
+    right = WIDTH - 12 - 7.0 * max(map(len, labels))
 
     def x_of(value: float) -> float:
         return left + 8 + (right - left - 16) * ((math.log2(value) - first) / (last - first) if last > first else 0.5)
 
     def y_of(value: float) -> float:
-        if log:
-            share = math.log2(value / ticks[0]) / math.log2(top / ticks[0])
-        else:
-            share = value / top
+        share = math.log2(value / ticks[0]) / math.log2(top / ticks[0]) if log else value / top
         return lower - (lower - upper) * min(max(share, 0.0), 1.0)
 
-    body = [_text(0, 14, title, "title"), _text(0, 34, unit, "quiet")]
+    body = [text(0, 14, title, "title"), text(0, 34, unit, "quiet")]
     for tick in ticks:
         kind = "axis" if tick == ticks[0] else "grid"
-        body.append(_rule(left, y_of(tick), right, y_of(tick), kind))
-        body.append(_text(left - 6, y_of(tick) + 4, form(tick), "quiet", "end"))
+        body.append(rule(left, y_of(tick), right, y_of(tick), kind))
+        body.append(text(left - 6, y_of(tick) + 4, form(tick), "quiet", "end"))
     room = 5 + 6.2 * max(len(short(int(value))) for value in lengths)
     for value in _thinned(lengths, (right - left) / room):
-        body.append(_text(x_of(value), lower + 17, short(int(value)), "quiet", "middle"))
-    body.append(_text((left + right) / 2, lower + 33, axis, "quiet", "middle"))
+        body.append(text(x_of(value), lower + 17, short(int(value)), "quiet", "middle"))
+    body.append(text((left + right) / 2, lower + 33, axis, "quiet", "middle"))
     ends = [(x_of(one.points[-1].x), y_of(one.points[-1].y)) for one in series]
-    for one, text, (end_x, end_y), label_y in zip(series, texts, ends, _spread(ends, upper, lower), strict=True):
+    for one, label, (end_x, end_y), label_y in zip(series, labels, ends, _spread(ends, upper, lower), strict=True):
         index = order.index(one.name)
-        path = "L".join(f"{_n(x_of(p.x))} {_n(y_of(p.y))}" for p in one.points)
-        whiskers = "".join(f"M{_n(x_of(p.x))} {_n(y_of(p.low))}V{_n(y_of(p.high))}" for p in one.points)
-        leader = f"M{_n(end_x + 6)} {_n(end_y)}L{_n(right + 4)} {_n(label_y)}"
+        path = "L".join(f"{number(x_of(p.x))} {number(y_of(p.y))}" for p in one.points)
+        whiskers = "".join(f"M{number(x_of(p.x))} {number(y_of(p.low))}V{number(y_of(p.high))}" for p in one.points)
+        leader = f"M{number(end_x + 6)} {number(end_y)}L{number(right + 4)} {number(label_y)}"
         kind, scale = ("line ours", 1.4) if one.name in ours else ("line", 1)
         body.append(f'<g class="s{index % COLOURS}"><path class="{kind}" d="M{path}"/>')
         body.append(f'<path class="thin" d="{whiskers}{leader}"/></g>')
         for p in one.points:
-            told = f"{one.name}, {int(p.x)}: {form(p.y)} {unit}"
-            body.append(_told(told, marker(index, x_of(p.x), y_of(p.y), scale)))
-        body.append(_text(right + 8, label_y + 4, text, "bold" if one.name in ours else ""))
-    return _svg(f"{title}: {unit} over {axis.partition(',')[0]}", lower + 40, body)
+            tip = f"{one.name}, {int(p.x)}: {form(p.y)} {unit}"
+            body.append(with_tip(tip, marker(index, x_of(p.x), y_of(p.y), scale)))
+        body.append(text(right + 8, label_y + 4, label, "bold" if one.name in ours else ""))
+    return picture(f"{title}: {unit} over {axis.partition(',')[0]}", lower + 40, body)
 
 
 def bars(
@@ -173,21 +133,21 @@ def bars(
 
     for name, values in groups:
         y += 16
-        marks.append(_text(left + 6, y, _cut(name, 50)))
+        marks.append(text(left + 6, y, _cut(name, 50)))
         for who, value in values.items():
             y += 14
             index = order.index(who)
-            bar = f'<g class="s{index % COLOURS}">{_rule(left, y - 4, x_of(value), y - 4, "line")}</g>'
-            told = f"{name}, {who}: {form(value)} {unit}"
-            marks.append(_told(told, bar + marker(index, x_of(value), y - 4)))
-            marks.append(_text(x_of(value) + 8, y, form(value), "quiet"))
+            bar = f'<g class="s{index % COLOURS}">{rule(left, y - 4, x_of(value), y - 4, "line")}</g>'
+            tip = f"{name}, {who}: {form(value)} {unit}"
+            marks.append(with_tip(tip, bar + marker(index, x_of(value), y - 4)))
+            marks.append(text(x_of(value) + 8, y, form(value), "quiet"))
         y += 6
-    body = [_text(0, 14, title, "title")]
+    body = [text(0, 14, title, "title")]
     for tick in ticks:
-        body.append(_rule(x_of(tick), upper, x_of(tick), y, "axis" if tick == 0 else "grid"))
-        body.append(_text(x_of(tick), y + 16, form(tick), "quiet", "start" if tick == 0 else "middle"))
-    body.append(_text((left + right) / 2, y + 32, unit, "quiet", "middle"))
-    return _svg(f"{title}: {unit}", y + 38, [*body, *marks])
+        body.append(rule(x_of(tick), upper, x_of(tick), y, "axis" if tick == 0 else "grid"))
+        body.append(text(x_of(tick), y + 16, form(tick), "quiet", "start" if tick == 0 else "middle"))
+    body.append(text((left + right) / 2, y + 32, unit, "quiet", "middle"))
+    return picture(f"{title}: {unit}", y + 38, [*body, *marks])
 
 
 def strips(title: str, unit: str, rows: Sequence[tuple[str, Sequence[float]]], order: Sequence[str]) -> str:
@@ -202,20 +162,20 @@ def strips(title: str, unit: str, rows: Sequence[tuple[str, Sequence[float]]], o
         exponent = low if value <= 0 else high if value == math.inf else math.log10(value)
         return left + (right - left) * (exponent - low) / (high - low)
 
-    body = [_text(0, 14, title, "title")]
+    body = [text(0, 14, title, "title")]
     for power in range(low, math.floor(high) + 1):
         x = x_of(10.0**power)
-        body.append(_rule(x, first, x, lower, "axis" if power == 0 else "grid"))
+        body.append(rule(x, first, x, lower, "axis" if power == 0 else "grid"))
         anchor = "start" if power == low else "middle"
-        body.append(_text(x, lower + 16, "1 = allowed" if power == 0 else f"{10.0**power:g}", "quiet", anchor))
-    body.append(_text((left + right) / 2, lower + 32, unit, "quiet", "middle"))
+        body.append(text(x, lower + 16, "1 = allowed" if power == 0 else f"{10.0**power:g}", "quiet", anchor))
+    body.append(text((left + right) / 2, lower + 32, unit, "quiet", "middle"))
     for row, (name, values) in enumerate(rows):
         base, worst = first + step * row, max(values)
-        strokes = "".join(f"M{_n(x_of(value))} {_n(base + 20)}v14" for value in values)
-        body.append(_text(left + 6, base + 14, f"{_cut(name, 26)}: at most {worst:.2f}"))
+        strokes = "".join(f"M{number(x_of(value))} {number(base + 20)}v14" for value in values)
+        body.append(text(left + 6, base + 14, f"{_cut(name, 26)}: at most {worst:.2f}"))
         body.append(f'<g class="s{order.index(name) % COLOURS}"><path class="thin" d="{strokes}"/></g>')
-        body.append(_told(f"{name}, worst: {worst:.3g}", marker(order.index(name), x_of(worst), base + 27)))
-    return _svg(f"{title}: {unit}", lower + 38, body)
+        body.append(with_tip(f"{name}, worst: {worst:.3g}", marker(order.index(name), x_of(worst), base + 27)))
+    return picture(f"{title}: {unit}", lower + 38, body)
 
 
 def sign(index: int) -> str:
@@ -227,32 +187,33 @@ def standalone(svg: str, theme: dict[str, str]) -> str:
     """A plot as a file of its own: names its size and carries its colours."""
     rules = re.sub(r"var\(--(\w+)\)", lambda found: theme[found[1]], RULES)
     opening = re.match(r"<svg viewBox=\"0 0 (\d+) (\d+)\"", svg)
-    assert opening is not None, "every plot is opened by _svg"
+    assert opening is not None, "every plot is opened by picture"
     size = f'<svg xmlns="http://www.w3.org/2000/svg" width="{opening[1]}" height="{opening[2]}"'
     return f"{svg.replace('<svg', size, 1).replace('>', f'><style>{rules}</style>', 1)}\n"
 
 
-def _svg(told: str, height: float, body: Sequence[str]) -> str:
-    told = escape(told)
-    opening = f'<svg viewBox="0 0 {WIDTH} {math.ceil(height)}" role="img" aria-label="{told}"><title>{told}</title>'
+def picture(title: str, height: float, body: Sequence[str]) -> str:
+    title = escape(title)
+    opening = f'<svg viewBox="0 0 {WIDTH} {math.ceil(height)}" role="img" aria-label="{title}"><title>{title}</title>'
     return "\n".join([opening, *body, "</svg>"])
 
 
-def _told(text: str, mark: str) -> str:
-    return f"<g><title>{escape(text)}</title>{mark}</g>"
+def with_tip(words: str, mark: str) -> str:
+    """A mark that shows this text to a pointer."""
+    return f"<g><title>{escape(words)}</title>{mark}</g>"
 
 
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    where = f'x="{_n(x)}" y="{_n(y)}"' + (f' class="{kind}"' if kind else "")
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+    where = f'x="{number(x)}" y="{number(y)}"' + (f' class="{kind}"' if kind else "")
     aligned = f' text-anchor="{anchor}"' if anchor != "start" else ""
-    return f"<text {where}{aligned}>{escape(text)}</text>"
+    return f"<text {where}{aligned}>{escape(words)}</text>"
 
 
-def _rule(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-    return f'<path class="{kind}" d="M{_n(x1)} {_n(y1)}L{_n(x2)} {_n(y2)}"/>'
+def rule(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<path class="{kind}" d="M{number(x1)} {number(y1)}L{number(x2)} {number(y2)}"/>'
 
 
-def _n(value: float) -> str:
+def number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..bench.results import aligned
-from ..bench.summary import Cell, Entry, names, origin, size, timed
+from ..bench import results
+from ..bench.summary import Cell, Entry, markdown_table, names, origin, size, timed
 
 SUITE = "models"
 """What such a results file calls itself."""
@@ -14,52 +14,30 @@ SPEED = "speed, ours / fastest peer"
 
 
 def line(cell: Cell) -> str:
-    """One row in one line, as it is told while it runs."""
-    parts = [f"{cell['name']:18}"]
-    for name, one in cell["providers"].items():
-        if "median_ms" in one:
-            parts.append(f"{name} {_shown(one)}")
-        elif "failed" in one:
-            parts.append(f"{name} FAILED: {one['failed']}")
-        elif "unavailable" not in one:
-            parts.append(f"{name} WRONG: error {one['error']:.2e}, allowed {one['allowed']:.2e}")
-    if cell["ratio"] is not None:
-        parts.append(f"{1 / cell['ratio']:.2f}x the speed of {cell['fastest_peer']}{'' if cell['met'] else ', MISSED'}")
-    return "  ".join(parts)
+    """One row in one line, printed while the command runs."""
+    return results.line(cell, _shown)
 
 
-def table(results: dict[str, Any]) -> list[list[str]]:
+def table(found: dict[str, Any]) -> list[list[str]]:
     """Headings, then a line per row: everybody's tokens per second and peak memory, and the speed of ours."""
-    columns = names([results])
-    found = [["", *columns, SPEED]]
-    for cell in results["cells"]:
+    columns = names([found])
+    rows = [["", *columns, SPEED]]
+    for cell in found["cells"]:
         its = timed(cell)
         ratio = "" if cell["ratio"] is None else f"{1 / cell['ratio']:.2f}"
-        found.append([str(cell["name"]), *(_shown(its[name]) if name in its else "" for name in columns), ratio])
-    return found
+        rows.append([str(cell["name"]), *(_shown(its[name]) if name in its else "" for name in columns), ratio])
+    return rows
 
 
-def aligned_table(results: dict[str, Any]) -> str:
-    """The table for a terminal."""
-    return aligned(table(results))
-
-
-def markdown(results: dict[str, Any]) -> str:
+def markdown(found: dict[str, Any]) -> str:
     """The table for a page, under a line that says what, where, when and with what it was measured."""
-    heading, *body = table(results)
-    told = results["conditions"]
-    versions = results["versions"]
-    return "\n".join(
-        [
-            f"{told['model']}; training: {told['training']}. {origin(results)}, transformers "
-            f"{versions['transformers']}; tokens/s, medians of {told['rounds']} interleaved runs, and the peak memory "
-            "beyond the weights.",
-            "",
-            f"| {' | '.join(heading)} |",
-            f"|{'---|' * len(heading)}",
-            *(f"| {' | '.join(row)} |" for row in body),
-        ]
+    conditions = found["conditions"]
+    first = (
+        f"{conditions['model']}; training: {conditions['training']}. {origin(found)}, transformers "
+        f"{found['versions']['transformers']}; tokens/s, medians of {conditions['rounds']} interleaved runs, and the "
+        "peak memory beyond the weights."
     )
+    return "\n".join([first, "", *markdown_table(table(found))])
 
 
 def _shown(one: Entry) -> str:

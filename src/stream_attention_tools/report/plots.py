@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..bench.summary import Entry, Row, capital, figure, length, rate, rows, size, strictness
 from . import figures
@@ -14,10 +14,20 @@ from .figures import Point, Series
 BARS_PER_PLOT = 24  # of those plots that have bars by problem: about as tall as a phone
 
 
+class Quantity(NamedTuple):
+    """What a plot shows of a provider's entry."""
+
+    unit: str
+    read: Callable[[Entry], Point | None]
+    form: Callable[[float], str]
+    caption: str
+    log: bool = False
+
+
 def speed(results: dict[str, Any], order: Sequence[str]) -> list[str]:
     unit = rate(results)
 
-    def value(one: Entry) -> Point | None:
+    def read(one: Entry) -> Point | None:
         if "median_ms" not in one:
             return None
         middle = unit.of(one)
@@ -26,93 +36,67 @@ def speed(results: dict[str, Any], order: Sequence[str]) -> list[str]:
 
     thin = " Thin upright strokes reach from p20 to p80." if any(row.is_line for row in rows(results["cells"])) else ""
     caption = f"{unit.unit}, medians. Higher is faster.{thin}"
-    return _plots(results, order, unit.unit, value, figure, caption) or ["<p>Nobody was timed.</p>"]
+    return _plots(results, order, Quantity(unit.unit, read, figure, caption)) or ["<p>Nobody was timed.</p>"]
 
 
 def memory(results: dict[str, Any], order: Sequence[str]) -> list[str]:
-    def value(one: Entry) -> Point | None:
+    def read(one: Entry) -> Point | None:
         peak = one.get("peak_bytes")
-        return None if "median_ms" not in one or not peak else Point(0, float(peak), float(peak), float(peak))
+        return None if "median_ms" not in one or not peak else Point(0, *[float(peak)] * 3)
 
     caption = "Peak memory of one call beyond its inputs. Lower is better; over length, both axes are logarithmic."
-    drawn = _plots(results, order, "peak memory", value, size, caption, log=True)
+    drawn = _plots(results, order, Quantity("peak memory", read, size, caption, log=True))
     return drawn or ["<p>Not measured: the results have no peak bytes.</p>"]
 
 
-def _plots(
-    results: dict[str, Any],
-    order: Sequence[str],
-    unit: str,
-    value: Callable[[Entry], Point | None],
-    form: Callable[[float], str],
-    caption: str,
-    log: bool = False,
-) -> list[str]:
+def _plots(results: dict[str, Any], order: Sequence[str], shown: Quantity) -> list[str]:
     """A figure per direction: a panel for every row with enough lengths for lines, the other cells as bars."""
     found = []
     for direction in dict.fromkeys(cell["direction"] for cell in results["cells"]):
         its = [row for row in rows(results["cells"]) if row.direction == direction]
-        lined = {row.label: _series(row, value) for row in its if row.is_line}
-        drawn = {label: series for label, series in lined.items() if series}
-        highest = max((p.high for series in drawn.values() for one in series for p in one.points), default=0.0)
-        ours = {cell["ours"] for row in its for cell in row.cells}
+        cells = [cell for row in its for cell in row.cells]
+        lined = {row.label: series for row in its if row.is_line and (series := _series(row, shown.read))}
+        highest = max((p.high for series in lined.values() for one in series for p in one.points), default=0.0)
+        ours = {cell["ours"] for cell in cells}
         panels = [
-            figures.lines(label, unit, series, order, ours, form, highest, log) for label, series in drawn.items()
+            figures.lines(label, shown.unit, series, order, ours, shown.form, highest, shown.log)
+            for label, series in lined.items()
         ]
-        panels += _bars([row for row in its if not row.is_line], order, unit, value, form, start=not panels)
+        panels += _bars([row for row in its if not row.is_line], order, shown, start=not panels)
         if panels:
-            shown = [name for name in order if any(name in cell["providers"] for row in its for cell in row.cells)]
-            legend = "".join(f"<li>{figures.sign(order.index(name))} {escape(name)}</li>" for name in shown)
-            told = f"{capital(direction)}. {caption}"
-            found += [
-                f'<figure><ul class="legend">{legend}</ul><div class="panels">',
-                *panels,
-                f"</div><figcaption>{escape(told)}</figcaption></figure>",
-            ]
+            named = [name for name in order if any(name in cell["providers"] for cell in cells)]
+            legend = "".join(f"<li>{figures.sign(order.index(name))} {escape(name)}</li>" for name in named)
+            caption = escape(f"{capital(direction)}. {shown.caption}")
+            found += [f'<figure><ul class="legend">{legend}</ul><div class="panels">', *panels]
+            found += [f"</div><figcaption>{caption}</figcaption></figure>"]
     return found
 
 
-def _series(row: Row, value: Callable[[Entry], Point | None]) -> list[Series]:
+def _series(row: Row, read: Callable[[Entry], Point | None]) -> list[Series]:
     found: dict[str, list[Point]] = {}
     for cell in row.cells:
         for name, one in cell["providers"].items():
-            point = value(one)
-            if point is not None:
+            if (point := read(one)) is not None:
                 found.setdefault(name, []).append(point._replace(x=float(length(cell))))
     return [Series(name, points) for name, points in found.items()]
 
 
-def _bars(
-    its: Iterable[Row],
-    order: Sequence[str],
-    unit: str,
-    value: Callable[[Entry], Point | None],
-    form: Callable[[float], str],
-    start: bool,
-) -> list[str]:
-    shown: list[tuple[str, dict[str, float]]] = []
-    for row in its:
-        for cell in row.cells:
-            points = {name: value(one) for name, one in cell["providers"].items()}
-            values = {name: point.y for name, point in points.items() if point is not None}
-            if values:
-                shown.append((str(cell["name"]), values))
-    if not shown:
+def _bars(its: Iterable[Row], order: Sequence[str], shown: Quantity, start: bool) -> list[str]:
+    groups: list[tuple[str, dict[str, float]]] = []
+    for cell in (cell for row in its for cell in row.cells):
+        points = {name: shown.read(one) for name, one in cell["providers"].items()}
+        if values := {name: point.y for name, point in points.items() if point is not None}:
+            groups.append((str(cell["name"]), values))
+    if not groups:
         return []
-    highest = max(most for _, values in shown for most in values.values())
-    plots = math.ceil(sum(len(values) for _, values in shown) / BARS_PER_PLOT)
-    each = math.ceil(len(shown) / plots)
+    highest = max(most for _, values in groups for most in values.values())
+    plots = math.ceil(sum(len(values) for _, values in groups) / BARS_PER_PLOT)
+    each = math.ceil(len(groups) / plots)
     title = "By problem" if start else "Other problems"
+    titles = [title] if plots == 1 else [f"{title}, {n + 1} of {plots}" for n in range(plots)]
     return [
-        figures.bars(
-            title if plots == 1 else f"{title}, {n + 1} of {plots}",
-            unit,
-            shown[n * each : (n + 1) * each],
-            order,
-            form,
-            highest,
-        )
-        for n in range(plots)
+        figures.bars(one, shown.unit, groups[n * each : (n + 1) * each], order, shown.form, highest)
+        for n, one in enumerate(titles)
     ]
 
 

@@ -1,4 +1,4 @@
-"""What tests, benchmarks and the accuracy command share: random inputs, the earned tolerance, poison, memory peaks."""
+"""What tests, benchmarks and the accuracy command share: random inputs, the tolerance, poison, memory peaks."""
 
 from .inputs import Case, make, random_case, why_not
 from .memory import peak_bytes

@@ -1,18 +1,19 @@
-"""The earned tolerance of attention in FP8: a kernel may be as wrong as its specification, and as sums of FP8 products
-are on matrix units, and no more.
+"""The tolerance of attention in FP8, derived from its specification's error: a kernel may be as wrong as that, and as
+sums of FP8 products are on matrix units, and no more.
 
-With `exact` what the codes mean in fp64 and `spec` the same with weights rounded to e4m3 (kernels/reference_fp8.py), a
-row's `earned` error is spec - exact. Rows are looked at one by one: one that sees a single key errs a hundred times
-more than one that averages thousands, and would hide whatever is wrong with it. Four things are asked:
+With `exact` what the quantised values mean in fp64 and `spec` the same with weights rounded to e4m3
+(kernels/reference_fp8.py), a row's specified error, `spec_error`, is spec - exact. Rows are looked at one by one: one
+that sees a single key errs a hundred times more than one that averages thousands, and would hide whatever is wrong with
+it. Four things are asked:
 
-    row         max |out - exact|  <=  2 max |earned| + 2 max tipped + 4 max noise + max cut + rounding    of every row
-    error       rms(out - exact)   <=  1.25 rms(earned, tipped, noise, cut, rounding)                     over all rows
+    row         max |out - exact|  <=  2 max |spec_error| + 2 max tipped + 4 max noise + max cut + rounding, every row
+    error       rms(out - exact)   <=  1.25 rms(spec_error, tipped, noise, cut, rounding)                 over all rows
     distance    rms(out - spec)    <=  1.5 rms(tipped, noise, cut, rounding)                              over all rows
     lse         |lse - exact|      <=  sum_j p_j off_j + 6 (sum_j (p_j off_j)^2)^1/2 + 2^-22 (2 + |lse|)
 
-What is taken over all rows is in units of rms(earned, tipped, noise, cut, rounding) of its row, so that every row
+What is taken over all rows is in units of rms(spec_error, tipped, noise, cut, rounding) of its row, so that every row
 counts, and may be (1 + 4 rows^-1/2)^1/2 times that: few rows scatter. `rounding` is that of the result to its dtype.
-The rest is what no kernel can avoid, computed from the codes at hand:
+The rest is what no kernel can avoid, computed from the values at hand:
 
 - `off`, the error of a weight by that of its score, relative. Matrix units of Hopper (and of Ada, it is said) keep 13
   fraction bits of a sum of FP8 products, every 32 terms anew; fp32 keeps 23. What that makes of a score is computed
@@ -22,11 +23,11 @@ The rest is what no kernel can avoid, computed from the codes at hand:
       off = |x of matrix units - x| + 2^-23 (8 + |x|)
 
   Results on a GPU are allowed that; others, which Triton's interpreter computes, have 23 bits and the second term.
-- `tipped`: a weight so near to the middle between two codes that 2 `off` decide may have either. And one below 2^-13 of
-  its row's largest is rounded more finely by a kernel that has not met that one yet. The weights are known, so it is
-  known which. (Lazy tops may round rows of many equal weights less finely; that is not allowed for.) For Gaussian rows
-  this is 0.3 to 0.5 of the earned error at 13 bits, and next to nothing at 23.
-- `noise`: weights that are off move the output by p_j off_j (v_j - out); a code that is drawn anew may be worse by
+- `tipped`: a weight so near to the middle between two e4m3 values that 2 `off` decide may have either. And one below
+  2^-13 of its row's largest is rounded more finely by a kernel that has not met that one yet. The weights are known, so
+  it is known which. (A conditional rescale may round rows of many equal weights less finely; that is not allowed for.)
+  For Gaussian rows this is 0.3 to 0.5 of the specified error at 13 bits, and next to nothing at 23.
+- `noise`: weights that are off move the output by p_j off_j (v_j - out); a value that is rounded anew may be worse by
   p_j off_j, or by a spacing at most; and sums over a block of 128 keys are off as scores are.
 - `cut`: terms are cut off towards 0. Where those of a block have one sign that is no noise: each loses half a unit of
   the sum, 2^-bits of it at most, on average
@@ -52,7 +53,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +96,16 @@ class Fp8Report(NamedTuple):
         return max(self)
 
 
+class Fp8Call(NamedTuple):
+    """A problem and its quantised values; of packed sequences their offsets too."""
+
+    problem: Problem
+    queries: QueryCodes
+    keys: KeyCodes
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+
 class Noise(NamedTuple):
     """What no kernel can avoid; see the top of this file."""
 
@@ -104,36 +115,20 @@ class Noise(NamedTuple):
     lse: Tensor  # of the shape of lse: the bound
 
 
-def check_fp8(
-    out: Tensor,
-    lse: Tensor,
-    problem: Problem,
-    queries: QueryCodes,
-    keys: KeyCodes,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-) -> Fp8Report:
-    """Compare what a kernel made of codes with what they mean.
+def check_fp8(out: Tensor, lse: Tensor, *call: Any) -> Fp8Report:
+    """Compare what a kernel made of quantised values, the fields of an `Fp8Call`, with what they mean.
 
     Raises:
         AssertionError: something is wrong by more than it may be.
     """
     bits = MATRIX_UNIT_BITS if out.device.type == "cuda" else FP32_BITS
-    return check_with_sums(bits, out, lse, problem, queries, keys, cu_seqlens_q, cu_seqlens_k)
+    return check_with_sums(bits, out, lse, *call)
 
 
-def check_with_sums(
-    bits: int,
-    out: Tensor,
-    lse: Tensor,
-    problem: Problem,
-    queries: QueryCodes,
-    keys: KeyCodes,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-) -> Fp8Report:
+def check_with_sums(bits: int, out: Tensor, lse: Tensor, *call: Any) -> Fp8Report:
     """`check_fp8` of sums that keep this many fraction bits; to show what it refuses on matrix units without any."""
-    arguments = problem, queries, keys, cu_seqlens_q, cu_seqlens_k
+    arguments = Fp8Call(*call)
+    problem = arguments.problem
     exact, exact_lse = reference_fp8.attention(*arguments, rounded=False)
     spec, _ = reference_fp8.attention(*arguments)
     if problem.packed:  # rows behind the last sequence
@@ -145,54 +140,46 @@ def check_with_sums(
     assert lse.shape == exact_lse.shape, f"{problem}: lse is {list(lse.shape)}, not {list(exact_lse.shape)}"
     assert out.dtype is problem.out_dtype, f"{problem}: out is {out.dtype}, not {problem.out_dtype}"
     assert lse.dtype is torch.float32, f"{problem}: lse is {lse.dtype}, not float32"
-    seen = exact_lse != -math.inf
-    assert torch.equal(lse != -math.inf, seen), f"{problem}: lse is -inf for other rows than it should be"
-    assert not out[~seen.mT].any(), f"{problem}: rows of no key are not 0"
-    if not seen.any():
+    visible = exact_lse != -math.inf
+    assert torch.equal(lse != -math.inf, visible), f"{problem}: lse is -inf for other rows than it should be"
+    assert not out[~visible.mT].any(), f"{problem}: rows of no key are not 0"
+    if not visible.any():
         return Fp8Report(0.0, 0.0, 0.0, 0.0)
 
-    noise = noise_of(bits, *arguments, exact)
-    result, truth, rounded_weights = (t.double()[seen.mT] for t in (out, exact, spec))  # [rows, D]
-    unsure, tipped, cut = noise.out[seen.mT], noise.tipped[seen.mT], noise.cut[seen.mT]
-    earned, dtype = rounded_weights - truth, torch.finfo(out.dtype)
+    noise = noise_of(bits, arguments, exact)
+    result, truth, rounded_weights = (t.double()[visible.mT] for t in (out, exact, spec))  # [rows, D]
+    unsure, tipped, cut = noise.out[visible.mT], noise.tipped[visible.mT], noise.cut[visible.mT]
+    spec_error, dtype = rounded_weights - truth, torch.finfo(out.dtype)
     rounding = (rounded_weights.to(out.dtype).double() - rounded_weights).abs()
     rounding = torch.maximum(rounding, dtype.eps / 5 * rounded_weights.abs())
 
-    in_row = ROW_FACTOR * (_largest(earned) + _largest(tipped)) + ROW_SIGMAS * _largest(unsure) + _largest(cut)
+    in_row = ROW_FACTOR * (_largest(spec_error) + _largest(tipped)) + ROW_SIGMAS * _largest(unsure) + _largest(cut)
     in_row = in_row + dtype.eps / 2 * (_largest(truth) + in_row + dtype.smallest_normal)
-    unit = _rms(earned, tipped, unsure, cut, rounding).clamp(min=dtype.eps * dtype.smallest_normal)
+    unit = _rms(spec_error, tipped, unsure, cut, rounding).clamp(min=dtype.eps * dtype.smallest_normal)
     far = _over_rows(_rms(tipped, unsure, cut, rounding) / unit).clamp(min=dtype.eps)
     scatter = math.sqrt(1 + SCATTER / math.sqrt(len(unit)))
     report = Fp8Report(
         row=(_largest(result - truth) / in_row).max().item(),
         error=(_over_rows(_rms(result - truth) / unit) / (ERROR_FACTOR * scatter)).item(),
         distance=(_over_rows(_rms(result - rounded_weights) / unit) / (DISTANCE_FACTOR * scatter * far)).item(),
-        lse=((lse.double() - exact_lse)[seen].abs() / noise.lse[seen]).max().item(),
+        lse=((lse.double() - exact_lse)[visible].abs() / noise.lse[visible]).max().item(),
     )
     wrong = [name for name, share in report._asdict().items() if not share <= 1.0]
-    assert not wrong, f"{problem}: wrong by more than was earned: {', '.join(wrong)}; shares of it: {report}"
+    assert not wrong, f"{problem}: wrong by more than the tolerance: {', '.join(wrong)}; errors by it: {report}"
     return report
 
 
-def noise_of(
-    bits: int,
-    problem: Problem,
-    queries: QueryCodes,
-    keys: KeyCodes,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    exact: Tensor,
-) -> Noise:
+def noise_of(bits: int, call: Fp8Call, exact: Tensor) -> Noise:
     outs, tips, cuts, lses = [], [], [], []
-    factor = problem.scale / LN2
+    factor = call.problem.scale / LN2
     unit = 2.0**-bits
-    for q, k, v, out, hidden in _sequences(problem, queries, keys, cu_seqlens_q, cu_seqlens_k, exact):
+    for q, k, v, out, masked in _sequences(call, exact):
         x = q @ k.mT * factor  # [Hq, Tq, Tk], as all of them
         off = 2.0**-FP32_BITS * (SHIFT + x.abs())
         if bits < FP32_BITS:
             off = off + (matrix_unit_sums(q, k, bits) * factor - x).abs()
-        off = off.masked_fill(hidden, 0.0)
-        x = x.masked_fill(hidden, -math.inf)
+        off = off.masked_fill(masked, 0.0)
+        x = x.masked_fill(masked, -math.inf)
         top = x.amax(-1, keepdim=True).ceil() if k.shape[1] else x.new_full((*x.shape[:2], 1), -math.inf)
         top = top.masked_fill(top == -math.inf, 0.0)
         weights = torch.exp2(x - top)
@@ -201,26 +188,26 @@ def noise_of(
         # Relative errors of weights, such that 4 of them are what 4 of `off` do, also where that is much.
         off = torch.expm1((ROW_SIGMAS * LN2 * off).clamp(max=50.0)) / ROW_SIGMAS
 
-        codes = weights * 2.0**SHIFT
-        spacing = torch.ldexp(torch.ones_like(codes), (torch.frexp(codes)[1] - 1).clamp(min=-6) - 3)
-        from_middle = ((codes / spacing) % 1 - 0.5).abs() * spacing
-        tipped = torch.where(from_middle <= TIP_SIGMAS * off * codes, spacing, 0.0)
-        finer = (reference_fp8.to_e4m3(codes).double() - codes).abs() + codes / 16
-        tipped = torch.where(codes < 2.0**-5, finer, tipped) * (2.0**-SHIFT / total)
-        drawn_anew = torch.minimum(off * codes, spacing) * (2.0**-SHIFT / total)
+        scaled = weights * 2.0**SHIFT
+        spacing = torch.ldexp(torch.ones_like(scaled), (torch.frexp(scaled)[1] - 1).clamp(min=-6) - 3)
+        from_middle = ((scaled / spacing) % 1 - 0.5).abs() * spacing
+        tipped = torch.where(from_middle <= TIP_SIGMAS * off * scaled, spacing, 0.0)
+        finer = (reference_fp8.to_e4m3(scaled).double() - scaled).abs() + scaled / 16
+        tipped = torch.where(scaled < 2.0**-5, finer, tipped) * (2.0**-SHIFT / total)
+        rounded_anew = torch.minimum(off * scaled, spacing) * (2.0**-SHIFT / total)
         p = weights / total
         moved, squares = (p * off).square(), v.square()
         by_scores = moved @ squares - 2 * out * (moved @ v) + moved.sum(-1, keepdim=True) * out.square()
         by_sums = (unit**2 * BLOCK / TERMS) * (out.square() + p.square() @ squares)
-        outs.append((by_scores.clamp(min=0.0) + by_sums + drawn_anew.square() @ squares).sqrt())
+        outs.append((by_scores.clamp(min=0.0) + by_sums + rounded_anew.square() @ squares).sqrt())
         tips.append((tipped.square() @ squares).sqrt())
-        signs, seen = v.sign(), (p > 0).double()
+        signs, visible = v.sign(), (p > 0).double()
         blocks = [slice(first, first + BLOCK) for first in range(0, k.shape[1], BLOCK)]
-        of_blocks = ((p[..., one] @ v[:, one]) * (seen[..., one] @ signs[:, one]) for one in blocks)
+        of_blocks = ((p[..., one] @ v[:, one]) * (visible[..., one] @ signs[:, one]) for one in blocks)
         cuts.append(unit / 2 * sum((part.abs() for part in of_blocks), torch.zeros_like(out)))
         of_lse = (p * off).sum(-1) + LSE_SIGMAS * moved.sum(-1).sqrt()
         lses.append(of_lse + 2.0 ** (1 - FP32_BITS) * (2 + (LN2 * top + total.log())[..., 0].abs()))
-    if problem.packed:
+    if call.problem.packed:
         of_out, tipped, cut = (torch.cat(x, 1).transpose(0, 1) for x in (outs, tips, cuts))
         return Noise(of_out, tipped, cut, torch.cat(lses, 1))
     of_out, tipped, cut = (torch.stack(x).transpose(1, 2) for x in (outs, tips, cuts))
@@ -228,12 +215,12 @@ def noise_of(
 
 
 def matrix_unit_sums(a: Tensor, b: Tensor, bits: int = MATRIX_UNIT_BITS) -> Tensor:
-    """a b^T of `[H, m, K]` and `[H, n, K]`, e4m3 codes times powers of two, as matrix units sum it.
+    """a b^T of `[H, m, K]` and `[H, n, K]`, e4m3 values times powers of two, as matrix units sum it.
 
     32 terms and the sum so far are cut off, towards 0, so many bits behind the largest exponent: that of the sum, and
     of a term the sum of its factors' exponents. The new sum keeps so many bits behind its first. Factors are 0 or
     between 2^-240 and 2^240; how units take the exponent of a subnormal code is not known, and makes no difference that
-    was seen.
+    was visible.
     """
     assert a.shape[::2] == b.shape[::2], f"expected [H, m, K] and [H, n, K]; got {list(a.shape)}, {list(b.shape)}"
     a, b = a.double(), b.double()
@@ -259,15 +246,9 @@ def _exponent(x: Tensor) -> Tensor:
     return torch.where(x == 0, -500, torch.frexp(x)[1] - 1).double()
 
 
-def _sequences(
-    problem: Problem,
-    queries: QueryCodes,
-    keys: KeyCodes,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    exact: Tensor,
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """Of every sequence its q, k, v and exact output in fp64, `[Hq, T, D]` each, and what is hidden, `[Tq, Tk]`."""
+def _sequences(call: Fp8Call, exact: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """Of every sequence its q, k, v and exact output in fp64, `[Hq, T, D]` each, and what is masked, `[Tq, Tk]`."""
+    problem, queries, keys, cu_seqlens_q, cu_seqlens_k = call
     query, (key, value) = reference_fp8.dequantized_queries(queries), reference_fp8.dequantized_keys(keys)
     row = 0
     for sequence in range(problem.batch):
@@ -283,8 +264,8 @@ def _sequences(
         i, j = torch.arange(q_len, device=k.device)[:, None], torch.arange(k_len, device=k.device)[None, :]
         left = problem.left if problem.left != UNBOUNDED else q_len + k_len + abs(offset)
         right = problem.right if problem.right != UNBOUNDED else q_len + k_len + abs(offset)
-        hidden = (j - i - offset < -left) | (j - i - offset > right)
-        yield query[:, q_first : q_first + q_len], k, v, out.transpose(0, 1), hidden
+        masked = (j - i - offset < -left) | (j - i - offset > right)
+        yield query[:, q_first : q_first + q_len], k, v, out.transpose(0, 1), masked
 
 
 def _largest(x: Tensor) -> Tensor:

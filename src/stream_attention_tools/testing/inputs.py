@@ -77,14 +77,14 @@ class Case:
         return self.B if self.lengths_q is None else len(self.lengths_q)
 
     def __repr__(self) -> str:
-        """The line that reproduces it, without what is left at its default (shapes are always said)."""
+        """The line that reproduces it: the shapes, and every field that is not at its default."""
         shapes = ("Hq", "Hkv", "D", "Dv") if self.packed else ("B", "Tq", "Tk", "Hq", "Hkv", "D", "Dv")
-        said = (
+        given = (
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
             if field.name in shapes or getattr(self, field.name) != field.default
         )
-        return f"Case({', '.join(said)})"
+        return f"Case({', '.join(given)})"
 
 
 def make(case: Case) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -98,11 +98,7 @@ def make(case: Case) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     lead_q, lead_k = [case.B, case.Tq], [case.B, case.Tk]
     if case.lengths_q is not None and case.lengths_k is not None:
         lead_q, lead_k = [sum(case.lengths_q) + case.tail], [sum(case.lengths_k) + case.tail]
-    drawn = (
-        normal(*lead_q, case.Hq, case.D),
-        normal(*lead_k, case.Hkv, case.D),
-        normal(*lead_k, case.Hkv, case.Dv),
-    )
+    drawn = (normal(*lead_q, case.Hq, case.D), normal(*lead_k, case.Hkv, case.D), normal(*lead_k, case.Hkv, case.Dv))
     query, key, value = _laid_out(case.layout, [x.to(case.device, case.dtype) for x in drawn])
 
     aux_dtype = case.aux_dtype or case.dtype
@@ -145,9 +141,9 @@ def why_not(case: Case, backend: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(reason for one in problems for reason in BY_NAME[backend].why_not(one)))
 
 
-def stated(case: Case, tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Problem, Inputs]:
-    """The problem that a call of the case's op states, and its tensors in the form kernels read."""
-    op, prepare = (varlen_attention, prepare_varlen) if case.packed else (attention, prepare_attention)
+def stated(call: Any, tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Problem, Inputs]:
+    """The problem that a call states, and its tensors as kernels read them; `call.packed` says which op it is of."""
+    op, prepare = (varlen_attention, prepare_varlen) if call.packed else (attention, prepare_attention)
     bound = signature(op).bind(**tensors, **options)
     bound.apply_defaults()
     return problem_of(prepare(**bound.arguments))[:2]

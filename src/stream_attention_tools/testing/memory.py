@@ -12,7 +12,7 @@ from stream_attention_tools.memory.allocator import allocator_of
 
 
 def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """The most bytes that torch held at any moment of `fn()` beyond those held when it began.
+    """The most bytes that torch has allocated at any moment of `fn()` beyond those when it began.
 
     What `fn` returns is dropped at the end. Warm up first: what is cached for ever would be counted too.
 

@@ -1,4 +1,5 @@
-"""The earned tolerance: a kernel may be as wrong as plain torch in the same dtype, times a small factor, and no more.
+"""The tolerance, derived from plain PyTorch's error: a kernel may be as wrong as that in the same dtype, times a small
+factor, and no more.
 
 For every result, with `exact` the reference in fp64,
 
@@ -73,7 +74,7 @@ def check_case(case: Case, backend: str = "auto", config: Any = None) -> Report:
 
     Raises:
         AssertionError: something is wrong by more than it may be; the message begins with the line that reproduces it.
-        UnsupportedProblem: the backend cannot do the case; `why_not` would have said so.
+        UnsupportedProblem: the backend cannot do the case; `why_not` says so beforehand.
 
     >>> check_case(Case(B=2, Tq=8, Tk=24, causal=True, sink=True)).worst <= 1
     True
@@ -106,21 +107,21 @@ def check_case(case: Case, backend: str = "auto", config: Any = None) -> Report:
     errors: dict[str, float] = {}
     bounds: dict[str, float] = {}
     for name, truth in exact.items():
-        result, earned = actual[name], [draw[name] for draw in draws]
+        result, eager = actual[name], [draw[name] for draw in draws]
         assert result.shape == truth.shape, f"{repro}\n{name} has shape {list(result.shape)}, not {list(truth.shape)}"
         assert result.dtype is dtypes[name], f"{repro}\n{name} has dtype {result.dtype}, not {dtypes[name]}"
         if name == "lse":
-            seen = truth != -torch.inf
-            assert torch.equal(result != -torch.inf, seen), f"{repro}\nlse is -inf for other rows than it should be"
-            truth, result, earned = truth[seen], result[seen], [draw[seen] for draw in earned]
+            visible = truth != -torch.inf
+            assert torch.equal(result != -torch.inf, visible), f"{repro}\nlse is -inf for other rows than it should be"
+            truth, result, eager = truth[visible], result[visible], [draw[visible] for draw in eager]
         factor = GRADIENT_FACTOR if name.startswith("d_") else FORWARD_FACTOR
         carried = _largest(noise[name])
         rounded = _error(truth.to(result.dtype), truth) + torch.finfo(result.dtype).eps * (_largest(truth) + carried)
         errors[name] = _error(result, truth)
-        bounds[name] = factor * max(_error(draw, truth) for draw in earned) + carried + rounded
+        bounds[name] = factor * max(_error(draw, truth) for draw in eager) + carried + rounded
     report = Report(case, backend, errors, bounds, config)
     wrong = [name for name in errors if not errors[name] <= bounds[name] < math.inf]
-    assert not wrong, f"{report}\nwrong by more than was earned: {', '.join(wrong)}"
+    assert not wrong, f"{report}\nwrong by more than the tolerance: {', '.join(wrong)}"
     return report
 
 
@@ -268,7 +269,7 @@ def _eager_in_order(case: Case, arguments: dict[str, Any], draw: int) -> tuple[T
 
 @contextmanager
 def _full_precision_products() -> Iterator[None]:
-    """No TF32 in what a bound is earned from."""
+    """No TF32 in what a bound is derived from."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

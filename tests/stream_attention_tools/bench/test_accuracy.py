@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from stream_attention_tools.bench.accuracy import GRADIENT_ROWS, check, check_all
-from stream_attention_tools.bench.cells import Cell, Tensors, draw, packed
 from stream_attention_tools.bench.providers import Ours
+from stream_attention_tools.bench.suites import Cell, Tensors, draw, packed
 from stream_attention_tools.testing.inputs import Case
 
 MANY = Case(B=2, Tq=40, Tk=40, Hq=12, Hkv=6, D=16, Dv=16)

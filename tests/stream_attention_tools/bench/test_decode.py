@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from stream_attention import ContiguousKV
-from stream_attention_tools.bench import cells as cells_
 from stream_attention_tools.bench import results as results_
+from stream_attention_tools.bench import suites as suites_
 from stream_attention_tools.bench.accuracy import check, check_all
 from stream_attention_tools.bench.bandwidth import read_bandwidth
-from stream_attention_tools.bench.cells import SUITES, Cell, Tensors, draw, kv_bytes, packed
-from stream_attention_tools.bench.form import lacking
 from stream_attention_tools.bench.providers import by_name
 from stream_attention_tools.bench.providers.decode import Append, Decode, Quantized, paged
 from stream_attention_tools.bench.run import measure, measured
+from stream_attention_tools.bench.schema import lacking
+from stream_attention_tools.bench.suites import SUITES, Cell, Tensors, draw, kv_bytes, packed
 from stream_attention_tools.bench.timed import in_a_row
 from stream_attention_tools.bench.timing import CLOCKS
 from stream_attention_tools.cli import benchmark as cli
@@ -42,7 +42,7 @@ def cell_of(case: Case, *ours: str, peers: tuple[str, ...] = (), **changes: Any)
 
 
 def test_decoding_is_held_to_the_fastest_peer_in_ten_cells() -> None:
-    cells = list(cells_.decode())
+    cells = list(suites_.decode())
     assert len(cells) == 10 and {cell.bar for cell in cells} == {1.0}
     assert {(cell.ours, cell.beside, cell.peers) for cell in cells} == {
         (("decode",), ("triton",), ("sdpa flash", "sdpa cudnn", "fa3"))
@@ -50,7 +50,7 @@ def test_decoding_is_held_to_the_fastest_peer_in_ten_cells() -> None:
 
 
 def test_every_kind_of_cache_is_compared_with_bf16_rows() -> None:
-    cells = {cell.name: cell for cell in cells_.caches()}
+    cells = {cell.name: cell for cell in suites_.caches()}
     for kind, bar in (
         ("paged 16", 1.05),
         ("paged 64", 1.05),
@@ -61,8 +61,8 @@ def test_every_kind_of_cache_is_compared_with_bf16_rows() -> None:
         cell = cells[f"{kind} b8 32/8 d128 32768"]
         assert (cell.ours, cell.peers, cell.bar) == ((kind,), ("decode",), bar)
     assert cells["int8 b1 32/8 d128 8192"].bar is None and cells["paged 16 b1 32/8 d128 8192"].bar == 1.05
-    assert cells["ragged b8 32/8 d128"].case.lengths_k == cells_.RAGGED_ROWS
-    assert all(512 <= length <= 32768 for length in cells_.RAGGED_ROWS)
+    assert cells["ragged b8 32/8 d128"].case.lengths_k == suites_.RAGGED_ROWS
+    assert all(512 <= length <= 32768 for length in suites_.RAGGED_ROWS)
 
 
 # Caches

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from stream_attention_tools.bench import providers as providers_
 from stream_attention_tools.bench import results as results_
-from stream_attention_tools.bench.cells import SUITES, Cell, Tensors, packed
 from stream_attention_tools.bench.fp8_error import errors, four_channels, normal, one_channel, table, unequal_heads
 from stream_attention_tools.bench.providers.fp8 import Fp8, Fp8Kernel
 from stream_attention_tools.bench.run import measure, wrong
+from stream_attention_tools.bench.suites import SUITES, Cell, Tensors, packed
 from stream_attention_tools.testing.inputs import Case
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,8 +70,8 @@ def test_who_is_coarser_than_the_specification_is_wrong() -> None:
     ("changed", "reason"),
     [
         ({}, "gluon: requires a CUDA device; got cpu"),
-        ({"D": 32, "Dv": 32}, "head dims of 64, 128 and 256"),
-        ({"dtype": torch.float32}, "made of float16 and bfloat16"),
+        ({"D": 32, "Dv": 32}, "head dims 64, 128 and 256"),
+        ({"dtype": torch.float32}, "quantises float16 and bfloat16"),
         ({"sink": True}, "without sink"),
     ],
     ids=str,

@@ -17,11 +17,11 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from stream_attention.kernels import reference
 from stream_attention_tools.bench.accuracy import check
-from stream_attention_tools.bench.cells import Cell, draw, packed
 from stream_attention_tools.bench.providers import by_name
 from stream_attention_tools.bench.providers.base import installed, tried, without_modifiers
 from stream_attention_tools.bench.providers.flash_attention import FlashAttention3
 from stream_attention_tools.bench.providers.flex import Flex
+from stream_attention_tools.bench.suites import Cell, draw, packed
 from stream_attention_tools.testing.inputs import Case
 
 PROVIDERS = by_name()

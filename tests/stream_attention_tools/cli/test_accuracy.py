@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stream_attention_tools.bench import providers as providers_
-from stream_attention_tools.bench.cells import Tensors
+from stream_attention_tools.bench.suites import Tensors
 from stream_attention_tools.cli import accuracy
 
 SMALL = ["--device", "cpu", "--seq", "48", "--heads", "4", "--dim", "16"]

@@ -12,16 +12,20 @@ import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from stream_attention_tools.bench import cells as cells_
 from stream_attention_tools.bench import providers as providers_
 from stream_attention_tools.bench import results as results_
+from stream_attention_tools.bench import suites as suites_
 from stream_attention_tools.bench.accuracy import check, check_all
-from stream_attention_tools.bench.cells import (
+from stream_attention_tools.bench.progress import progress
+from stream_attention_tools.bench.providers.ours import Plain
+from stream_attention_tools.bench.run import measured
+from stream_attention_tools.bench.suites import (
     SUITES,
     Cell,
     Tensors,
@@ -35,8 +39,6 @@ from stream_attention_tools.bench.cells import (
     shortened,
     tensor_bytes,
 )
-from stream_attention_tools.bench.progress import progress
-from stream_attention_tools.bench.providers.ours import Plain
 from stream_attention_tools.bench.summary import compared
 from stream_attention_tools.bench.timing import CLOCKS, Latency, interleaved, paired_ratio
 from stream_attention_tools.cli import benchmark as cli
@@ -80,6 +82,16 @@ class Nan(providers_.Sdpa):
         out = super().attend(x).clone()
         out[0, 0, 0, 0] = torch.nan
         return out
+
+
+def benchmark(
+    suite: str, cells: list[Cell], providers: dict[str, providers_.Provider], repeats: int, warmup: int
+) -> dict[str, Any]:
+    """Measure and show cells as the command does."""
+    found = measured(suite, cells, providers, "wall", repeats, warmup, float("inf"))
+    cli._show_suite(found, cells, providers)
+    cli._shortfalls(found)
+    return found
 
 
 def tiny(**changes: object) -> Cell:
@@ -265,7 +277,7 @@ def test_who_cannot_says_why() -> None:
 
 def test_a_wrong_provider_is_found_out_and_gets_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
     cell = tiny()._replace(peers=("wrong", "dense"))
-    found = cli.benchmark("tiny", [cell], PROVIDERS | {"wrong": Wrong()}, repeats=3, warmup=0)
+    found = benchmark("tiny", [cell], PROVIDERS | {"wrong": Wrong()}, repeats=3, warmup=0)
     entry = found["cells"][0]["providers"]["wrong"]
     assert entry["right"] is False and entry["error"] > entry["allowed"]
     assert "median_ms" not in entry and "median_ms" in found["cells"][0]["providers"]["dense"]
@@ -280,7 +292,7 @@ class Broken(providers_.Sdpa):
 @pytest.mark.parametrize("whose", ["ours", "peers"])
 def test_one_of_ours_that_fails_is_wrong_and_a_peer_that_fails_is_not_measured(whose: str) -> None:
     cell = tiny()._replace(**{whose: ("broken",)})
-    found = cli.benchmark("tiny", [cell], PROVIDERS | {"broken": Broken()}, repeats=3, warmup=0)
+    found = benchmark("tiny", [cell], PROVIDERS | {"broken": Broken()}, repeats=3, warmup=0)
     entry = found["cells"][0]["providers"]["broken"]
     assert "no kernel image" in entry["failed" if whose == "ours" else "unavailable"]
     assert (entry.get("right") is False) == (whose == "ours")
@@ -380,7 +392,7 @@ class Sequences(providers_.Sdpa):
 @pytest.mark.parametrize("direction", ["forward", "forward+backward", "backward"])
 def test_a_pack_is_measured_and_who_has_none_is_not(direction: str, tmp_path: Path) -> None:
     cell = Cell("packed causal", PACK, direction, ("eager", "stream"), ("sdpa", "sequences"))
-    found = cli.benchmark("tiny", [cell], PROVIDERS | {"sequences": Sequences()}, repeats=3, warmup=0)
+    found = benchmark("tiny", [cell], PROVIDERS | {"sequences": Sequences()}, repeats=3, warmup=0)
     entry = found["cells"][0]
     assert entry["fastest_peer"] == "sequences" and entry["ratio"] > 0
     assert entry["providers"]["sdpa"] == {"unavailable": "it has no packed sequences"}
@@ -398,7 +410,7 @@ def test_what_modifiers_cost_is_counted_against_the_same_backend(tmp_path: Path)
     plain = {f"plain {name}": Plain(name) for name in names}
     cell = tiny(softcap=5.0)._replace(ours=names, peers=tuple(plain), bar=None)
     other = tiny()._replace(name="other", ours=("stream",), peers=("sdpa",))
-    found = cli.benchmark("tiny", [cell, other], PROVIDERS | plain, repeats=3, warmup=0)
+    found = benchmark("tiny", [cell, other], PROVIDERS | plain, repeats=3, warmup=0)
     entry, its = found["cells"][0], found["cells"][0]["providers"]
     assert entry["fastest_peer"] == f"plain {entry['ours']}"
     assert entry["ratio"] == its[entry["ours"]]["vs_plain"] and all(its[name]["vs_plain"] > 0 for name in names)
@@ -416,7 +428,7 @@ def test_what_modifiers_cost_is_counted_against_the_same_backend(tmp_path: Path)
 def test_a_backend_whose_plain_call_is_missing_is_compared_with_no_other() -> None:
     plain = {"plain eager": BrokenOurs("plain eager", "eager"), "plain reference": Plain("reference")}
     cell = tiny(softcap=5.0)._replace(ours=("eager",), peers=tuple(plain), bar=None)
-    entry = cli.benchmark("tiny", [cell], PROVIDERS | plain, repeats=3, warmup=0)["cells"][0]
+    entry = benchmark("tiny", [cell], PROVIDERS | plain, repeats=3, warmup=0)["cells"][0]
     assert entry["fastest_peer"] is None and entry["ratio"] is None and "vs_plain" not in entry["providers"]["eager"]
 
 
@@ -828,7 +840,7 @@ def test_suites_name_known_providers_and_no_cell_twice(suite: str) -> None:
 
 
 def test_the_grid_is_that_of_the_published_comparisons() -> None:
-    grid = list(cells_.forward())
+    grid = list(suites_.forward())
     assert len(grid) == 36
     assert {(cell.case.B * cell.case.Tq, cell.case.Hq * cell.case.D) for cell in grid} == {(16384, 2048)}
 
@@ -867,7 +879,7 @@ def test_the_shapes_are_grouped_heads_and_packs_of_as_many_rows() -> None:
         heads = (case.Hq, case.Hkv)
         assert heads == ((2048 // case.D,) * 2 if case.packed else (32, 8)) and case.dtype is torch.bfloat16
     packs = {(cell.case.D, cell.case.lengths_q) for cell in cells if cell.case.packed}
-    ragged = cells_.RAGGED
+    ragged = suites_.RAGGED
     assert packs == {(128, (512,) * 32), (128, (4096,) * 4), *((dim, ragged) for dim in (64, 128, 256))}
     assert min(ragged) >= 64 and max(ragged) <= 4096 and any(length % 64 for length in ragged)
 

@@ -321,7 +321,7 @@ def test_a_wrong_kernel_fails_the_self_check(
     monkeypatch.setattr(eager, "forward", a_little_wrong)
     assert cli.main(["--check"]) == 1
     printed = capsys.readouterr().out
-    assert "self-check FAILED in " in printed and "wrong by more than was earned: out" in printed
+    assert "self-check FAILED in " in printed and "wrong by more than the tolerance: out" in printed
     assert cli.main(["--json", "--check"]) == 1
     check = json.loads(capsys.readouterr().out)["check"]
     assert not check["passed"] and "allowed" in check["message"]

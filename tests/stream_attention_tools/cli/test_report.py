@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from stream_attention_tools.bench.form import lacking
 from stream_attention_tools.bench.results import markdown
+from stream_attention_tools.bench.schema import lacking
 from stream_attention_tools.cli import report
 from stream_attention_tools.report import models
 from stream_attention_tools.report.page import page
@@ -119,7 +119,7 @@ def test_an_overview_is_pictures_and_a_table(marked: list[str], tmp_path: Path) 
     assert report.main(marked) == 0
     page = (tmp_path / "docs" / "page.md").read_text()
     assert (
-        "| | TFLOP/s | x fa3 |\n|---|---|---|\n"
+        "|  | TFLOP/s | x fa3 |\n|---|---|---|\n"
         "| forward, head dim 64 | 100-400 | 0.50 |\n| backward, head dim 64 | 50-200 | 0.50 |\n"
     ) in page
     assert 'alt="d64 causal, forward, 512 to 2k tokens, TFLOP/s: triton 100-400, fa3 200-800"' in page

@@ -221,7 +221,8 @@ def test_on_a_gpu_a_first_call_compiles_nothing_that_was_warmed(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--arch 77", "--processors: expected the multiprocessors of a GPU of --arch 77"),
+        ("--arch 95", "--processors: expected the multiprocessors of a GPU of --arch 95"),
+        ("--arch 77", "triton: requires compute capability 8.0 or newer; got 7.7"),
         ("--arch 75 --processors 40", "requires compute capability 8.0 or newer; got 7.5"),
         ("--arch 90 --dim 320", "nothing to compile: bfloat16 D=320"),
         ("--arch 90 --heads 8 --kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),

@@ -87,7 +87,7 @@ def test_a_tie_may_be_rounded_either_way(monkeypatch: pytest.MonkeyPatch, tip: f
     monkeypatch.setattr(eager, "_blocked_forward", tipped)
     check_case(case, "eager")
     tip *= 3e4  # half a percent is no tie
-    with pytest.raises(AssertionError, match=r"wrong by more than was earned: .*d_query"):
+    with pytest.raises(AssertionError, match=r"wrong by more than the tolerance: .*d_query"):
         check_case(case, "eager")
 
 

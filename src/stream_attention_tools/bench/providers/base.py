@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...testing.inputs import Case
-from ..cells import Cell, Tensors, kv_bytes
+from ..suites import Cell, Tensors, kv_bytes
 
 
 class Provider:
@@ -37,21 +37,21 @@ class Provider:
     def bare(self, x: Tensors) -> Callable[[], object]:
         """The call on `x` with nothing of the benchmark around it, to measure what a call costs the host.
 
-        It is made within `held()`, and may write where an earlier call of it has written.
+        It is made within `call_context()`, and may write where an earlier call of it has written.
         """
         return lambda: self.attend(x)
 
-    def held(self) -> AbstractContextManager[object]:
-        """What any number of bare calls are made within."""
+    def call_context(self) -> AbstractContextManager[object]:
+        """The context in which bare calls are made."""
         return nullcontext()
 
-    def seen(self, x: Tensors) -> Tensors:
+    def reference_inputs(self, x: Tensors) -> Tensors:
         """The inputs that its answer to `x` is compared on: others where it keeps keys and values in fewer bits."""
         return x
 
-    def earned(self, x: Tensors) -> list[Tensor]:
-        """Other computations of a part `x` of what it saw, whose errors its own may have twice, beside those of its
-        dtype: where it rounds more than that by its specification."""
+    def tolerance_sources(self, x: Tensors) -> list[Tensor]:
+        """Computations of a part `x` of the reference inputs whose errors widen the tolerance, beside those of its
+        dtype: where its specification rounds more than that."""
         return []
 
     def kv_bytes(self, case: Case, x: Tensors) -> float:
@@ -67,24 +67,14 @@ class Provider:
         return None
 
 
-MODIFIERS = {
-    "window": "window",
-    "mask": "mask",
-    "bias": "bias",
-    "alibi": "ALiBi",
-    "sink": "sink",
-    "softcap": "softcap",
-    "scale": "scale",
-    "dropout_p": "dropout (its mask would be another one)",
-    "lengths_q": "packed sequences",
-}
+MODIFIERS = {name: name for name in ("window", "mask", "bias", "alibi", "sink", "softcap", "scale")}
+MODIFIERS |= {"alibi": "ALiBi", "dropout_p": "dropout (its mask would be another one)", "lengths_q": "packed sequences"}
 
 
 def without_modifiers(case: Case, *but: str) -> str | None:
     """Why a peer that is called without modifiers, `but` those named, cannot compute a case."""
-    present = [
-        words for field, words in MODIFIERS.items() if field not in but and getattr(case, field) != getattr(Case, field)
-    ]
+    given = (field for field in MODIFIERS if getattr(case, field) != getattr(Case, field))
+    present = [MODIFIERS[field] for field in given if field not in but]
     return f"it is called here without {', '.join(present)}" if present else None
 
 
@@ -114,10 +104,10 @@ def tried(attempt: Callable[[], Any]) -> str | None:
     try:
         attempt()
     except Exception as error:
-        return told(error)
+        return error_line(error)
     return None
 
 
-def told(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """An exception's name and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -16,7 +16,7 @@ from stream_attention.kvcache.quantize import quantize_kv
 from stream_attention.ops.decode import decode_attention, decode_workspace, explain_decode
 
 from ...testing.inputs import Case
-from ..cells import Cell, Tensors, sequences
+from ..suites import Cell, Tensors, sequences
 from .base import Provider, without_modifiers
 
 FEW = 16
@@ -31,8 +31,8 @@ class Decode(Provider):
     def __init__(self, name: str, kind: str, **options: Any) -> None:
         self.name = self.label = name
         self.options = options
-        said = "".join(f", {option}={value}" for option, value in options.items())
-        self.about = f"decode_attention() on a cache of {kind}{said}"
+        given = "".join(f", {option}={value}" for option, value in options.items())
+        self.about = f"decode_attention() on a cache of {kind}{given}"
 
     def why_not(self, cell: Cell) -> str | None:
         case = cell.case
@@ -83,10 +83,10 @@ class Paged(Decode):
 
 
 class Quantized(Decode):
-    """On what `quantize_kv` makes of them by its defaults; the reference gets what these codes stand for."""
+    """On what `quantize_kv` makes of them by its defaults; the reference gets the dequantised values."""
 
     def __init__(self, format: str) -> None:
-        super().__init__(format, f"{format} codes")
+        super().__init__(format, f"{format} values")
         self.format = format
 
     def cache(self, x: Tensors) -> KVCache:
@@ -95,7 +95,7 @@ class Quantized(Decode):
     def kv_bytes(self, case: Case, x: Tensors) -> float:
         return float(self.cache(x).nbytes)
 
-    def seen(self, x: Tensors) -> Tensors:
+    def reference_inputs(self, x: Tensors) -> Tensors:
         lengths = x.key_lengths
         tiles = self.cache(x).tile(0, max(lengths))
         key, value = (
@@ -112,8 +112,8 @@ class Append(Provider):
     """
 
     ours = True
-    held_before = 1000  # tokens of a row when the first arrives
-    room = 8192  # for those that arrive, call after call
+    tokens_before = 1000  # of a row when the first arrives
+    capacity = 8192  # for those that arrive, call after call
 
     def __init__(self, name: str, rotary: bool = False) -> None:
         self.name = self.label = name
@@ -134,7 +134,7 @@ class Append(Provider):
         return append
 
     def attend(self, x: Tensors) -> Tensor:
-        at, lengths = self.held_before, self._lengths(x)
+        at, lengths = self.tokens_before, self._lengths(x)
         key, value = self._cache(x, lengths).append(x.key, x.value, rotary=self._rotary(x)).tile(at, at + 1)
         expected = self._turned(x.key)
         off = float((key - expected).abs().max() / expected.abs().max())
@@ -145,17 +145,17 @@ class Append(Provider):
         return attend(x.query, ContiguousKV(key, value))
 
     def _lengths(self, x: Tensors) -> Tensor:
-        return _full(x.key.shape[0], self.held_before, x.key.device)
+        return _full(x.key.shape[0], self.tokens_before, x.key.device)
 
     def _cache(self, x: Tensors, lengths: Tensor) -> ContiguousKV:
-        slots = self.held_before + self.room
+        slots = self.tokens_before + self.capacity
         key, value = (t.new_zeros(t.shape[0], slots, *t.shape[2:]) for t in (x.key, x.value))
         return ContiguousKV(key, value, lengths)
 
     def _rotary(self, x: Tensors) -> Rotary | None:
         if not self.rotary:
             return None
-        angles = self._angles(x.key, torch.arange(self.held_before + self.room, device=x.key.device))
+        angles = self._angles(x.key, torch.arange(self.tokens_before + self.capacity, device=x.key.device))
         return Rotary(angles.cos().float(), angles.sin().float())
 
     def _turned(self, key: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class Append(Provider):
         if not self.rotary:
             return key.double()
         x, y = key.double().chunk(2, -1)
-        angle = self._angles(key, torch.tensor(self.held_before, device=key.device))
+        angle = self._angles(key, torch.tensor(self.tokens_before, device=key.device))
         turned = torch.complex(x, y) * torch.polar(torch.ones_like(angle), angle)
         return torch.cat([turned.real, turned.imag], -1)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cells import Cell, Tensors
+from ..suites import Cell, Tensors
 from .base import Provider, installed, needs, tried, without_modifiers
 
 HALVES = (torch.float16, torch.bfloat16)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from ..cells import Cell, Tensors
+from ..suites import Cell, Tensors
 from .base import Provider, installed, without_modifiers
 
 
@@ -51,10 +51,7 @@ class Flex(Provider):
             return self.function(query, key, value, **options).transpose(1, 2)
         # The first call compiles: each shape for itself however many there are, and a graph may be kept for the
         # backward to be timed again and again.
-        with (
-            torch._dynamo.config.patch(recompile_limit=1000),
-            torch._functorch.config.patch(donated_buffer=False),
-        ):
+        with torch._dynamo.config.patch(recompile_limit=1000), torch._functorch.config.patch(donated_buffer=False):
             out = self.function(query, key, value, **options)
         self._seen.add(shape)
         return out.transpose(1, 2)

@@ -21,15 +21,15 @@ from stream_attention.ops.varlen import varlen_attention
 from stream_attention.plan import Plan, plan
 from stream_attention.problem import UNBOUNDED, Inputs, Problem
 
-from ..cells import Cell, Tensors, draw, shortened
+from ..suites import Cell, Tensors, draw, shortened
 from .base import Provider, without_modifiers
 
 
 class Fp8(Provider):
     """`attention(precision="fp8")`, quantisation included.
 
-    Its answer is compared with attention over what the specification's codes stand for, within twice what rounding the
-    weights to e4m3 may cost there. What the codes themselves lose is the `rms_error` of the results.
+    Its answer is compared with attention over the specification's quantised values, within twice what rounding the
+    weights to e4m3 may cost there. What quantisation loses is the `rms_error` of the results.
     """
 
     ours = True
@@ -45,7 +45,7 @@ class Fp8(Provider):
         if reason := without_modifiers(cell.case, "window", "scale", "lengths_q"):
             return reason
         if cell.case.dtype not in (torch.float16, torch.bfloat16) or cell.case.D not in (64, 128, 256):
-            return "codes of FP8 are made of float16 and bfloat16, head dims of 64, 128 and 256"
+            return "FP8 quantises float16 and bfloat16 at head dims 64, 128 and 256"
         if self.backend != AUTO:
             return None
         problem = self._stated(draw(shortened(cell.case, rows=128, batch=1)))
@@ -60,8 +60,8 @@ class Fp8(Provider):
         planned = self._planned(x)
         return f"{planned.backend}: {planned.config}"
 
-    def seen(self, x: Tensors) -> Tensors:
-        """What the specification's codes stand for, rotated or not: e4m3 numbers and their scales are exact in bf16."""
+    def reference_inputs(self, x: Tensors) -> Tensors:
+        """The specification's quantised values, rotated or not: e4m3 numbers and their scales are exact in bf16."""
         offsets = x.options.get("cu_seqlens_q"), x.options.get("cu_seqlens_k")
         queries = reference_fp8.quantize_queries(x.query, offsets[0], self.rotate)
         keys = reference_fp8.quantize_keys(x.key, x.value, offsets[1], self.rotate)
@@ -72,7 +72,7 @@ class Fp8(Provider):
             value=_gathered(value, x.value, offsets[1]),
         )
 
-    def earned(self, x: Tensors) -> list[Tensor]:
+    def tolerance_sources(self, x: Tensors) -> list[Tensor]:
         return [_weights_rounded(x)]
 
     def _stated(self, x: Tensors) -> Problem:
@@ -87,11 +87,11 @@ class Fp8(Provider):
 
 
 class Fp8Kernel(Fp8):
-    """The same from codes that were made before: no figure for a call, but what its pre-pass is added to."""
+    """The same on values that were quantised before: no figure for a call, but what its pre-pass is added to."""
 
     def __init__(self, name: str = "e4m3 kernel", backend: str = AUTO) -> None:
         super().__init__(name, backend=backend)
-        self.about = "its kernel alone, on codes that were made before"
+        self.about = "its kernel alone, on values that were quantised before"
         self._coded = WeakTensorKeyDictionary()
 
     def attend(self, x: Tensors) -> Tensor:

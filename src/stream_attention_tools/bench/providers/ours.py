@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from stream_attention.backends import AUTO, BY_NAME
-from stream_attention.ops.attention import attention, prepare_attention
-from stream_attention.ops.prepare import problem_of, run_forward
-from stream_attention.ops.varlen import prepare_varlen, varlen_attention
+from stream_attention.ops.attention import attention
+from stream_attention.ops.prepare import run_forward
+from stream_attention.ops.varlen import varlen_attention
 from stream_attention.plan import Plan, plan
 from stream_attention.problem import Problem
 from stream_attention.tuning import eager as eager_tuning
 
-from ...testing.inputs import Case
-from ..cells import Cell, Tensors, draw, shortened
+from ...testing.inputs import Case, stated
+from ..suites import Cell, Tensors, draw, shortened
 from .base import Provider
 
 
@@ -57,7 +57,7 @@ class Ours(Provider):
         return f"{planned.backend}: {planned.config}"
 
     def _problem(self, x: Tensors) -> Problem:
-        return problem_of(_arguments(x, **self.options))[0]
+        return stated(x, x.tensors, x.options | self.options)[0]
 
 
 class Deterministic(Ours):
@@ -99,14 +99,5 @@ class Blocked(Provider):
         return None if cell.direction == "forward" else "forced by hand, it bypasses autograd: forward only"
 
     def attend(self, x: Tensors) -> Tensor:
-        problem, inputs, _ = problem_of(_arguments(x))
+        problem, inputs = stated(x, x.tensors, x.options)
         return run_forward(Plan(problem, "eager", eager_tuning.blocked(problem)), inputs)[0]
-
-
-def _arguments(x: Tensors, **options: Any) -> tuple[Any, ...]:
-    absent: dict[str, Any] = dict.fromkeys(
-        ("window", "mask", "bias", "alibi_slopes", "sink", "scale", "seed", "deterministic")
-    )
-    defaults = {"softcap": 0.0, "dropout_p": 0.0, "return_lse": True, "backend": "auto"}
-    prepare: Callable[..., tuple[Any, ...]] = prepare_varlen if x.packed else prepare_attention
-    return prepare(x.query, x.key, x.value, **(absent | defaults | x.options | options))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from ..cells import Cell, Tensors, draw, shortened
+from ..suites import Cell, Tensors, draw, shortened
 from .base import Provider, tried, without_modifiers
 
 
@@ -39,10 +39,10 @@ class Sdpa(Provider):
         return tried(lambda: self.attend(draw(shortened(case, rows=128, batch=1))))
 
     def attend(self, x: Tensors) -> Tensor:
-        with self.held():
+        with self.call_context():
             return self.bare(x)().transpose(1, 2)
 
-    def held(self) -> AbstractContextManager[object]:
+    def call_context(self) -> AbstractContextManager[object]:
         return nullcontext() if self.kernel is None else sdpa_kernel(self.kernel)
 
     def bare(self, x: Tensors) -> Callable[[], Tensor]:

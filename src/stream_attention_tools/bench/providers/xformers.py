@@ -7,7 +7,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from ..cells import Cell, Tensors
+from ..suites import Cell, Tensors
 from .base import Provider, needs, without_modifiers
 
 

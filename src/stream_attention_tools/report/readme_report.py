@@ -6,21 +6,8 @@ from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any, NamedTuple
 
-from ..bench.summary import (
-    Entry,
-    Row,
-    figure,
-    is_variant,
-    length,
-    names,
-    origin,
-    rate,
-    rows,
-    short,
-    span,
-    speed_over,
-    timed,
-)
+from ..bench import summary
+from ..bench.summary import Entry, Row, is_variant, length, markdown_table, names, span, speed_over, timed
 from . import figures
 from .figures import DARK, LIGHT, Point, Series
 
@@ -29,7 +16,7 @@ THEMES = {"": LIGHT, "_dark": DARK}  # by what the file name ends in
 
 class Picture(NamedTuple):
     stem: str
-    told: str
+    description: str
     svg: str
 
 
@@ -46,14 +33,14 @@ def markdown(results: Mapping[str, dict[str, Any]], label: str, folder: str) -> 
     """The pictures, which are kept in `folder`, side by side where there is room; the table; where they come from."""
     shown = [
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{folder}/{picture.stem}_dark.svg">\n'
-        f'<img src="{folder}/{picture.stem}.svg" width="{figures.WIDTH}" alt="{escape(picture.told)}"></picture>'
+        f'<img src="{folder}/{picture.stem}.svg" width="{figures.WIDTH}" alt="{escape(picture.description)}"></picture>'
         for picture in _pictures(results, label)
     ]
-    told = (
+    origin = (
         "Over all lengths, full and causal: TFLOP/s of ours, and its speed as a multiple of everybody else's, so that\n"
-        f"above 1.00 ours is faster.\n{'; '.join(dict.fromkeys(map(origin, results.values())))}."
+        f"above 1.00 ours is faster.\n{'; '.join(dict.fromkeys(map(summary.origin, results.values())))}."
     )
-    return "\n".join([*shown, "", *_table(list(results.values())), "", told])
+    return "\n".join([*shown, "", *_table(list(results.values())), "", origin])
 
 
 def _pictures(results: Mapping[str, dict[str, Any]], label: str) -> list[Picture]:
@@ -61,12 +48,12 @@ def _pictures(results: Mapping[str, dict[str, Any]], label: str) -> list[Picture
     found = {
         _stem(name, row): row
         for name, its in results.items()
-        for row in rows(its["cells"])
+        for row in summary.rows(its["cells"])
         if row.label == label and row.is_line
     }
     if not found:
         raise ValueError(f"overview: expected a problem that the results have at three lengths or more; got {label!r}.")
-    unit = rate({"cells": [cell for row in found.values() for cell in row.cells]})
+    unit = summary.rate({"cells": [cell for row in found.values() for cell in row.cells]})
     series = {stem: _series(row, unit.of) for stem, row in found.items()}
     top = max(point.y for its in series.values() for one in its for point in one.points)
     order = names(results.values())
@@ -75,9 +62,10 @@ def _pictures(results: Mapping[str, dict[str, Any]], label: str) -> list[Picture
         ours = {cell["ours"] for cell in row.cells}
         title = f"{label}, {row.direction}"
         speeds = ", ".join(f"{one.name} {span([point.y for point in one.points], '.0f')}" for one in series[stem])
-        told = f"{title}, {short(length(row.cells[0]))} to {short(length(row.cells[-1]))} tokens, {unit.unit}: {speeds}"
-        drawn = figures.lines(title, unit.unit, series[stem], order, ours, figure, top)
-        pictures.append(Picture(stem, told, drawn))
+        first, last = (summary.short(length(row.cells[end])) for end in (0, -1))
+        described = f"{title}, {first} to {last} tokens, {unit.unit}: {speeds}"
+        drawn = figures.lines(title, unit.unit, series[stem], order, ours, summary.figure, top)
+        pictures.append(Picture(stem, described, drawn))
     return pictures
 
 
@@ -103,13 +91,10 @@ def _table(results: list[dict[str, Any]]) -> list[str]:
         if "D" not in cell["problem"]:
             raise ValueError(f"overview: expected the head dim D in every problem; {cell['name']!r} has none.")
     others = [name for name in names(results) if speed_over(cells, name) and not is_variant(name, cells)]
-    lines = [
-        f"| | TFLOP/s | {' | '.join(f'x {name}' for name in others)} |",
-        f"|{'---|' * (len(others) + 2)}",
-    ]
+    lines = [["", "TFLOP/s", *(f"x {name}" for name in others)]]
     for direction, dim in dict.fromkeys((cell["direction"], cell["problem"]["D"]) for cell in cells):
         its = [cell for cell in cells if (cell["direction"], cell["problem"]["D"]) == (direction, dim)]
         speed = span([timed(cell)[cell["ours"]]["tflops"] for cell in its], ".0f")
         ratios = [span(found) if (found := speed_over(its, name, paired=True)) else "" for name in others]
-        lines.append(f"| {direction}, head dim {dim} | {speed} | {' | '.join(ratios)} |")
-    return lines
+        lines.append([f"{direction}, head dim {dim}", speed, *ratios])
+    return markdown_table(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,6 +34,10 @@ class Cell(NamedTuple):
     unit: Literal["TFLOP/s", "TB/s"] = "TFLOP/s"
     chunk: int = 0  # the sequence arrives in chunks of so many queries, each a call against all keys so far
 
+    @property
+    def everybody(self) -> tuple[str, ...]:
+        return (*self.ours, *self.beside, *self.peers)
+
 
 class Tensors(NamedTuple):
     """Inputs of one call: query, key, value, the keywords of its op, and the gradient that arrives at out.
@@ -50,6 +54,10 @@ class Tensors(NamedTuple):
     @property
     def packed(self) -> bool:
         return self.query.dim() == 3
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"query": self.query, "key": self.key, "value": self.value}
 
     @property
     def packing(self) -> dict[str, Any]:
@@ -158,14 +166,8 @@ def shortened(case: Case, rows: int, batch: int) -> Case:
     def shape(of: tuple[int, ...] | None) -> tuple[int, ...] | None:
         return of and tuple(min(size, limit) for size, limit in zip(of, limits[-len(of) :], strict=True))
 
-    return replace(
-        case,
-        B=min(case.B, batch),
-        Tq=min(case.Tq, q_rows),
-        Tk=min(case.Tk, rows),
-        mask=shape(case.mask),
-        bias=shape(case.bias),
-    )
+    case = replace(case, B=min(case.B, batch), Tq=min(case.Tq, q_rows), Tk=min(case.Tk, rows))
+    return replace(case, mask=shape(case.mask), bias=shape(case.bias))
 
 
 def flops(case: Case, direction: Direction = "forward") -> float:
@@ -204,54 +206,40 @@ def tensor_bytes(cell: Cell, case: Case) -> float:
 def cpu() -> Iterator[Cell]:
     """On a CPU: `attention` against SDPA where SDPA can, the blocked pass against dense torch elsewhere."""
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    for length, dtype in ((n, d) for n in (1024, 2048, 4096) for d in dtypes):
-        base = Case(B=1, Tq=length, Tk=length, Hq=8, Hkv=8, D=64, Dv=64, dtype=dtypes[dtype])
-        for kind, case in (
-            ("full", base),
-            ("causal", replace(base, causal=True)),
-            ("gqa 8/2 causal", replace(base, causal=True, Hkv=2)),
-        ):
-            directions: tuple[Direction, ...] = ("forward", "forward+backward")
-            for direction in directions:
+    for length, dtype in product((1024, 2048, 4096), dtypes):
+        base = Case(1, length, length, 8, 8, 64, 64, dtypes[dtype])
+        causal = replace(base, causal=True)
+        for kind, case in (("full", base), ("causal", causal), ("gqa 8/2 causal", replace(causal, Hkv=2))):
+            both: tuple[Direction, ...] = ("forward", "forward+backward")
+            for direction in both:
                 yield Cell(f"{kind} {length} {dtype}", case, direction, ("stream",), ("sdpa",), bar=1.05)
-    for length, bar in ((2048, 2.0), (8192, 1.0)):
-        for dtype in dtypes:
-            base = Case(B=1, Tq=length, Tk=length, Hq=4, Hkv=4, D=64, Dv=64, dtype=dtypes[dtype])
-            for kind, case in (
-                ("causal alibi", replace(base, causal=True, alibi="H")),
-                ("mask", replace(base, mask=(1, 1, length, length))),
-                ("softcap", replace(base, softcap=20.0)),
-                ("plain", base),
-            ):
-                yield Cell(f"{kind} {length} {dtype}", case, "forward", ("blocked",), ("dense",), bar=bar)
+    for (length, bar), dtype in product(((2048, 2.0), (8192, 1.0)), dtypes):
+        base = Case(1, length, length, 4, 4, 64, 64, dtypes[dtype])
+        for kind, case in (
+            ("causal alibi", replace(base, causal=True, alibi="H")),
+            ("mask", replace(base, mask=(1, 1, length, length))),
+            ("softcap", replace(base, softcap=20.0)),
+            ("plain", base),
+        ):
+            yield Cell(f"{kind} {length} {dtype}", case, "forward", ("blocked",), ("dense",), bar=bar)
 
 
 def _on_gpu(batch: int, lengths: tuple[int, int], heads: tuple[int, int], head_dim: int, causal: bool = False) -> Case:
     """A bf16 problem by (Tq, Tk) and (Hq, Hkv)."""
-    (q_len, k_len), (q_heads, kv_heads) = lengths, heads
-    return Case(
-        B=batch,
-        Tq=q_len,
-        Tk=k_len,
-        Hq=q_heads,
-        Hkv=kv_heads,
-        D=head_dim,
-        Dv=head_dim,
-        dtype=torch.bfloat16,
-        device="cuda",
-        causal=causal,
-    )
+    return Case(batch, *lengths, *heads, head_dim, head_dim, torch.bfloat16, "cuda", causal=causal)
+
+
+KINDS = {"full": False, "causal": True}
+GPU_PEERS = ("sdpa flash", "sdpa cudnn", "fa3")
 
 
 def forward(direction: Direction = "forward") -> Iterator[Cell]:
     """The grid of the published comparisons: hidden 2048, batch * length = 16384, bf16."""
-    for head_dim in (64, 128, 256):
-        for causal in (False, True):
-            for length in (512, 1024, 2048, 4096, 8192, 16384):
-                heads = 2048 // head_dim
-                case = _on_gpu(16384 // length, (length, length), (heads, heads), head_dim, causal)
-                name = f"d{head_dim} {'causal' if causal else 'full'} {length}"
-                yield Cell(name, case, direction, ("gluon", "triton"), ("sdpa flash", "sdpa cudnn", "fa3"))
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    for head_dim, (kind, causal), length in product((64, 128, 256), KINDS.items(), lengths):
+        heads = 2048 // head_dim
+        case = _on_gpu(16384 // length, (length, length), (heads, heads), head_dim, causal)
+        yield Cell(f"d{head_dim} {kind} {length}", case, direction, ("gluon", "triton"), GPU_PEERS)
 
 
 def backward() -> Iterator[Cell]:
@@ -290,18 +278,15 @@ PACKS = {"32x512": (512,) * 32, "ragged": RAGGED, "4x4096": (4096,) * 4}
 
 def shapes() -> Iterator[Cell]:
     """Grouped heads by length and packed sequences, equal and ragged: 16384 rows, bf16."""
-    ours, peers = ("gluon", "triton"), ("sdpa flash", "sdpa cudnn", "fa3")
-    kinds = {"full": False, "causal": True}
-    for kind, causal in kinds.items():
-        for length in (1024, 4096, 16384):
-            case = _on_gpu(16384 // length, (length, length), (32, 8), 128, causal)
-            yield Cell(f"gqa 32/8 d128 {kind} {length}", case, "forward", ours, peers)
+    ours = ("gluon", "triton")
+    for (kind, causal), length in product(KINDS.items(), (1024, 4096, 16384)):
+        case = _on_gpu(16384 // length, (length, length), (32, 8), 128, causal)
+        yield Cell(f"gqa 32/8 d128 {kind} {length}", case, "forward", ours, GPU_PEERS)
     for head_dim, packs in ((128, tuple(PACKS)), (64, ("ragged",)), (256, ("ragged",))):
         heads = 2048 // head_dim
-        for kind, causal in kinds.items():
-            for pack in packs:
-                case = packed(_on_gpu(1, (1, 1), (heads, heads), head_dim, causal), PACKS[pack])
-                yield Cell(f"packed d{head_dim} {kind} {pack}", case, "forward", ours, (*peers, "fa2"))
+        for (kind, causal), pack in product(KINDS.items(), packs):
+            case = packed(_on_gpu(1, (1, 1), (heads, heads), head_dim, causal), PACKS[pack])
+            yield Cell(f"packed d{head_dim} {kind} {pack}", case, "forward", ours, (*GPU_PEERS, "fa2"))
 
 
 def decode() -> Iterator[Cell]:
@@ -320,8 +305,7 @@ def decode() -> Iterator[Cell]:
     ):
         case = _on_gpu(batch, (1, keys), (q_heads, kv_heads), head_dim)
         name = f"b{batch} {q_heads}/{kv_heads} d{head_dim} {keys}"
-        peers = ("sdpa flash", "sdpa cudnn", "fa3")
-        yield Cell(name, case, "forward", ("decode",), peers, beside=("triton",), bar=1.0, unit="TB/s")
+        yield Cell(name, case, "forward", ("decode",), GPU_PEERS, beside=("triton",), bar=1.0, unit="TB/s")
 
 
 RAGGED_ROWS = (1314, 28012, 865, 9600, 729, 1432, 32649, 1223)
@@ -345,29 +329,21 @@ def caches() -> Iterator[Cell]:
 
 
 def small() -> Iterator[Cell]:
-    """Calls so short that the host decides: what one takes in all, beside FlashAttention-3's own op."""
-    for batch, length, heads, head_dim in (
-        (1, 128, 8, 64),
-        (1, 512, 16, 64),
-        (4, 256, 16, 128),
-        (32, 128, 12, 64),
-        (256, 64, 8, 32),
-    ):
-        for causal in (False, True):
-            case = _on_gpu(batch, (length, length), (heads, heads), head_dim, causal)
-            name = f"b{batch} s{length} h{heads} d{head_dim} {'causal' if causal else 'full'}"
-            yield Cell(name, case, "forward", ("stream",), ("fa3",), beside=("sdpa",), bar=1.0)
+    """Calls so short that host overhead dominates: what one takes in all, beside FlashAttention-3's own op."""
+    shapes = ((1, 128, 8, 64), (1, 512, 16, 64), (4, 256, 16, 128), (32, 128, 12, 64), (256, 64, 8, 32))
+    for (batch, length, heads, head_dim), (kind, causal) in product(shapes, KINDS.items()):
+        case = _on_gpu(batch, (length, length), (heads, heads), head_dim, causal)
+        name = f"b{batch} s{length} h{heads} d{head_dim} {kind}"
+        yield Cell(name, case, "forward", ("stream",), ("fa3",), beside=("sdpa",), bar=1.0)
 
 
 def head_dims() -> Iterator[Cell]:
     """Head dims that no tile of ours fits: padded to a multiple of 8, or computed by torch's own kernels above 256."""
-    for head_dim in (84, 100, 320, 512):
-        for causal in (False, True):
-            heads = 2048 // head_dim
-            case = _on_gpu(4, (4096, 4096), (heads, heads), head_dim, causal)
-            name = f"d{head_dim} {'causal' if causal else 'full'} 4096"
-            yield Cell(name, case, "forward", ("stream",), ("sdpa",), beside=("blocked",))
-            yield Cell(name, case, "backward", ("stream",), ("sdpa",), beside=("stream deterministic",))
+    for head_dim, (kind, causal) in product((84, 100, 320, 512), KINDS.items()):
+        heads = 2048 // head_dim
+        case, name = _on_gpu(4, (4096, 4096), (heads, heads), head_dim, causal), f"d{head_dim} {kind} 4096"
+        yield Cell(name, case, "forward", ("stream",), ("sdpa",), beside=("blocked",))
+        yield Cell(name, case, "backward", ("stream",), ("sdpa",), beside=("stream deterministic",))
 
 
 def fp8() -> Iterator[Cell]:
@@ -379,15 +355,6 @@ def fp8() -> Iterator[Cell]:
 
 
 SUITES: dict[str, Callable[[], Iterator[Cell]]] = {
-    "cpu": cpu,
-    "forward": forward,
-    "backward": backward,
-    "modifiers": modifiers,
-    "modifiers-backward": modifiers_backward,
-    "shapes": shapes,
-    "fp8": fp8,
-    "decode": decode,
-    "caches": caches,
-    "small": small,
-    "head-dims": head_dims,
+    suite.__name__.replace("_", "-"): suite
+    for suite in (cpu, forward, backward, modifiers, modifiers_backward, shapes, fp8, decode, caches, small, head_dims)
 }

@@ -1,4 +1,4 @@
-"""The form of a results file: what every reader of one takes for granted."""
+"""The schema of a results file: what every reader of one takes for granted."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def _missing_entries(cell: dict[str, Any], of_models: bool, at: str) -> list[str
     missing: list[str] = []
     for name, one in entries.items():
         kind = next((key for key in ENTRIES if isinstance(one, dict) and key in one), "error")
-        form = ENTRIES[kind] | ({"tokens_per_s": positive} if of_models and kind == "median_ms" else {})
-        missing += _missing(one, form, f"{at}providers[{name!r}].")
+        schema = ENTRIES[kind] | ({"tokens_per_s": positive} if of_models and kind == "median_ms" else {})
+        missing += _missing(one, schema, f"{at}providers[{name!r}].")
         for pair in TOGETHER if isinstance(one, dict) else ():
             there = [key for key in pair if key in one]
             missing += [f"{at}providers[{name!r}].{key}" for key in pair if len(there) == 1 and key not in there]
@@ -122,15 +122,12 @@ def _missing_entries(cell: dict[str, Any], of_models: bool, at: str) -> list[str
     return missing
 
 
-def _missing(found: Any, form: dict[str, Any], at: str) -> Iterator[str]:
-    for key, kind in form.items():
+def _missing(found: Any, schema: dict[str, Any], at: str) -> Iterator[str]:
+    for key, kind in schema.items():
         there = isinstance(found, dict) and key in found
-        if isinstance(kind, May):
-            if not there:
-                continue
-            kind = kind.hold
+        optional, kind = (True, kind.hold) if isinstance(kind, May) else (False, kind)
         if not there:
-            yield f"{at}{key}"
+            yield from () if optional else (f"{at}{key}",)
         elif isinstance(kind, dict) and isinstance(found[key], dict):
             yield from _missing(found[key], kind, f"{at}{key}.")
         elif isinstance(kind, dict) or not kind(found[key]):

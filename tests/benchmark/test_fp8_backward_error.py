@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from benchmarks.studies import fp8_backward_error as study
+from benchmarks.studies.fp8_backward_error import GRAD, KINDS, NORMAL, Inputs, losses
 
 from stream_attention.kernels import reference_fp8
-from stream_attention_tools.bench import fp8_backward_error as study
-from stream_attention_tools.bench.fp8_backward_error import GRAD, KINDS, NORMAL, Inputs, losses
 
 DQ, DK, DV = range(3)
 

@@ -1,6 +1,6 @@
 """What an FP8 backward would lose, by kind of input: a study, no kernel does this.
 
-`python -m stream_attention_tools.bench.fp8_backward_error` prints it, in some minutes. Three of the five products have
+`python -m benchmarks.studies.fp8_backward_error` prints it, in some minutes. Three of the five products have
 e4m3 factors with the scales of kernels/fp8_layout.py:
 
     S = Q K^T        dV = P^T dO        dK = dS^T Q        in FP8, P as 2^8 p, dS with a power of two for 64 x 128 of it
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from stream_attention.kernels.fp8_layout import BLOCK, LARGEST, QUERY_BLOCK, SHIFT
 from stream_attention.kernels.reference_fp8 import hadamard, power_of_two, to_e4m3
-
-from ..testing.fp8 import matrix_unit_sums
+from stream_attention_tools.bench.summary import markdown_table
+from stream_attention_tools.testing.fp8 import matrix_unit_sums
 
 LENGTH, HEADS, DIM = 512, 4, 128
 SCALE = DIM**-0.5
@@ -189,10 +189,5 @@ def _to_bf16(x: Tensor) -> Tensor:
     return x.bfloat16().double()
 
 
-def main() -> None:
-    heading, *body = table()
-    print("\n".join(f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *body)))
-
-
 if __name__ == "__main__":
-    main()
+    print("\n".join(markdown_table(table())))

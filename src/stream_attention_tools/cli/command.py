@@ -1,0 +1,70 @@
+"""What the `main` of every command does: parse, run, and turn refusals, Ctrl-C and a closed pipe into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import ParamSpec
+
+P = ParamSpec("P")
+
+CLOSED_PIPE = 141
+"""What a shell reports for a program that SIGPIPE ended, as in `stream-attention info | head -3`."""
+
+
+class Refused(Exception):
+    """A command line that cannot be run; the message says why, and the exit code is 2."""
+
+
+def command(
+    prog: str,
+    parser: Callable[[str], argparse.ArgumentParser],
+    run: Callable[[argparse.Namespace], int],
+    refused: tuple[type[Exception], ...] = (Refused,),
+    interrupted: str = "interrupted; its files are complete or unchanged",
+) -> Callable[..., int]:
+    """The `main(argv=None, prog=prog)` of a command: its exit code, 2 where it is refused, 130 where interrupted."""
+
+    @quiet
+    def main(argv: Sequence[str] | None = None, prog: str = prog) -> int:
+        options = parser(prog).parse_args(argv)
+        try:
+            return run(options)
+        except refused as why:
+            print(f"{prog}: {why}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print(f"{prog}: {interrupted}", file=sys.stderr)
+            return 130
+
+    return main
+
+
+def description(docstring: str | None) -> str:
+    """A command's description: its module's docstring without its name."""
+    text = (docstring or "").split(": ", 1)[1]
+    return text[0].upper() + text[1:]
+
+
+def quiet(main: Callable[P, int]) -> Callable[P, int]:
+    """The function, returning `CLOSED_PIPE` without a traceback where nobody reads what it prints."""
+
+    @functools.wraps(main)
+    def ended(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            try:
+                return main(*args, **kwargs)
+            finally:  # also after --help, which leaves by SystemExit
+                sys.stdout.flush()
+        except BrokenPipeError:
+            for stream in (sys.stdout, sys.stderr):  # or the interpreter complains when it flushes them at its end
+                try:
+                    stream.flush()
+                except BrokenPipeError:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            return CLOSED_PIPE
+
+    return ended
