@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from stream_attention import ContiguousKV, quantize_kv
 from stream_attention.integration.caches import StreamBoundedCache, StreamQuantizedCache
 from stream_attention.integration.forward import stream_attention_forward
-from stream_attention.integration.held import check_new, checked_once
 from stream_attention.integration.hf import register
+from stream_attention.integration.placeholder import check_new, checked_once
 
 PROMPT, NEW, VOCABULARY = 40, 30, 96
 SHAPE = {

@@ -9,8 +9,8 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from stream_attention import attention
-from stream_attention.integration.evicting import VOTERS, Budget, EvictingLayer
-from stream_attention.integration.held import FEW, read, tell
+from stream_attention.integration.evicting_layer import VOTERS, Budget, EvictingLayer
+from stream_attention.integration.placeholder import FEW, read, tell
 
 HEADS, DIM = 2, 16
 SMALL = Budget(tokens=12, sinks=2, recent=4, heavy="attention", every=5)

@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from stream_attention.integration.caches import StreamBoundedCache, StreamQuantizedCache
 from stream_attention.integration.hf import register
-from stream_attention.integration.quantised import Coding, QuantisedLayer
+from stream_attention.integration.quantized_layer import Coding, QuantisedLayer
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 from stream_attention import ContiguousKV, attention, quantize_kv
-from stream_attention.integration.held import FEW, read
-from stream_attention.integration.quantised import STEP, Coding, QuantisedLayer
+from stream_attention.integration.placeholder import FEW, read
+from stream_attention.integration.quantized_layer import STEP, Coding, QuantisedLayer
 
 HEADS, DIM = 2, 16
 INT8 = Coding("int8", 8, 16, "channel", "token")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import refuse
 from . import checks
-from .codes import Coding
+from .quantized_tensor import Coding
 from .write import Rotary, check_new, rotate
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import refuse
-from .codes import QuantizedTensor
+from .quantized_tensor import QuantizedTensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HINT_TO_COPY = "Pass a copy: .clone(memory_format=torch.contiguous_format)."

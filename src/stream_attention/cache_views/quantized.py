@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import refuse
 from . import checks
 from .base import Cache
-from .codes import BITS, SYMMETRIC, TOKENS, Coding, QuantizedTensor, on_16_bytes, quantize
+from .quantized_tensor import BITS, SYMMETRIC, TOKENS, Coding, QuantizedTensor, on_16_bytes, quantize
 from .write import Places, places, put
 
 FORMATS = ("fp8", "int8", "int4")

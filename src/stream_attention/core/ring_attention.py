@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..distributed.call import differentiable
+from ..distributed.agreement import common_seed
+from ..distributed.autograd import differentiable
+from ..distributed.call_spec import Request, prepare
+from ..distributed.graph_break import graph_break
 from ..distributed.processes import Group, transport_of
-from ..distributed.request import Request, prepare
 from ..distributed.ring import Ring, Rotation
-from ..distributed.seed import common_seed
 from ..distributed.shard import Layout, Run, check_layout
 from ..distributed.transport import Transport, VirtualRanks
-from ..distributed.uncompiled import uncompiled
 from ..errors import refuse
 from ..ops.attention import seed_tensor
 from ._masks import split_mask
@@ -93,7 +93,7 @@ class RingAttention(nn.Module):
         """Of this process in the group; the first one of virtual ranks."""
         return self.transport.ranks[0]
 
-    @uncompiled
+    @graph_break
     def forward(self, query: Any, key: Any, value: Any, attention_mask: Any = None, causal: bool = True) -> Any:
         """Attend.
 
@@ -110,7 +110,7 @@ class RingAttention(nn.Module):
             return checkpoint(compute, query, key, value, attention_mask, use_reentrant=False)
         return compute(query, key, value, attention_mask)
 
-    @uncompiled
+    @graph_break
     def forward_with_cache(
         self,
         query: Any,

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed.local import Attention, Rows, State
+from ..distributed.graph_break import graph_break
 from ..distributed.processes import Group, transport_of
 from ..distributed.shard import Run
+from ..distributed.shard_attention import Attention, Rows, State
 from ..distributed.star import shard_context, star_cache, star_context_attention
 from ..distributed.tiles import EVERYTHING, sides_of
 from ..distributed.transport import Transport, VirtualRanks
 from ..distributed.tree import merge_ranks
-from ..distributed.uncompiled import uncompiled
 from ..errors import refuse
 from ..kvcache import CompressionStats, KVCompressor, create_kv_compressor
 from ..kvcache.compressor import Stored
@@ -107,7 +107,7 @@ class StarAttention(nn.Module):
             self._state = self.encode_context(*(t[:, :0] for t in (query, key, value)))
         return self.process_query(query, key=key, value=value)
 
-    @uncompiled
+    @graph_break
     @torch.no_grad()
     def encode_context(
         self,
@@ -159,7 +159,7 @@ class StarAttention(nn.Module):
         self._state = state
         return state
 
-    @uncompiled
+    @graph_break
     @torch.no_grad()
     def process_query(
         self,

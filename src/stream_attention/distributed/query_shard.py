@@ -19,19 +19,18 @@ from ..errors import refuse
 from ..ops.attention import attention, in_autocast_dtype, leading_ones, seed_tensor
 from ..plan import requested
 from ..problem import UNBOUNDED
-from .agreement import agree, described
-from .call import Tensors, differentiable
-from .local import Attention, Rows, Saved
+from .agreement import agree, common_seed, described
+from .autograd import Tensors, differentiable
+from .full_kv import whole_backward, whole_forward
+from .graph_break import graph_break
 from .processes import Group, transport_of
-from .seed import common_seed
 from .shard import Layout, Run, check_shards, positions_of, runs_of
+from .shard_attention import Attention, Rows, Saved
 from .tiles import sides_of
 from .transport import Strategy, Transport, all_gather, reduce_scatter
-from .uncompiled import uncompiled
-from .whole import whole_backward, whole_forward
 
 
-@uncompiled
+@graph_break
 def query_sharded_attention(
     query: Any,
     key: Any,

@@ -19,21 +19,21 @@ from torch import Tensor
 
 from ..errors import refuse
 from ..problem import Wanted
-from .call import Tensors, differentiable
-from .local import RowGradients, Rows, Saved, State, sink_gradient
+from .autograd import Tensors, differentiable
+from .call_spec import Request, Runs, prepare
+from .graph_break import graph_break
 from .processes import Group
-from .request import Request, Runs, prepare
 from .shard import Layout, Run, by_position
+from .shard_attention import RowGradients, Rows, Saved, State, sink_gradient
 from .tiles import Sides, sees
 from .transport import AllGather, AllToAll, Exchange, Pending, Start, Strategy, Wait
-from .uncompiled import uncompiled
 
 Rotation = Literal["p2p", "alltoall", "allgather"]
 Route = tuple[dict[int, int], dict[int, int]]
 """Which owner's shard goes to which rank, and comes from which."""
 
 
-@uncompiled
+@graph_break
 def ring_attention(
     query: Any,
     key: Any,
@@ -131,7 +131,7 @@ def visits(q_runs: Runs, k_runs: Runs, sides: Sides) -> tuple[frozenset[int], ..
 
 
 class Ring:
-    """The two strategies of one call. Its ranks may be some of a group's: `heads.within`."""
+    """The two strategies of one call. Its ranks may be some of a group's: `head_exchange.within`."""
 
     def __init__(self, request: Request, rotate: Rotation) -> None:
         self.attention, self.q_runs, self.k_runs = request.attention, request.q_runs, request.k_runs

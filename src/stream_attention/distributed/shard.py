@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ..errors import refuse
 from .agreement import agree
-from .call import differentiable
+from .autograd import differentiable
+from .graph_break import graph_break
 from .processes import Group, transport_of
 from .transport import Strategy, VirtualRanks, all_gather, reduce_scatter
-from .uncompiled import uncompiled
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -142,7 +142,7 @@ def shard_sequence(sequence: Tensor, *, group: Group = None, layout: Layout = "c
     return shards if isinstance(group, VirtualRanks) else shards[0]
 
 
-@uncompiled
+@graph_break
 def unshard_sequence(shard: Any, *, group: Group = None, layout: Layout = "contiguous", dim: int = 1) -> Any:
     """The whole sequence, on every rank, from the ranks' shards; the inverse of `shard_sequence`.
 

@@ -23,12 +23,12 @@ from .. import validate
 from ..errors import refuse
 from ..ops.attention import leading_ones
 from ..plan import requested
-from .local import Attention, Rows, State
+from .graph_break import graph_break
 from .processes import Group, transport_of
 from .shard import Run, check_dim, check_shards
+from .shard_attention import Attention, Rows, State
 from .tiles import sides_of
 from .transport import VirtualRanks
-from .uncompiled import uncompiled
 
 
 def star_rows(length: int, block_size: int, anchor_size: int, size: int, rank: int) -> tuple[Run, ...]:
@@ -87,7 +87,7 @@ def star_cache(
     return kept[0] if isinstance(key, Tensor) else kept
 
 
-@uncompiled
+@graph_break
 def star_context_attention(
     query: Any,
     key: Any,

@@ -20,15 +20,15 @@ from ..ops.decode import decode_attention
 from ..plan import requested
 from ..state import add_sink, merge, per_row
 from .agreement import agree, described
-from .local import Attention, Rows, State
+from .graph_break import graph_break
 from .processes import Group, transport_of
 from .shard import Run, check_shards
+from .shard_attention import Attention, Rows, State
 from .tiles import sides_of
 from .transport import Strategy, all_gather
-from .uncompiled import uncompiled
 
 
-@uncompiled
+@graph_break
 def tree_decode_attention(
     query: Any,
     cache: Any,

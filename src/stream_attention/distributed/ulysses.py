@@ -23,20 +23,20 @@ from torch import Tensor
 
 from ..errors import refuse
 from .agreement import agree
-from .call import Tensors, differentiable
-from .heads import Moving, Side, to_heads, to_rows, within
-from .local import Rows, Saved
+from .autograd import Tensors, differentiable
+from .call_spec import Request, prepare
+from .call_spec import runs_between as runs_between
+from .full_kv import whole_backward, whole_forward
+from .graph_break import graph_break
+from .head_exchange import Moving, Side, to_heads, to_rows, within
 from .processes import Group, transport_of
-from .request import Request, prepare
-from .request import runs_between as runs_between
 from .ring import Ring, Rotation, ring_attention
 from .shard import Layout, offsets_of, positions_of, runs_of_all
+from .shard_attention import Rows, Saved
 from .transport import Strategy, Transport
-from .uncompiled import uncompiled
-from .whole import whole_backward, whole_forward
 
 
-@uncompiled
+@graph_break
 def ulysses_attention(
     query: Any,
     key: Any,

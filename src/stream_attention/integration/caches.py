@@ -23,11 +23,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from ..cache_views import ContiguousKV
 from ..errors import refuse
 from ..kvcache import quantize_kv
-from ..kvcache.request import count
-from .evicting import Budget, EvictingLayer
+from ..kvcache.compression_spec import count
+from .cache_layer import StreamLayer
+from .evicting_layer import Budget, EvictingLayer
 from .hf import NAME
-from .layer import StreamLayer
-from .quantised import Coding, QuantisedLayer
+from .quantized_layer import Coding, QuantisedLayer
 
 MOST_IN_GROUP = 256
 HEAVY = ("attention", "key_norm", "value_norm", None)

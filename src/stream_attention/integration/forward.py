@@ -12,8 +12,8 @@ from ..errors import refuse
 from ..ops.attention import attention
 from ..ops.varlen import varlen_attention
 from .decode_op import decode
-from .held import check_new, read, tell
 from .masks import Side, Unpadded, filled, matrix, packed, seen
+from .placeholder import check_new, read, tell
 
 
 class Settings(NamedTuple):

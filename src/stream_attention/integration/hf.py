@@ -8,7 +8,7 @@ or, for a model that exists, `replace_llama_attention(model, config)`. No model'
 what stands in its tables of attention functions (`forward`) and mask functions (`masks`) under the name that a model's
 config holds. Both are needed: for a name without a mask function it makes no mask at all, padding included.
 
-A cache layer of ours (`caches`) returns keys that say where the keys are, which `held.read` reads.
+A cache layer of ours (`caches`) returns keys that say where the keys are, which `placeholder.read` reads.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 from ..errors import refuse
-from .held import FEW, checked_once
+from .placeholder import FEW, checked_once
 
 MODELS_ASK = "allow_is_causal_skip" in signature(masking_utils.create_causal_mask).parameters
 """Whether a model may ask for a matrix, to compute with it; else only a cache of fixed shape does, in any step."""

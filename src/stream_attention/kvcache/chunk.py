@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import refuse
+from .compression_spec import Request, count
 from .compressor import KVCompressor
 from .importance import ImportanceBasedCompressor
-from .request import Request, count
 from .select import comparable, in_order
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import refuse
+from .compression_spec import Request, checked
 from .quantize import QuantizedTensor
-from .request import Request, checked
 from .select import everything, gather
 
 Stored = Tensor | QuantizedTensor

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .compression_spec import Request
 from .compressor import KVCompressor, Stored
 from .importance import ImportanceBasedCompressor
 from .quantized import QuantizedCompressor
-from .request import Request
 from .select import Heads
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..errors import refuse
 from ..ops.mass import attention_mass
+from .compression_spec import Request
 from .compressor import KVCompressor
 from .key_norm import norms
-from .request import Request
 from .select import Heads, best, checked_heads
 
 SCORES = ("auto", "attention_sum", "key_norm", "value_norm")

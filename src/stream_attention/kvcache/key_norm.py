@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .compression_spec import Request
 from .compressor import KVCompressor
-from .request import Request
 from .select import Heads, best, checked_heads
 
 

@@ -1,4 +1,4 @@
-"""Quantisation of caches: `quantize_kv`, and what the compressors take from `cache_views.codes`."""
+"""Quantisation of caches: `quantize_kv`, and what the compressors take from `cache_views.quantized_tensor`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ..cache_views import ContiguousKV, PagedKV, QuantizedKV
 from ..cache_views.checks import should_validate
-from ..cache_views.codes import BITS, CHANNELS, SYMMETRIC, TOKENS, QuantizedTensor, quantize
 from ..cache_views.quantized import FORMATS, check_blocks, quantized_lengths, window_slots
+from ..cache_views.quantized_tensor import BITS, CHANNELS, SYMMETRIC, TOKENS, QuantizedTensor, quantize
 from ..cache_views.write import places, take
 from ..errors import refuse
-from .request import count
+from .compression_spec import count
 
 __all__ = ["ALONG", "BITS", "CHANNELS", "TOKENS", "QuantizedTensor", "quantize", "quantize_kv", "quantized_nbytes"]
 

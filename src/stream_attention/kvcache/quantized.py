@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import refuse
+from .compression_spec import Request, count
 from .compressor import CompressionStats, KVCompressor, Stored
 from .quantize import ALONG, BITS, QuantizedTensor, quantize, quantized_nbytes
-from .request import Request, count
 from .select import best
 
 

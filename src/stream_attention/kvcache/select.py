@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import refuse
-from .request import Request, number
+from .compression_spec import Request, number
 
 Heads = str | Sequence[float]
 """How a row's budget is shared out: "each", "same", "adaptive", or one weight per KV head."""

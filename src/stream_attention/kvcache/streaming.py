@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .compression_spec import Request, count
 from .compressor import KVCompressor
-from .request import Request, count
 from .select import best
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..cache_views.codes import Coding
+from ..cache_views.quantized_tensor import Coding
 from ..problem import UNBOUNDED, Problem
 
 INVARIANT_KEYS = 2048

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache_views import ContiguousKV, PagedKV, QuantizedKV
-from ..cache_views.codes import TOKENS, QuantizedTensor, quantize
 from ..cache_views.quantized import quantized_lengths
+from ..cache_views.quantized_tensor import TOKENS, QuantizedTensor, quantize
 from ..kvcache import quantize_kv
-from .held import FEW
-from .layer import StreamLayer, rolled
+from .cache_layer import StreamLayer, rolled
+from .placeholder import FEW
 
 STEP = 256
 """Tokens by which a cache grows at least that is full."""

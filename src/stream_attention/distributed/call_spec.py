@@ -15,10 +15,10 @@ from ..errors import refuse
 from ..ops.attention import in_autocast_dtype, leading_ones, seed_tensor
 from ..plan import requested
 from .agreement import agree, described
-from .call import Tensors
-from .local import Attention
+from .autograd import Tensors
 from .processes import Group, transport_of
 from .shard import Layout, Run, check_layout, check_shards, offsets_of, runs_of_all, shard_length, within_sequences
+from .shard_attention import Attention
 from .tiles import Sides, sides_of
 from .transport import Transport
 
@@ -28,10 +28,8 @@ Runs = tuple[tuple[Run, ...], ...]  # of all ranks
 
 @dataclass(frozen=True)
 class Request:
-    """One call. `shards` has, for each rank of this process, its tensors in the order of `local.Rows` after the query.
-
-    query, key, value `[B, T, H, D]`, mask, bias, alibi_slopes, sink, seed.
-    """
+    """One call. `shards` has, for each rank of this process, its query, key, value `[B, T, H, D]`, mask, bias,
+    alibi_slopes, sink and seed."""
 
     transport: Transport
     shards: list[Tensors]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..problem import Wanted
-from .call import Tensors
-from .local import Attention, RowGradients, Rows, Saved, State, sink_gradient
+from .autograd import Tensors
 from .shard import Run
+from .shard_attention import Attention, RowGradients, Rows, Saved, State, sink_gradient
 
 
 def whole_forward(

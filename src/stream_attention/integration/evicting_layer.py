@@ -12,8 +12,8 @@ from ..errors import refuse
 from ..kvcache.key_norm import norms
 from ..kvcache.select import comparable, gather, in_order
 from ..ops.mass import attention_mass
-from .held import FEW, Observer
-from .layer import StreamLayer, rolled
+from .cache_layer import StreamLayer, rolled
+from .placeholder import FEW, Observer
 
 VOTERS = 32
 """Latest queries whose attention says what matters, at most; no more than the latest tokens, which nobody votes on."""

@@ -11,14 +11,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..cache_views import KVCache
 from ..errors import refuse
-from .held import Observer, hollow, observed
+from .placeholder import Observer, hollow, observed
 
 
 class StreamLayer(CacheLayerMixin):
     """One layer's cache. `seen` counts the columns of the attention mask, padding and dropped tokens included.
 
     The first tokens are attended to as they came: the model gets the very tensors that it passed. Later ones get hollow
-    keys (see `held`) that stand for as many tokens as were seen.
+    keys (see `placeholder`) that stand for as many tokens as were seen.
     """
 
     is_sliding = False
