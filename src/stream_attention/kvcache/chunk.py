@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import refuse
-from .compression_spec import Request, count
+from .compression_spec import CompressionSpec, count
 from .compressor import KVCompressor
 from .importance import ImportanceBasedCompressor
 from .select import comparable, in_order
@@ -29,14 +29,14 @@ class ChunkBasedCompressor(KVCompressor):
         self.importance = ImportanceBasedCompressor(importance)
         self.uses_query = self.importance.uses_query
 
-    def _choose(self, request: Request) -> Tensor:
-        scores = self.importance.scores(request)
+    def _choose(self, spec: CompressionSpec) -> Tensor:
+        scores = self.importance.scores(spec)
         if self.heads == "same":
             scores = scores.sum(1, keepdim=True).expand_as(scores)
-        real = request.is_real
+        real = spec.is_real
         scores = comparable(scores, real)
         kept = torch.zeros_like(scores, dtype=torch.bool)
-        for row, (length, budget) in enumerate(zip(request.lengths, request.budgets(), strict=True)):
+        for row, (length, budget) in enumerate(zip(spec.lengths, spec.budgets(), strict=True)):
             places = (~real[row]).long().argsort(stable=True)[:length]  # of its real tokens
             if length:
                 kept[row, :, places] = self._kept_of_row(scores[row, :, places], budget)
@@ -54,5 +54,5 @@ class ChunkBasedCompressor(KVCompressor):
         fits = sizes[order].cumsum(-1) <= budget
         return torch.zeros_like(fits).scatter(1, order, fits).repeat_interleave(size, 1)[:, :length]
 
-    def _described(self, request: Request) -> str:
-        return f"chunks of {self.chunk_size} by {self.importance._described(request)}"
+    def _described(self, spec: CompressionSpec) -> str:
+        return f"chunks of {self.chunk_size} by {self.importance._described(spec)}"

@@ -12,7 +12,7 @@ from ..errors import refuse
 from ..validate import DTYPES
 
 
-class Request(NamedTuple):
+class CompressionSpec(NamedTuple):
     """What one call of `compress` asks for."""
 
     keys: Tensor  # [B, T, Hkv, D]
@@ -56,7 +56,7 @@ def checked(
     scale: float | None,
     *,
     votes: bool,
-) -> Request:
+) -> CompressionSpec:
     """Check a call of `compress` of a method to which `query` and `mass` say something, or not (`votes`).
 
     `causal`, `scale` and the dtype and heads of `query` are checked by the attention that they are for.
@@ -114,7 +114,7 @@ def checked(
         counts = key_mask.sum(1).tolist()
     if counts == [length] * batch:
         real = None
-    return Request(keys, values, float(ratio), counts, real, query, mass, causal, scale)
+    return CompressionSpec(keys, values, float(ratio), counts, real, query, mass, causal, scale)
 
 
 def count(name: str, given: Any, least: int) -> int:

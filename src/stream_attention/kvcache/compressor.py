@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import refuse
-from .compression_spec import Request, checked
+from .compression_spec import CompressionSpec, checked
 from .quantize import QuantizedTensor
 from .select import everything, gather
 
@@ -126,24 +126,24 @@ class KVCompressor(ABC):
         Raises:
             ValueError, TypeError: a bad argument, or one that this method would not use, before any work.
         """
-        request = checked(
+        spec = checked(
             keys, values, compression_ratio, query, mass, lengths, key_mask, causal, scale, votes=self.uses_query
         )
-        described, began = self._described(request), time.perf_counter()
+        described, began = self._described(spec), time.perf_counter()
         with torch.no_grad():
-            positions = self._choose(request)
+            positions = self._choose(spec)
         held = None
         if positions is None:
             positions = everything(keys)
         else:
             held = (positions >= 0).transpose(1, 2)
             keys, values = gather(keys, positions), gather(values, positions)
-        stored = self._store(keys, values, held, request)
+        stored = self._store(keys, values, held, spec)
         return *stored, CompressionStats(
             method=described,
-            original_size=request.nbytes,
+            original_size=spec.nbytes,
             compressed_size=sum(one.nbytes for one in stored),
-            tokens=request.keys.shape[1],
+            tokens=spec.keys.shape[1],
             tokens_retained=positions.shape[-1],
             compression_time=time.perf_counter() - began,
             positions=positions,
@@ -151,17 +151,17 @@ class KVCompressor(ABC):
 
     def decompress(self, keys: Stored, values: Stored) -> tuple[Tensor, Tensor]:
         """What `compress` returned as plain tensors of the cache's dtype. Tokens that were dropped stay dropped."""
-        return _plain("keys", keys), _plain("values", values)
+        return decompress(keys, values)
 
     @abstractmethod
-    def _choose(self, request: Request) -> Tensor | None:
+    def _choose(self, spec: CompressionSpec) -> Tensor | None:
         """Positions to keep, int64 `[B, Hkv, kept]`, rising, -1 after the last of a head; None: every slot."""
 
     @abstractmethod
-    def _described(self, request: Request) -> str:
+    def _described(self, spec: CompressionSpec) -> str:
         """What the stats call what is going to be done."""
 
-    def _store(self, keys: Tensor, values: Tensor, held: Tensor | None, request: Request) -> tuple[Stored, Stored]:
+    def _store(self, keys: Tensor, values: Tensor, held: Tensor | None, spec: CompressionSpec) -> tuple[Stored, Stored]:
         """The form in which kept tokens are returned. `held` bool `[B, kept, Hkv]`: slots that hold one; None: all."""
         return keys, values
 
@@ -189,9 +189,10 @@ def create_kv_compressor(method: str = "hybrid", **options: Any) -> KVCompressor
     return compressor
 
 
-def _plain(name: str, stored: Stored) -> Tensor:
-    if isinstance(stored, QuantizedTensor):
-        return stored.dequantize()
-    if not isinstance(stored, Tensor):
-        refuse(name, "a tensor or QuantizedTensor that compress() returned", type(stored).__name__, error=TypeError)
-    return stored
+def decompress(keys: Stored, values: Stored) -> tuple[Tensor, Tensor]:
+    """What a compressor returned as plain tensors."""
+    for name, stored in (("keys", keys), ("values", values)):
+        if not isinstance(stored, (Tensor, QuantizedTensor)):
+            refuse(name, "a tensor or QuantizedTensor that compress() returned", type(stored).__name__, error=TypeError)
+    key, value = (one.dequantize() if isinstance(one, QuantizedTensor) else one for one in (keys, values))
+    return key, value

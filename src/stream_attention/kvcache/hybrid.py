@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .compression_spec import Request
+from .compression_spec import CompressionSpec
 from .compressor import KVCompressor, Stored
 from .importance import ImportanceBasedCompressor
 from .quantized import QuantizedCompressor
@@ -24,11 +24,11 @@ class HybridCompressor(KVCompressor):
         self.quantized = QuantizedCompressor(8, group=group)
         self.uses_query = self.importance.uses_query
 
-    def _choose(self, request: Request) -> Tensor:
-        return self.importance._choose(request._replace(ratio=max(1.0, request.ratio / 2)))
+    def _choose(self, spec: CompressionSpec) -> Tensor:
+        return self.importance._choose(spec._replace(ratio=max(1.0, spec.ratio / 2)))
 
-    def _store(self, keys: Tensor, values: Tensor, held: Tensor | None, request: Request) -> tuple[Stored, Stored]:
+    def _store(self, keys: Tensor, values: Tensor, held: Tensor | None, spec: CompressionSpec) -> tuple[Stored, Stored]:
         return self.quantized.stored(keys, values, held, "int8")
 
-    def _described(self, request: Request) -> str:
-        return f"hybrid: {self.importance._described(request)}, int8"
+    def _described(self, spec: CompressionSpec) -> str:
+        return f"hybrid: {self.importance._described(spec)}, int8"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import refuse
 from ..ops.mass import attention_mass
-from .compression_spec import Request
+from .compression_spec import CompressionSpec
 from .compressor import KVCompressor
 from .key_norm import norms
 from .select import Heads, best, checked_heads
@@ -54,45 +54,45 @@ class ImportanceBasedCompressor(KVCompressor):
             received = received + F.pad(earlier, (0, grown))
         self._received = received
 
-    def _choose(self, request: Request) -> Tensor:
-        return best(self.scores(request), request, self.heads)
+    def _choose(self, spec: CompressionSpec) -> Tensor:
+        return best(self.scores(spec), spec, self.heads)
 
-    def _described(self, request: Request) -> str:
-        return f"importance ({self._score(request)})"
+    def _described(self, spec: CompressionSpec) -> str:
+        return f"importance ({self._score(spec)})"
 
-    def _score(self, request: Request) -> str:
-        known = request.votes or self._received is not None
+    def _score(self, spec: CompressionSpec) -> str:
+        known = spec.votes or self._received is not None
         return self.method if self.method != "auto" else "attention_sum" if known else "key_norm"
 
-    def scores(self, request: Request) -> Tensor:
+    def scores(self, spec: CompressionSpec) -> Tensor:
         """The score of each token, `[B, Hkv, T]`. Attention that was added before this call is used up by it."""
-        score = self._score(request)
+        score = self._score(spec)
         if score == "key_norm":
-            return -norms(request.keys)
+            return -norms(spec.keys)
         if score == "value_norm":
-            return norms(request.values)
-        batch, length, kv_heads, _ = request.keys.shape
+            return norms(spec.values)
+        batch, length, kv_heads, _ = spec.keys.shape
         received, self._received = self._received, None
         if received is None:
-            return votes(request)
+            return votes(spec)
         if received.shape[0] != batch or received.shape[1] % kv_heads or received.shape[2] != length:
             expected = f"weights of [B={batch}, Hq, Tq, T={length}] before this"
             refuse("update_attention_scores", expected, f"[B, Hq, T] = {list(received.shape)}")
         received = received.unflatten(1, (kv_heads, -1)).sum(2)
-        return received + votes(request) if request.votes else received
+        return received + votes(spec) if spec.votes else received
 
 
-def votes(request: Request, last: int | None = None) -> Tensor:
+def votes(spec: CompressionSpec, last: int | None = None) -> Tensor:
     """The attention that each key received, `[B, Hkv, T]`, of real queries, of the `last` real ones of a row if given.
 
     A `mass` that the caller computed is taken as it is.
     """
-    if request.mass is not None:
-        return request.mass.to(torch.promote_types(request.mass.dtype, torch.float32))
-    query, keys, real = request.query, request.keys, request.real
+    if spec.mass is not None:
+        return spec.mass.to(torch.promote_types(spec.mass.dtype, torch.float32))
+    query, keys, real = spec.query, spec.keys, spec.real
     if query is None:
         refuse("query", "query or mass", None, 'The methods "key_norm" and "streaming" need neither.')
-    mass = partial(attention_mass, query, keys, causal=request.causal, scale=request.scale)
+    mass = partial(attention_mass, query, keys, causal=spec.causal, scale=spec.scale)
     if real is None:
         return mass(window_queries=last)
     outside = query.shape[1] - keys.shape[1]  # queries that stand before the first slot

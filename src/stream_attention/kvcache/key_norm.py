@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .compression_spec import Request
+from .compression_spec import CompressionSpec
 from .compressor import KVCompressor
 from .select import Heads, best, checked_heads
 
@@ -19,10 +19,10 @@ class KeyNormCompressor(KVCompressor):
     def __init__(self, *, heads: Heads = "each") -> None:
         self.heads = checked_heads(heads)
 
-    def _choose(self, request: Request) -> Tensor:
-        return best(-norms(request.keys), request, self.heads)
+    def _choose(self, spec: CompressionSpec) -> Tensor:
+        return best(-norms(spec.keys), spec, self.heads)
 
-    def _described(self, request: Request) -> str:
+    def _described(self, spec: CompressionSpec) -> str:
         return "key_norm"
 
 

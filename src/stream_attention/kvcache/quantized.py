@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import refuse
-from .compression_spec import Request, count
+from .compression_spec import CompressionSpec, count
 from .compressor import CompressionStats, KVCompressor, Stored
 from .quantize import ALONG, BITS, QuantizedTensor, quantize, quantized_nbytes
 from .select import best
@@ -62,15 +62,15 @@ class QuantizedCompressor(KVCompressor):
             scale=scale,
         )
 
-    def _choose(self, request: Request) -> Tensor | None:
-        self._format_for(request)
-        if request.real is None:
+    def _choose(self, spec: CompressionSpec) -> Tensor | None:
+        self._format_for(spec)
+        if spec.real is None:
             return None
-        batch, length, heads, _ = request.keys.shape
-        return best(request.keys.new_zeros(batch, heads, length), request._replace(ratio=1.0), "each")
+        batch, length, heads, _ = spec.keys.shape
+        return best(spec.keys.new_zeros(batch, heads, length), spec._replace(ratio=1.0), "each")
 
-    def _store(self, keys: Tensor, values: Tensor, held: Tensor | None, request: Request) -> tuple[Stored, Stored]:
-        return self.stored(keys, values, held, self._format_for(request))
+    def _store(self, keys: Tensor, values: Tensor, held: Tensor | None, spec: CompressionSpec) -> tuple[Stored, Stored]:
+        return self.stored(keys, values, held, self._format_for(spec))
 
     def stored(
         self, keys: Tensor, values: Tensor, held: Tensor | None, format: str
@@ -81,21 +81,21 @@ class QuantizedCompressor(KVCompressor):
             quantize(values, format, along_values, self.group, held),
         )
 
-    def _format_for(self, request: Request) -> str:
+    def _format_for(self, spec: CompressionSpec) -> str:
         """The format that reaches the ratio."""
         formats = [self.format] if self.format else ["int8", "int4", "int2"]
         ratio = 1.0
         for format in formats:
             sizes = (
                 quantized_nbytes(x, format, dim, self.group)
-                for x, dim in zip((request.keys, request.values), self._dims, strict=True)
+                for x, dim in zip((spec.keys, spec.values), self._dims, strict=True)
             )
-            ratio = request.nbytes / max(1, sum(sizes))
-            if ratio >= request.ratio or request.ratio == 1.0:
+            ratio = spec.nbytes / max(1, sum(sizes))
+            if ratio >= spec.ratio or spec.ratio == 1.0:
                 return format
         given = f"{formats[-1]} in groups of {self.group}"
         hint = 'Use fewer bits, larger groups, or "hybrid", which also drops tokens.'
-        refuse("compression_ratio", f"at most {ratio:.2f} ({given})", request.ratio, hint)
+        refuse("compression_ratio", f"at most {ratio:.2f} ({given})", spec.ratio, hint)
 
-    def _described(self, request: Request) -> str:
-        return f"quantized ({self._format_for(request)})"
+    def _described(self, spec: CompressionSpec) -> str:
+        return f"quantized ({self._format_for(spec)})"

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import refuse
-from .compression_spec import Request, count
+from .compression_spec import CompressionSpec, count
 from .compressor import KVCompressor
 from .importance import from_end, votes
 from .select import Heads, best, checked_heads
@@ -29,18 +29,18 @@ class SnapCompressor(KVCompressor):
             refuse("pool", "an odd number of neighbours", pool)
         self.heads = checked_heads(heads)
 
-    def _choose(self, request: Request) -> Tensor:
-        real = request.is_real
+    def _choose(self, spec: CompressionSpec) -> Tensor:
+        real = spec.is_real
         later = from_end(real).unsqueeze(1)  # [B, 1, T]
         recent = real.unsqueeze(1) & (later < self.window)
         voted_on = real.unsqueeze(1) & ~recent
-        votes_of = votes(request, self.window).double().masked_fill(~voted_on, 0.0)
+        votes_of = votes(spec, self.window).double().masked_fill(~voted_on, 0.0)
         pooled = self._mean_of_neighbours(votes_of) / self._mean_of_neighbours(voted_on.double()).clamp_min(1e-12)
         above = pooled.amax((1, 2), keepdim=True) if pooled.numel() else pooled
-        return best(torch.where(recent, above + (1 + self.window - later), pooled), request, self.heads)
+        return best(torch.where(recent, above + (1 + self.window - later), pooled), spec, self.heads)
 
     def _mean_of_neighbours(self, x: Tensor) -> Tensor:
         return F.avg_pool1d(x, self.pool, stride=1, padding=self.pool // 2) if x.numel() else x
 
-    def _described(self, request: Request) -> str:
+    def _described(self, spec: CompressionSpec) -> str:
         return f"snap (window {self.window})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .compression_spec import Request, count
+from .compression_spec import CompressionSpec, count
 from .compressor import KVCompressor
 from .select import best
 
@@ -20,13 +20,13 @@ class StreamingCompressor(KVCompressor):
     def __init__(self, sinks: int = 4) -> None:
         self.sinks = count("sinks", sinks, 0)
 
-    def _choose(self, request: Request) -> Tensor:
-        real = request.is_real
-        sinks = [min(self.sinks, max(0, budget - 1)) for budget in request.budgets()]
+    def _choose(self, spec: CompressionSpec) -> Tensor:
+        real = spec.is_real
+        sinks = [min(self.sinks, max(0, budget - 1)) for budget in spec.budgets()]
         place = real.cumsum(1) - 1
         first = place < torch.tensor(sinks, device=real.device).view(-1, 1)
         scores = torch.where(first, real.shape[1] - place, place - real.shape[1]).double()
-        return best(scores.unsqueeze(1).expand(-1, request.keys.shape[2], -1), request, "each")
+        return best(scores.unsqueeze(1).expand(-1, spec.keys.shape[2], -1), spec, "each")
 
-    def _described(self, request: Request) -> str:
+    def _described(self, spec: CompressionSpec) -> str:
         return "streaming"
