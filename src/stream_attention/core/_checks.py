@@ -12,9 +12,9 @@ from ..validate import is_tensor
 from .config import StreamAttentionConfig
 
 
-def copied_config(config: Any) -> StreamAttentionConfig:
+def copied_config(config: Any, expected: str = "a StreamAttentionConfig") -> StreamAttentionConfig:
     if not isinstance(config, StreamAttentionConfig):
-        refuse("config", "a StreamAttentionConfig", type(config).__name__, error=TypeError)
+        refuse("config", expected, type(config).__name__, error=TypeError)
     return dataclasses.replace(config)
 
 
@@ -45,7 +45,7 @@ def check_four_dims(**tensors: Any) -> None:
             refuse(name, "four dims [B, T, H, D]", list(tensor.shape))
 
 
-def check_length(config: StreamAttentionConfig, keys: int, where: str = " on all ranks") -> None:
+def check_length(config: StreamAttentionConfig, keys: int, where: str = " on all ranks, the cache included") -> None:
     if keys > config.max_sequence_length:
-        limit = f"at most max_sequence_length={config.max_sequence_length} keys{where}, the cache included"
+        limit = f"at most max_sequence_length={config.max_sequence_length} keys{where}"
         refuse("key", limit, keys, "Raise it in the StreamAttentionConfig.")
