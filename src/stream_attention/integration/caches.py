@@ -21,9 +21,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..cache_views import ContiguousKV
-from ..errors import refuse
+from ..errors import check_int, refuse
 from ..kvcache import quantize_kv
-from ..kvcache.compression_spec import count
 from .cache_layer import StreamLayer
 from .evicting_layer import Budget, EvictingLayer
 from .hf import NAME
@@ -149,14 +148,14 @@ class StreamBoundedCache(StreamCache):
         every: int = 64,
         attention_mask: Tensor | None = None,
     ) -> None:
-        count("budget", budget, 1)
-        count("sinks", sinks, 0)
-        count("every", every, 1)
+        check_int("budget", budget, 1)
+        check_int("sinks", sinks, 0)
+        check_int("every", every, 1)
         if heavy not in HEAVY:
             refuse("heavy", '"attention", "key_norm", "value_norm" or None', repr(heavy))
         if recent is None:
             recent = budget // 2 if heavy is not None else budget - sinks
-        count("recent", recent, 1)
+        check_int("recent", recent, 1)
         if sinks + recent > budget:
             refuse("budget", f"at least sinks + recent = {sinks + recent}", budget)
         if heavy is None and sinks + recent < budget:

@@ -1,4 +1,4 @@
-"""importance: tokens that attention looks at stay."""
+"""importance: tokens with the most attention are kept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ImportanceBasedCompressor(KVCompressor):
       `update_attention_scores`, or from all of these together;
     - "key_norm": minus the norm of its key, see `KeyNormCompressor`;
     - "value_norm": the norm of its value;
-    - "auto": "attention_sum" where there is something to know it from, else "key_norm". The stats say which.
+    - "auto": "attention_sum" where attention was passed, else "key_norm". The stats name the one used.
     """
 
     def __init__(self, method: str = "auto", *, heads: Heads = "each") -> None:
@@ -36,7 +36,7 @@ class ImportanceBasedCompressor(KVCompressor):
         self._received: Tensor | None = None  # [B, Hq, T], since the last compression
 
     def update_attention_scores(self, weights: Tensor) -> None:
-        """Add the attention weights of some queries, `[B, Hq, Tq, T]`, to what the next compression goes by.
+        """Add the attention weights of some queries, `[B, Hq, Tq, T]`, to the scores of the next compression.
 
         T may grow from call to call. Prefer `query`, which needs no weights in memory.
         """
@@ -65,7 +65,7 @@ class ImportanceBasedCompressor(KVCompressor):
         return self.method if self.method != "auto" else "attention_sum" if known else "key_norm"
 
     def scores(self, spec: CompressionSpec) -> Tensor:
-        """The score of each token, `[B, Hkv, T]`. Attention that was added before this call is used up by it."""
+        """The score of each token, `[B, Hkv, T]`. Attention that was added before is reset by this call."""
         score = self._score(spec)
         if score == "key_norm":
             return -norms(spec.keys)
@@ -83,9 +83,9 @@ class ImportanceBasedCompressor(KVCompressor):
 
 
 def votes(spec: CompressionSpec, last: int | None = None) -> Tensor:
-    """The attention that each key received, `[B, Hkv, T]`, of real queries, of the `last` real ones of a row if given.
+    """The attention that each key received, `[B, Hkv, T]`, from real queries, or from the `last` real ones of a row.
 
-    A `mass` that the caller computed is taken as it is.
+    A `mass` from the caller is used unchanged.
     """
     if spec.mass is not None:
         return spec.mass.to(torch.promote_types(spec.mass.dtype, torch.float32))
@@ -95,7 +95,7 @@ def votes(spec: CompressionSpec, last: int | None = None) -> Tensor:
     mass = partial(attention_mass, query, keys, causal=spec.causal, scale=spec.scale)
     if real is None:
         return mass(window_queries=last)
-    outside = query.shape[1] - keys.shape[1]  # queries that stand before the first slot
+    outside = query.shape[1] - keys.shape[1]  # queries before the first slot
     voting = F.pad(real[:, max(0, -outside) :], (max(0, outside), 0))  # [B, Tq]
     if last is not None:
         voting = voting & (from_end(voting) < last)

@@ -19,7 +19,7 @@ SAFE_SHARE = 0.2
 
 
 def everything(keys: Tensor) -> Tensor:
-    """The positions of a cache that is kept whole."""
+    """The positions of a cache of which all tokens are kept."""
     batch, length, heads, _ = keys.shape
     return torch.arange(length, device=keys.device).expand(batch, heads, length)
 
@@ -34,7 +34,7 @@ def gather(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def checked_heads(heads: Any) -> Heads:
-    """What was given as `heads`, if it is one."""
+    """A valid `heads` argument."""
     if heads in ("each", "same", "adaptive"):
         return str(heads)
     if isinstance(heads, str) or not isinstance(heads, Sequence) or not heads:
@@ -76,7 +76,7 @@ def best(scores: Tensor, spec: CompressionSpec, heads: Heads) -> Tensor:
 
 def comparable(scores: Tensor, real: Tensor) -> Tensor:
     """Scores `[B, Hkv, T]` that are -inf for padding and for nothing else, and finite for real tokens."""
-    finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # and infinities become the largest numbers
+    finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # infinities become the largest finite values
     return finite.masked_fill(~real.unsqueeze(1), -torch.inf)
 
 

@@ -1,4 +1,4 @@
-"""snap: the last queries of the prompt vote on what came before them."""
+"""snap: the last queries of the prompt choose the tokens before them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import refuse
-from .compression_spec import CompressionSpec, count
+from ..errors import check_int, refuse
+from .compression_spec import CompressionSpec
 from .compressor import KVCompressor
 from .importance import from_end, votes
 from .select import Heads, best, checked_heads
 
 
 class SnapCompressor(KVCompressor):
-    """Keeps the last `window` real tokens of a row, and of the others those that the last `window` queries look at.
+    """Keeps the last `window` real tokens of a row, and those with the most attention of the last `window` queries.
 
-    Votes are averaged over `pool` neighbours, so that what surrounds a vote stays with it (Li et al., "SnapKV", 2024).
-    A budget smaller than the window keeps the latest of it. A `mass` is taken for the votes as it is: compute it with
+    Scores are averaged over `pool` neighbours, so that the surroundings of a token are kept too (Li et al., "SnapKV",
+    2024). A budget smaller than the window keeps the latest of it. A `mass` is used unchanged: compute it with
     `attention_mass(..., window_queries=window)`.
     """
 
     uses_query = True
 
     def __init__(self, window: int = 32, pool: int = 5, *, heads: Heads = "each") -> None:
-        self.window, self.pool = count("window", window, 1), count("pool", pool, 1)
+        self.window, self.pool = check_int("window", window, 1), check_int("pool", pool, 1)
         if pool % 2 == 0:
             refuse("pool", "an odd number of neighbours", pool)
         self.heads = checked_heads(heads)
