@@ -237,7 +237,11 @@ def test_help_explains_every_flag_and_runs_nothing(
         ("kv_compression.py", "--length 8", "--length: expected at least 64; got 8"),
         ("kv_compression.py", "--ratio 0.5", "--ratio: expected at least 1; got 0.5"),
         ("kv_compression.py", "--kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),
-        ("kv_compression.py", "--dim 6", "--dim: expected a multiple of 4, as four quantised values share a word; got 6"),
+        (
+            "kv_compression.py",
+            "--dim 6",
+            "--dim: expected a multiple of 4, as four quantised values share a word; got 6",
+        ),
         ("checkpointing.py", "--heads 3", "--heads: expected a divisor of --dim 256; got 3"),
         ("checkpointing.py", "--plot no/x.png", "--plot: expected a file in a folder that is there; got 'no/x.png'"),
         ("decode.py", "--prompt 100", "--prompt: expected at least 256; got 100"),

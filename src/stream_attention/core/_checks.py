@@ -28,10 +28,9 @@ def checked_config(config: Any, name: str, allowed: str) -> StreamAttentionConfi
     return config
 
 
-def check_heads(num_heads: int, head_dim: int, **tensors: Tensor) -> None:
-    """Refuse queries of another size, and KV heads that do not divide theirs; `tensors` are query, key and more."""
-    check_four_dims(**tensors)
-    query, key = tensors["query"], tensors["key"]
+def check_heads(num_heads: int, head_dim: int, query: Tensor, key: Tensor) -> None:
+    """Refuse queries of another size, and KV heads that do not divide theirs."""
+    check_four_dims(query=query, key=key)
     if query.shape[2:] != (num_heads, head_dim):
         refuse("query", f"[B, Tq, num_heads={num_heads}, head_dim={head_dim}]", list(query.shape))
     if key.shape[2] < 1 or num_heads % key.shape[2]:

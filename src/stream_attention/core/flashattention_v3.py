@@ -128,7 +128,7 @@ class FlashAttentionV3(nn.Module):
         query, key, value = in_autocast_dtype(query, key, value)
         check_four_dims(query=query, key=key, value=value)
         if self.config is not None:
-            check_heads(self.config.num_heads, self.config.head_dim, query=query, key=key)
+            check_heads(self.config.num_heads, self.config.head_dim, query, key)
             check_length(self.config, key.shape[1], where="")
         mask, bias = split_mask(attention_mask, query, key)
         dropout_p = self._dropout()

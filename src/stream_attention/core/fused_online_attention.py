@@ -225,9 +225,18 @@ class FusedOnlineAttention(nn.Module):
             validate.unexpected(FusedOnlineAttention.forward, (), foreign)
         dropout_p = self.dropout_of_call() if dropout_p is None else dropout_p
         seed = self.next_seed(dropout_p)
-        modifiers: dict[str, Any] = {"attention_mask": attention_mask, "alibi_slopes": alibi_slopes, "seed": seed}
-        options: dict[str, Any] = {"causal": causal, "dropout_p": dropout_p, "deterministic": deterministic}
-        result, call = self.attend(query, key, value, **modifiers, **options, return_lse=return_lse)
+        result, call = self.attend(
+            query,
+            key,
+            value,
+            causal=causal,
+            attention_mask=attention_mask,
+            dropout_p=dropout_p,
+            seed=seed,
+            alibi_slopes=alibi_slopes,
+            deterministic=deterministic,
+            return_lse=return_lse,
+        )
         self.computed(call, seed)
         return result
 
@@ -278,13 +287,14 @@ class FusedOnlineAttention(nn.Module):
     ) -> tuple[Any, _Call | None]:
         """`out` or `(out, lse)`, with every choice made, and the argument of `computed`, None where there is not one
         plan: what `forward` and `StreamAttention` share."""
-        check_heads(self.num_heads, self.head_dim, query=query, key=key)
+        check_heads(self.num_heads, self.head_dim, query, key)
         mask, bias = split_mask(attention_mask, query, key)
         modifiers = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}
         options = {"causal": causal, "scale": self.scale, "dropout_p": dropout_p}
         options["deterministic"] = self.deterministic if deterministic is None else deterministic
-        others = {"seed": seed, "return_lse": return_lse, "backend": self.backend}
-        result = self._op()(query, key, value, **modifiers, **options, **others)
+        result = self._op()(
+            query, key, value, **modifiers, **options, seed=seed, return_lse=return_lse, backend=self.backend
+        )
         more = query.is_nested or hasattr(query, "device_mesh")  # a pack, or ranks that each have a part
         if torch.compiler.is_compiling() or self.distributed or more:
             return result, None

@@ -173,7 +173,7 @@ class RingAttention(nn.Module):
         """Query, key and value as lists, one tensor for each rank of this process, with checked heads."""
         columns = [list(x) if isinstance(tensors[0], (list, tuple)) else [x] for x in tensors]
         for query, key in zip(*columns[:2], strict=True):
-            check_heads(self.config.num_heads, self.config.head_dim, query=query, key=key)
+            check_heads(self.config.num_heads, self.config.head_dim, query, key)
         return columns
 
     def _spec(self, query: Any, key: Any, value: Any, mask: Any, bias: Any, causal: bool, seed: Any) -> CallSpec:

@@ -125,7 +125,7 @@ class StarAttention(nn.Module):
                 method that uses attention uses that of the rank's own rows of the context among themselves.
         """
         key, value = _both(key, value) or (context, context)
-        check_heads(self.config.num_heads, self.config.head_dim, query=context, key=key)
+        check_heads(self.config.num_heads, self.config.head_dim, context, key)
         attention_tensors(context, key, value, None, None, None, None)
         if context.shape[1] != key.shape[1]:
             refuse("key", f"the context's {context.shape[1]} rows", key.shape[1])
@@ -182,7 +182,7 @@ class StarAttention(nn.Module):
         transport = self.transport
         caches = {rank: decompress(*state.kv_caches[rank]) for rank in transport.ranks}
         for keys, values in caches.values():
-            check_heads(self.config.num_heads, self.config.head_dim, query=query, key=keys)
+            check_heads(self.config.num_heads, self.config.head_dim, query, keys)
             attention_tensors(query, keys, values, None, None, None, None)
         if new is not None:
             key, value = new

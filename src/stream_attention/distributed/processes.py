@@ -47,6 +47,7 @@ _timeouts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 """The `timeout_s` of `initialize`, by the default group that it made."""
 
 _LAUNCH = "Start the script with torchrun, which sets them: torchrun --nproc-per-node=2 script.py"
+_INITIALIZE = "Call stream_attention.distributed.initialize() first."
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -69,8 +70,7 @@ def initialize(backend: str | None = None, *, timeout_s: float = TIMEOUT_S) -> N
         refuse("RANK", f"below WORLD_SIZE={size}", rank, _LAUNCH)
     launched("MASTER_PORT", 0, 65535)
     _seconds(timeout_s)
-    local_rank = launched("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else rank
-    local_size = launched("LOCAL_WORLD_SIZE", 1) if "LOCAL_WORLD_SIZE" in os.environ else size
+    local_rank, local_size = launched("LOCAL_RANK", 0, default=rank), launched("LOCAL_WORLD_SIZE", 1, default=size)
     gpus = torch.cuda.device_count()
     if backend is None:
         backend = "nccl" if gpus >= local_size and dist.is_nccl_available() else "gloo"
@@ -87,8 +87,10 @@ def initialize(backend: str | None = None, *, timeout_s: float = TIMEOUT_S) -> N
     _timeouts[dist.group.WORLD] = timeout_s
 
 
-def launched(name: str, least: int, most: int | None = None) -> int:
-    """A variable that torchrun sets, as an int from `least` to `most`."""
+def launched(name: str, least: int, most: int | None = None, default: int | None = None) -> int:
+    """A variable that torchrun sets, as an int from `least` to `most`; `default` where it is not set."""
+    if name not in os.environ and default is not None:
+        return default
     text = os.environ.get(name, "")
     if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
         expected = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
@@ -115,10 +117,10 @@ def transport_of(group: Group = None) -> Transport:
     if isinstance(group, Transport):
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
-        size = launched("WORLD_SIZE", 1) if "WORLD_SIZE" in os.environ else 1
+        size = launched("WORLD_SIZE", 1, default=1)
         if size > 1:
-            hint = "Call stream_attention.distributed.initialize() first."
-            refuse("group", f"a process group of the {size} processes (WORLD_SIZE={size})", "none initialised", hint)
+            expected = f"a process group of the {size} processes (WORLD_SIZE={size})"
+            refuse("group", expected, "none initialised", _INITIALIZE)
         return VirtualRanks(1)
     return Processes(group)
 
@@ -147,14 +149,10 @@ class Processes(Transport):
         _check_kind(group)
         _check_build()
         if not dist.is_initialized():
-            refuse(
-                "group", "an initialised torch.distributed", "none", "Call stream_attention.distributed.initialize()"
-            )
-        self.group = _process_group(group)
-        self.size = dist.get_world_size(self.group)
-        self.rank = dist.get_rank(self.group)
+            refuse("group", "an initialised torch.distributed", "none", _INITIALIZE)
+        self.group, self.recorder = _process_group(group), recorder
+        self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.ranks = (self.rank,)
-        self.recorder = recorder
         # "cpu:gloo,cuda:nccl": which backend serves which device
         self.backends = dict(one.split(":") for one in dist.get_backend_config(self.group).split(","))
         if timeout_s is not None:
@@ -169,9 +167,7 @@ class Processes(Transport):
         (strategy,) = strategies
         backend = self.backends.get(device.type)
         if self.size > 1 and backend is None:
-            refuse(
-                "group", f"a backend for {device.type} tensors", self.backends, "Use nccl, or gloo, when you make it."
-            )
+            refuse("group", f"a backend for {device.type} tensors", self.backends, "Create it with nccl or gloo.")
         runner = _Run(self, device, backend or "", strategy)
         answer: Any = None
         try:

@@ -117,14 +117,14 @@ class _Ulysses:
         r, u = divmod(rank, self.width)
         query, key, value, mask, bias, *rest = tensors
         rows = [(query, self.q_sides[r]), (key, self.kv_sides[r]), (value, self.kv_sides[r])]
-        query, key, value, *moved = yield from self.heads_of(rank, [*rows, *self.tiles(r, mask, bias)])
+        query, key, value, *moved = yield from self.exchanged(to_heads, rank, [*rows, *self.tiles(r, mask, bias)])
         moved = [None if t is None else t.transpose(1, 2) for t in moved]
         mask, bias = (t if moving is None else moving for t, moving in zip((mask, bias), moved, strict=True))
         pieces = []
         for b, piece in self.pieces((query, *self.spread(u, key, value), mask, bias, *rest)):
             pieces.append((yield from self.attended(rank, b, piece)))
         out, lse = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-        out_rows, lse_rows = yield from self.rows_of(rank, self.outputs(r, out, lse))
+        out_rows, lse_rows = yield from self.exchanged(to_rows, rank, self.outputs(r, out, lse))
         return out_rows, _by_head(lse_rows), query, key, value, *moved, out, lse
 
     def backward(self, rank: int, tensors: Tensors, outputs: Tensors, grads: Tensors) -> Strategy[Tensors]:
@@ -132,7 +132,7 @@ class _Ulysses:
         _, lse_rows, query, key, value, *moved, out, lse = outputs
         mask, bias = (t if moving is None else moving for t, moving in zip(tensors[3:5], moved, strict=True))
         grad_lse = torch.zeros_like(lse_rows) if self.return_lse and grads[1] is None else grads[1]
-        grad_out, grad_lse = yield from self.heads_of(rank, self.outputs(r, grads[0], grad_lse))
+        grad_out, grad_lse = yield from self.exchanged(to_heads, rank, self.outputs(r, grads[0], grad_lse))
         inputs = (query, *self.spread(u, key, value), mask, bias, *tensors[5:])
         pieces = []
         for b, piece in self.pieces((*inputs, out, lse, grad_out, _by_head(grad_lse))):
@@ -143,7 +143,7 @@ class _Ulysses:
         dq, dk, dv, _, d_bias, *d_rest = (_joined(*one) for one in zip(inputs, zip(*pieces, strict=True), strict=True))
         dq, dk, dv = dq.to(query.dtype), *self.gathered(u, dk, dv, key.dtype)
         rows = [(dq, self.q_sides[r]), (dk, self.kv_sides[r]), (dv, self.kv_sides[r])]
-        dq, dk, dv, _, moved_bias = yield from self.rows_of(rank, [*rows, *self.tiles(r, None, d_bias)])
+        dq, dk, dv, _, moved_bias = yield from self.exchanged(to_rows, rank, [*rows, *self.tiles(r, None, d_bias)])
         d_bias = d_bias if moved_bias is None else moved_bias.transpose(1, 2)
         return in_dtypes_of(tensors, (dq, dk, dv, None, d_bias, *d_rest))
 
@@ -179,16 +179,10 @@ class _Ulysses:
             slopes = slopes.repeat_interleave(self.width, 0)  # `Run.sequence` is their index, and see `ring`
         return query, key, value, mask, bias, slopes, None if sink is None else sink[heads].contiguous(), seed
 
-    def heads_of(self, rank: int, moving: Sequence[Moving]) -> Strategy[list[Any]]:
-        return (yield from within(self.neighbours(rank), to_heads(rank % self.width, moving)))
-
-    def rows_of(self, rank: int, moving: Sequence[Moving]) -> Strategy[list[Any]]:
-        return (yield from within(self.neighbours(rank), to_rows(rank % self.width, moving)))
-
-    def neighbours(self, rank: int) -> Sequence[int]:
-        """The ranks among which heads are divided."""
+    def exchanged(self, direction: Any, rank: int, moving: Sequence[Moving]) -> Strategy[list[Any]]:
+        """`to_heads` or `to_rows` among the ranks that divide the heads."""
         first = rank - rank % self.width
-        return range(first, first + self.width)
+        return (yield from within(range(first, first + self.width), direction(rank % self.width, moving)))
 
     def ring_of(self, rank: int) -> Sequence[int]:
         """The ranks that compute the same heads."""

@@ -65,7 +65,10 @@ def stream_attention_forward(
         reason = "its tensors are DTensors"
     if reason is not None:
         others |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
-        return _by_sdpa(reason, module, query, key, value, attention_mask, softcap, s_aux, others)
+        if softcap or s_aux is not None:
+            expected = f"eager for a layer with softcap or sinks where {reason}"
+            refuse("attn_implementation", expected, '"stream_attention"')
+        return _by_sdpa(reason, module, (query, key, value), attention_mask, others)
     backend, most = module.__dict__.get(ATTRIBUTE, DEFAULT)
     if most is not None and key.shape[2] > most:
         refuse("key", f"at most max_sequence_length={most} tokens", key.shape[2])
@@ -228,25 +231,15 @@ def _padding_alone(mask: Tensor | None) -> Tensor | None:
 
 
 def _by_sdpa(
-    reason: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    others: dict[str, Any],
+    reason: str, module: nn.Module, qkv: Tensors, mask: Tensor | None, others: dict[str, Any]
 ) -> tuple[Tensor, None]:
-    """transformers' "sdpa" attention, with a warning."""
+    """transformers' "sdpa" attention, with a warning. Heads are before tokens."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if softcap or sink is not None:
-        refuse("attn_implementation", f"eager for a layer with softcap or sinks where {reason}", '"stream_attention"')
     _warn(f"{type(module).__name__} runs transformers' SDPA: {reason}")
     if mask is not None and mask.dim() == 4 and mask.dtype in (torch.uint8, torch.int32, torch.int64):
-        mask = matrix(mask, query.shape[0], query.shape[2], key.shape[2])
-    return sdpa_attention_forward(module, query, key, value, mask, **others)
+        mask = matrix(mask, qkv[0].shape[0], qkv[0].shape[2], qkv[1].shape[2])
+    return sdpa_attention_forward(module, *qkv, mask, **others)
 
 
 _warned: set[str] = set()

@@ -55,7 +55,7 @@ class MemoryEfficientAttention(nn.Module):
         """
         if not isinstance(query, Tensor) or not isinstance(key, Tensor):
             refuse("query and key", "tensors [B, T, H, D]", f"{type(query).__name__} and {type(key).__name__}")
-        check_heads(self.num_heads, self.head_dim, query=query, key=key)
+        check_heads(self.num_heads, self.head_dim, query, key)
         mask, bias = split_mask(attention_mask, query, key)
         recompute = self.use_checkpoint and torch.is_grad_enabled()
         chunks = []
