@@ -100,8 +100,8 @@ def main() -> None:
         grads = torch.cat([parameter.grad.flatten() for parameter in blocks.parameters() if parameter.grad is not None])
         exact = grads if exact is None else exact
         same = "the same" if torch.equal(grads, exact) else f"{(grads - exact).abs().max():.1e}"
-        seen = {one["name"]: one for one in profiler.report()["regions"]}
-        kept, peak = seen[f"{name}/forward"]["retained_mb"], seen[name]["peak_beyond_mb"]
+        regions = {one["name"]: one for one in profiler.report()["regions"]}
+        kept, peak = regions[f"{name}/forward"]["retained_mb"], regions[name]["peak_beyond_mb"]
         print(f"{name:18} {kept:8.1f} {peak:8.1f} {forwards.count:9}x {same:>10}")
 
     one = estimate_attention_memory(

@@ -47,7 +47,7 @@ def main() -> None:
     if options.heads % options.kv_heads:
         parser.error(f"--kv-heads: expected a divisor of --heads {options.heads}; got {options.kv_heads}")
     if options.dim % 4:
-        parser.error(f"--dim: expected a multiple of 4, as four codes share a word; got {options.dim}")
+        parser.error(f"--dim: expected a multiple of 4, as four quantised values share a word; got {options.dim}")
     torch.manual_seed(0)
     if options.device != "cpu":
         torch.cuda.set_device(options.device)

@@ -82,7 +82,7 @@ def main() -> None:
             sdpa_time(case, query, key, value),
         )
 
-    print("\n3. Longer sequences, causal + ALiBi, one head of 64: streamed, and held densely by plain torch.\n")
+    print("\n3. Longer sequences, causal + ALiBi, one head of 64: streamed, and dense by plain torch.\n")
     show("length", "error", "torch error", "memory", "torch memory")
     measured: dict[str, list[Growth]] = {name: [] for name in DTYPES}
     for name, dtype in DTYPES.items():

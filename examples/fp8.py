@@ -44,7 +44,7 @@ def main() -> None:
     query, key = tokens(options.prefix, options.heads), tokens(options.prefix, options.kv_heads)
     value = tokens(options.prefix, options.kv_heads)
 
-    print("1. Who computes it. Nobody falls back to another precision:")
+    print("1. Which backend computes it. None falls back to another precision:")
     try:
         backend = explain(query, key, value, causal=True, precision="fp8").backend
     except UnsupportedProblem as refusal:
@@ -63,7 +63,7 @@ def main() -> None:
         )
         print(f"   {kind}: {lost(plain, exact):.1%}, rotated {lost(rotated, exact):.1%}")
 
-    print("3. A prefix as codes, and the tokens that follow it as they are:")
+    print("3. A quantised prefix, and the tokens that follow it in full precision:")
     kv = quantize_fp8(key, value)
     print(f"   {kv}: {kv.nbytes / (key.nbytes + value.nbytes):.0%} of its bytes")
     fresh_key, fresh_value = key[:, :0], value[:, :0]

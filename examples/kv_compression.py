@@ -41,7 +41,7 @@ def main() -> None:
     if options.heads % options.kv_heads:
         parser.error(f"--kv-heads: expected a divisor of --heads {options.heads}; got {options.kv_heads}")
     if options.dim % 4:
-        parser.error(f"--dim: expected a multiple of 4, as four codes share a word; got {options.dim}")
+        parser.error(f"--dim: expected a multiple of 4, as four quantised values share a word; got {options.dim}")
 
     query, keys, values = prompt(options.length, options.heads, options.kv_heads, options.dim, options.device)
     later, query = query[:, -LATER:], query[:, :-LATER]
@@ -52,10 +52,10 @@ def main() -> None:
     print(f"{'method':12} {'tokens':>7} {'bytes':>7} {'attention kept':>15} {'error of the output':>20}")
     for method in METHODS:
         compressor = create_kv_compressor(method)
-        said = {"query": query} if compressor.uses_query else {}
+        arguments = {"query": query} if compressor.uses_query else {}
         if method != "quantized":  # its ratio is that of its bits
-            said["compression_ratio"] = options.ratio
-        stored_keys, stored_values, stats = compressor.compress(keys, values, **said)
+            arguments["compression_ratio"] = options.ratio
+        stored_keys, stored_values, stats = compressor.compress(keys, values, **arguments)
         new_keys, new_values = compressor.decompress(stored_keys, stored_values)
         out = attention(later, new_keys, new_values, mask=stats.mask(options.heads))
         kept = mass.gather(-1, stats.positions.clamp_min(0)).masked_fill(stats.positions < 0, 0.0).sum() / mass.sum()

@@ -85,12 +85,12 @@ def now(device: str) -> float:
 
 def scores(length: int, options: argparse.Namespace) -> int:
     """How many scores causal attention computes."""
-    seen = min(options.window, length) if options.window else length / 2
-    return int(options.heads * length * seen)
+    visible = min(options.window, length) if options.window else length / 2
+    return int(options.heads * length * visible)
 
 
 def bytes_needed(length: int, first: Run, last: Run, options: argparse.Namespace) -> int:
-    """What the last run held, and for each further token what those since the first took, eight tensors at least.
+    """Peak memory of the last run, and for each further token what those since the first took, eight tensors at least.
 
     Those are Q, K, V, the output, its gradient and theirs.
     """
@@ -100,7 +100,7 @@ def bytes_needed(length: int, first: Run, last: Run, options: argparse.Namespace
 
 
 def peak(options: argparse.Namespace) -> int:
-    """The most bytes held since Python and torch were loaded; lengths grow, so those of the last one."""
+    """Peak bytes since Python and torch were loaded; lengths grow, so those of the last one."""
     if options.device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(options.device)
     return resident() - options.loaded

@@ -1,6 +1,6 @@
 """A model of transformers that generates with a cache of few bits, or of so many tokens and no more.
 
-The model is a small Llama with random weights, made here: what it says means nothing, what it holds does. Each cache
+The model is a small Llama with random weights, made here: its text means nothing, its memory does. Each cache
 generates the same number of tokens; the first one, which keeps everything, is what the others are compared with.
 
 python examples/long_generation.py [--prompt 512] [--new 256] [--budget 128] [--layers 4] [--device cuda]
@@ -55,7 +55,7 @@ def main() -> None:
         f"{budget} tokens: first and latest": StreamBoundedCache(model, budget, heavy=None),
     }
     print(f"A prompt of {options.prompt} tokens and {options.new} more; {options.layers} layers, {model.dtype}.")
-    print(f"{'cache':36} {'seen':>6} {'held':>6} {'MiB':>7} {'same tokens':>12} {'tokens/s':>9}")
+    print(f"{'cache':36} {'total':>6} {'stored':>6} {'MiB':>7} {'same tokens':>12} {'tokens/s':>9}")
     expected = None
     for name, cache in caches.items():
         began = time.perf_counter()
@@ -63,8 +63,8 @@ def main() -> None:
         seconds = time.perf_counter() - began
         expected = text if expected is None else expected
         same = (text == expected)[:, options.prompt :].float().mean()
-        seen, held, mib = cache.get_seq_length(), tokens_of(cache), bytes_of(cache) / 2**20
-        print(f"{name:36} {seen:6} {held:6} {mib:7.2f} {same:12.0%} {options.new / seconds:9.0f}")
+        total, stored, mib = cache.get_seq_length(), tokens_of(cache), bytes_of(cache) / 2**20
+        print(f"{name:36} {total:6} {stored:6} {mib:7.2f} {same:12.0%} {options.new / seconds:9.0f}")
 
 
 def tiny_llama(layers: int, where: str) -> Any:

@@ -57,7 +57,7 @@ def main() -> None:
     if options.heads % options.kv_heads:
         parser.error(f"--kv-heads: expected a divisor of --heads {options.heads}; got {options.kv_heads}")
 
-    recorder = Recorder()  # lists what is sent; leave it out where nobody asks
+    recorder = Recorder()  # lists what is sent; optional
     group: Processes | VirtualRanks
     if launched:
         initialize()  # init_process_group, with this rank's GPU and a bounded timeout
@@ -88,8 +88,8 @@ def main() -> None:
 
     def shards(layout: Any) -> list[list[Tensor]]:
         """This process's shards of query, key and value; a real script never has the whole of them."""
-        cut = [shard_sequence(t.detach(), group=group, layout=layout) for t in (query, key, value)]
-        return [[t.requires_grad_() for t in (one if isinstance(one, list) else [one])] for one in cut]
+        shards = [shard_sequence(t.detach(), group=group, layout=layout) for t in (query, key, value)]
+        return [[t.requires_grad_() for t in (one if isinstance(one, list) else [one])] for one in shards]
 
     def same(local: list[Tensor], expected: Tensor, layout: Any) -> float:
         """The largest difference between shards and what one device has."""

@@ -62,7 +62,7 @@ def draw(batch: int, pairs: int, kinds: int, device: str) -> tuple[Tensor, Tenso
 
 
 def train(attends: bool, options: argparse.Namespace) -> float:
-    """Train one model and return its accuracy on sequences it has not seen."""
+    """Train one model and return its accuracy on sequences that are not in the training data."""
     torch.manual_seed(options.seed)
     kinds, pairs, device = 2 * options.pairs, options.pairs, options.device
     model = Model(2 * kinds, options.dim, options.heads, layers=2, attends=attends).to(device)

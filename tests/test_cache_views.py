@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stream_attention.cache_views import ContiguousKV, PagedKV, QuantizedKV
-from stream_attention.cache_views.codes import CHANNELS, TOKENS, Coding, quantize
+from stream_attention.cache_views.quantized_tensor import CHANNELS, TOKENS, Coding, quantize
 from stream_attention.kvcache import quantize_kv
 
 HEADS, DIM, VALUE_DIM = 2, 8, 4
@@ -238,8 +238,8 @@ PAGED: dict[str, Any] = {
     ("change", "error", "words"),
     [
         ({"key": [1.0]}, TypeError, "key: expected a torch.Tensor; got list"),
-        ({"key": quantize(KEY, "int8", TOKENS, 8)}, TypeError, r"got QuantizedTensor. compressor.decompress\(\) makes"),
-        ({"value": quantize(VALUE, "int4", TOKENS, 8)}, TypeError, "to decode from codes, quantize_kv"),
+        ({"key": quantize(KEY, "int8", TOKENS, 8)}, TypeError, r"got QuantizedTensor. Call compressor.decompress\(\)"),
+        ({"value": quantize(VALUE, "int4", TOKENS, 8)}, TypeError, "or make a quantised cache: quantize_kv"),
         ({"key": KEY[0]}, ValueError, r"key: expected shape \[B, T, Hkv, D\]"),
         ({"key": KEY.int()}, TypeError, "key: expected dtype float16"),
         ({"value": VALUE.half()}, TypeError, "value: expected the dtype of key, torch.float32; got torch.float16"),

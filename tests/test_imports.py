@@ -46,8 +46,7 @@ TOOL_RANK = {name: -depth for depth, layer in enumerate(TOOL_LAYERS) for name in
 UPWARD = {
     # part -> part it may import although that stands higher, and why
     ("kernels", "tuning"): "a kernel's configuration is a type of its table; tables import no kernel",
-    ("cache_views", "kernels"): "a cache grows by a kernel where there is one, imported by the first append",
-    ("cache_views", "backends"): "which says whether Triton kernels run on a device; asked by the first append",
+    ("cache_views", "kernels"): "an Fp8KV is checked and read by kernels/fp8_layout.py and reference_fp8.py",
 }
 
 NAMES_TOOLS = {

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from stream_attention import attention_mass
 from stream_attention.kvcache import CompressionStats, KVCompressor, create_kv_compressor
+from stream_attention.kvcache.compression_spec import CompressionSpec
 from stream_attention.kvcache.compressor import Stored
-from stream_attention.kvcache.request import Request
 from stream_attention.kvcache.select import best
 from stream_attention_tools.bench.results import aligned, conditions, save
 from stream_attention_tools.bench.timing import CLOCKS, Call, Latency, interleaved
@@ -51,10 +51,10 @@ class Ranked(KVCompressor):
     def __init__(self, name: str, ranking: Tensor) -> None:
         self.name, self.ranking = name, ranking
 
-    def _choose(self, request: Request) -> Tensor:
-        return best(self.ranking.unsqueeze(1).expand(-1, request.keys.shape[2], -1), request, "each")
+    def _choose(self, spec: CompressionSpec) -> Tensor:
+        return best(self.ranking.unsqueeze(1).expand(-1, spec.keys.shape[2], -1), spec, "each")
 
-    def _described(self, request: Request) -> str:
+    def _described(self, spec: CompressionSpec) -> str:
         return self.name
 
 

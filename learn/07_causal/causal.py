@@ -22,7 +22,7 @@ import measured
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
-WAYS = {"mask everything": (False, False), "skip hidden tiles": (True, False), "mask the edge only": (True, True)}
+WAYS = {"mask everything": (False, False), "skip masked tiles": (True, False), "mask the edge only": (True, True)}
 """Whether tiles that nobody sees are skipped, and whether tiles that everybody sees go without a mask."""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from stream_attention import attention, validate
+from stream_attention.errors import refuse
 
 
 def flash_attention(
@@ -46,17 +47,13 @@ def flash_attention(
     for name, tensor in (("Q", Q), ("K", K), ("V", V)):
         validate.is_tensor(name, tensor)
         if tensor.dim() != 2:
-            raise ValueError(
-                f"{name}: expected two dims [tokens, features]; got {list(tensor.shape)}. "
-                "Batches and heads: stream_attention.attention, [B, T, H, D]"
-            )
+            hint = "Batches and heads: stream_attention.attention, [B, T, H, D]"
+            refuse(name, "two dims [tokens, features]", list(tensor.shape), hint)
     heads = [t[None, :, None] for t in (Q, K, V)]
     if enable_distributed:
         from stream_attention.distributed.query_shard import query_sharded_attention
 
         return query_sharded_attention(*heads, group=process_group, causal=causal, scale=scale)[0, :, 0]
     if process_group is not None:
-        raise ValueError(
-            f"process_group: expected None without enable_distributed=True; got {type(process_group).__name__}"
-        )
+        refuse("process_group", "None without enable_distributed=True", type(process_group).__name__)
     return attention(*heads, causal=causal, scale=scale)[0, :, 0]

@@ -16,6 +16,7 @@ from .core import (
 from .errors import UnsupportedProblem
 from .kvcache import create_kv_compressor, quantize_kv
 from .moved import install as _find_old_names
+from .ops import append as _append  # noqa: F401  # caches append by its kernel
 from .ops.attention import attention
 from .ops.decode import decode_attention, decode_workspace, explain_decode
 from .ops.explain import explain

@@ -11,3 +11,12 @@ class UnsupportedProblem(ValueError):
 
 def refuse(name: str, expected: str, actual: Any, hint: str = "", error: type[Exception] = ValueError) -> NoReturn:
     raise error(f"{name}: expected {expected}; got {actual}{'. ' + hint if hint else ''}")
+
+
+def check_int(name: str, given: Any, least: int | None = None, error: type[Exception] = TypeError) -> int:
+    """Return `given` if it is an int, no bool, of at least `least`; `error` is what another type raises."""
+    if isinstance(given, bool) or not isinstance(given, int):
+        refuse(name, "an int", f"{given!r} ({type(given).__name__})", error=error)
+    if least is not None and given < least:
+        refuse(name, f"at least {least}", given)
+    return given

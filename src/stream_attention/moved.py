@@ -1,7 +1,7 @@
-"""Modules that moved to `stream_attention_tools` can still be imported, and run by `python -m`, under their old names.
+"""Modules that moved to `stream_attention_tools`, or were renamed, can still be imported under their old names.
 
-This file is the only one of the package that names `stream_attention_tools`, and only an import of an old name loads
-it. The commands keep their names (`python -m stream_attention.cli.benchmark`); other old names are deprecated.
+`python -m` runs them too. Only an import of an old name loads `stream_attention_tools`. The commands keep their names
+(`python -m stream_attention.cli.benchmark`); other old names are deprecated.
 """
 
 from __future__ import annotations
@@ -14,12 +14,30 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from warnings import warn
 
+RENAMED = {
+    "cache_views.codes": "quantized_tensor",
+    "distributed.call": "autograd",
+    "distributed.heads": "head_exchange",
+    "distributed.local": "shard_attention",
+    "distributed.request": "call_spec",
+    "distributed.seed": "agreement",
+    "distributed.uncompiled": "graph_break",
+    "distributed.whole": "full_kv",
+    "integration.evicting": "evicting_layer",
+    "integration.held": "placeholder",
+    "integration.layer": "cache_layer",
+    "integration.quantised": "quantized_layer",
+    "kvcache.request": "compression_spec",
+}
+"""Modules of this package with a new name in the same folder."""
+
 
 def _moved(old: str, new: str, names: str) -> dict[str, str]:
     return {f"stream_attention.{old}.{name}": f"stream_attention_tools.{new}.{name}" for name in names.split()}
 
 
 MOVED = {
+    **{f"stream_attention.{old}": f"stream_attention.{old.partition('.')[0]}.{new}" for old, new in RENAMED.items()},
     "stream_attention.benchmark": "stream_attention_tools.bench",
     **_moved("benchmark", "report", "figures models page plots style"),
     "stream_attention.benchmark.cells": "stream_attention_tools.bench.suites",

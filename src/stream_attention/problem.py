@@ -22,7 +22,7 @@ from .device import arch, processors
 
 if TYPE_CHECKING:
     from .cache_views import KVCache
-    from .cache_views.codes import Coding
+    from .cache_views.quantized_tensor import Coding
 
 AUTO = "auto"
 """The backend of a call that names none."""

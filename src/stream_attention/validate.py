@@ -349,7 +349,7 @@ def fp8_query(query: Tensor, kv: Any, cu_seqlens_q: Tensor | None, max_seqlen_q:
 
 
 def _fp8_tensors(tensors: dict[str, Tensor], where: str, otherwise: str) -> None:
-    """Check what is quantised: its dtype, its head dim, and that nobody wants its gradient."""
+    """Check what is quantised: its dtype, its head dim, and that no gradient is required."""
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.float16, torch.bfloat16):
             refuse(name, f"dtype float16 or bfloat16 {where}", tensor.dtype, error=TypeError)

@@ -134,7 +134,7 @@ def test_each_variable_sets_its_field() -> None:
     values = ["3", "20", "32", "16", "100", "no", "1.5", "128", "7", "2"]
     config = StreamAttentionConfig.from_env(dict(zip(VARIABLES, values, strict=True)))
     expected = (3, 20, 32, 16, 100, False, 1.5, 128, 7, 2)
-    assert tuple(getattr(config, field) for field, _ in VARIABLES.values()) == expected
+    assert tuple(getattr(config, field) for field in VARIABLES.values()) == expected
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

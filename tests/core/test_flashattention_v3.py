@@ -239,7 +239,7 @@ def test_the_device_follows_and_the_state_dict_is_empty() -> None:
     ("fields", "tensors", "words"),
     [
         ({}, [t[0] for t in qkv()], "query: expected four dims [B, T, H, D]; got [6, 4, 8]"),
-        ({}, qkv(kv_heads=3), "query: expected a multiple of the 3 KV heads as Hq"),
+        ({}, qkv(kv_heads=3), "key: expected heads that divide num_heads=4"),
         (
             {},
             [qkv()[0], *(t[:1] for t in qkv()[1:])],
@@ -251,7 +251,7 @@ def test_the_device_follows_and_the_state_dict_is_empty() -> None:
             "value: expected the key's length and heads, [2, 6, 2]",
         ),
         ({}, [*qkv()[:2], qkv(dtype=torch.float32)[2]], "value: expected the query's dtype torch.float64"),
-        ({"num_heads": 8}, qkv(), "query: expected [B, Tq, 8, 8] by the config; got [2, 6, 4, 8]"),
+        ({"num_heads": 8}, qkv(), "query: expected [B, Tq, num_heads=8, head_dim=8]; got [2, 6, 4, 8]"),
         ({"max_sequence_length": 5}, qkv(), "key: expected at most max_sequence_length=5 keys; got 6. Raise it"),
         ({}, [None, *qkv()[1:]], "query: expected a torch.Tensor; got NoneType"),
     ],

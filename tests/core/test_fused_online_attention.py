@@ -152,7 +152,7 @@ KEEP = torch.tensor([[1.0] * 6, [1.0] * 3 + [0.0] * 3])
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 def test_floats_that_look_like_a_mask_of_what_to_keep_are_refused(dtype: torch.dtype) -> None:
-    words = r"attention_mask: expected floats .*; got 0.0 and 1.0 alone.*Pass attention_mask.bool\(\).*-inf for one"
+    words = r"attention_mask: expected floats .*; got 0.0 and 1.0 alone.*Pass attention_mask.bool\(\).*-inf for a"
     with pytest.raises(ValueError, match=words):
         module()(*qkv(), attention_mask=KEEP.to(dtype))
 

@@ -833,7 +833,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "integer padding": (
         {"key_padding_mask": ZEROS(2, 7, dtype=torch.uint8)},
-        "key_padding_mask: expected a bool .True = hidden. or floating dtype; got torch.uint8",
+        "key_padding_mask: expected a bool .True = masked. or floating dtype; got torch.uint8",
     ),
     "integer mask": ({"attn_mask": ZEROS(5, 7, dtype=torch.int64)}, "attn_mask: expected a bool .*int64"),
     "padding too long": ({"key_padding_mask": ZEROS(2, 8)}, r"key_padding_mask: expected shape \[2, 7\]"),

@@ -178,7 +178,7 @@ def test_processes_that_never_come_are_an_error_in_time(monkeypatch: pytest.Monk
     for one, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")):
         monkeypatch.setenv(one, value)
     started = time.monotonic()
-    with pytest.raises(CommunicationError, match=r"did not meet at 127\.0\.0\.1:9 within 2 s") as raised:
+    with pytest.raises(CommunicationError, match=r"did not connect at 127\.0\.0\.1:9 within 2 s") as raised:
         initialize("gloo", timeout_s=2)
     assert "\n" not in str(raised.value)  # no frames of C++
     assert time.monotonic() - started < 20

@@ -16,8 +16,8 @@ from torch import Tensor
 from flash_attention.kernels import flash_attention
 from stream_attention import FusedOnlineAttention, attention
 from stream_attention.distributed import Recorder, VirtualRanks
-from stream_attention.distributed.local import Attention
 from stream_attention.distributed.query_shard import _QuerySharding, query_sharded_attention
+from stream_attention.distributed.shard_attention import Attention
 from stream_attention_tools.testing import Case, check_case, tolerance
 
 SRC = Path(__file__).parents[2] / "src"

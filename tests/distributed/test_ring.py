@@ -371,7 +371,7 @@ def test_there_is_no_derivative_but_the_first() -> None:
     (grad,) = torch.autograd.grad(
         torch.cat(ring_attention(shards, shards, shards, group=group), 1).sum(), query, create_graph=True
     )
-    with pytest.raises(NotImplementedError, match="what ranks compute together has no second derivative"):
+    with pytest.raises(NotImplementedError, match="attention over several ranks has no second derivative"):
         grad.sum().backward()
     with forward_ad.dual_level():
         dual = [forward_ad.make_dual(t.detach(), torch.ones_like(t)) for t in shards]

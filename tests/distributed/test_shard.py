@@ -192,7 +192,7 @@ def test_ranks_that_differ_are_told_at_once(pool: Any, what: str) -> None:
     [
         (lambda: shard_sequence([1, 2, 3]), "sequence: expected a torch.Tensor; got list"),  # type: ignore[arg-type]
         (lambda: shift_labels([1, 2]), "labels: expected a torch.Tensor; got list"),  # type: ignore[arg-type]
-        (lambda: position_ids(-1), "length: expected an int of at least 0; got -1"),
+        (lambda: position_ids(-1), "length: expected at least 0; got -1"),
         (lambda: position_ids(10, cu_seqlens=[0, 20]), "cu_seqlens: expected a last value of at most the 10 rows; got"),
         (
             lambda: shift_labels(torch.arange(4), cu_seqlens=[0, 9]),

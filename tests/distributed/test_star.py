@@ -139,7 +139,7 @@ def test_rows_that_are_not_a_ranks_are_refused() -> None:
     sizes: dict[str, Any] = {"length": 9, "block_size": 4}
     with pytest.raises(ValueError, match=r"key, value: expected the 9 rows of rank 0; got \[8, 9\]. shard_context"):
         star_cache(torch.ones(1, 8, 2, 4), torch.ones(1, 9, 2, 4), **sizes)
-    with pytest.raises(ValueError, match="length: expected an int of at least 0; got -9"):
+    with pytest.raises(ValueError, match="length: expected at least 0; got -9"):
         star_cache(torch.ones(1, 9, 2, 4), torch.ones(1, 9, 2, 4), **sizes | {"length": -9})
     with pytest.raises(ValueError, match=r"dim: expected a dim of a tensor of shape \[10\]; got 1"):
         shard_context(torch.arange(10), block_size=3)
@@ -150,10 +150,10 @@ def test_rows_that_are_not_a_ranks_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"block_size": 0}, "block_size: expected an int of at least 1; got 0"),
+        ({"block_size": 0}, "block_size: expected at least 1; got 0"),
         ({"block_size": 4, "anchor_size": 5}, "anchor_size: expected at most a block, 4; got 5"),
-        ({"block_size": 4, "anchor_size": -1}, "anchor_size: expected an int of at least 0; got -1"),
-        ({"block_size": 4, "length": -1}, "length: expected an int of at least 0; got -1"),
+        ({"block_size": 4, "anchor_size": -1}, "anchor_size: expected at least 0; got -1"),
+        ({"block_size": 4, "length": -1}, "length: expected at least 0; got -1"),
         (
             {"block_size": 4, "length": 20},
             r"query, key, value: expected the 20 rows of rank 0; got \[9, 9, 9\]. shard_",

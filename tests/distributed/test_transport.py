@@ -181,5 +181,5 @@ def test_agreement_tells_every_ranks_lengths() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True])
 def test_a_number_of_ranks_is_an_int_of_at_least_1(size: Any) -> None:
-    with pytest.raises(ValueError, match="size: expected an int of at least 1"):
+    with pytest.raises(ValueError, match=r"size: expected (at least 1; got|an int; got)"):
         VirtualRanks(size)

@@ -224,7 +224,9 @@ def test_ranks_with_other_options_are_told_at_once(pool: Any, name: str) -> None
 def test_bad_calls_are_refused() -> None:
     parts, key, _ = parts_of([4, 2])
     query, group = normal(2, 3, 4, 8), VirtualRanks(2)
-    with pytest.raises(ValueError, match=r"cache: expected room for the 3 new tokens on the last rank; got 2. Append"):
+    with pytest.raises(
+        ValueError, match=r"cache: expected a capacity for the 3 new tokens on the last rank; got 2. Append"
+    ):
         tree_decode_attention(query, parts, group=group)
     with pytest.raises(ValueError, match="cache: expected one for each of the 2 ranks of this process; got 1"):
         tree_decode_attention(query, parts[:1], group=group)

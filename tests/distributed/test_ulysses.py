@@ -376,7 +376,11 @@ def test_the_lse_on_some_ranks_only_is_refused_on_all(pool: Any) -> None:
         (4, {"layout": "diagonal"}, r"layout: expected 'contiguous' or 'zigzag' or 'striped'; got 'diagonal'"),
         (4, {"ring_size": 2, "rotate": "left"}, r"rotate: expected 'p2p' or 'alltoall' or 'allgather'; got 'left'"),
         (2, {"rotate": "allgather"}, r"rotate: expected 'p2p', its default, without a ring"),
-        (2, {"mask": [torch.ones(4, 8, dtype=torch.bool), torch.ones(1, 8, dtype=torch.bool)]}, r"mask: expected rows"),
+        (
+            2,
+            {"mask": [torch.ones(4, 8, dtype=torch.bool), torch.ones(1, 8, dtype=torch.bool)]},
+            r"mask: expected a row per query",
+        ),
         (2, {"backend": "reference"}, r"backend: expected one that computes partial states"),
     ],
     ids=str,

@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from stream_attention import ContiguousKV, quantize_kv
 from stream_attention.integration.caches import StreamBoundedCache, StreamQuantizedCache
 from stream_attention.integration.forward import stream_attention_forward
-from stream_attention.integration.held import check_new, checked_once
 from stream_attention.integration.hf import register
+from stream_attention.integration.placeholder import check_new, checked_once
 
 PROMPT, NEW, VOCABULARY = 40, 30, 96
 SHAPE = {
@@ -298,7 +298,7 @@ def test_a_mask_that_the_model_is_not_told_is_asked_for(model: Any, whole: Any) 
     cache = whole(model, attention_mask=mask)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        with pytest.raises(ValueError, match="attention_mask: expected the padding that the cache was told"):
+        with pytest.raises(ValueError, match="attention_mask: expected the padding mask of the cache"):
             model(ids[:, :1], past_key_values=cache)
 
 
@@ -309,7 +309,7 @@ def test_padding_behind_the_prompt_is_refused(model: Any, whole: Any, new: int) 
     more[0, :3] = 0
     with torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=cache)
-        with pytest.raises(ValueError, match="attention_mask: expected padding in the first tokens that the cache"):
+        with pytest.raises(ValueError, match="attention_mask: expected padding at the beginning of the prompt only"):
             model(prompt(len(ids), new), attention_mask=torch.cat([mask, more], 1), past_key_values=cache)
 
 
@@ -320,7 +320,7 @@ def test_a_mask_of_ours_is_looked_at_once_for_all_layers() -> None:
         mask[1, -1] = False
     check_new(ours, 3)
     for mask, new in ((ours, 2), (given, 3)):
-        with pytest.raises(ValueError, match="attention_mask: expected padding in the first tokens that the cache"):
+        with pytest.raises(ValueError, match="attention_mask: expected padding at the beginning of the prompt only"):
             check_new(mask, new)
 
 
@@ -371,7 +371,7 @@ def test_models_without_such_a_cache_are_refused() -> None:
         (StreamBoundedCache, {"budget": 8, "heavy": "luck"}, "heavy: expected"),
         (StreamBoundedCache, {"budget": 8, "heavy": None, "recent": 2}, "recent: expected budget - sinks = 4"),
         (StreamBoundedCache, {"budget": 8, "every": 0}, "every: expected at least 1"),
-        (StreamBoundedCache, {"budget": 8, "attention_mask": torch.tensor([[1, 1, 0]])}, "padding in front"),
+        (StreamBoundedCache, {"budget": 8, "attention_mask": torch.tensor([[1, 1, 0]])}, "padding on the left"),
         (StreamBoundedCache, {"budget": 8, "attention_mask": torch.tensor([[0, 0, 0]])}, "a token in every row"),
         (StreamBoundedCache, {"budget": 8, "attention_mask": torch.ones(3)}, r"a tensor \[B, T\] of the prompt"),
     ],
@@ -384,6 +384,6 @@ def test_bad_arguments_are_refused(model: Any, kind: Any, said: dict[str, Any], 
 def test_padding_that_the_cache_was_not_told_of_is_refused(model: Any, whole: Any) -> None:
     ids, mask = padded()
     with pytest.raises(
-        ValueError, match=r'attention_mask: .*knows the prompt\'s padding.*attention_mask=inputs\["atte'
+        ValueError, match=r'attention_mask: .*constructed with the prompt\'s padding.*attention_mask=inputs\["atte'
     ):
         generated(model, ids, whole(model), mask)

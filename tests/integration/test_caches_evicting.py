@@ -9,8 +9,8 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from stream_attention import attention
-from stream_attention.integration.evicting import VOTERS, Budget, EvictingLayer
-from stream_attention.integration.held import FEW, read, tell
+from stream_attention.integration.evicting_layer import VOTERS, Budget, EvictingLayer
+from stream_attention.integration.placeholder import MAX_DECODE_QUERIES, notify, read
 
 HEADS, DIM = 2, 16
 SMALL = Budget(tokens=12, sinks=2, recent=4, heavy="attention", every=5)
@@ -40,7 +40,7 @@ def fed(layer: EvictingLayer, tokens: tuple[Tensor, Tensor, Tensor], sizes: list
         keys, values = layer.update(*given)
         out = read(query, keys, None)
         outs.append(attention(query, keys.transpose(1, 2), values.transpose(1, 2), causal=True) if out is None else out)
-        tell(query, keys)
+        notify(query, keys)
         start += size
     return torch.cat(outs, 1)
 
@@ -121,7 +121,7 @@ def test_tokens_go_when_so_many_have_come_and_not_before() -> None:
 
 
 def test_later_queries_see_what_stayed_and_themselves() -> None:
-    for new in (1, 4, FEW + 4):
+    for new in (1, 4, MAX_DECODE_QUERIES + 4):
         layer, tokens = EvictingLayer(None, SMALL), drawn(40 + new)
         fed(layer, tuple(x[:, :40] if n == 0 else x[:, :, :40] for n, x in enumerate(tokens)), [40])
         assert layer.kv is not None
@@ -131,7 +131,7 @@ def test_later_queries_see_what_stayed_and_themselves() -> None:
         assert keys.isnan().all() and keys.shape == values.shape == (2, HEADS, 40 + new, DIM)
         seen = [torch.cat([old, x.transpose(1, 2)], 1) for old, x in zip(stayed, (key, value), strict=True)]
         torch.testing.assert_close(read(query, keys, None), attention(query, *seen, causal=True))
-        tell(query, keys)
+        notify(query, keys)
         assert layer.rows[0] == (12 if new > 5 else 12 + new)
 
 
@@ -175,7 +175,7 @@ def test_cropping_undoes_what_came_since_tokens_went() -> None:
     fed(layer, tokens, [40, 1, 1, 1])
     layer.crop(-2)
     assert layer.get_seq_length() == 41 and layer.rows == [13, 13] and kept(layer)[0][-1] == 40
-    with pytest.raises(ValueError, match="at most the 1 tokens that came since some were dropped; got 2"):
+    with pytest.raises(ValueError, match="at most the 1 tokens since the last eviction; got 2"):
         layer.crop(-2)
     assert layer.get_seq_length() == 41
     whole = EvictingLayer(None, SMALL)
@@ -206,7 +206,7 @@ def test_a_reset_forgets_everything() -> None:
 def test_an_attention_that_shows_no_queries_is_refused() -> None:
     layer = EvictingLayer(None, SMALL)
     layer.update(*drawn(40)[1:])
-    with pytest.raises(ValueError, match='"stream_attention", which shows the cache its queries'):
+    with pytest.raises(ValueError, match='"stream_attention", which passes the cache its queries'):
         layer.update(*drawn(1)[1:])
     blind = EvictingLayer(None, budget("key_norm"))
     blind.update(*drawn(40)[1:])

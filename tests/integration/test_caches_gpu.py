@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from stream_attention.integration.caches import StreamBoundedCache, StreamQuantizedCache
 from stream_attention.integration.hf import register
-from stream_attention.integration.quantised import Coding, QuantisedLayer
+from stream_attention.integration.quantized_layer import QuantisedLayer, QuantizeOptions
 
 pytestmark = pytest.mark.gpu
 
@@ -115,7 +115,7 @@ def test_a_token_is_few_kernels(pad: int, kernels: int) -> None:
     """Keys, values and a length; one for all of them where rows have different lengths. The codes of a block that it
     completes come on top, once in 64 tokens."""
     mask = torch.arange(400, device="cuda") >= torch.tensor([[0], [pad]], device="cuda")
-    layer = QuantisedLayer(mask, Coding("int4", 64, 128, "channel", "token"))
+    layer = QuantisedLayer(mask, QuantizeOptions("int4", 64, 128, "channel", "token"))
     tokens = torch.randn(2, 2, 2, 400, 128, device="cuda", dtype=torch.bfloat16)
     layer.update(*tokens)
     one = [x[:, :, :1].contiguous() for x in tokens]

@@ -14,22 +14,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 from stream_attention import ContiguousKV, attention, quantize_kv
-from stream_attention.integration.held import FEW, read
-from stream_attention.integration.quantised import STEP, Coding, QuantisedLayer
+from stream_attention.integration.placeholder import MAX_DECODE_QUERIES, read
+from stream_attention.integration.quantized_layer import STEP, QuantisedLayer, QuantizeOptions
 
 HEADS, DIM = 2, 16
-INT8 = Coding("int8", 8, 16, "channel", "token")
+INT8 = QuantizeOptions("int8", 8, 16, "channel", "token")
 CODINGS = {
     "int8": INT8,
-    "int4": Coding("int4", 8, 16, "channel", "token"),
-    "fp8": Coding("fp8", 8, 16, "channel", "token"),
-    "int4, a residual that is no whole blocks": Coding("int4", 8, 5, "channel", "token"),
-    "int8, no residual": Coding("int8", 8, 0, "token", "channel"),
+    "int4": QuantizeOptions("int4", 8, 16, "channel", "token"),
+    "fp8": QuantizeOptions("fp8", 8, 16, "channel", "token"),
+    "int4, a residual that is no whole blocks": QuantizeOptions("int4", 8, 5, "channel", "token"),
+    "int8, no residual": QuantizeOptions("int8", 8, 0, "token", "channel"),
 }
 ARRIVALS = {
     "one by one": [20, *[1] * 45],
-    "few at a time": [20, 3, 1, FEW, 1, 7, 2],
-    "many at a time": [20, 1, FEW + 1, 1, 60, 5],
+    "few at a time": [20, 3, 1, MAX_DECODE_QUERIES, 1, 7, 2],
+    "many at a time": [20, 1, MAX_DECODE_QUERIES + 1, 1, 60, 5],
     "from one token": [1, *[1] * 30],
     "beyond its room": [20, STEP + 30, 1, 1],
 }
@@ -55,7 +55,7 @@ def held(layer: QuantisedLayer, row: int = 0) -> list[Tensor]:
     return [x[row] for x in layer.kv.tile(0, layer.rows[row])]
 
 
-def whole(tokens: tuple[Tensor, Tensor], count: int, coding: Coding, row: int = 0) -> list[Tensor]:
+def whole(tokens: tuple[Tensor, Tensor], count: int, coding: QuantizeOptions, row: int = 0) -> list[Tensor]:
     """What the first tokens are once they were quantised together."""
     key, value = (x[row : row + 1, :, :count].transpose(1, 2) for x in tokens)
     return [x[0] for x in quantize_kv(ContiguousKV(key, value), **coding._asdict()).tile(0, count)]
@@ -66,7 +66,7 @@ def whole(tokens: tuple[Tensor, Tensor], count: int, coding: Coding, row: int = 
 
 @pytest.mark.parametrize("coding", CODINGS.values(), ids=CODINGS)
 @pytest.mark.parametrize("sizes", ARRIVALS.values(), ids=ARRIVALS)
-def test_it_holds_what_quantize_kv_makes_of_all_tokens(coding: Coding, sizes: list[int]) -> None:
+def test_it_holds_what_quantize_kv_makes_of_all_tokens(coding: QuantizeOptions, sizes: list[int]) -> None:
     tokens, layer = drawn(sum(sizes)), QuantisedLayer(None, coding)
     fed(layer, tokens, sizes)
     assert layer.get_seq_length() == sum(sizes)
@@ -90,7 +90,7 @@ def test_padding_is_not_held_and_rows_are_as_they_would_be_alone(sizes: list[int
 
 def test_its_bytes_are_those_of_its_tensors_and_few() -> None:
     tokens = drawn(4096, batch=1)
-    layer = QuantisedLayer(None, Coding("int4", 64, 128, "channel", "token"))
+    layer = QuantisedLayer(None, QuantizeOptions("int4", 64, 128, "channel", "token"))
     assert layer.nbytes == 0
     layer.update(*(x.half() for x in tokens))
     kv = layer.kv
@@ -103,7 +103,7 @@ def test_its_bytes_are_those_of_its_tensors_and_few() -> None:
 
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
 def test_it_lies_as_kernels_like_it_also_when_it_was_grown_or_its_rows_were_chosen(format: str) -> None:
-    layer = QuantisedLayer(None, Coding(format, 64, 128, "channel", "token"))
+    layer = QuantisedLayer(None, QuantizeOptions(format, 64, 128, "channel", "token"))
     for tokens in (300, STEP, 1):
         layer.update(*torch.randn(2, 1, 2, tokens, 64).half())
         assert layer.kv is not None and layer.kv.coding.aligned and layer.kv.coding.in_order
@@ -128,7 +128,7 @@ def test_a_later_token_gets_hollow_keys_of_all_that_was_seen() -> None:
     assert layer.get_mask_sizes(4) == (25, 0) == layer.get_mask_sizes(torch.arange(21, 25))
 
 
-@pytest.mark.parametrize("new", [1, 3, FEW])
+@pytest.mark.parametrize("new", [1, 3, MAX_DECODE_QUERIES])
 def test_what_is_read_is_what_is_held(new: int) -> None:
     layer, query = QuantisedLayer(None, INT8), torch.randn(2, new, 4, DIM)
     _, (keys, _) = fed(layer, drawn(60 + new), [60, new])
@@ -260,7 +260,7 @@ def test_gradients_other_batches_and_too_much_are_refused() -> None:
     layer.update(key, value)
     with pytest.raises(ValueError, match="expected the 2 rows of the cache; got 3"):
         layer.update(*drawn(1, batch=3))
-    with pytest.raises(ValueError, match="crop: expected at most the 20 tokens that every row holds; got 21"):
+    with pytest.raises(ValueError, match="crop: expected at most the 20 tokens of every row; got 21"):
         layer.crop(-21)
     with pytest.raises(ValueError, match="stays on its device"):
         layer.offload()
@@ -270,11 +270,11 @@ def test_padding_that_the_layer_cannot_know_is_refused() -> None:
     with pytest.raises(ValueError, match="mask of the 2 rows of the prompt, or of a part of them; got 3"):
         QuantisedLayer(torch.ones(3, 20, dtype=torch.bool), INT8).update(*drawn(20))
     late = torch.arange(20) >= torch.tensor([[0], [12]])
-    with pytest.raises(ValueError, match="begins with 12 to 20 tokens, all padding among them; got 8"):
+    with pytest.raises(ValueError, match="first call with 12 to 20 tokens, all padding among them; got 8"):
         QuantisedLayer(late, INT8).update(*drawn(8))
     layer, query = QuantisedLayer(None, INT8), torch.randn(2, 1, 4, DIM)
     _, (keys, _) = fed(layer, drawn(21), [20, 1])
-    with pytest.raises(ValueError, match="expected None, or a cache that knows the prompt's padding"):
+    with pytest.raises(ValueError, match="expected None, or a cache constructed with the prompt's padding"):
         read(query, keys, torch.ones(2, 21, dtype=torch.bool))
 
 
@@ -284,7 +284,7 @@ def test_padding_among_later_tokens_is_refused() -> None:
     mask = torch.ones(2, 24, dtype=torch.bool)
     assert read(query, keys, mask) is not None
     mask[1, 21] = False
-    with pytest.raises(ValueError, match="in the first tokens that the cache is given alone; got padding behind them"):
+    with pytest.raises(ValueError, match="at the beginning of the prompt only; got padding after it"):
         read(query, keys, mask)
-    with pytest.raises(ValueError, match=r"expected shape \[B, tokens seen\]"):
+    with pytest.raises(ValueError, match=r"expected shape \[B, tokens so far\]"):
         read(query, keys, torch.ones(2, 1, 4, 24, dtype=torch.bool))

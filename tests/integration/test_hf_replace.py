@@ -82,7 +82,7 @@ def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.55.4")
     for call in (register, unregister, lambda: replace_llama_attention(model, CONFIG)):
         with pytest.raises(
-            ImportError, match=r"transformers: expected 4\.56 or newer; got 4\.55\.4\. Before, caches"
+            ImportError, match=r"transformers: expected 4\.56 or newer; got 4\.55\.4\. Older ones pass caches"
         ) as it:
             call()
         assert str(it.value).endswith("Type: pip install --upgrade transformers")
@@ -164,7 +164,7 @@ def test_a_config_is_of_one_model() -> None:
 
 def test_gpt2_calls_its_modules_attn() -> None:
     model = gpt2()
-    with pytest.raises(ValueError, match=r"modules module_name 'self_attn' that ask .*; got attn"):
+    with pytest.raises(ValueError, match=r"modules module_name 'self_attn' that use .*; got attn"):
         replace_llama_attention(model, CONFIG)
     expected = model(IDS).logits
     assert replace_gpt2_attention(model, CONFIG) == 2
@@ -228,13 +228,13 @@ def test_what_is_no_model_or_no_config_is_refused() -> None:
 def test_a_model_with_attention_of_its_own_is_refused() -> None:
     sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     bloom = transformers.BloomModel(transformers.BloomConfig(**sizes))
-    with pytest.raises(ValueError, match="ask transformers for an attention function; got none in this model"):
+    with pytest.raises(ValueError, match="use transformers' attention interface; got none in this model"):
         replace_attention_generic(bloom, CONFIG)
     if not hasattr(transformers.models.bloom.modeling_bloom, "create_causal_mask"):
         return  # its masks are its own too
     register()
     bloom.config._attn_implementation = NAME  # as from_pretrained(attn_implementation=...) sets it without a word
-    with pytest.raises(ValueError, match=r'got "stream_attention"\. BloomAttention computes its attention itself'):
+    with pytest.raises(ValueError, match=r'got "stream_attention"\. BloomAttention computes its own attention'):
         bloom(IDS)
 
 
@@ -245,9 +245,9 @@ def test_a_model_with_attention_of_its_own_is_refused() -> None:
 def forward() -> Iterator[Any]:
     from stream_attention.integration import forward
 
-    forward._said.clear()
+    forward._warned.clear()
     yield forward.stream_attention_forward
-    forward._said.clear()
+    forward._warned.clear()
 
 
 class Module(torch.nn.Module):
@@ -267,19 +267,19 @@ def test_what_it_cannot_do_is_done_by_sdpa_with_one_warning(forward: Any) -> Non
 
     query, key, value = tensors()
     mask = torch.tensor([0, 2, 6, 12]).expand(1, 1, 6, -1)
-    with pytest.warns(UserWarning, match="Module runs by transformers' SDPA: its paged cache is transformers' own"):
+    with pytest.warns(UserWarning, match="Module runs transformers' SDPA: it uses transformers' paged cache"):
         out, weights = forward(Module(), query, key, value, mask, cache=object())
     expected, _ = sdpa_attention_forward(Module(), query, key, value, matrix(mask, 2, 6, 6))
     assert torch.equal(out, expected) and weights is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         forward(Module(), query, key, value, mask, cache=object())
-    with pytest.raises(ValueError, match="expected eager for a layer with softcap or sinks where its paged cache"):
+    with pytest.raises(ValueError, match="eager for a layer with softcap or sinks where it uses transformers' paged"):
         forward(Module(), query, key, value, None, softcap=2.0, cache=object())
 
 
 def test_weights_are_not_returned_and_that_is_said_once(forward: Any) -> None:
-    with pytest.warns(UserWarning, match="output_attentions: weights never exist here"):
+    with pytest.warns(UserWarning, match="output_attentions: weights are not materialised"):
         out, weights = forward(Module(), *tensors(), None, output_attentions=True)
     assert weights is None and out.shape == (2, 6, 4, 8)
 

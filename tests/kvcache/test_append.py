@@ -401,11 +401,11 @@ def test_tokens_that_do_not_fit_the_cache() -> None:
     ):
         with pytest.raises(error, match=words):
             cache.append(key, value, rotary=rotary)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the rotary table's positions, 2; got 2 in row 1, no room for 1 more"):
+    with pytest.raises(ValueError, match="the rotary table's positions, 2; got 2 in row 1, with 1 to append"):
         cache.append(key, value, rotary=Rotary(table[:2], table[:2]))
     with pytest.raises(ValueError, match="key: expected at most 8 tokens, the capacity of a row; got 9"):
         cache.append(*tokens(2, 9, random.Random(0)))
-    with pytest.raises(ValueError, match="the capacity, 8; got 2 in row 1, no room for 7 more"):
+    with pytest.raises(ValueError, match="the capacity, 8; got 2 in row 1, with 7 to append"):
         cache.append(*tokens(2, 7, random.Random(0)), validate=True)
     assert cache.lengths is not None and cache.lengths.tolist() == [1, 2] and cache.key.isnan().all()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stream_attention.cache_views import ContiguousKV, PagedKV, QuantizedKV
-from stream_attention.cache_views.codes import BITS, CHANNELS, TOKENS
+from stream_attention.cache_views.quantized_tensor import BITS, CHANNELS, TOKENS
 from stream_attention.kvcache import quantize_kv
 from stream_attention.ops.decode import decode_attention
 

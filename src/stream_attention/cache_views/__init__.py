@@ -1,7 +1,7 @@
-"""Caches to decode from: what holds the keys and values of earlier tokens, how a tile of it is read, how it grows.
+"""KV caches to decode from: how a tile of one is read, and how tokens are appended.
 
-Imports torch alone. What a cache is made of is checked without reading a tensor, which may be a synchronisation.
-Lengths and page tables are read by `validate`: on a CPU at every use, elsewhere if asked.
+Imports torch alone. Constructors check metadata and read no tensor, which may be a synchronisation. `validate` reads
+lengths and page tables: on a CPU at every use, elsewhere on request.
 """
 
 from .fp8 import Fp8KV

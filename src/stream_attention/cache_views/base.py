@@ -1,29 +1,33 @@
-"""What every cache can do, whatever holds its tokens."""
+"""The interface of caches."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import check_int, refuse
 from . import checks
-from .codes import Coding
-from .write import Rotary, check_new, rotate
+from .quantized_tensor import Coding
+from .write import Rotary, check_new, places, put, rotate
 
 if TYPE_CHECKING:
     from typing import Self
 
 
 class Cache(ABC):
-    """Keys and values of the earlier tokens of B rows, of which row b holds `lengths[b]`."""
+    """Keys and values of the earlier tokens of B rows, of which row b has `lengths[b]`."""
 
     lengths: Tensor | None
     STORES: ClassVar[tuple[str, str]]
-    """The fields that hold keys and values in `dtype`, all or some."""
+    """The fields with keys and values in `dtype`, all or some."""
+
+    append_kernel: ClassVar[Callable[..., bool] | None] = None
+    """`(cache, key, value, rotary)`: appends by a kernel and returns True, or returns False. Set by ops/append.py."""
 
     @property
     @abstractmethod
@@ -33,14 +37,14 @@ class Cache(ABC):
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """Tokens that a row can hold."""
+        """The most tokens of a row."""
 
     @abstractmethod
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys `[B, n, Hkv, D]` and values `[B, n, Hkv, Dv]` of the positions from start to stop, in `dtype`.
 
-        What stands at positions from `lengths[b]` on may be anything, NaN included: the reader leaves it out. Takes
-        memory for the tile alone.
+        Positions from `lengths[b]` on have undefined values, NaN included: the reader masks them. Takes memory for the
+        tile alone.
         """
 
     def _plain(self) -> tuple[Tensor, Tensor]:
@@ -48,50 +52,54 @@ class Cache(ABC):
         key, value = self.STORES
         return getattr(self, key), getattr(self, value)
 
-    @abstractmethod
     def _write(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
-        """Write tokens to positions int64 `[B, n]`, which count up from `lengths[b]`; drop what has no room."""
+        """Write tokens to positions int64 `[B, n]`, counting up from `lengths[b]`; drop those beyond the capacity."""
+        stores = self._plain()
+        where = places(positions, stores[0], getattr(self, "page_table", None))
+        for store, new in zip(stores, (key, value), strict=True):
+            put(store, where, new)
 
     def _launch(self, key: Tensor, value: Tensor, rotary: Rotary | None) -> bool:
-        """Append by a kernel and return True; False where none is for these tensors, and nothing was done."""
-        return False
+        """Append by a kernel and return True; False where none supports these tensors, and nothing was done."""
+        kernel = Cache.append_kernel
+        return kernel is not None and kernel(self, key, value, rotary)
 
-    @abstractmethod
     def _paged(self, lengths: Tensor, new: int) -> tuple[Tensor, Tensor, Tensor, int, int] | None:
-        """(page table, how many tokens of each row lie in pages, and will with `new` more, page size, pages)."""
+        """(page table, tokens of each row in pages now, and with `new` more, page size, pages)."""
+        return None
 
     @property
     @abstractmethod
     def addresses(self) -> tuple[int, ...]:
-        """Of all its tensors; 0 for one that it does not have."""
+        """Of all its tensors; 0 for an absent one."""
 
     @property
     @abstractmethod
     def requires_grad(self) -> bool:
-        """Whether a tensor that it holds requires a gradient, which nothing here gives it."""
+        """Whether one of its tensors requires a gradient, which decoding does not compute."""
 
     def __repr__(self) -> str:
         kind = f"pages of {self.page_size}" if self.page_size else "rows"
-        coded = "" if self.coding is None else f" in {self.coding.format}"
+        quantized = "" if self.coding is None else f" in {self.coding.format}"
         dims = self.head_dim if self.head_dim == self.value_dim else f"{self.head_dim} and {self.value_dim}"
         dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"<{type(self).__name__}: {self.batch} rows of up to {self.capacity} tokens, {kind}{coded}, "
+            f"<{type(self).__name__}: {self.batch} rows of up to {self.capacity} tokens, {kind}{quantized}, "
             f"{self.kv_heads} heads of {dims}, {dtype} on {self.device}>"
         )
 
     def __getstate__(self) -> dict[str, object]:
-        """Without the launches that `decode_attention` keeps here: they are of this process."""
-        return {name: held for name, held in self.__dict__.items() if name != "_calls"}
+        """Without the prepared launches of `decode_attention`: they are of this process."""
+        return {name: value for name, value in self.__dict__.items() if name != "_calls"}
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page; 0 where rows lie in one run."""
+        """Tokens of a page; 0 where the cache is not paged."""
         return 0
 
     @property
     def coding(self) -> Coding | None:
-        """How numbers are coded; None: as they came."""
+        """The quantisation; None: full precision."""
         return None
 
     @property
@@ -116,34 +124,31 @@ class Cache(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that it holds, lengths and page table included."""
-        held = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]  # each is a dataclass
-        return sum(one.nbytes for one in held if hasattr(one, "nbytes"))
+        """Bytes of all its tensors, lengths and page table included."""
+        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]  # each is a dataclass
+        return sum(one.nbytes for one in values if hasattr(one, "nbytes"))
 
     def append(self, key: Tensor, value: Tensor, *, rotary: Rotary | None = None, validate: bool | None = None) -> Self:
         """Write n new tokens to every row, key `[B, n, Hkv, D]` and value `[B, n, Hkv, Dv]`, and return the cache.
 
-        Row b's stand at `lengths[b]` to `lengths[b] + n - 1` and `lengths` is advanced by n, both in place and without
-        a synchronisation, so that a CUDA graph may replay it. `rotary` turns the keys by these positions first.
+        Their positions in row b are `lengths[b]` to `lengths[b] + n - 1`, and `lengths` is advanced by n, both in place
+        and without a synchronisation, so that a CUDA graph may replay it. `rotary` rotates the keys by these positions
+        first.
 
-        `validate=True` looks at lengths and pages first and raises where a row has no room, or no page, for the new
+        `validate=True` reads lengths and pages first and raises where a row has no capacity, or no page, for the new
         tokens, where its length is negative, where the rotary table is too short, and where two rows would write to one
-        page. On a CPU that is the default. On a GPU it is a synchronisation, so there it has to be asked for. Not
-        validated, tokens without room are dropped and the length stays at `capacity`, so that the queries of that step
-        stand too early; no other row suffers.
+        page. On a CPU that is the default. On a GPU it is a synchronisation, so it is off by default. Without it,
+        tokens beyond the capacity are dropped and the length stays at `capacity`, so that the positions of the queries
+        of that step are too small; other rows are not affected.
 
-        One kernel does it where there is Triton and a GPU for it (a row of many tokens takes a second, tiny one), with
-        the bits of the torch operations that do it elsewhere: for a `QuantizedKV`, in fp64, under `torch.compile`, on
-        other devices and without Triton. No gradient flows through it; key and value may not overlap the cache.
+        One Triton kernel does it on GPUs that support it (a row of many tokens takes a second, tiny one), with the same
+        bits as the torch operations that do it elsewhere: for a `QuantizedKV`, in fp64, under `torch.compile`, on other
+        devices and without Triton. It is not differentiable; key and value may not overlap the cache.
         """
         lengths = self.lengths
         if lengths is None:
-            refuse(
-                "lengths",
-                "an int32 tensor [B] in a cache to append to",
-                None,
-                "Pass lengths=torch.zeros(B, dtype=torch.int32).",
-            )
+            hint = "Pass lengths=torch.zeros(B, dtype=torch.int32)."
+            refuse("lengths", "an int32 tensor [B] in a cache to append to", None, hint)
         check_new(key, value, rotary, self._plain()[0], (self.batch, self.kv_heads, self.head_dim, self.value_dim))
         n = key.shape[1]
         if n > self.capacity:
@@ -154,7 +159,7 @@ class Cache(ABC):
         if checks.should_validate(validate, lengths):
             self.validate(n, first=lengths)
             if rotary is not None and n:
-                checks.room(lengths, n, rotary.cos.shape[0], "the rotary table's positions")
+                checks.capacity(lengths, n, rotary.cos.shape[0], "the rotary table's positions")
         if not self._launch(key, value, rotary):
             self._operate(key, value, rotary, lengths)
         return self
@@ -170,20 +175,20 @@ class Cache(ABC):
         lengths.add_(n).clamp_(max=self.capacity)
 
     def validate(self, new: int = 0, *, first: Tensor | None = None) -> None:
-        """Raise if a length is out of range, leaves no room for `new` tokens, or needs a page that there is not, or if
-        the new tokens would go to a page that two rows have.
+        """Raise if a length is out of range, exceeds the capacity with `new` more tokens or needs a missing page, or if
+        the new tokens would be written to a page that two rows share.
 
-        `first` int `[B]`: the first position of each row that is still read; pages before it may be gone. None: 0.
+        `first` int `[B]`: the first position of each row that is still read; pages before it may be freed. None: 0.
         Reads the lengths and the page table: on a GPU a synchronisation.
         """
-        checks.count("new", new, 0)
+        check_int("new", new, 0)
         if self.lengths is None:
             return
         if first is not None:
             checks.tensor("first", first, self.device)
             if first.shape != self.lengths.shape or first.is_floating_point():
                 refuse("first", f"integers of shape [B={self.batch}]", f"{first.dtype} of shape {list(first.shape)}")
-        checks.room(self.lengths, new, self.capacity)
+        checks.capacity(self.lengths, new, self.capacity)
         paged = self._paged(self.lengths, new)
         if paged is not None:
             checks.pages(*paged, first)

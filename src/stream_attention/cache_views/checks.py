@@ -1,4 +1,4 @@
-"""Checks of what a cache is made of and is given; none but `room` and `pages` reads a tensor."""
+"""Checks of the tensors of a cache and of those appended to it; only `capacity` and `pages` read their values."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import refuse
-from .codes import QuantizedTensor
+from ..errors import check_int, refuse
+from .quantized_tensor import QuantizedTensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HINT_TO_COPY = "Pass a copy: .clone(memory_format=torch.contiguous_format)."
@@ -26,9 +26,7 @@ def tensor(name: str, given: Any, device: torch.device | None = None) -> None:
 def floating(name: str, given: Any, shape: str, device: torch.device | None = None) -> None:
     """A tensor of four dims, at least one head and one head dim, in a dtype of attention."""
     if isinstance(given, QuantizedTensor):
-        hint = (
-            "compressor.decompress() makes them; to decode from codes, quantize_kv(ContiguousKV(key, value), format)."
-        )
+        hint = "Call compressor.decompress(), or make a quantised cache: quantize_kv(ContiguousKV(key, value), format)."
         refuse(name, "a torch.Tensor", "QuantizedTensor", hint, TypeError)
     tensor(name, given, device)
     if given.dtype not in DTYPES:
@@ -59,39 +57,29 @@ def int32(name: str, given: Any, shape: tuple[int | None, ...], legend: str, dev
 
 def span(start: Any, stop: Any, capacity: int) -> None:
     for name, given in (("start", start), ("stop", stop)):
-        if isinstance(given, bool) or not isinstance(given, int):
-            refuse(name, "an int", f"{given!r} ({type(given).__name__})", error=TypeError)
+        check_int(name, given)
     if not 0 <= start <= stop <= capacity:
         refuse("start and stop", f"0 <= start <= stop <= the capacity {capacity}", f"{start} and {stop}")
 
 
-def count(name: str, given: Any, least: int) -> int:
-    """An int of at least `least`."""
-    if isinstance(given, bool) or not isinstance(given, int):
-        refuse(name, "an int", f"{given!r} ({type(given).__name__})", error=TypeError)
-    if given < least:
-        refuse(name, f"at least {least}", given)
-    return given
-
-
 def page_shape(name: str, given: Tensor, page_table: Tensor) -> None:
-    """Pages that there are, of a size that there is, and a table that names some."""
+    """At least one page, of a supported size, and a table with at least one column."""
     if page_table.shape[1] < 1:
         refuse("page_table", "at least one page for each row", list(page_table.shape), "The layout is [B, max_pages].")
     if given.shape[0] < 1 or not 1 <= given.shape[1] <= 256:
         refuse(name, "at least one page, of 1 to 256 tokens", list(given.shape), "The layout is [P, page, Hkv, D].")
 
 
-def room(lengths: Tensor, new: int, capacity: int, what: str = "the capacity") -> None:
-    """Synchronises. Refuse lengths below 0, or that leave no room for `new` tokens more."""
+def capacity(lengths: Tensor, new: int, most: int, what: str = "the capacity") -> None:
+    """Synchronises. Refuse lengths below 0, or that exceed `most` with `new` more tokens."""
     for row, length in enumerate(lengths.tolist()):
-        if length < 0 or length + new > capacity:
-            more = f", no room for {new} more" if new else ""
-            refuse("lengths", f"from 0 to {what}, {capacity}", f"{length} in row {row}{more}")
+        if length < 0 or length + new > most:
+            more = f", with {new} to append" if new else ""
+            refuse("lengths", f"from 0 to {what}, {most}", f"{length} in row {row}{more}")
 
 
 def should_validate(validate: Any, lengths: Tensor) -> bool:
-    """Whether to look at the values of lengths and pages: as asked; by default (None) on a CPU, where nothing waits."""
+    """Whether to read the values of lengths and pages: `validate`; None: on a CPU, where that does not synchronise."""
     if validate is None:
         return type(lengths) is Tensor and lengths.is_cpu and not torch.compiler.is_compiling()
     if not isinstance(validate, bool):
@@ -100,7 +88,7 @@ def should_validate(validate: Any, lengths: Tensor) -> bool:
 
 
 def writable(name: str, given: Tensor) -> None:
-    """A tensor that can be written to in place, with a place of its own for every element."""
+    """A tensor that can be written to in place, without overlapping elements."""
     if 0 in given.stride() and has_shared_places(given):
         refuse(name, "no overlapping elements", f"an expanded tensor, strides {given.stride()}", HINT_TO_COPY)
     if given.is_inference() and not torch.is_inference_mode_enabled():
@@ -108,14 +96,14 @@ def writable(name: str, given: Tensor) -> None:
 
 
 def has_shared_places(given: Tensor) -> bool:
-    """Whether it is expanded, so that several elements lie in one place."""
+    """Whether it is expanded, so that elements overlap in memory."""
     return any(stride == 0 and size > 1 for stride, size in zip(given.stride(), given.shape, strict=True))
 
 
 def pages(page_table: Tensor, before: Tensor, after: Tensor, page: int, count: int, first: Tensor | None) -> None:
-    """Synchronises. Refuse an entry that is no page and that the positions of a row from `first[b]` (None: 0), or from
-    `before[b]` if that is less, to `after[b]` need; and one that the positions from `before[b]` on will be written to
-    and that another place of the table has too."""
+    """Synchronises. Refuse an entry that is not a page but is needed by positions of a row from `first[b]` (None: 0),
+    or from `before[b]` if that is less, to `after[b]`; and a page to which positions from `before[b]` on will be
+    written and which is elsewhere in the table too."""
     column = torch.arange(page_table.shape[1], device=page_table.device)
     in_use = column < ((after + page - 1) // page).unsqueeze(1)
 

@@ -1,4 +1,4 @@
-"""Keys and values as e4m3 codes with block-wise scales, for calls that compute in FP8."""
+"""Keys and values in e4m3 with block-wise scales, for calls that compute in FP8."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Fp8KV:
     """Keys and values in e4m3, with a scale for every 128 rows of a head: `quantize_fp8` makes it, `attention_fp8`
     reads it.
 
-    A block's scale is that of all its rows, so nothing is appended: a cache that grows is several of these, merged by
-    their LSEs (`merge_states`) with each other and with the latest keys in full precision.
+    A block's scale is that of all its rows, so tokens cannot be appended: a cache that grows is several of these,
+    merged by their LSEs (`merge_states`) with each other and with the latest keys in full precision.
     """
 
-    codes: KeyCodes  # as kernels/fp8_layout.py lays them
-    shape: tuple[int, ...]  # of key and of value as they came: [B, Tk, Hkv, D], packed [Nk, Hkv, D]
+    codes: KeyCodes  # quantised values and scales, in the layout of kernels/fp8_layout.py
+    shape: tuple[int, ...]  # of the key and value that were quantised: [B, Tk, Hkv, D], packed [Nk, Hkv, D]
     dtype: torch.dtype  # likewise
-    rotate: bool = False  # keys are turned by a Hadamard matrix, as queries must be
+    rotate: bool = False  # keys are rotated by a Hadamard matrix, as queries must be
     cu_seqlens: Tensor | None = None  # packed only: [sequences + 1]
     max_seqlen: int = 0  # the longest sequence
 
@@ -81,9 +81,9 @@ class Fp8KV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and offsets; sequences are filled up to whole blocks."""
-        held = self.codes[:3] if self.cu_seqlens is None else (*self.codes[:3], self.cu_seqlens)
-        return sum(tensor.nbytes for tensor in held)
+        """Bytes of quantised values, scales and offsets; sequences are padded to whole blocks."""
+        tensors = self.codes[:3] if self.cu_seqlens is None else (*self.codes[:3], self.cu_seqlens)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def __repr__(self) -> str:
         packed = f"{self.shape[0]} keys in {self.batch} packed sequences"
@@ -101,9 +101,9 @@ class Fp8KV:
         return replace(self, codes=codes, cu_seqlens=offsets)
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
-        """Key and value as the codes have them, in the shape and dtype they came in, rotated back.
+        """Key and value in their original shape and dtype, with the quantisation error, rotated back.
 
-        To look at what was lost: it takes memory for them in fp64. Packed rows of no sequence are 0.
+        For debugging: it takes memory for them in fp64. Packed rows outside all sequences are 0.
         """
         from ..kernels.fp8_layout import BLOCK, first_block
         from ..kernels.reference_fp8 import dequantized_keys, hadamard

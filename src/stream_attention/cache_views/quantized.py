@@ -1,4 +1,4 @@
-"""A cache in few bits, with its latest tokens in full precision."""
+"""A quantised cache, with its latest tokens in full precision."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import check_int, refuse
 from . import checks
 from .base import Cache
-from .codes import BITS, SYMMETRIC, TOKENS, Coding, QuantizedTensor, on_16_bytes, quantize
+from .quantized_tensor import BITS, SYMMETRIC, TOKENS, Coding, QuantizedTensor, on_16_bytes, quantize
 from .write import Places, places, put
 
 FORMATS = ("fp8", "int8", "int4")
@@ -21,13 +21,13 @@ class QuantizedKV(Cache):
     """A contiguous or paged cache in fp8, int8 or int4; `quantize_kv` makes one.
 
     Tokens are quantised once, in blocks of `group`, when a block is complete and `residual` tokens have followed it:
-    of a row of length L the first `max(0, L - residual) // group * group` are codes. The others, at most
-    `residual + group - 1`, lie in the window as they came, position t in slot `t % slots`.
+    of a row of length L the first `max(0, L - residual) // group * group` are quantised. The others, at most
+    `residual + group - 1`, are in the window in full precision, position t in slot `t % slots`.
 
-    Codes lie as a plain cache would, `[B, T, Hkv, .]` or with a page table `[P, page, Hkv, .]`. So do scales and zeros:
-    per token `[B, T, Hkv, ceil(D / group)]`, per channel one for each block, `[B, T / group, Hkv, D]` (pages:
-    `[P, page / group, Hkv, D]`, so a page is whole blocks). Without a page table T is whole blocks too, and a row holds
-    T tokens and what the window takes.
+    Quantised values have the layout of a plain cache, `[B, T, Hkv, .]` or with a page table `[P, page, Hkv, .]`. So
+    have scales and zeros: per token `[B, T, Hkv, ceil(D / group)]`, per channel and block
+    `[B, T / group, Hkv, D]` (pages: `[P, page / group, Hkv, D]`, so a page is whole blocks). Without a page table T is
+    whole blocks too, and the capacity of a row is T tokens and those of the window.
     """
 
     STORES = "key_window", "value_window"
@@ -53,12 +53,9 @@ class QuantizedKV(Cache):
         if self.value.scale.dtype is not self.key.scale.dtype:
             refuse("value.scale", f"the key's dtype {self.key.scale.dtype}", self.value.scale.dtype, error=TypeError)
         if self.value.codes.shape[:2] != self.key.codes.shape[:2]:
-            refuse(
-                "value",
-                f"codes of leading shape {list(self.key.codes.shape[:2])} (key)",
-                list(self.value.codes.shape),
-            )
-        slots = window_slots(checks.count("residual", self.residual, 0), self.group)
+            lead = list(self.key.codes.shape[:2])
+            refuse("value", f"codes of leading shape {lead} (key)", list(self.value.codes.shape))
+        slots = window_slots(check_int("residual", self.residual, 0), self.group)
         if self.key_window.shape[1] != slots:
             refuse("key_window", f"{slots} slots for residual {self.residual}", self.key_window.shape[1])
         per_channel = TOKENS in (self.key.dim, self.value.dim)
@@ -67,11 +64,7 @@ class QuantizedKV(Cache):
             checks.page_shape("key", self.key.codes, self.page_table)
             check_blocks(self.group, self.key.codes.shape[1], per_channel)
         elif self.key.codes.shape[0] != self.batch or self.key.codes.shape[1] % self.group:
-            refuse(
-                "key",
-                f"codes of shape [{self.batch}, n * {self.group}, ...]",
-                list(self.key.codes.shape),
-            )
+            refuse("key", f"codes of shape [{self.batch}, n * {self.group}, ...]", list(self.key.codes.shape))
 
     @property
     def format(self) -> str:
@@ -80,7 +73,7 @@ class QuantizedKV(Cache):
 
     @property
     def group(self) -> int:
-        """How many numbers share a scale, and how many tokens are quantised together."""
+        """How many elements share a scale, and how many tokens are quantised together."""
         return self.key.group
 
     @property
@@ -99,8 +92,8 @@ class QuantizedKV(Cache):
 
     @property
     def requires_grad(self) -> bool:
-        held = (self.key_window, self.value_window, self.key.scale, self.value.scale, self.key.zero, self.value.zero)
-        return any(t is not None and t.requires_grad for t in held)
+        tensors = (self.key_window, self.value_window, self.key.scale, self.value.scale, self.key.zero, self.value.zero)
+        return any(t is not None and t.requires_grad for t in tensors)
 
     @property
     def batch(self) -> int:
@@ -114,7 +107,7 @@ class QuantizedKV(Cache):
 
     @property
     def quantized_lengths(self) -> Tensor:
-        """How many tokens of each row are codes; those behind them are in the window. int64 `[B]`."""
+        """How many tokens of each row are quantised; those after them are in the window. int64 `[B]`."""
         return quantized_lengths(self.lengths.clamp(max=self.capacity), self.residual, self.group)
 
     @property
@@ -127,17 +120,17 @@ class QuantizedKV(Cache):
         checks.span(start, stop, self.capacity)
         positions = torch.arange(start, stop, device=self.device)
         slots = positions % self.key_window.shape[1]
-        coded = (positions < self.quantized_lengths.unsqueeze(1))[..., None, None]
+        quantized = (positions < self.quantized_lengths.unsqueeze(1))[..., None, None]
         first, last = start // self.group * self.group, -(-stop // self.group) * self.group
         blocks = torch.arange(first, last, device=self.device).expand(self.batch, -1)
         key, value = (
-            torch.where(coded, self._read(side, blocks)[:, start - first : stop - first], window[:, slots])
+            torch.where(quantized, self._read(side, blocks)[:, start - first : stop - first], window[:, slots])
             for side, window in ((self.key, self.key_window), (self.value, self.value_window))
         )
         return key, value
 
     def _read(self, side: QuantizedTensor, blocks: Tensor) -> Tensor:
-        """The tokens at `blocks` `[B, n]`, whole blocks, as they come out of codes."""
+        """The dequantised tokens at `blocks` `[B, n]`, whole blocks."""
         if side.codes.numel() == 0 or blocks.numel() == 0:
             heads, dim = side.shape[2:]
             return self.key_window.new_empty(*blocks.shape, heads, dim)
@@ -149,7 +142,7 @@ class QuantizedKV(Cache):
         return torch.where(at.real[:, :, None, None], tokens, torch.nan)
 
     def _places(self, side: QuantizedTensor, blocks: Tensor) -> tuple[Places, Places]:
-        """Where the codes and the scales of `blocks` `[B, n]`, whole blocks, lie."""
+        """The places of the quantised values and of the scales of `blocks` `[B, n]`, whole blocks."""
         at = places(blocks, side.codes, self.page_table)
         if side.dim != TOKENS:
             return at, at
@@ -157,7 +150,7 @@ class QuantizedKV(Cache):
         return at, Places(i, j // self.group, real)
 
     def _write(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
-        """A block at a time, as no more than one block becomes complete by as many tokens."""
+        """`group` tokens at a time, which complete at most one block."""
         for new in zip(*(x.split(self.group, 1) for x in (key, value, positions)), strict=True):
             self._write_block(*new)
 
@@ -173,12 +166,12 @@ class QuantizedKV(Cache):
         due = after > before
         for side, window, new in ((self.key, self.key_window, key), (self.value, self.value_window, value)):
             tokens = torch.where(is_new, new[row, (block - length).clamp(0, n - 1)], window[row, block % slots])
-            made = quantize(tokens, side.format, side.dim, self.group, scale_dtype=side.scale.dtype)
+            quantized = quantize(tokens, side.format, side.dim, self.group, scale_dtype=side.scale.dtype)
             at, scale_at = (where._replace(real=where.real & due) for where in self._places(side, block))
-            put(side.codes, at, made.codes)
-            put(side.scale, scale_at, made.scale)
-            if side.zero is not None and made.zero is not None:
-                put(side.zero, scale_at, made.zero)
+            put(side.codes, at, quantized.codes)
+            put(side.scale, scale_at, quantized.scale)
+            if side.zero is not None and quantized.zero is not None:
+                put(side.zero, scale_at, quantized.zero)
             put(window, Places(row.expand_as(positions), positions % slots, positions < self.capacity), new)
 
     def _paged(self, lengths: Tensor, new: int) -> tuple[Tensor, Tensor, Tensor, int, int] | None:
@@ -190,18 +183,18 @@ class QuantizedKV(Cache):
 
 
 def quantized_lengths(lengths: Tensor, residual: int, group: int) -> Tensor:
-    """How many tokens are codes in rows of these lengths, int64."""
+    """How many tokens are quantised in rows of these lengths, int64."""
     tokens = (lengths.long() - residual).clamp_min(0)
     return tokens - tokens % group
 
 
 def window_slots(residual: int, group: int) -> int:
-    """Slots of a window: what is not quantised fits, and a block is not cut in two by the window's end."""
+    """Slots of a window: all tokens that are not quantised fit, and a block does not wrap around."""
     return (-(-residual // group) + 1) * group
 
 
 def check_blocks(group: int, page: int, per_channel: bool) -> None:
-    """Refuse pages that end within a block whose channels share a scale."""
+    """Refuse pages that end within a block with scales per channel."""
     if per_channel and page % group:
         hint = 'Pass a group that divides the page, or keys="token", values="token".'
         refuse("group", f"a divisor of the page size {page} for scales per channel", group, hint)
@@ -226,8 +219,8 @@ def _check_side(name: str, side: QuantizedTensor, window: Tensor, dim: int) -> N
     width, heads = dim * BITS[side.format] // 8, window.shape[2]
     if side.codes.dim() != 4 or side.codes.shape[2:] != (heads, width):
         refuse(f"{name}.codes", f"shape [., ., {heads}, {width}]", list(side.codes.shape))
-    lead = [stride for stride, size in zip(side.codes.stride()[:3], side.codes.shape[:3], strict=True) if size > 1]
-    if side.codes.numel() and (side.codes.stride(3) != 1 or any(stride % 2 for stride in lead)):
+    odd = any(step % 2 for step, size in zip(side.codes.stride()[:3], side.codes.shape[:3], strict=True) if size > 1)
+    if side.codes.numel() and (side.codes.stride(3) != 1 or odd):
         refuse(f"{name}.codes", "a contiguous last dim and even strides", f"strides {side.codes.stride()}")
     shape = [*side.codes.shape[:3], dim]
     shape[side.dim] = -(-shape[side.dim] // side.group)

@@ -1,4 +1,4 @@
-"""How tokens get into a cache: where a position lies, rotation by position, and writes of which some are dropped."""
+"""How tokens are written to a cache: the slot of a position, rotary embedding, and masked writes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .checks import floating, tensor
 class Rotary(NamedTuple):
     """Rotary embedding of new keys: tables by position, one column per pair of channels.
 
-    With R = 2 * columns, pair c of a key at position p turns by the angle whose cosine and sine are `cos[p, c]` and
+    With R = 2 * columns, pair c of a key at position p is rotated by the angle with cosine `cos[p, c]` and sine
     `sin[p, c]`: `(x, y) -> (x cos - y sin, y cos + x sin)`. A pair is channels `(c, c + R/2)`, or `(2c, 2c + 1)` where
-    `interleaved`. Channels from R on stay as they are. The arithmetic is in fp32 at least, rounded once.
+    `interleaved`. Channels from R on are not rotated. The arithmetic is in fp32 at least, rounded once.
     """
 
     cos: Tensor  # [max_pos, R/2]
@@ -25,7 +25,7 @@ class Rotary(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where tokens lie in a store `[I, J, ...]`: always inside of it, but some are not theirs (`real` False)."""
+    """Indices of tokens in a store `[I, J, ...]`: always valid, but those of tokens that are not `real` are masked."""
 
     i: Tensor  # int64 [B, n]: the row, or the page
     j: Tensor  # int64 [B, n]: the slot in it
@@ -47,15 +47,15 @@ def places(positions: Tensor, store: Tensor, page_table: Tensor | None) -> Place
 
 
 def take(store: Tensor, where: Places) -> Tensor:
-    """What lies at places, `[B, n, ...]`; NaN where they are not real, never what is another row's."""
+    """The values at places, `[B, n, ...]`; NaN where they are not real, never values of another row."""
     return torch.where(where.real[:, :, None, None], store[where.i, where.j], torch.nan)
 
 
 def put(store: Tensor, where: Places, new: Tensor) -> None:
     """`store[i, j] = new` at real places; `new` is `[B, n, ...]`.
 
-    A write cannot be left out without a synchronisation, so what is not real repeats a write that is; where none is,
-    it writes back what it reads. Whatever lands twice in a place is the same.
+    A write cannot be omitted without a synchronisation, so one that is not real repeats one that is; where none is, it
+    writes back the old value. Writes to the same place have the same value.
     """
     if store.numel() == 0 or new.numel() == 0:
         return
@@ -74,16 +74,16 @@ def put(store: Tensor, where: Places, new: Tensor) -> None:
 
 
 def rotate(key: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
-    """key `[B, n, Hkv, D]` turned by `positions` `[B, n]`; one behind the table takes its last row."""
+    """key `[B, n, Hkv, D]` rotated by `positions` `[B, n]`; a position beyond the table uses its last row."""
     longest, pairs = rotary.cos.shape
     at = positions.clamp(0, longest - 1)
     wide = torch.promote_types(key.dtype, torch.float32)
     cos, sin = (table[at].to(wide).unsqueeze(2) for table in rotary[:2])  # [B, n, 1, pairs]
-    turning, still = key[..., : 2 * pairs].to(wide), key[..., 2 * pairs :]
-    x, y = turning.unflatten(-1, (pairs, 2)).unbind(-1) if rotary.interleaved else turning.chunk(2, -1)
-    turned = (x * cos - y * sin, y * cos + x * sin)
-    turning = torch.stack(turned, -1).flatten(-2) if rotary.interleaved else torch.cat(turned, -1)
-    return torch.cat([turning.to(key.dtype), still], -1)
+    head, rest = key[..., : 2 * pairs].to(wide), key[..., 2 * pairs :]
+    x, y = head.unflatten(-1, (pairs, 2)).unbind(-1) if rotary.interleaved else head.chunk(2, -1)
+    rotated = (x * cos - y * sin, y * cos + x * sin)
+    head = torch.stack(rotated, -1).flatten(-2) if rotary.interleaved else torch.cat(rotated, -1)
+    return torch.cat([head.to(key.dtype), rest], -1)
 
 
 def check_new(

@@ -1,7 +1,7 @@
 """How the modules time themselves: one clock, one flop formula, medians.
 
-Enough to see where one stands. Figures to keep come from `stream-attention-benchmark`, which rotates its inputs,
-interleaves everybody and checks the answers first.
+For a rough figure. Use `stream-attention-benchmark` for results to publish: it rotates its inputs, interleaves the
+providers and checks the outputs first.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import check_int
+
 
 def check_counts(**counts: int) -> None:
-    """Refuse sizes and repetitions that are not whole numbers from 1 (`warmup` from 0)."""
+    """Refuse sizes and repetitions that are not ints of at least 1 (`warmup`: 0)."""
     for name, count in counts.items():
-        least = 0 if name == "warmup" else 1
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"{name}: expected an int; got {count!r} ({type(count).__name__})")
-        if count < least:
-            raise ValueError(f"{name}: expected at least {least}; got {count}")
+        check_int(name, count, 0 if name == "warmup" else 1)
 
 
 def median_ms(
@@ -69,7 +67,7 @@ def _wall_ms(call: Callable[[], object], device: torch.device) -> float:
 def random_qkv(
     batch_size: int, seq_len: int, num_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Query, key and value of a self-attention. The caller's random numbers are left where they were."""
+    """Query, key and value of a self-attention. The caller's random generators are not used."""
     generator = torch.Generator(device).manual_seed(0)
     shape = (batch_size, seq_len, num_heads, head_dim)
     return [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(3)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import refuse
 from ..validate import DTYPES, flags, hint_about, refuses_foreign, unexpected
+from ._checks import check_length, copied_config
 from ._measure import check_counts, median_ms, random_qkv, rates
 from .config import StreamAttentionConfig
 from .fused_online_attention import FusedOnlineAttention
@@ -28,11 +29,11 @@ class StreamAttention(nn.Module):
     """Attention for a transformer block, in one streaming pass over the keys, forward and backward.
 
     `attend(hidden_states)` projects, attends causally and projects back. `attend(query, key, value)` attends only.
-    What the fields of the config do, each of them, stands in `StreamAttentionConfig`.
+    `StreamAttentionConfig` documents the fields of the config.
 
     Calls compute in the dtype of their input, in which parameters are read; under autocast in its dtype. Moving the
     module to a CUDA device makes fp32 parameters fp16 unless `use_fp16=False` or the move names a dtype, as
-    `.to("cuda", torch.float32)` does; `.float()` and the like after that hold.
+    `.to("cuda", torch.float32)` does; `.float()` and the like after that take effect.
 
     Attributes:
         config: a copy of the config.
@@ -58,24 +59,18 @@ class StreamAttention(nn.Module):
 
     def __init__(self, config: StreamAttentionConfig) -> None:
         super().__init__()
-        if not isinstance(config, StreamAttentionConfig):
-            raise TypeError(f"config: expected a StreamAttentionConfig; got {type(config).__name__}")
-        self.config = config = dataclasses.replace(config)
+        self.config = config = copied_config(config)
         features = config.num_heads * config.head_dim
-        self.attention = FusedOnlineAttention(
-            config.num_heads,
-            config.head_dim,
-            dropout=config.dropout,
-            dtype=torch.float16 if config.use_fp16 else torch.float32,
-            backend=config.backend,
-        )
+        dtype = torch.float16 if config.use_fp16 else torch.float32
+        options: dict[str, Any] = {"dropout": config.dropout, "dtype": dtype, "backend": config.backend}
+        self.attention = FusedOnlineAttention(config.num_heads, config.head_dim, **options)
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
             bias = config.qkv_bias or name == "out_proj"
             setattr(self, name, nn.Linear(features, features, bias=bias) if config.use_qkv_projections else None)
         self.layer_norm = nn.LayerNorm(features) if config.use_layer_norm else None
         self.last_speedup_achieved: float | None = None
-        for parameter in self.parameters():  # made on a GPU, under torch.device("cuda") say
-            parameter.data = self._arrived(parameter.data)
+        for parameter in self.parameters():  # created on a GPU, for example under torch.device("cuda")
+            parameter.data = self._narrowed(parameter.data)
 
     @property
     def last_method_used(self) -> str | None:
@@ -118,9 +113,9 @@ class StreamAttention(nn.Module):
                 mask `[Tq, Tk]` for the whole batch is `attention_mask[None]`. Where B = Tq > 1 two dims are refused,
                 since they could be either: padding is `attention_mask[:, None, None]`.
             position_ids: refused: there is no position embedding here to apply them to.
-            past_key_value: keys and values `[B, T, Hkv, D]` that stand before those of this call.
+            past_key_value: keys and values `[B, T, Hkv, D]` that precede those of this call.
             use_cache: also return the keys and values, those of `past_key_value` included.
-            output_attentions: True is refused: the weights are never held.
+            output_attentions: True is refused: the weights are not materialised.
             query: `[B, Tq, num_heads, head_dim]`.
             key, value: `[B, Tk, Hkv, head_dim]` and `[B, Tk, Hkv, Dv]`; Hkv divides `num_heads`.
             causal: None is True. Query i sees keys j <= i + Tk - Tq: the last query sees every key, so a call for new
@@ -142,42 +137,28 @@ class StreamAttention(nn.Module):
             causal = args[3]
         causal = True if causal is None else causal
         flags(use_cache=use_cache, output_attentions=output_attentions, causal=causal)
-        inputs = self._inputs(args[:3] if len(args) == 4 else args, hidden_states, query, key, value)
+        inputs = self._inputs(args[:3] if len(args) == 4 else args, hidden_states, (query, key, value))
         if position_ids is not None:
-            refuse(
-                "position_ids",
-                "None: there is no position embedding here",
-                "a value",
-                "Rotate query and key yourself and pass them with value",
-            )
+            refuse("position_ids", "None: there is no position embedding here", "a value", "Pass rotated query and key")
         if output_attentions:
-            refuse(
-                "output_attentions",
-                "False: weights are never held",
-                output_attentions,
-                "StreamMultiheadAttention returns them (need_weights=True)",
-            )
+            hint = "StreamMultiheadAttention returns them (need_weights=True)"
+            refuse("output_attentions", "False: weights are not materialised", output_attentions, hint)
         past = _checked_past(past_key_value)
         dropout_p = self.attention.dropout_of_call()
-        seed = self.attention.next_seed(dropout_p)  # drawn out here: what is recomputed has the same mask
+        seed = self.attention.next_seed(dropout_p)  # drawn here, so that a recomputed call has the same mask
         arguments = (inputs, past, attention_mask, causal, dropout_p, seed)
         if self.config.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            out, keys, values, facts = checkpoint(self._compute, *arguments, use_reentrant=False)
+            out, keys, values, call = checkpoint(self._compute, *arguments, use_reentrant=False)
         else:
-            out, keys, values, facts = self._compute(*arguments)
-        self.attention.computed(facts, seed)
+            out, keys, values, call = self._compute(*arguments)
+        self.attention.computed(call, seed)
         return (out, (keys, values)) if use_cache else out
 
     def _inputs(
-        self,
-        args: tuple[Any, ...],
-        hidden_states: Tensor | None,
-        query: Tensor | None,
-        key: Tensor | None,
-        value: Tensor | None,
+        self, args: tuple[Any, ...], hidden_states: Tensor | None, qkv: tuple[Tensor | None, ...]
     ) -> tuple[Tensor, ...]:
         """(hidden_states,) or (query, key, value), however they were passed."""
-        explicit = [t for t in (query, key, value) if t is not None]
+        explicit = [t for t in qkv if t is not None]
         given = [*args, *([hidden_states] if hidden_states is not None else []), *explicit]
         one_way = (len(args) > 0) + (hidden_states is not None) + (len(explicit) > 0) == 1
         features = self.config.num_heads * self.config.head_dim
@@ -192,7 +173,7 @@ class StreamAttention(nn.Module):
             refuse("hidden_states", f"[B, T, num_heads * head_dim = {features}]", list(given[0].shape))
         if len(given) == 1 and given[0].dtype not in DTYPES:
             expected = "dtype float16, bfloat16, float32 or float64"
-            raise TypeError(f"hidden_states: expected {expected}; got {given[0].dtype}")
+            refuse("hidden_states", expected, given[0].dtype, error=TypeError)
         return tuple(given)
 
     def _compute(
@@ -204,21 +185,19 @@ class StreamAttention(nn.Module):
         dropout_p: float,
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """The output, the keys and values it was made of, and what `attention` keeps of the call."""
+        """The output, its keys and values, and what `attention` records of the call."""
         from_hidden_states = len(inputs) == 1
         query, key, value = self._heads(*inputs) if from_hidden_states else inputs
         if past is not None:
-            key, value = (_behind(old, new, name) for old, new, name in zip(past, (key, value), "kv", strict=True))
-        if key.shape[1] > self.config.max_sequence_length:
-            limit = f"at most max_sequence_length={self.config.max_sequence_length} keys, the cache included"
-            refuse("key", limit, key.shape[1], "Raise it in the StreamAttentionConfig")
-        out, facts = self.attention.attend(
+            key, value = (_appended(old, new, name) for old, new, name in zip(past, (key, value), "kv", strict=True))
+        check_length(self.config, key.shape[1], where=", the cache included")
+        out, call = self.attention.attend(
             query, key, value, causal=causal, attention_mask=attention_mask, dropout_p=dropout_p, seed=seed
         )
         if from_hidden_states:
             out = out.flatten(-2)
             out = out if self.out_proj is None else _in_dtype_of(out, self.out_proj)
-        return out, key, value, facts
+        return out, key, value, call
 
     def _heads(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """Query, key and value of hidden states, `[B, T, num_heads, head_dim]` each."""
@@ -231,13 +210,13 @@ class StreamAttention(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StreamAttention:
         def move(tensor: Tensor) -> Tensor:
             now = fn(tensor)
-            came = tensor.device.type not in GPUS and now.device.type in GPUS
-            return self._arrived(now) if came and not _names_a_dtype(fn, tensor) else now
+            moved = tensor.device.type not in GPUS and now.device.type in GPUS
+            return self._narrowed(now) if moved and not _names_a_dtype(fn, tensor) else now
 
         return super()._apply(move, recurse)
 
-    def _arrived(self, now: Tensor) -> Tensor:
-        """A parameter that nobody chose a dtype for: in fp16 if it is fp32 and on a GPU."""
+    def _narrowed(self, now: Tensor) -> Tensor:
+        """A parameter whose dtype the user did not choose: in fp16 if it is fp32 and on a GPU."""
         wide = now.dtype is torch.float32 and now.device.type in GPUS
         return now.to(torch.float16) if self.config.use_fp16 and wide else now
 
@@ -266,7 +245,7 @@ class StreamAttention(nn.Module):
     def benchmark_speedup(
         self, seq_lengths: Sequence[int] = (512, 1024, 2048, 4096), batch_size: int = 1
     ) -> dict[int, dict[str, float]]:
-        """Time causal self-attention on random inputs against standard attention, which holds softmax(QK^T).
+        """Time causal self-attention on random inputs against standard attention, which materialises softmax(QK^T).
 
         Both run here, in turn, forward only and without dropout or projections, on the module's device: in fp32 on a
         CPU, else in fp16 if `use_fp16`. Medians of up to 50 rounds, or of what fits in two seconds, three at least.
@@ -282,15 +261,9 @@ class StreamAttention(nn.Module):
         results = {}
         for length in lengths:
             tensors = random_qkv(batch_size, length, heads, dim, device, dtype)
-
-            def stream(tensors: list[Tensor] = tensors) -> Tensor:
-                return self.attention(*tensors, causal=True, dropout_p=0.0)
-
-            def standard(tensors: list[Tensor] = tensors) -> Tensor:
-                return _standard_attention(*tensors)
-
+            stream = partial(self.attention, *tensors, causal=True, dropout_p=0.0)
             with torch.no_grad():
-                calls = {"stream": stream, "standard": standard}
+                calls = {"stream": stream, "standard": partial(_standard_attention, *tensors)}
                 times = median_ms(calls, device, warmup=2, iterations=50, budget_s=2.0)
             results[length] = {
                 "stream_time_ms": times["stream"],
@@ -326,32 +299,32 @@ def create_stream_attention(
 def create_stream_attention(*args: Any, **options: Any) -> StreamAttention | StreamMultiheadAttention:
     """`create_stream_attention(config)` is a `StreamAttention`; `create_stream_attention(embed_dim, num_heads,
     dropout=0.0, bias=True, batch_first=False, device=None, dtype=None)` is a `StreamMultiheadAttention`."""
-    if not args and "config" not in options and "embed_dim" not in options:
-        raise TypeError("create_stream_attention: expected a config, or embed_dim and num_heads; got neither")
-    if "config" not in options and not any(isinstance(argument, StreamAttentionConfig) for argument in args):
-        embed_dim_first = ("embed_dim", "num_heads", "dropout", "bias", "batch_first", "device", "dtype")
-        if len(args) < 2 and "num_heads" not in options:
-            found = ", ".join([f"{argument!r} ({type(argument).__name__})" for argument in args] + sorted(options))
-            raise TypeError(f"create_stream_attention: expected a config, or embed_dim and num_heads; got {found}")
-        unknown = set(options) - set(embed_dim_first)
-        if unknown or len(args) > len(embed_dim_first):
-            expected = f"arguments among config, {', '.join(embed_dim_first)}"
-            raise TypeError(f"create_stream_attention: expected {expected}; got {sorted(unknown) or len(args)}")
-        return StreamMultiheadAttention(**dict(zip(embed_dim_first, args, strict=False)), **options)
-    if len(args) + len(options) != 1:
-        others = [type(argument).__name__ for argument in args] + sorted(options)
-        raise TypeError(f"create_stream_attention: expected a config alone; got {', '.join(others)}")
-    return StreamAttention(*args, **options)
+    name = "create_stream_attention"
+    if "config" in options or any(isinstance(argument, StreamAttentionConfig) for argument in args):
+        if len(args) + len(options) != 1:
+            others = [type(argument).__name__ for argument in args] + sorted(options)
+            refuse(name, "a config alone", ", ".join(others), error=TypeError)
+        return StreamAttention(*args, **options)
+    if (not args and "embed_dim" not in options) or (len(args) < 2 and "num_heads" not in options):
+        positional = [f"{argument!r} ({type(argument).__name__})" for argument in args]
+        found = ", ".join(positional + sorted(options)) if args else "neither"
+        refuse(name, "a config, or embed_dim and num_heads", found, error=TypeError)
+    names = ("embed_dim", "num_heads", "dropout", "bias", "batch_first", "device", "dtype")
+    unknown = set(options) - set(names)
+    if unknown or len(args) > len(names):
+        expected = f"arguments among config, {', '.join(names)}"
+        refuse(name, expected, sorted(unknown) or len(args), error=TypeError)
+    return StreamMultiheadAttention(**dict(zip(names, args, strict=False)), **options)
 
 
 def _names_a_dtype(fn: Callable[[Tensor], Tensor], like: Tensor) -> bool:
-    """Whether `fn`, which `.to()` and the like hand to every module below them, also converts. Asked of a tensor in
-    fp64, since a conversion to fp32 leaves no trace on one in fp32."""
+    """Whether `fn`, which `.to()` and the like apply to every parameter, also converts. Tested on an fp64 tensor, since
+    a conversion to fp32 does not change one in fp32."""
     return fn(like.new_empty(0, dtype=torch.float64)).dtype is not torch.float64
 
 
 def _in_dtype_of(x: Tensor, layer: nn.Module) -> Tensor:
-    """`layer(x)`, its parameters read in the dtype of x. Autocast, where it is on, chooses by itself."""
+    """`layer(x)` with its parameters in the dtype of x. Where autocast is on, it chooses the dtype."""
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         return layer(x)
@@ -368,20 +341,15 @@ def _checked_past(past: Any) -> KeyValue | None:
         return None
     if not isinstance(past, (tuple, list)) or len(past) != 2 or not all(isinstance(t, Tensor) for t in past):
         expected = "(key, value), the tensors that use_cache=True returned"
-        raise TypeError(f"past_key_value: expected {expected}; got {type(past).__name__}")
+        refuse("past_key_value", expected, type(past).__name__, error=TypeError)
     key, value = past
     return key, value
 
 
-def _behind(old: Tensor, new: Tensor, name: str) -> Tensor:
-    """New keys or values behind those of a cache, of which nothing but the length may differ."""
-    alike = (
-        old.dim() == new.dim()
-        and old.dtype is new.dtype
-        and old.device == new.device
-        and (old.shape[0], *old.shape[2:]) == (new.shape[0], *new.shape[2:])
-    )
-    if not alike:
+def _appended(old: Tensor, new: Tensor, name: str) -> Tensor:
+    """A cache's keys or values followed by new ones; only their lengths may differ."""
+    ours, theirs = ((t.dtype, t.device, t.shape[:1], t.shape[2:]) for t in (new, old))
+    if ours != theirs:
         expected = f"[{new.shape[0]}, T, {', '.join(map(str, new.shape[2:]))}] in {new.dtype} on {new.device}"
         refuse(f"past_key_value ({name})", expected, f"{list(old.shape)} in {old.dtype} on {old.device}")
     return torch.cat((old, new), 1)
@@ -390,7 +358,7 @@ def _behind(old: Tensor, new: Tensor, name: str) -> Tensor:
 def _checked_lengths(given: Any) -> list[int]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         found = f"{given!r} ({type(given).__name__})"
-        raise TypeError(f"seq_lengths: expected a sequence of ints, such as [64]; got {found}")
+        refuse("seq_lengths", "a sequence of ints, such as [64]", found, error=TypeError)
     lengths = list(given)
     if not lengths:
         refuse("seq_lengths", "at least one length", lengths)
@@ -401,6 +369,6 @@ def _checked_lengths(given: Any) -> list[int]:
 def _standard_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal self-attention as one writes it without a library: Tq x Tk scores, softmax, product."""
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
+    masked = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(masked, -torch.inf)
     return (torch.softmax(scores, -1) @ v).transpose(1, 2)

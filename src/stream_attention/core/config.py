@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedProblem
+from ..errors import UnsupportedProblem, check_int, refuse
 from ..plan import plan, spell
 from ..problem import KV, Operands, Problem, Scores, Shape, Window, hardware_of
 from ..tuning.triton import FORCEABLE
@@ -26,17 +26,11 @@ MAY_BE_0 = ("star_attention_anchor_size",)
 """The other numbers are at least 1, but for `dropout`."""
 
 RETIRED = {"ring_attention_block_size": 2048, "ring_attention_overlap_size": 256}
-"""Fields that are gone, and their defaults: a ring has nothing to decide by them.
+"""Removed fields, and their defaults, with which they are still accepted under a DeprecationWarning; other values are
+refused."""
 
-What was written for them goes on working, with a DeprecationWarning, where it says the default; else it is refused.
-"""
-
-_FIELD_OF = {
-    "tile_size_q": "block_m",
-    "tile_size_k": "block_n",
-    "num_warps": "num_warps",
-    "num_stages": "num_stages",
-}  # what the kernels' configuration calls them
+_FIELD_OF = {"tile_size_q": "block_m", "tile_size_k": "block_n", "num_warps": "num_warps", "num_stages": "num_stages"}
+"""Names in the kernels' configuration."""
 
 
 def tiled_backend(**tiles: int) -> str:
@@ -49,10 +43,8 @@ def check_tiles(**tiles: int) -> None:
     """Refuse values of tile_size_q, tile_size_k, num_warps and num_stages that no kernel takes."""
     for name, value in tiles.items():
         legal = FORCEABLE[_FIELD_OF[name]]
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: expected an int; got {value!r} ({type(value).__name__})")
-        if value not in legal:
-            raise ValueError(f"{name}: expected one of {', '.join(map(str, legal))}; got {value}")
+        if check_int(name, value) not in legal:
+            refuse(name, f"one of {', '.join(map(str, legal))}", value)
 
 
 def _with_retired(cls: type[Any]) -> type[Any]:
@@ -70,9 +62,9 @@ def _with_retired(cls: type[Any]) -> type[Any]:
 @_with_retired
 @dataclass
 class StreamAttentionConfig:
-    """22 fields, each of which acts or is refused by the class that reads it.
+    """22 fields, each of which has an effect or is refused by the class that reads it.
 
-    Read by `StreamAttention` (and, where it says so, by `FlashAttentionV3`). `RingAttention` and `StarAttention` say
+    Read by `StreamAttention` (and, where noted, by `FlashAttentionV3`). `RingAttention` and `StarAttention` document
     which of these they read too:
 
     - `num_heads`, `head_dim`: of the queries; hidden states have `num_heads * head_dim` features. `FlashAttentionV3`
@@ -152,19 +144,17 @@ class StreamAttentionConfig:
             check_tiles(**{name: value})
         elif name == "dropout":
             if not 0 <= value < 1:
-                raise ValueError(f"dropout: expected a probability in [0, 1); got {value}")
+                refuse("dropout", "a probability in [0, 1)", value)
         elif kind is not bool:
             _check_least(name, value, 0 if name in MAY_BE_0 else 1)
         super().__setattr__(name, kind(value))
 
     def __post_init__(self) -> None:
         if self.qkv_bias and not self.use_qkv_projections:
-            raise ValueError("qkv_bias: expected False without projections; got True with use_qkv_projections=False")
+            refuse("qkv_bias", "False without projections", "True with use_qkv_projections=False")
         if not self.enable_flash_attention and self._tiles() != PLANNED:
-            raise ValueError(
-                f"enable_flash_attention: expected True where tiles are forced; got False with {self._tiles()}. "
-                "Dense attention has no tiles"
-            )
+            found, hint = f"False with {self._tiles()}", "Dense attention has no tiles"
+            refuse("enable_flash_attention", "True where tiles are forced", found, hint)
 
     @property
     def backend(self) -> str:
@@ -179,7 +169,7 @@ class StreamAttentionConfig:
     @classmethod
     def _from_dict(cls, values: Mapping[str, Any], depth: int) -> StreamAttentionConfig:
         if not isinstance(values, Mapping):
-            raise TypeError(f"values: expected a mapping of field names to values; got {type(values).__name__}")
+            refuse("values", "a mapping of field names to values", type(values).__name__, error=TypeError)
         values = _without_retired(values, depth)
         known = [field.name for field in dataclasses.fields(cls)]
         _refuse_unknown(values, known, "a field of StreamAttentionConfig")
@@ -202,7 +192,7 @@ class StreamAttentionConfig:
         if values is None:
             return cls()
         if not isinstance(values, dict):
-            raise TypeError(f"{path}: expected a mapping of field names to values; got a {type(values).__name__}")
+            refuse(str(path), "a mapping of field names to values", f"a {type(values).__name__}", error=TypeError)
         try:
             return cls._from_dict(values, 4)
         except (TypeError, ValueError) as error:
@@ -213,24 +203,19 @@ class StreamAttentionConfig:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> StreamAttentionConfig:
         """Read the `STREAM_ATTENTION_*` variables of `.env.example`; those that are not set leave the default.
 
-        A value that cannot be read raises and names its variable, and so does a variable with this prefix that is
-        none of ours, which is most likely misspelt. `environ` stands in for `os.environ`.
+        A value that cannot be parsed raises and names its variable, and so does an unknown variable with this prefix,
+        which is most likely misspelt. `environ` replaces `os.environ`.
         """
         environ = os.environ if environ is None else environ
         ours = {name: text for name, text in environ.items() if name.startswith(PREFIX)}
-        others = (*OTHER_VARIABLES, *RETIRED_VARIABLES)
-        _refuse_unknown([name for name in ours if name not in others], VARIABLES, "a variable that is read")
-        values = {}
-        for variable, (field, read) in (VARIABLES | RETIRED_VARIABLES).items():
-            if variable in ours:
-                try:
-                    values[field] = read(ours[variable].strip())
-                except ValueError as error:
-                    raise ValueError(f"{variable}: expected {error}; got {ours[variable]!r}") from None
+        fields = VARIABLES | RETIRED_VARIABLES
+        unknown = [name for name in ours if name not in (*OTHER_VARIABLES, *fields)]
+        _refuse_unknown(unknown, VARIABLES, "a variable that is read")
+        values = {fields[name]: _parsed(cls, name, ours[name]) for name in fields if name in ours}
         try:
             return cls(**_without_retired(values, 3))
         except ValueError as error:
-            named = {field: variable for variable, (field, _) in (VARIABLES | RETIRED_VARIABLES).items()}
+            named = {field: variable for variable, field in fields.items()}
             field = str(error).partition(":")[0]
             raise ValueError(f"{named[field]} ({error})" if field in named else str(error)) from None
 
@@ -241,9 +226,9 @@ class StreamAttentionConfig:
     def optimal_tile_sizes(self, seq_len: int) -> tuple[int, int]:
         """(tile_size_q, tile_size_k) for causal self-attention over `seq_len` tokens.
 
-        With a CUDA device, the tiles that the Triton kernel is planned with there for this config (forced ones
-        included), also where another kernel is preferred. Without one, or where Triton cannot compute it, a rule of
-        thumb by length alone, which nothing else reads.
+        With a CUDA device, the tiles of the Triton kernel's plan for this config (forced ones included), also where
+        another kernel is preferred. Without one, or where Triton cannot compute it, a rule of thumb by length alone,
+        which nothing else uses.
         """
         _check_type("seq_len", seq_len, int)
         _check_least("seq_len", seq_len, 1)
@@ -275,60 +260,49 @@ class StreamAttentionConfig:
         )
 
 
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError("a whole number") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("a number") from None
-
-
-def _flag(text: str) -> bool:
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.lower() not in words:
-        raise ValueError(f"one of {', '.join(words)}")
-    return words[text.lower()]
-
-
 PREFIX = "STREAM_ATTENTION_"
-VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "STREAM_ATTENTION_NUM_HEADS": ("num_heads", _whole),
-    "STREAM_ATTENTION_HEAD_DIM": ("head_dim", _whole),
-    "STREAM_ATTENTION_TILE_Q": ("tile_size_q", _whole),
-    "STREAM_ATTENTION_TILE_K": ("tile_size_k", _whole),
-    "STREAM_ATTENTION_MAX_SEQ_LEN": ("max_sequence_length", _whole),
-    "STREAM_ATTENTION_ENABLE_KV_COMPRESSION": ("enable_kv_compression", _flag),
-    "STREAM_ATTENTION_KV_COMPRESSION_RATIO": ("kv_compression_ratio", _number),
-    "STREAM_ATTENTION_STAR_BLOCK_SIZE": ("star_attention_block_size", _whole),
-    "STREAM_ATTENTION_STAR_ANCHOR_SIZE": ("star_attention_anchor_size", _whole),
-    "STREAM_ATTENTION_STAR_NUM_HOSTS": ("star_attention_num_hosts", _whole),
+VARIABLES = {
+    "STREAM_ATTENTION_NUM_HEADS": "num_heads",
+    "STREAM_ATTENTION_HEAD_DIM": "head_dim",
+    "STREAM_ATTENTION_TILE_Q": "tile_size_q",
+    "STREAM_ATTENTION_TILE_K": "tile_size_k",
+    "STREAM_ATTENTION_MAX_SEQ_LEN": "max_sequence_length",
+    "STREAM_ATTENTION_ENABLE_KV_COMPRESSION": "enable_kv_compression",
+    "STREAM_ATTENTION_KV_COMPRESSION_RATIO": "kv_compression_ratio",
+    "STREAM_ATTENTION_STAR_BLOCK_SIZE": "star_attention_block_size",
+    "STREAM_ATTENTION_STAR_ANCHOR_SIZE": "star_attention_anchor_size",
+    "STREAM_ATTENTION_STAR_NUM_HOSTS": "star_attention_num_hosts",
 }
-"""What `from_env` reads, and how."""
+"""What `from_env` reads, and the fields that it sets."""
 
-RETIRED_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "STREAM_ATTENTION_RING_BLOCK_SIZE": ("ring_attention_block_size", _whole),
-    "STREAM_ATTENTION_RING_OVERLAP_SIZE": ("ring_attention_overlap_size", _whole),
+RETIRED_VARIABLES = {
+    "STREAM_ATTENTION_RING_BLOCK_SIZE": "ring_attention_block_size",
+    "STREAM_ATTENTION_RING_OVERLAP_SIZE": "ring_attention_overlap_size",
 }
 """Those of `RETIRED` fields."""
 
 OTHER_VARIABLES = ("STREAM_ATTENTION_COMMIT",)
 """With the same prefix, but read elsewhere: the commit that results files name where there is no git."""
 
-
+FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 EXPONENT = (
     ". YAML reads {} as text: a number with an exponent needs a point and a sign there, as in 1.0e-1. Or write 0.1"
 )
-"""What stands behind the error that such a text causes."""
+"""Appended to the error of such a text."""
+
+
+def _parsed(cls: type[Any], variable: str, text: str) -> Any:
+    """The value of an environment variable, in the type of its field's default."""
+    kind: type[Any] = type(getattr(cls, (VARIABLES | RETIRED_VARIABLES)[variable], 0))
+    expected = {bool: f"one of {', '.join(FLAGS)}", int: "a whole number", float: "a number"}[kind]
+    try:
+        return FLAGS[text.strip().lower()] if kind is bool else kind(text.strip())
+    except (KeyError, ValueError):
+        raise ValueError(f"{variable}: expected {expected}; got {text!r}") from None
 
 
 def _is_exponent(text: Any) -> bool:
-    """Whether a value from YAML is a number to Python but text to YAML 1.1."""
+    """Whether a value from YAML is a number in Python but text in YAML 1.1."""
     if not isinstance(text, str) or "e" not in text.lower():
         return False
     try:
@@ -347,9 +321,9 @@ def _without_retired(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
 
 
 def _check_retired(name: str, value: Any, depth: int) -> None:
-    why = "a ring passes shards on whole, while it computes with the ones before"
+    why = "a ring sends whole shards while it computes with the previous ones"
     if isinstance(value, bool) or value != RETIRED[name]:
-        raise ValueError(f"{name}: expected none: it is no field any more, as {why}; got {value!r}. Leave it out")
+        refuse(name, f"none: it is no field any more, as {why}", repr(value), "Leave it out")
     warnings.warn(f"{name} is no field any more, as {why}. Leave it out.", DeprecationWarning, stacklevel=depth)
 
 
@@ -357,12 +331,12 @@ def _check_type(name: str, value: Any, expected: type) -> None:
     kinds: tuple[type, ...] = (int, float) if expected is float else (expected,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and expected is not bool):
         words = {bool: "a bool", int: "an int", float: "a number"}[expected]
-        raise TypeError(f"{name}: expected {words}; got {value!r} ({type(value).__name__})")
+        refuse(name, words, f"{value!r} ({type(value).__name__})", error=TypeError)
 
 
 def _check_least(name: str, value: float, least: int) -> None:
     if not least <= value < float("inf"):
-        raise ValueError(f"{name}: expected at least {least}; got {value}")
+        refuse(name, f"at least {least}", value)
 
 
 def _refuse_unknown(
@@ -370,7 +344,7 @@ def _refuse_unknown(
 ) -> None:
     for name in names:
         if name not in known:
-            bare = {one.removeprefix(PREFIX): one for one in known}  # the prefix would make all of them alike
+            bare = {one.removeprefix(PREFIX): one for one in known}  # the prefix would make all of them similar
             nearest = get_close_matches(str(name).removeprefix(PREFIX), bare, n=1, cutoff=0.6)
             hint = f"Did you mean {bare[nearest[0]]}?" if nearest else f"There are {', '.join(known)}"
-            raise error(f"{name}: expected {what}; got none of that name. {hint}")
+            refuse(name, what, "none of that name", hint, error)

@@ -1,8 +1,7 @@
-"""FlashAttentionV3: the baseline. It never runs code of ours, and says whose it ran."""
+"""FlashAttentionV3: the baseline. It runs other libraries' kernels alone, and tells which."""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,18 +12,21 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import validate
 from ..device import arch
+from ..errors import refuse
 from ..ops.attention import in_autocast_dtype
+from ._checks import check_four_dims, check_heads, check_length, copied_config
 from ._masks import split_mask
 from ._measure import self_attention_figures
 from .config import StreamAttentionConfig
 
 
 class Call(NamedTuple):
-    """One call as the kernels see it. Where causal and masked, the mask says both."""
+    """One call as the kernels read it. Where it is causal and masked, the mask is of both."""
 
     query: Tensor  # [B, Tq, Hq, D]
     key: Tensor
@@ -42,7 +44,7 @@ class Call(NamedTuple):
         return torch.is_grad_enabled() and any(t.requires_grad for t in self[:3])
 
     @property
-    def facts(self) -> tuple[Any, ...]:
+    def key_of_choice(self) -> tuple[Any, ...]:
         """Everything that a kernel's `why_not` may depend on."""
         tensors = [(t.shape, t.stride(), t.dtype, t.device) for t in self[:4] if t is not None]
         return (*tensors, self.causal, self.dropout_p, self.needs_grad)
@@ -55,7 +57,7 @@ class Kernel(NamedTuple):
 
 
 class FlashAttentionV3(nn.Module):
-    """The fastest attention of others that is here: FlashAttention-3 if it is installed, else torch's SDPA.
+    """The fastest attention that other libraries offer here: FlashAttention-3 if it is installed, else torch's SDPA.
 
     In order: FlashAttention-3 (the `flash_attn_interface` module, or its op `flash_attn_3::fwd` once loaded), SDPA's
     cuDNN kernel (from Hopper on), its flash kernel, its memory-efficient one, its dense one; on a CPU what SDPA does
@@ -81,11 +83,9 @@ class FlashAttentionV3(nn.Module):
 
     def __init__(self, config: StreamAttentionConfig | None = None) -> None:
         super().__init__()
-        if config is not None and not isinstance(config, StreamAttentionConfig):
-            raise TypeError(f"config: expected a StreamAttentionConfig or None; got {type(config).__name__}")
-        if config is not None and not config.enable_flash_attention:
-            raise ValueError("config: expected enable_flash_attention=True for a flash baseline; got False")
-        self.config = dataclasses.replace(config) if config is not None else None
+        self.config = None if config is None else copied_config(config, "a StreamAttentionConfig or None")
+        if self.config is not None and not self.config.enable_flash_attention:
+            refuse("config", "enable_flash_attention=True for a flash baseline", False)
         self.kernel: str | None = None
         self.why_not: dict[str, str] = {}
         self._chosen: tuple[tuple[Any, ...], Kernel] | None = None
@@ -126,32 +126,35 @@ class FlashAttentionV3(nn.Module):
         if foreign:
             validate.unexpected(FlashAttentionV3.forward, (), foreign)
         query, key, value = in_autocast_dtype(query, key, value)
-        self._check(query, key, value)
+        check_four_dims(query=query, key=key, value=value)
+        if self.config is not None:
+            check_heads(self.config.num_heads, self.config.head_dim, query, key)
+            check_length(self.config, key.shape[1], where="")
         mask, bias = split_mask(attention_mask, query, key)
         dropout_p = self._dropout()
         validate.attention_tensors(query, key, value, mask, bias, None, None)
         validate.options(causal, None, 0.0, None, dropout_p, None, None, False, query)
         mask = bias.to(query.dtype) if bias is not None else mask
-        blind = query.shape[1] - key.shape[1]
-        if not causal or key.shape[1] == 0 or blind <= 0:
+        masked = query.shape[1] - key.shape[1]  # rows that see no key
+        if not causal or key.shape[1] == 0 or masked <= 0:
             return self._attend(query, key, value, mask, causal and key.shape[1] > 0, dropout_p)
-        rows = mask[:, :, blind:] if mask is not None and mask.shape[2] > 1 else mask
-        out = self._attend(query[:, blind:], key, value, rows, True, dropout_p)  # square
-        return torch.cat((out.new_zeros(out.shape[0], blind, *out.shape[2:]), out), 1)
+        rows = mask[:, :, masked:] if mask is not None and mask.shape[2] > 1 else mask
+        out = self._attend(query[:, masked:], key, value, rows, True, dropout_p)  # square
+        return torch.cat((out.new_zeros(out.shape[0], masked, *out.shape[2:]), out), 1)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout_p: float
     ) -> Tensor:
         """A checked call, with a mask of four dims; no more queries than keys where it is causal."""
         q_len, k_len = query.shape[1], key.shape[1]
-        blind_rows = None
+        masked_rows = None
         if mask is not None:
             if causal:
                 mask = _with_causal(mask, q_len, k_len)
-            mask, blind_rows = _without_blind_rows(mask)
+            mask, masked_rows = _without_masked_rows(mask)
         one = Call(query, key, value, mask, causal and mask is None and q_len > 1, dropout_p)
         out = self._first(one).attend(one)
-        return out if blind_rows is None else out.masked_fill(blind_rows.transpose(1, 2), 0.0)
+        return out if masked_rows is None else out.masked_fill(masked_rows.transpose(1, 2), 0.0)
 
     def explain(self) -> str:
         """Which kernel computed the last call, and why those before it did not."""
@@ -174,52 +177,36 @@ class FlashAttentionV3(nn.Module):
         return {**figures, "kernel": self.kernel}
 
     def _first(self, one: Call) -> Kernel:
-        """The first kernel with nothing against it; what was against the others is kept."""
-        facts = one.facts
-        if self._chosen is None or self._chosen[0] != facts:  # asking costs as much as a small kernel
+        """The first kernel that can compute the call; why the ones before it cannot is kept."""
+        key = one.key_of_choice
+        if self._chosen is None or self._chosen[0] != key:  # the checks cost as much as a small kernel
             reasons = {}
             for kernel in (*KERNELS, _plain_sdpa(one.query.device.type)):
                 reason = kernel.why_not(one)
                 if not reason:
                     break
                 reasons[kernel.name] = reason
-            self._chosen, self.kernel, self.why_not = (facts, kernel), kernel.name, reasons
+            self._chosen, self.kernel, self.why_not = (key, kernel), kernel.name, reasons
         return self._chosen[1]
 
     def _dropout(self) -> float:
         return self.config.dropout if self.config is not None and self.training else 0.0
 
-    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            validate.is_tensor(name, tensor)
-            if tensor.dim() != 4:
-                raise ValueError(f"{name}: expected four dims [B, T, H, D]; got {list(tensor.shape)}")
-        if self.config is None:
-            return
-        heads, dim, longest = self.config.num_heads, self.config.head_dim, self.config.max_sequence_length
-        if tuple(query.shape[2:]) != (heads, dim):
-            raise ValueError(f"query: expected [B, Tq, {heads}, {dim}] by the config; got {list(query.shape)}")
-        if key.shape[1] > longest:
-            raise ValueError(
-                f"key: expected at most max_sequence_length={longest} keys; got {key.shape[1]}. "
-                "Raise it in the StreamAttentionConfig"
-            )
-
 
 def _with_causal(mask: Tensor, q_len: int, k_len: int) -> Tensor:
-    """A mask that hides what is ahead of the query too."""
+    """A mask combined with the causal one, aligned bottom-right."""
     ahead = torch.ones(q_len, k_len, dtype=torch.bool, device=mask.device).triu(1 + k_len - q_len)
     return mask & ~ahead if mask.dtype is torch.bool else mask.masked_fill(ahead, -torch.inf)
 
 
-def _without_blind_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """A mask in which rows that hide everything hide nothing, and which rows `[B, H, Tq, 1]` these are: their softmax
-    would be 0 / 0, and NaN in every gradient."""
+def _without_masked_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """A mask in which fully masked rows see all keys, and which rows `[B, H, Tq, 1]` these are: their softmax would be
+    0 / 0, and NaN in every gradient."""
     if mask.dtype is torch.bool:
-        blind = ~mask.any(-1, keepdim=True)
-        return mask | blind, blind
-    blind = (mask == -torch.inf).all(-1, keepdim=True)
-    return mask.masked_fill(blind, 0.0), blind
+        masked = ~mask.any(-1, keepdim=True)
+        return mask | masked, masked
+    masked = (mask == -torch.inf).all(-1, keepdim=True)
+    return mask.masked_fill(masked, 0.0), masked
 
 
 def _fa3_why_not(one: Call) -> str:
@@ -232,11 +219,8 @@ def _fa3_why_not(one: Call) -> str:
         (one.mask is not None, "it takes no mask"),
         (one.dropout_p > 0, "it has no dropout"),
         (dim > 256 or dim % 8 != 0, f"it takes head dims that are multiples of 8 up to 256, not {dim}"),
-        (one.value.shape[-1] != dim, "it is asked for D = Dv alone"),
-        (
-            one.needs_grad and find_spec("flash_attn_interface") is None,
-            "its bare op, all that is loaded, has no gradient",
-        ),
+        (one.value.shape[-1] != dim, "it is used for D = Dv alone"),
+        (one.needs_grad and find_spec("flash_attn_interface") is None, "only its forward op is loaded"),
     )
     return "; ".join(reason for applies, reason in reasons if applies)
 
@@ -262,31 +246,24 @@ def _sdpa(one: Call, backend: SDPBackend | None = None) -> Tensor:
 
             mask = causal_lower_right(one.query.shape[1], one.key.shape[1])
         else:
-            shown = torch.ones((), dtype=torch.bool, device=one.query.device)
-            mask = _with_causal(shown, one.query.shape[1], one.key.shape[1])
+            visible = torch.ones((), dtype=torch.bool, device=one.query.device)
+            mask = _with_causal(visible, one.query.shape[1], one.key.shape[1])
     query, key, value = (t.transpose(1, 2) for t in one[:3])
     with nullcontext() if backend is None else sdpa_kernel(backend):
-        out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=one.dropout_p,
-            is_causal=is_causal,
-            enable_gqa=one.query.shape[2] != one.key.shape[2],
-        )
+        grouped = one.query.shape[2] != one.key.shape[2]
+        out = F.scaled_dot_product_attention(query, key, value, mask, one.dropout_p, is_causal, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 
 def _sdpa_why_not(can_use: Callable[[Any, bool], bool], least_arch: int, has_lower_right: bool) -> Any:
-    """Why one of SDPA's CUDA kernels cannot: what torch itself says about it."""
+    """Why one of SDPA's CUDA kernels cannot compute a call: torch's own warnings."""
 
     def why_not(one: Call) -> str:
         device = one.query.device
-        if device.type != "cuda":
-            return f"it runs on CUDA devices, not on {device.type}"
+        if reason := _math_why_not(one):
+            return reason
         if arch(device) < least_arch:
-            return f"it is taken from compute capability {least_arch / 10} on"
+            return f"it is used from compute capability {least_arch / 10} on"
         mask, is_causal = one.mask, one.causal
         if one.causal and not one.square:
             is_causal = False
@@ -294,14 +271,14 @@ def _sdpa_why_not(can_use: Callable[[Any, bool], bool], least_arch: int, has_low
                 mask = torch.ones(one.query.shape[1], one.key.shape[1], dtype=torch.bool, device=device)
         query, key, value = (t.transpose(1, 2) for t in one[:3])
         grouped = query.shape[1] != key.shape[1]
-        stated: Any = torch.backends.cuda.SDPAParams  # its stub lacks the last argument
+        stated: Any = cuda.SDPAParams  # its stub lacks the last argument
         parameters = stated(query, key, value, mask, one.dropout_p, is_causal, grouped)
         if can_use(parameters, False):
             return ""
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             can_use(parameters, True)
-        return "; ".join(str(warning.message).partition(" (Triggered")[0] for warning in said) or "torch refuses it"
+        return "; ".join(str(warning.message).partition(" (Triggered")[0] for warning in caught) or "torch refuses it"
 
     return why_not
 
@@ -315,23 +292,15 @@ def _plain_sdpa(device: str) -> Kernel:
     return Kernel(f"SDPA {name}", lambda one: "", _sdpa)
 
 
+def _sdpa_kernel(name: str, backend: SDPBackend, *conditions: Any) -> Kernel:
+    return Kernel(f"SDPA {name}", _sdpa_why_not(*conditions), lambda one: _sdpa(one, backend))
+
+
 KERNELS = (
     Kernel("FlashAttention-3", _fa3_why_not, _fa3),
-    Kernel(
-        "SDPA cuDNN",
-        _sdpa_why_not(torch.backends.cuda.can_use_cudnn_attention, 90, has_lower_right=False),
-        lambda one: _sdpa(one, SDPBackend.CUDNN_ATTENTION),
-    ),
-    Kernel(
-        "SDPA flash",
-        _sdpa_why_not(torch.backends.cuda.can_use_flash_attention, 80, has_lower_right=True),
-        lambda one: _sdpa(one, SDPBackend.FLASH_ATTENTION),
-    ),
-    Kernel(
-        "SDPA efficient",
-        _sdpa_why_not(torch.backends.cuda.can_use_efficient_attention, 50, has_lower_right=False),
-        lambda one: _sdpa(one, SDPBackend.EFFICIENT_ATTENTION),
-    ),
+    _sdpa_kernel("cuDNN", SDPBackend.CUDNN_ATTENTION, cuda.can_use_cudnn_attention, 90, False),
+    _sdpa_kernel("flash", SDPBackend.FLASH_ATTENTION, cuda.can_use_flash_attention, 80, True),
+    _sdpa_kernel("efficient", SDPBackend.EFFICIENT_ATTENTION, cuda.can_use_efficient_attention, 50, False),
     Kernel("SDPA math", _math_why_not, lambda one: _sdpa(one, SDPBackend.MATH)),
 )
 """In order of preference."""

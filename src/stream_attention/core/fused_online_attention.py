@@ -13,46 +13,32 @@ from torch import Tensor, nn
 
 from .. import validate
 from ..device import arch, processors
+from ..errors import refuse
 from ..ops.attention import attention
 from ..ops.explain import problems_of_call
 from ..plan import Plan, check_backend, plan, requested
 from ..problem import addressable
+from ._checks import check_heads
 from ._masks import split_mask
-from ._measure import self_attention_figures
-from .config import check_tiles, tiled_backend
+from ._measure import check_counts, self_attention_figures
+from .config import PLANNED, check_tiles, tiled_backend
 
 
-class _Facts(NamedTuple):
-    """What a plan of a call depends on. Kept in place of the plan, which costs more than a short kernel."""
+class _Call(NamedTuple):
+    """What the plan of a call depends on. Kept instead of the plan, which costs more than a short kernel."""
 
     shapes: tuple[torch.Size, ...]  # of query, key and value
     dtype: torch.dtype
     device: torch.device
-    causal: bool
-    masked: bool
-    bias: torch.dtype | None
-    alibi: bool
-    scale: float | None
-    dropout_p: float
-    deterministic: bool | None
-    backend: str
+    modifiers: dict[str, torch.dtype]  # of mask, bias and alibi_slopes, those that were passed
+    options: dict[str, Any]
     addressable: bool  # by TMA, as `Problem` has it
 
     def planned(self) -> Plan:
         query, key, value = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in self.shapes)
-        (problem,), backend = problems_of_call(
-            query,
-            key,
-            value,
-            causal=self.causal,
-            mask=query.new_empty(1, dtype=torch.bool) if self.masked else None,
-            bias=query.new_empty(1, dtype=self.bias) if self.bias else None,
-            alibi_slopes=query.new_empty(query.shape[2]) if self.alibi else None,
-            scale=self.scale,
-            dropout_p=self.dropout_p,
-            deterministic=self.deterministic,
-            backend=self.backend,
-        )
+        sizes = {"alibi_slopes": query.shape[2]}
+        modifiers = {name: query.new_empty(sizes.get(name, 1), dtype=dtype) for name, dtype in self.modifiers.items()}
+        (problem,), backend = problems_of_call(query, key, value, **modifiers, **self.options)
         here, there = self.device, self.addressable
         return plan(
             problem.replace(device=here, arch=arch(here), processors=processors(here), addressable=there), backend
@@ -105,34 +91,25 @@ class FusedOnlineAttention(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        for name, count in (("num_heads", num_heads), ("head_dim", head_dim)):
-            if isinstance(count, bool) or not isinstance(count, int):
-                raise TypeError(f"{name}: expected an int; got {count!r} ({type(count).__name__})")
-            if count < 1:
-                raise ValueError(f"{name}: expected at least 1; got {count}")
+        check_counts(num_heads=num_heads, head_dim=head_dim)
         for name, number in (("dropout", dropout), ("scale", 0.0 if scale is None else scale)):
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
-                raise TypeError(f"{name}: expected a finite number; got {number!r} ({type(number).__name__})")
+                refuse(name, "a finite number", f"{number!r} ({type(number).__name__})", error=TypeError)
         if not 0 <= dropout < 1:
-            raise ValueError(f"dropout: expected a probability in [0, 1); got {dropout}")
+            refuse("dropout", "a probability in [0, 1)", dropout)
         if dtype not in validate.DTYPES:
-            raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64; got {dtype}")
-        tiles = {
-            "tile_size_q": tile_size_q,
-            "tile_size_k": tile_size_k,
-            "num_warps": num_warps,
-            "num_stages": num_stages,
-        }
+            refuse("dtype", "float16, bfloat16, float32 or float64", dtype, error=TypeError)
+        tiles = dict(zip(PLANNED, (tile_size_q, tile_size_k, num_warps, num_stages), strict=True))
         check_tiles(**tiles)
         if check_backend(backend) == "auto":
             backend = tiled_backend(**tiles)
         elif tiled_backend(**tiles) != "auto":
-            raise ValueError(f"backend: expected 'auto' where tiles are forced; got {backend!r} beside {tiles}")
+            refuse("backend", "'auto' where tiles are forced", f"{backend!r} beside {tiles}")
         self.num_heads, self.head_dim = num_heads, head_dim
         self.tile_size_q, self.tile_size_k, self.num_warps, self.num_stages = tiles.values()
         self.dropout, self.scale, self.backend = float(dropout), None if scale is None else float(scale), backend
         self.deterministic: bool | None = None
-        self._last: _Facts | None = None
+        self._last: _Call | None = None
         self._seed = 0
         self._stream: Tensor | None = None  # (seed, offset) of the next mask, int64
         self.distributed, self.process_group = False, None
@@ -157,19 +134,19 @@ class FusedOnlineAttention(nn.Module):
     def set_deterministic(self, enabled: bool, seed: int | None = None) -> None:
         """Make calls reproducible: `deterministic=True` where they leave it None, and dropout from a stream of `seed`.
 
-        Each call with dropout takes the next mask of the stream, a refused one none; setting the same seed again starts
-        it again. The stream lives on the module's device and moves without a host synchronisation. It is for one thread
-        at a time: calls from two may get the same mask. `seed` defaults to the low 32 bits of `torch.initial_seed()`.
-        False goes back to torch's own settings and generators.
+        Each call with dropout takes the next mask of the stream, a refused one none; setting the same seed again
+        restarts it. The stream is on the module's device and advances without a host synchronisation. It is for one
+        thread at a time: calls from two may get the same mask. `seed` defaults to the low 32 bits of
+        `torch.initial_seed()`. False restores torch's own settings and generators.
         """
-        if not isinstance(enabled, bool):
-            raise TypeError(f"enabled: expected a bool; got {enabled!r}")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise TypeError(f"seed: expected an int or None; got {seed!r} ({type(seed).__name__})")
-        if seed is not None and not enabled:
-            raise ValueError(f"seed: expected None with enabled=False; got {seed}")
-        if seed is not None and not -(1 << 63) <= seed < 1 << 63:
-            raise ValueError(f"seed: expected a 64-bit int; got {seed}")
+        validate.flags(enabled=enabled)
+        if seed is not None:
+            if isinstance(seed, bool) or not isinstance(seed, int):
+                refuse("seed", "an int or None", f"{seed!r} ({type(seed).__name__})", error=TypeError)
+            if not enabled:
+                refuse("seed", "None with enabled=False", seed)
+            if not -(1 << 63) <= seed < 1 << 63:
+                refuse("seed", "a 64-bit int", seed)
         self.deterministic = True if enabled else None
         if not enabled:
             self._stream = None
@@ -180,30 +157,28 @@ class FusedOnlineAttention(nn.Module):
     def set_distributed(self, enabled: bool, process_group: Any = None) -> None:
         """Divide the queries of every call among the ranks of a group, each of which gets the whole result.
 
-        Every rank makes the same calls with the same tensors, and every rank has the gradients that one device would
-        have, if all compute the same loss. Not for ranks that have batches of their own, as under
-        DistributedDataParallel: their rows would be mixed. Rank 0's dropout is everyone's. Memory is not divided:
-        `RingAttention` does that.
+        Every rank makes the same calls with the same tensors, and every rank has the gradients of one device, if all
+        compute the same loss. Not for ranks with batches of their own, as under DistributedDataParallel: their rows
+        would be mixed. Rank 0's dropout is everyone's. Memory is not divided: `RingAttention` does that.
 
         Args:
             enabled: False goes back to this process alone.
             process_group: as `group` of `stream_attention.distributed.ring_attention`; None is the default group, which
-                `stream_attention.distributed.initialize()` makes under torchrun. Looked at when a call is made.
+                `stream_attention.distributed.initialize()` makes under torchrun. Checked when a call is made.
         """
-        if not isinstance(enabled, bool):
-            raise TypeError(f"enabled: expected a bool; got {enabled!r}")
+        validate.flags(enabled=enabled)
         if process_group is not None and not enabled:
-            raise ValueError(f"process_group: expected None with enabled=False; got {type(process_group).__name__}")
+            refuse("process_group", "None with enabled=False", type(process_group).__name__)
         self.distributed, self.process_group = enabled, process_group
 
     def _start_stream(self) -> None:
-        with torch.inference_mode(False):  # calls outside of inference mode must be able to move it on
+        with torch.inference_mode(False):  # calls outside of inference mode must be able to advance it
             self._stream = torch.tensor([self._seed, 0], dtype=torch.int64, device=self.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedOnlineAttention:
         super()._apply(fn, recurse)
         if self._stream is not None and self._stream.device != self.device:
-            if self._stream.is_meta:  # which keeps no offset to go on from
+            if self._stream.is_meta:  # which has no offset to continue from
                 self._start_stream()
             else:
                 with torch.inference_mode(False):
@@ -250,7 +225,7 @@ class FusedOnlineAttention(nn.Module):
             validate.unexpected(FusedOnlineAttention.forward, (), foreign)
         dropout_p = self.dropout_of_call() if dropout_p is None else dropout_p
         seed = self.next_seed(dropout_p)
-        result, facts = self.attend(
+        result, call = self.attend(
             query,
             key,
             value,
@@ -262,19 +237,19 @@ class FusedOnlineAttention(nn.Module):
             deterministic=deterministic,
             return_lse=return_lse,
         )
-        self.computed(facts, seed)
+        self.computed(call, seed)
         return result
 
     def dropout_of_call(self) -> float:
-        """The dropout of a call that does not name one."""
+        """The dropout of a call that does not pass one."""
         return self.dropout if self.training else 0.0
 
     def next_seed(self, dropout_p: float) -> Tensor | None:
         """(seed, offset) of the next mask of the stream; None without dropout or without a stream.
 
-        The same until `computed`: a call that was refused has taken nothing.
+        The same until `computed`: a refused call takes none.
 
-        Raises RuntimeError where a checkpoint recomputes a call: the stream has moved on since.
+        Raises RuntimeError where a checkpoint recomputes a call: the stream has advanced since.
         """
         if self._stream is None or not dropout_p:
             return None
@@ -287,12 +262,12 @@ class FusedOnlineAttention(nn.Module):
             )
         return self._stream.clone()
 
-    def computed(self, facts: _Facts | None, seed: Tensor | None) -> None:
-        """A call was computed: keep what it was, and move the stream on if the call took `seed` from it.
+    def computed(self, call: _Call | None, seed: Tensor | None) -> None:
+        """Record a computed call, and advance the stream if the call took `seed` from it.
 
-        Apart from `attend`, which a checkpoint repeats.
+        Separate from `attend`, which a checkpoint repeats.
         """
-        self._last = facts
+        self._last = call
         if self._stream is not None and seed is not None:
             self._stream[1:].add_(1)
 
@@ -309,43 +284,27 @@ class FusedOnlineAttention(nn.Module):
         alibi_slopes: Tensor | None = None,
         deterministic: bool | None = None,
         return_lse: bool = False,
-    ) -> tuple[Any, _Facts | None]:
-        """`out` or `(out, lse)`, with every choice made, and the facts for `computed`, None where there is no one plan:
-        what `forward` and `StreamAttention` share."""
-        self._check_heads(query, key)
+    ) -> tuple[Any, _Call | None]:
+        """`out` or `(out, lse)`, with every choice made, and the argument of `computed`, None where there is not one
+        plan: what `forward` and `StreamAttention` share."""
+        check_heads(self.num_heads, self.head_dim, query, key)
         mask, bias = split_mask(attention_mask, query, key)
-        deterministic = self.deterministic if deterministic is None else deterministic
+        modifiers = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}
+        options = {"causal": causal, "scale": self.scale, "dropout_p": dropout_p}
+        options["deterministic"] = self.deterministic if deterministic is None else deterministic
         result = self._op()(
-            query,
-            key,
-            value,
-            causal=causal,
-            mask=mask,
-            bias=bias,
-            alibi_slopes=alibi_slopes,
-            scale=self.scale,
-            dropout_p=dropout_p,
-            seed=seed,
-            deterministic=deterministic,
-            return_lse=return_lse,
-            backend=self.backend,
+            query, key, value, **modifiers, **options, seed=seed, return_lse=return_lse, backend=self.backend
         )
         more = query.is_nested or hasattr(query, "device_mesh")  # a pack, or ranks that each have a part
         if torch.compiler.is_compiling() or self.distributed or more:
             return result, None
         out = result[0] if return_lse else result
-        return result, _Facts(
+        return result, _Call(
             (query.shape, key.shape, value.shape),
             out.dtype,
             out.device,
-            causal,
-            mask is not None,
-            None if bias is None else bias.dtype,
-            alibi_slopes is not None,
-            self.scale,
-            dropout_p,
-            deterministic,
-            requested(self.backend),
+            {name: t.dtype for name, t in modifiers.items() if t is not None},
+            {**options, "backend": requested(self.backend)},
             all(addressable(t) for t in (query, key, value)),
         )
 
@@ -354,24 +313,10 @@ class FusedOnlineAttention(nn.Module):
         if not self.distributed:
             return attention
         if torch.compiler.is_compiling():
-            raise ValueError("set_distributed: expected calls outside torch.compile; got one inside")
+            refuse("set_distributed", "calls outside torch.compile", "one inside")
         from ..distributed.query_shard import query_sharded_attention
 
         return partial(query_sharded_attention, group=self.process_group)
-
-    def _check_heads(self, query: Tensor, key: Tensor) -> None:
-        for name, tensor in (("query", query), ("key", key)):
-            validate.is_tensor(name, tensor)
-            if tensor.dim() != 4:
-                raise ValueError(f"{name}: expected four dims [B, T, H, D]; got {list(tensor.shape)}")
-        heads, dim = query.shape[2:]
-        if heads != self.num_heads or dim != self.head_dim:
-            raise ValueError(
-                f"query: expected [B, Tq, num_heads={self.num_heads}, head_dim={self.head_dim}]; "
-                f"got {list(query.shape)}"
-            )
-        if key.shape[2] < 1 or heads % key.shape[2]:
-            raise ValueError(f"key: expected heads that divide num_heads={self.num_heads}; got {list(key.shape)}")
 
     def benchmark(self, seq_len: int, batch_size: int = 1, warmup: int = 10, iterations: int = 100) -> dict[str, Any]:
         """Time causal self-attention on random inputs, forward only, as the module would compute it now.
@@ -393,8 +338,8 @@ class FusedOnlineAttention(nn.Module):
 
 
 def __getattr__(name: str) -> bool:
-    """`TRITON_AVAILABLE`: Triton is installed, asked when it is read, since the import of this package asks for torch
-    alone. Whether Triton can compute a call is another question, which `stream_attention.explain` answers."""
+    """`TRITON_AVAILABLE`: Triton is installed, checked when it is read, since importing this package needs torch alone.
+    Whether Triton can compute a call is another question, which `stream_attention.explain` answers."""
     if name == "TRITON_AVAILABLE":
         return find_spec("triton") is not None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,19 +18,19 @@ from ..validate import is_tensor
 class StreamMultiheadAttention(nn.MultiheadAttention):
     """A drop-in for `torch.nn.MultiheadAttention`: same constructor, initialisation, state dict, masks and results.
 
-    It keeps that module's conventions, not those of `attention`: in a boolean mask True hides a key, float masks are
+    It keeps that module's conventions, not those of `attention`: in a boolean mask True masks a key, float masks are
     added to the scores, and weights are returned unless `need_weights=False`. Only that call is fused and takes O(N)
-    memory; where weights are wanted everything is computed densely, in O(Tq x Tk), so that output and weights are of
-    one draw of dropout and both are differentiable.
+    memory; with weights everything is computed densely, in O(Tq x Tk), so that output and weights have the same dropout
+    mask and both are differentiable.
 
-    Where it is not torch's module:
+    Differences from torch's module:
 
     - A query that sees no key gets weights 0 and the output `out_proj.bias`; torch gives NaN, with weights at least.
-    - What a hidden key or value holds, NaN included, does not reach an output.
-    - Dropout draws a mask of its own; like torch's it follows `torch.manual_seed`.
+    - A masked key or value, even NaN, does not reach an output.
+    - The dropout mask differs; like torch's it follows `torch.manual_seed`.
     - `is_causal` without `attn_mask` is always refused; torch's inference fast path ignores it.
     - Masks may differ in dtype from each other and, where floats, from the query.
-    - The fused call has no second derivative; that with weights has.
+    - The fused call has no second derivative; the one with weights has.
     - `torch.jit.script` cannot compile it; `torch.compile` and `torch.export` can.
     - Bad arguments raise what torch raises (AssertionError, RuntimeError), with other words, before any work.
 
@@ -79,13 +79,12 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
         """The same module on the fused op: it shares the parameters and `out_proj` of `module`, and has its hooks.
 
         Raises:
-            TypeError: `module` is not exactly an `nn.MultiheadAttention`, or its forward was replaced: what a subclass,
-                a parametrisation or another library makes of it would be lost.
+            TypeError: `module` is not exactly an `nn.MultiheadAttention`, or its forward was replaced: the changes of a
+                subclass, a parametrisation or another library would be lost.
         """
         if type(module) not in (nn.MultiheadAttention, StreamMultiheadAttention):
-            refuse(
-                "module", "a torch.nn.MultiheadAttention itself, no subclass", type(module).__name__, error=TypeError
-            )
+            expected = "a torch.nn.MultiheadAttention itself, no subclass"
+            refuse("module", expected, type(module).__name__, error=TypeError)
         state = module.__getstate__()
         if "forward" in state:
             refuse("module", "the forward of its class", "one that was replaced on the instance", error=TypeError)
@@ -111,13 +110,13 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
                 dtype of the parameters, as torch wants it, or under autocast.
             key: likewise with Tk and `kdim`.
             value: likewise with Tk and `vdim`.
-            key_padding_mask: `[B, Tk]`, or `[Tk]` unbatched. Bool: True hides the key. Float: added to the scores.
+            key_padding_mask: `[B, Tk]`, or `[Tk]` unbatched. Bool: True masks the key. Float: added to the scores.
             need_weights: also return the weights, which costs O(Tq x Tk) memory.
             attn_mask: `[Tq, Tk]` or `[B * num_heads, Tq, Tk]`, bool or float likewise.
             average_attn_weights: weights `[B, Tq, Tk]`, the mean over the heads, or `[B, num_heads, Tq, Tk]`.
-            is_causal: a hint that `attn_mask`, which must be given too, is causal (top-left). As in torch it replaces
-                the mask if there is no `key_padding_mask` and no weights are wanted, and is else of no consequence.
-                Keys of `add_bias_kv` and `add_zero_attn` stand last, so the hint hides them, and the mask does not.
+            is_causal: a hint that `attn_mask`, which must be passed too, is causal (top-left). As in torch it replaces
+                the mask if there is no `key_padding_mask` and `need_weights=False`, and has no effect otherwise. Keys
+                of `add_bias_kv` and `add_zero_attn` come last, so the hint masks them, and the mask does not.
 
         Returns:
             The output, in the layout of the query, and the weights or None.
@@ -173,10 +172,9 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
         if query.dim() not in (2, 3):
             refuse("query", "2 dims, or 3 with a batch", list(query.shape), error=AssertionError)
         parameters = self.out_proj.weight
-        alike = self._qkv_same_embed_dim and key.shape == value.shape  # torch then leaves it to the product to refuse
-        for name, tensor, features in (
-            ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim),
-        ):  # fmt: skip
+        alike = self._qkv_same_embed_dim and key.shape == value.shape  # torch then raises in the matrix product
+        sizes = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
+        for name, (tensor, features) in sizes.items():
             if tensor.dim() != query.dim() or tensor.shape[-1] != features:
                 words = f"{query.dim()} dims as in the query, the last of size {features}"
                 multiplied = alike and name == "key" and tensor.dim() == query.dim()
@@ -196,7 +194,7 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
 
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
-                refuse(name, "a bool (True = hidden) or floating dtype", mask.dtype, error=AssertionError)
+                refuse(name, "a bool (True = masked) or floating dtype", mask.dtype, error=AssertionError)
         if key_padding_mask is not None:
             shape = [batch, k_len] if query.dim() == 3 else [k_len]
             if list(key_padding_mask.shape) != shape:
@@ -234,7 +232,7 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
         return x.unflatten(-1, (self.num_heads, self.head_dim))
 
     def _with_extra_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values with those of `add_bias_kv` and `add_zero_attn` behind them."""
+        """Keys and values followed by those of `add_bias_kv` and `add_zero_attn`."""
         if self.bias_k is not None and self.bias_v is not None:
             rows = (self.bias_k, key), (self.bias_v, value)  # [1, 1, embed_dim] each
             key, value = (
@@ -247,7 +245,7 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
     def _masks(
         self, query: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The masks as `mask` and `bias` of `attention`, each broadcast as it came.
+        """The masks as `mask` and `bias` of `attention`, not expanded.
 
         Two float masks are summed, to at most `[B, num_heads, Tq, Tk]`: there is one `bias`.
         """
@@ -279,25 +277,25 @@ def _multiplied(tensor: Tensor) -> torch.dtype:
 def _attention_with_weights(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """Dense attention on `[B, T, H, D]`, and the weights `[B, H, Tq, Tk]` that made it, dropout included."""
+    """Dense attention on `[B, T, H, D]`, and its weights `[B, H, Tq, Tk]` after dropout."""
     q, k, v = (x.transpose(1, 2) for x in (query * query.shape[-1] ** -0.5, key, value))
     if mask is None and bias is None:
         weights = (q @ k.mT).softmax(-1)
     else:
         added = q.new_zeros(()) if bias is None else bias.to(q.dtype)
         added = added if mask is None else torch.where(mask, added, -torch.inf)
-        hidden = added == -torch.inf
-        blind, unseen = hidden.all(-1, keepdim=True), hidden.all(-2).unsqueeze(-1)
-        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)  # padding may hold NaN, and 0 * NaN is NaN
-        added = added.masked_fill(blind, 0.0).expand(*q.shape[:2], -1, -1)
-        scores = torch.baddbmm(*(x.flatten(0, 1) for x in (added, q, k.mT)))  # rounds once, where @ and + would twice
-        weights = scores.unflatten(0, q.shape[:2]).softmax(-1).masked_fill(blind, 0.0)
+        masked = added == -torch.inf
+        rows, columns = masked.all(-1, keepdim=True), masked.all(-2).unsqueeze(-1)
+        k, v = k.masked_fill(columns, 0.0), v.masked_fill(columns, 0.0)  # padding may be NaN, and 0 * NaN is NaN
+        added = added.masked_fill(rows, 0.0).expand(*q.shape[:2], -1, -1)
+        scores = torch.baddbmm(*(x.flatten(0, 1) for x in (added, q, k.mT)))  # rounds once, @ and + would round twice
+        weights = scores.unflatten(0, q.shape[:2]).softmax(-1).masked_fill(rows, 0.0)
     weights = F.dropout(weights, dropout_p)
     return (weights @ v).transpose(1, 2), weights
 
 
 def _number(name: str, number: Any, kind: type[Any] = Integral, words: str = "an int", least: int = 1) -> None:
-    """Refuse what is no such number; those of NumPy are, as in torch."""
+    """Refuse another type; NumPy's numbers are accepted, as in torch."""
     if not isinstance(number, kind) or isinstance(number, bool):
         refuse(name, words, f"{number!r} ({type(number).__name__})", error=TypeError)
     if number < least:

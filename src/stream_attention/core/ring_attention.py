@@ -6,29 +6,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..distributed.call import differentiable
+from ..distributed.agreement import common_seed
+from ..distributed.call_spec import CallSpec, prepare
+from ..distributed.graph_break import graph_break
 from ..distributed.processes import Group, transport_of
-from ..distributed.request import Request, prepare
-from ..distributed.ring import Ring, Rotation
-from ..distributed.seed import common_seed
+from ..distributed.ring import Rotation, check_rotation, run_ring
 from ..distributed.shard import Layout, Run, check_layout
-from ..distributed.transport import Transport, VirtualRanks
-from ..distributed.uncompiled import uncompiled
+from ..distributed.transport import Transport, VirtualRanks, unwrap_ranks
 from ..errors import refuse
 from ..ops.attention import seed_tensor
+from ._checks import check_heads, check_length, checked_config
 from ._masks import split_mask
-from ._ranks import check_heads, check_length, checked_config
 from .config import StreamAttentionConfig
 
 
 class RingCache(tuple[Tensor, Tensor]):
-    """`(key, value)` of one rank, and which calls they came from: the position of a row depends on all ranks' calls."""
+    """`(key, value)` of one rank, and the lengths of all ranks' calls, from which positions of rows follow."""
 
     lengths: tuple[tuple[int, ...], ...]  # of every call, of every rank
 
@@ -46,13 +45,13 @@ class RingAttention(nn.Module):
 
     Read of the config: `num_heads`, `head_dim`, the tiles, `dropout`, `gradient_checkpointing`, `max_sequence_length`
     (of all ranks' keys together), `enable_ring_attention`, and `enable_distributed`: False computes on this process
-    alone. There is no size of blocks: shards travel whole, while the ones before are computed.
+    alone. There is no block size: whole shards are sent while the previous ones are computed.
 
     Args:
         config: copied.
         process_group: as `group` of `ring_attention`: a process group, a 1-D device mesh, None for the default group;
             with `VirtualRanks` calls take and return lists, one tensor per rank.
-        layout: how `shard_sequence` laid the sequence out; "zigzag" has causal work in balance.
+        layout: that of `shard_sequence`; "zigzag" balances causal work.
         rotate: "p2p", "alltoall" or "allgather", as in `ring_attention`.
 
     >>> from stream_attention import StreamAttentionConfig
@@ -73,8 +72,7 @@ class RingAttention(nn.Module):
         super().__init__()
         self.config = checked_config(config, "RingAttention", "enable_ring_attention")
         check_layout(layout)
-        if rotate not in get_args(Rotation):
-            refuse("rotate", " or ".join(map(repr, get_args(Rotation))), repr(rotate))
+        check_rotation(rotate)
         if process_group is not None and not config.enable_distributed:
             refuse("process_group", "None with enable_distributed=False", type(process_group).__name__)
         self.process_group, self.layout, self.rotate = process_group, layout, rotate
@@ -93,7 +91,7 @@ class RingAttention(nn.Module):
         """Of this process in the group; the first one of virtual ranks."""
         return self.transport.ranks[0]
 
-    @uncompiled
+    @graph_break
     def forward(self, query: Any, key: Any, value: Any, attention_mask: Any = None, causal: bool = True) -> Any:
         """Attend.
 
@@ -110,7 +108,7 @@ class RingAttention(nn.Module):
             return checkpoint(compute, query, key, value, attention_mask, use_reentrant=False)
         return compute(query, key, value, attention_mask)
 
-    @uncompiled
+    @graph_break
     def forward_with_cache(
         self,
         query: Any,
@@ -120,11 +118,10 @@ class RingAttention(nn.Module):
         use_cache: bool = True,
         causal: bool = True,
     ) -> tuple[Any, Any]:
-        """Attend to a cache and to the tokens of this call, which stand behind all of the cache's.
+        """Attend to a cache and to the tokens of this call, whose positions follow all of the cache's.
 
-        The cache is divided as it grew: a rank keeps the rows it was given. A rank may be given none, so to generate,
-        one rank is given the new token and the others shards of no rows; where all ranks have the new queries,
-        `tree_decode_attention` sends less.
+        A rank keeps the rows that it was passed, which may be none: to generate, pass one rank the new token and the
+        others shards of no rows; where all ranks have the new queries, `tree_decode_attention` sends less.
 
         Args:
             past_key_values: what an earlier call returned; or `(key, value)`, shards in the order of ranks, such as
@@ -135,86 +132,64 @@ class RingAttention(nn.Module):
             This rank's output, and its cache: `(key, value)` with those of this call behind the earlier ones.
         """
         if self.layout != "contiguous":
-            refuse("layout", "'contiguous' with a cache", repr(self.layout), "A cache grows behind, in order.")
+            refuse("layout", "'contiguous' with a cache", repr(self.layout), "A cache grows at its end, in order.")
         listed = isinstance(query, (list, tuple))
-        columns = [list(x) if listed else [x] for x in (query, key, value)]
-        pasts = [past_key_values] if past_key_values is None or not listed else list(past_key_values)
-        pasts = pasts if past_key_values is not None else [None] * len(columns[0])
-        for q, k in zip(*columns[:2], strict=True):
-            check_heads(self.config, q, k)
+        queries, *new = self._columns(query, key, value)
+        pasts = [past_key_values] if not listed else list(past_key_values or [None] * len(queries))
+        for q, k in zip(queries, new[0], strict=True):
             if q.shape[1] != k.shape[1]:
                 refuse("key", f"as many new rows as the query's {q.shape[1]}", k.shape[1])
-        for past, *fresh in zip(pasts, *columns[1:], strict=True):
+        for past, *pair in zip(pasts, *new, strict=True):
             if past is not None:
-                _check_past(past, fresh)
+                _check_past(past, pair)
         keys, values = (
-            [new if past is None else torch.cat((past[i], new), dim=1) for past, new in zip(pasts, column, strict=True)]
-            for i, column in enumerate(columns[1:])
+            [x if past is None else torch.cat((past[i], x), dim=1) for past, x in zip(pasts, column, strict=True)]
+            for i, column in enumerate(new)
         )
-        request = self._request(columns[0], keys, values, None, None, causal, self._seed(query))
-        new = tuple(sum(run.length for run in runs) for runs in request.q_runs)
-        held = tuple(total - n for total, n in zip(request.k_lengths, new, strict=True))
+        spec = self._spec(queries, keys, values, None, None, causal, self._seed(query))
+        cached = tuple(total - n for total, n in zip(spec.k_lengths, spec.q_lengths, strict=True))
         known = getattr(pasts[0], "lengths", ())
-        if tuple(map(sum, zip(*known, strict=True))) not in ((), held):
-            refuse("past_key_values", "as it was returned", f"{held} rows, and not those of the calls {known}")
-        calls = (*(known or (held,)), new)
-        out = self._attended(replace(request, k_runs=_runs_of_calls(calls)))
+        if tuple(map(sum, zip(*known, strict=True))) not in ((), cached):
+            refuse("past_key_values", "as it was returned", f"{cached} rows, and not those of the calls {known}")
+        calls = (*(known or (cached,)), spec.q_lengths)
+        outs = [out for out, _ in run_ring(replace(spec, k_runs=_runs_of_calls(calls)), self.rotate)]
         caches = [RingCache(k, v, calls) for k, v in zip(keys, values, strict=True)]
-        return (out if listed else out[0]), (caches if listed else caches[0]) if use_cache else None
+        return unwrap_ranks(outs, listed), unwrap_ranks(caches, listed) if use_cache else None
 
     def _compute(self, query: Any, key: Any, value: Any, attention_mask: Any, causal: bool, seed: Any) -> Any:
         listed = isinstance(query, (list, tuple))
-        columns = [list(x) if listed else [x] for x in (query, key, value)]
-        masks = [None] * len(columns[0]) if attention_mask is None else attention_mask if listed else [attention_mask]
+        queries, keys, values = self._columns(query, key, value)
+        masks = [None] * len(queries) if attention_mask is None else attention_mask if listed else [attention_mask]
         pairs = []
-        for q, k, mask in zip(*columns[:2], masks, strict=True):
-            check_heads(self.config, q, k)
-            # The keys of all ranks, as far as a check of shapes can tell.
+        for q, k, mask in zip(queries, keys, masks, strict=True):
+            # Without memory, in the shape of the keys of all ranks.
             width = mask.shape[-1] if isinstance(mask, Tensor) and mask.dim() else k.shape[1]
             pairs.append(split_mask(mask, q, k.new_empty(1, 1, *k.shape[2:]).expand(k.shape[0], width, -1, -1)))
         mask, bias = (None if all(t is None for t in side) else list(side) for side in zip(*pairs, strict=True))
-        queries, keys, values = columns
-        out = self._attended(self._request(queries, keys, values, mask, bias, causal, seed))
-        return out if listed else out[0]
+        spec = self._spec(queries, keys, values, mask, bias, causal, seed)
+        return unwrap_ranks([out for out, _ in run_ring(spec, self.rotate)], listed)
 
-    def _request(self, query: Any, key: Any, value: Any, mask: Any, bias: Any, causal: bool, seed: Any) -> Request:
-        request = prepare(
-            "ring_attention",
-            query,
-            key,
-            value,
-            group=self.transport,
-            layout=self.layout,
-            length=None,
-            cu_seqlens=None,
-            causal=causal,
-            window=None,
-            mask=mask,
-            bias=bias,
-            alibi_slopes=None,
-            sink=None,
-            softcap=0.0,
-            scale=None,
-            dropout_p=self._dropout,
-            seed=seed,
-            deterministic=None,
-            return_lse=False,
-            backend=self.config.backend,
-            facts={"rotate": self.rotate},
-        )
-        check_length(self.config, sum(request.k_lengths))
-        return request
+    def _columns(self, *tensors: Any) -> list[list[Any]]:
+        """Query, key and value as lists, one tensor for each rank of this process, with checked heads."""
+        columns = [list(x) if isinstance(tensors[0], (list, tuple)) else [x] for x in tensors]
+        for query, key in zip(*columns[:2], strict=True):
+            check_heads(self.config.num_heads, self.config.head_dim, query, key)
+        return columns
 
-    def _attended(self, request: Request) -> list[Tensor]:
-        ring = Ring(request, self.rotate)
-        return [out for out, _ in differentiable(request.transport, ring.forward, ring.backward, request.shards)]
+    def _spec(self, query: Any, key: Any, value: Any, mask: Any, bias: Any, causal: bool, seed: Any) -> CallSpec:
+        where = {"group": self.transport, "layout": self.layout, "rotate": self.rotate}
+        how = {"causal": causal, "mask": mask, "bias": bias, "dropout_p": self._dropout, "seed": seed}
+        options: dict[str, Any] = where | how
+        spec = prepare("ring_attention", query, key, value, backend=self.config.backend, **options)
+        check_length(self.config, sum(spec.k_lengths))
+        return spec
 
     @property
     def _dropout(self) -> float:
         return self.config.dropout if self.training else 0.0
 
     def _seed(self, query: Any) -> Tensor | None:
-        """Drawn once for all ranks, and outside of what a checkpoint repeats."""
+        """Drawn once for all ranks, and outside of what a checkpoint recomputes."""
         if not self._dropout:
             return None
         first = query[0] if isinstance(query, (list, tuple)) else query
@@ -225,21 +200,21 @@ class RingAttention(nn.Module):
 
 
 def _check_past(past: Any, new: Sequence[Tensor]) -> None:
-    """Refuse a rank's cache that is no pair of tensors like its new keys and values."""
+    """Refuse a rank's cache that is not a pair of tensors like its new keys and values."""
     if not isinstance(past, (list, tuple)) or len(past) != 2 or not all(isinstance(one, Tensor) for one in past):
         sides = past if isinstance(past, (list, tuple)) else [past]
-        hint = "Of codes pass compressor.decompress(keys, values), or decode from a QuantizedKV: tree_decode_attention."
+        hint = "Pass compressor.decompress(keys, values), or decode from a QuantizedKV: tree_decode_attention."
         found = ", ".join(type(one).__name__ for one in sides)
         refuse("past_key_values", "a pair of tensors [B, T, Hkv, D] for each rank", found, hint, error=TypeError)
-    for old, fresh in zip(past, new, strict=True):
-        batch, _, *rest = fresh.shape
+    for old, tensor in zip(past, new, strict=True):
+        batch, _, *rest = tensor.shape
         if old.dim() != 4 or (old.shape[0], *old.shape[2:]) != (batch, *rest):
             expected = f"[{batch}, T, {', '.join(map(str, rest))}], as of the new rows"
             refuse("past_key_values", expected, list(old.shape))
 
 
 def _runs_of_calls(calls: tuple[tuple[int, ...], ...]) -> tuple[tuple[Run, ...], ...]:
-    """Where every rank's rows stand that calls with these lengths per rank have left, one call's behind the others'."""
+    """Every rank's runs after calls with these lengths per rank, whose positions follow each other."""
     runs: list[list[Run]] = [[] for _ in calls[0]]
     firsts, base = [0] * len(calls[0]), 0
     for lengths in calls:

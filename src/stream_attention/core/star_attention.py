@@ -8,45 +8,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed.local import Attention, Rows, State
+from ..distributed.graph_break import graph_break
 from ..distributed.processes import Group, transport_of
 from ..distributed.shard import Run
+from ..distributed.shard_attention import Attention, Rows, State
 from ..distributed.star import shard_context, star_cache, star_context_attention
-from ..distributed.tiles import EVERYTHING, sides_of
-from ..distributed.transport import Transport, VirtualRanks
+from ..distributed.transport import Transport, VirtualRanks, unwrap_ranks
 from ..distributed.tree import merge_ranks
-from ..distributed.uncompiled import uncompiled
 from ..errors import refuse
 from ..kvcache import CompressionStats, KVCompressor, create_kv_compressor
-from ..kvcache.compressor import Stored
+from ..kvcache.compressor import Stored, decompress
 from ..validate import attention_tensors
-from ._ranks import check_heads, check_length, checked_config
+from ._checks import check_heads, check_length, checked_config
 from .config import StreamAttentionConfig
 
 
 @dataclass
 class StarAttentionState:
-    """An encoded context, and the queries that came after it. By rank: those of this process."""
+    """An encoded context, and the queries after it. Dictionaries are by rank, of this process."""
 
     context_length: int
     query_host_id: int  # the rank that keeps the keys of queries: the last
     is_query_host: bool  # whether that is a rank of this process
     output: dict[int, Tensor]  # of the rank's own rows of the context
-    kv_caches: dict[int, tuple[Stored, Stored]]  # of the rank's own rows; the copies of the anchor are gone
-    compression: dict[int, CompressionStats] = field(default_factory=dict)  # where it was asked for
+    kv_caches: dict[int, tuple[Stored, Stored]]  # of the rank's own rows, without copies of the anchor
+    compression: dict[int, CompressionStats] = field(default_factory=dict)  # where caches are compressed
     query_kv: tuple[Tensor, Tensor] | None = None  # keys and values of queries, on the query host
-    query_length: int = 0  # and how many there are, on every rank
+    query_length: int = 0  # how many there are, on every rank
     current_phase: int = 1
 
 
 class StarAttention(nn.Module):
-    """Star attention: `encode_context` once, without communication, then `process_query` as often as there are queries.
+    """Star attention: `encode_context` once, without communication, then `process_query` for each query.
 
     Read of the config: `num_heads`, `head_dim`, the tiles, `max_sequence_length`, `enable_star_attention`,
     `star_attention_block_size`, `star_attention_anchor_size`; `star_attention_num_hosts`, the ranks that the context is
     spread over: 1 is this process alone, any other number is that of the group, and needs `enable_distributed`;
-    `kv_compression_ratio`, where a compression is asked for, which `enable_kv_compression` allows. No gradient flows
-    through it; `dropout` while training is refused.
+    `kv_compression_ratio`, where `compression` is passed, which `enable_kv_compression` allows. It is not
+    differentiable; `dropout` while training is refused.
 
     Args:
         config: copied.
@@ -107,7 +106,7 @@ class StarAttention(nn.Module):
             self._state = self.encode_context(*(t[:, :0] for t in (query, key, value)))
         return self.process_query(query, key=key, value=value)
 
-    @uncompiled
+    @graph_break
     @torch.no_grad()
     def encode_context(
         self,
@@ -117,18 +116,16 @@ class StarAttention(nn.Module):
         *,
         compression: str | KVCompressor | None = None,
     ) -> StarAttentionState:
-        """Phase 1. Every rank is given the whole context and encodes its own blocks of it.
+        """Phase 1. Every rank is passed the whole context and encodes its own blocks of it.
 
         Args:
             context: the queries `[B, T, num_heads, head_dim]`, which are also keys and values if those are None.
             key, value: `[B, T, Hkv, head_dim]` and `[B, T, Hkv, Dv]`, positions already in them.
             compression: of each rank's cache: a method of `create_kv_compressor`, or a compressor; None keeps all. A
-                method that goes by attention goes by that of the rank's own rows of the context among themselves.
+                method that uses attention uses that of the rank's own rows of the context among themselves.
         """
-        if (key is None) != (value is None):
-            refuse("key and value", "both or neither", "one")
-        key, value = (context, context) if key is None or value is None else (key, value)
-        check_heads(self.config, context, key)
+        key, value = _both(key, value) or (context, context)
+        check_heads(self.config.num_heads, self.config.head_dim, context, key)
         attention_tensors(context, key, value, None, None, None, None)
         if context.shape[1] != key.shape[1]:
             refuse("key", f"the context's {context.shape[1]} rows", key.shape[1])
@@ -138,18 +135,15 @@ class StarAttention(nn.Module):
         compressor = self._compressor(compression)
 
         transport = self.transport
-        sizes: dict[str, Any] = {
-            "group": transport,
-            "block_size": self.block_size,
-            "anchor_size": self.anchor_block_size,
-        }
+        blocks: dict[str, Any] = {"block_size": self.block_size, "anchor_size": self.anchor_block_size}
+        sizes = blocks | {"group": transport}
         rows = [_as_list(shard_context(t, **sizes)) for t in (context, key, value)]
         outs = star_context_attention(*rows, length=length, backend=self.config.backend, **sizes)
         kept = star_cache(*rows[1:], length=length, **sizes)
         last = transport.size - 1
         state = StarAttentionState(length, last, last in transport.ranks, {}, {})
         for rank, query, out, pair in zip(transport.ranks, rows[0], outs, kept, strict=True):
-            own = slice(out.shape[1] - pair[0].shape[1], None)  # behind the copy of the anchor
+            own = slice(out.shape[1] - pair[0].shape[1], None)  # after the copy of the anchor
             state.output[rank] = out[:, own]
             state.kv_caches[rank] = pair
             if compressor is not None and pair[0].shape[1]:
@@ -159,7 +153,7 @@ class StarAttention(nn.Module):
         self._state = state
         return state
 
-    @uncompiled
+    @graph_break
     @torch.no_grad()
     def process_query(
         self,
@@ -174,8 +168,8 @@ class StarAttention(nn.Module):
         Args:
             query: `[B, Tq, num_heads, head_dim]`.
             state: of `encode_context`; None is the last one's.
-            key, value: of these tokens, the same on every rank; kept in the state, on the last rank alone. Each token
-                sees those up to itself. Without, the tokens see the state as it is, and leave nothing there.
+            key, value: of these tokens, the same on every rank; appended to the state, on the last rank alone. Each
+                token sees those up to itself. None: the tokens see the state as it is, which does not change.
 
         Returns:
             `[B, Tq, num_heads, Dv]` on every rank.
@@ -183,15 +177,15 @@ class StarAttention(nn.Module):
         state = self._state if state is None else state
         if state is None:
             refuse("state", "an encoded context", "None", "Call encode_context first.")
-        if (key is None) != (value is None):
-            refuse("key and value", "both or neither", "one")
+        new = _both(key, value)
         self._check_mode()
         transport = self.transport
-        caches = {rank: self._plain(state, rank) for rank in transport.ranks}
+        caches = {rank: decompress(*state.kv_caches[rank]) for rank in transport.ranks}
         for keys, values in caches.values():
-            check_heads(self.config, query, keys)
+            check_heads(self.config.num_heads, self.config.head_dim, query, keys)
             attention_tensors(query, keys, values, None, None, None, None)
-        if key is not None and value is not None:
+        if new is not None:
+            key, value = new
             attention_tensors(query, key, value, None, None, None, None)
             if (key.shape[2], value.shape[3]) != (keys.shape[2], values.shape[3]):
                 expected = f"the context's heads and head dim, {list(values.shape[2:])}"
@@ -201,19 +195,17 @@ class StarAttention(nn.Module):
             check_length(self.config, state.context_length + state.query_length + key.shape[1])
             if state.is_query_host:
                 old = state.query_kv
-                state.query_kv = (
-                    (key, value) if old is None else (torch.cat((old[0], key), 1), torch.cat((old[1], value), 1))
-                )
+                state.query_kv = new if old is None else (torch.cat((old[0], key), 1), torch.cat((old[1], value), 1))
             state.query_length += key.shape[1]
         state.current_phase = 2
         states = []
-        told = {"tokens of the context, of queries": (state.context_length, state.query_length)}
+        parameters = {"tokens of the context, of queries": (state.context_length, state.query_length)}
         for rank, (keys, values) in caches.items():
             partial = State(query, values.shape[-1])
             self._fold(partial, query, keys, values, state.compression.get(rank), causal=False)
             if rank == state.query_host_id and state.query_kv is not None:
                 self._fold(partial, query, *state.query_kv, None, causal=key is not None)
-            states.append(merge_ranks("StarAttention", rank, transport.size, *partial.sums(), told))
+            states.append(merge_ranks("StarAttention", rank, transport.size, *partial.sums(), parameters))
         outs = [out.to(query.dtype) for out, _ in transport.run(states, query.device)]
         return self._listed(dict(zip(transport.ranks, outs, strict=True)))
 
@@ -224,23 +216,9 @@ class StarAttention(nn.Module):
         q_len, k_len = query.shape[1], key.shape[1]
         if not q_len or not k_len:
             return
-        attention = Attention(
-            sides=sides_of(causal, None) if causal else EVERYTHING,
-            softcap=0.0,
-            scale=query.shape[-1] ** -0.5,
-            dropout_p=0.0,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            backend=self.config.backend,
-        )
+        attention = Attention.of(query, causal, backend=self.config.backend)
         mask = None if stats is None else stats.mask(query.shape[2])
         attention.forward(state, Rows((Run(0, q_len, k_len - q_len),), query, mask), key, value, (Run(0, k_len, 0),))
-
-    def _plain(self, state: StarAttentionState, rank: int) -> tuple[Tensor, Tensor]:
-        key, value = state.kv_caches[rank]
-        return (
-            key if isinstance(key, Tensor) else key.dequantize(),
-            value if isinstance(value, Tensor) else value.dequantize(),
-        )
 
     def _compressor(self, compression: str | KVCompressor | None) -> KVCompressor | None:
         if compression is None:
@@ -254,12 +232,17 @@ class StarAttention(nn.Module):
             refuse("dropout", "0 while training", self.config.dropout, "Star attention is inference: call .eval()")
 
     def _listed(self, by_rank: dict[int, Tensor]) -> Any:
-        listed = isinstance(self.process_group, VirtualRanks)
-        return list(by_rank.values()) if listed else next(iter(by_rank.values()))
+        return unwrap_ranks([*by_rank.values()], isinstance(self.process_group, VirtualRanks))
 
     def extra_repr(self) -> str:
         sizes = f"block_size={self.block_size}, anchor_block_size={self.anchor_block_size}, num_hosts={self.num_hosts}"
         return f"num_heads={self.config.num_heads}, head_dim={self.config.head_dim}, {sizes}"
+
+
+def _both(key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    if key is None or value is None:
+        return None if key is value else refuse("key and value", "both or neither", "one")
+    return key, value
 
 
 def _as_list(shards: Any) -> list[Tensor]:

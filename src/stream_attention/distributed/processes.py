@@ -1,11 +1,11 @@
 """Ranks that are processes, on torch.distributed: NCCL between GPUs, gloo between CPUs, gloo for GPUs without NCCL.
 
-NCCL has streams of its own, so what is started there runs beside the kernels until it is waited for. Gloo has no P2P of
-CUDA tensors; those go through pinned memory. Nothing here waits forever: gloo for `timeout_s`, NCCL for the timeout of
-its group, after which its watchdog ends the process. A group of one never communicates.
+NCCL has its own streams, so its communication overlaps with kernels until `Wait`. Gloo has no P2P of CUDA tensors;
+those go through pinned memory. Every wait is bounded: gloo's by `timeout_s`, NCCL's by the timeout of its group, after
+which its watchdog ends the process. A group of one never communicates.
 
-On gloo a collective is the P2P it consists of: one of gloo's own that has timed out goes on in a thread, for which the
-process waits when it wants to end. Messages have tags by which those of different calls never meet.
+On gloo a collective is made of P2P: one of gloo's own that timed out continues in a thread, which keeps the process
+from ending. Tags keep messages of different calls apart.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ from .transport import (
     Transport,
     VirtualRanks,
     Wait,
+    resume,
 )
 
 T = TypeVar("T")
 Group: TypeAlias = Any  # dist.ProcessGroup | DeviceMesh | Transport | None, some of which a build of torch may lack
 
 TIMEOUT_S = 120.0
-"""How long a rank waits for the others, unless told otherwise."""
+"""How long a rank waits for the others by default."""
 
-_told: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
-"""What `initialize` was told, by the default group that it made."""
+_timeouts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+"""The `timeout_s` of `initialize`, by the default group that it made."""
 
 _LAUNCH = "Start the script with torchrun, which sets them: torchrun --nproc-per-node=2 script.py"
+_INITIALIZE = "Call stream_attention.distributed.initialize() first."
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -55,7 +57,7 @@ def initialize(backend: str | None = None, *, timeout_s: float = TIMEOUT_S) -> N
     Args:
         backend: None is NCCL where every process of this node has a GPU of its own, else gloo.
         timeout_s: how long ranks wait for each other, here and in the calls after it, unless a group was made with
-            another timeout (NCCL) or `Processes` are told another (gloo).
+            another timeout (NCCL) or `Processes` with another (gloo).
     """
     _check_build()
     if dist.is_initialized():
@@ -68,8 +70,7 @@ def initialize(backend: str | None = None, *, timeout_s: float = TIMEOUT_S) -> N
         refuse("RANK", f"below WORLD_SIZE={size}", rank, _LAUNCH)
     launched("MASTER_PORT", 0, 65535)
     _seconds(timeout_s)
-    local_rank = launched("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else rank
-    local_size = launched("LOCAL_WORLD_SIZE", 1) if "LOCAL_WORLD_SIZE" in os.environ else size
+    local_rank, local_size = launched("LOCAL_RANK", 0, default=rank), launched("LOCAL_WORLD_SIZE", 1, default=size)
     gpus = torch.cuda.device_count()
     if backend is None:
         backend = "nccl" if gpus >= local_size and dist.is_nccl_available() else "gloo"
@@ -80,14 +81,16 @@ def initialize(backend: str | None = None, *, timeout_s: float = TIMEOUT_S) -> N
     except RuntimeError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout_s:g} s"
         raise CommunicationError(
-            f"initialize: the {size} processes did not meet at {where}: {_first_line(error)}. All of them must be "
+            f"initialize: the {size} processes did not connect at {where}: {_first_line(error)}. All of them must be "
             "running, with this MASTER_ADDR and MASTER_PORT, and able to reach that host."
         ) from error
-    _told[dist.group.WORLD] = timeout_s
+    _timeouts[dist.group.WORLD] = timeout_s
 
 
-def launched(name: str, least: int, most: int | None = None) -> int:
-    """A variable that torchrun sets, as the number from `least` to `most` that it has to be."""
+def launched(name: str, least: int, most: int | None = None, default: int | None = None) -> int:
+    """A variable that torchrun sets, as an int from `least` to `most`; `default` where it is not set."""
+    if name not in os.environ and default is not None:
+        return default
     text = os.environ.get(name, "")
     if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
         expected = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
@@ -107,26 +110,26 @@ def _check_build() -> None:
 
 
 def transport_of(group: Group = None) -> Transport:
-    """The transport a `group` argument stands for: a process group, a 1-D device mesh, a transport itself.
+    """The transport of a `group` argument: a process group, a 1-D device mesh, a transport itself.
 
-    None is the default group; a process that has none and was not launched as one of several is alone.
+    None is the default group, or one rank where there is none and the process was not launched as one of several.
     """
     if isinstance(group, Transport):
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
-        size = launched("WORLD_SIZE", 1) if "WORLD_SIZE" in os.environ else 1
+        size = launched("WORLD_SIZE", 1, default=1)
         if size > 1:
-            hint = "Call stream_attention.distributed.initialize() first."
-            refuse("group", f"a process group of the {size} processes (WORLD_SIZE={size})", "none initialised", hint)
+            expected = f"a process group of the {size} processes (WORLD_SIZE={size})"
+            refuse("group", expected, "none initialised", _INITIALIZE)
         return VirtualRanks(1)
     return Processes(group)
 
 
 class _Work(NamedTuple):
-    """What a communication under way needs to be finished."""
+    """A started communication."""
 
     handles: list[Any]
-    buffers: Mapping[int, Tensor]  # what arrives, before it is put where the strategy wants it
+    buffers: Mapping[int, Tensor]  # what is received, before it is copied to the strategy's tensors
     kept: Any  # alive until then
 
 
@@ -146,14 +149,10 @@ class Processes(Transport):
         _check_kind(group)
         _check_build()
         if not dist.is_initialized():
-            refuse(
-                "group", "an initialised torch.distributed", "none", "Call stream_attention.distributed.initialize()"
-            )
-        self.group = _process_group(group)
-        self.size = dist.get_world_size(self.group)
-        self.rank = dist.get_rank(self.group)
+            refuse("group", "an initialised torch.distributed", "none", _INITIALIZE)
+        self.group, self.recorder = _process_group(group), recorder
+        self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.ranks = (self.rank,)
-        self.recorder = recorder
         # "cpu:gloo,cuda:nccl": which backend serves which device
         self.backends = dict(one.split(":") for one in dist.get_backend_config(self.group).split(","))
         if timeout_s is not None:
@@ -161,35 +160,32 @@ class Processes(Transport):
             if "nccl" in self.backends.values():
                 hint = "Pass timeout= to init_process_group or new_group: waiting here would block the host."
                 refuse("timeout_s", "None for a group with NCCL", timeout_s, hint)
-        self.timeout_s = _told.get(dist.group.WORLD, TIMEOUT_S) if timeout_s is None else timeout_s
+        self.timeout_s = _timeouts.get(dist.group.WORLD, TIMEOUT_S) if timeout_s is None else timeout_s
         self.collectives = False  # gloo's own, too; for tests of what NCCL does
 
     def run(self, strategies: Sequence[Strategy[T]], device: torch.device) -> list[T]:
         (strategy,) = strategies
         backend = self.backends.get(device.type)
         if self.size > 1 and backend is None:
-            refuse(
-                "group", f"a backend for {device.type} tensors", self.backends, "Use nccl, or gloo, when you make it."
-            )
+            refuse("group", f"a backend for {device.type} tensors", self.backends, "Create it with nccl or gloo.")
         runner = _Run(self, device, backend or "", strategy)
         answer: Any = None
         try:
             while True:
-                try:
-                    request = strategy.send(answer)
-                except StopIteration as stop:
-                    return [stop.value]
-                if isinstance(request, Wait):
-                    answer = runner.finish(request.pending)
+                done, yielded = resume(strategy, answer)
+                if done:
+                    return [yielded]
+                if isinstance(yielded, Start):
+                    answer = runner.start(yielded.communication)
                 else:
-                    pending = runner.start(request.communication if isinstance(request, Start) else request)
-                    answer = pending if isinstance(request, Start) else runner.finish(pending)
+                    pending = yielded.pending if isinstance(yielded, Wait) else runner.start(yielded)
+                    answer = runner.finish(pending)
         finally:
             strategy.close()
 
 
 class _Run:
-    """One strategy's communications, numbered, so that two under way between a pair of ranks cannot be mistaken."""
+    """One strategy's communications, numbered, so that two in flight between a pair of ranks are not confused."""
 
     def __init__(self, transport: Processes, device: torch.device, backend: str, strategy: Strategy[Any]) -> None:
         self.name = getattr(strategy, "__qualname__", "")  # of its function: "Ring.backward"
@@ -205,7 +201,7 @@ class _Run:
         self.count += 1
         try:
             if self.nccl and self.count == 1:
-                _meet(self.group, self.device)
+                _connect(self.group, self.device)
             return Pending(communication, (self.count, self._begin(communication)))
         except RuntimeError as error:
             self._fail(self.count, communication, error)
@@ -248,10 +244,10 @@ class _Run:
         return _Work(dist.batch_isend_irecv(ops) if ops else [], buffers, sends)
 
     def _tag(self, communication: Exchange, tensor: Tensor) -> int:
-        """What a message is, so that messages of different calls do not meet: they wait until their time is up.
+        """A digest of a message, so that messages of different calls never match: both sides time out instead.
 
-        Gloo ends the process where a message arrives that is not of the expected size. All agreements are of one size,
-        and are to meet: they say which calls differ.
+        Gloo aborts the process where a message is not of the expected size. Agreements have one size and one tag, so
+        that those of different calls match: they report which calls differ.
         """
         kind = type(communication).__name__
         place = "" if isinstance(communication, Agreement) else f"{self.name} {self.count} {tensor.nbytes}"
@@ -300,41 +296,36 @@ class _Run:
 
 
 def _check_kind(group: Group) -> None:
-    if group is None or hasattr(group, "get_group"):  # a DeviceMesh
-        return
-    if dist.is_available() and (
-        isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER  # an int
-    ):
-        return
-    kinds = "a ProcessGroup, a DeviceMesh, a transport or None"
-    refuse("group", kinds, f"{group!r} ({type(group).__name__})", error=TypeError)
+    known = group is None or hasattr(group, "get_group")  # a DeviceMesh
+    if not known and dist.is_available():
+        known = isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER  # an int
+    if not known:
+        kinds = "a ProcessGroup, a DeviceMesh, a transport or None"
+        refuse("group", kinds, f"{group!r} ({type(group).__name__})", error=TypeError)
 
 
 def _process_group(group: Group) -> Any:
     if group is None:
         return dist.group.WORLD
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        who = f"rank {dist.get_rank()} of the world, which is not"
-        refuse("group", "a group that this process is a member of", who, "Call on the members of the group only.")
     if hasattr(group, "get_group"):  # a DeviceMesh
         if group.ndim != 1:
             hint = "Pick one: mesh['name']; ulysses_attention takes two, (ring, Ulysses)."
             refuse("group", "a device mesh of one dim", f"{group.ndim} dims", hint)
         return group.get_group()
-    if dist.get_rank(group) < 0:
+    if group == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
         who = f"rank {dist.get_rank()} of the world, which is not"
         refuse("group", "a group that this process is a member of", who, "Call on the members of the group only.")
     return group
 
 
-_met: WeakSet[Any] = WeakSet()
+_connected: WeakSet[Any] = WeakSet()
 
 
-def _meet(group: Any, device: torch.device) -> None:
-    """NCCL: if the first call of a group is P2P, all its ranks must take part in it, and ours need not."""
-    if group not in _met:
+def _connect(group: Any, device: torch.device) -> None:
+    """NCCL: if the first call of a group is P2P, all its ranks must take part in it, so a collective comes first."""
+    if group not in _connected:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-        _met.add(group)
+        _connected.add(group)
 
 
 def _seconds(timeout_s: Any) -> None:

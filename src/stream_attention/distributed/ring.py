@@ -1,10 +1,10 @@
-"""ring_attention(): keys and values travel, queries stay.
+"""ring_attention(): keys and values are sent around, queries stay.
 
-At step s, rank r computes with the shard of rank r - s, and the next one is under way meanwhile. A shard visits the
-ranks that see some of it and no other: it comes from the neighbour, or from its owner if the neighbour had no use for
-it. In the backward its fp32 gradient follows one step behind, gathers each rank's share, and goes home where the shard
-stops. Sent are, for each visit, the keys and values, and in the backward as many fp32 numbers: if every rank sees every
-shard, (P-1)/P of all keys and values per rank, and with bf16 three times that in the backward.
+At step s, rank r computes with the shard of rank r - s while it receives the next one. A shard visits only the ranks
+whose queries see some of it: it comes from the neighbour, or from its owner if the neighbour did not need it. In the
+backward its fp32 gradient follows one step behind, accumulates each rank's share, and is sent back to the owner after
+the shard's last visit. Each visit sends the keys and values, and in the backward as many fp32 elements: if every rank
+sees every shard, (P-1)/P of all keys and values per rank, and with bf16 three times that in the backward.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 
 from ..errors import refuse
 from ..problem import Wanted
-from .call import Tensors, differentiable
-from .local import RowGradients, Rows, Saved, State, sink_gradient
+from .autograd import Tensors, differentiable, in_dtypes_of
+from .call_spec import CallSpec, Runs, prepare
+from .graph_break import graph_break
 from .processes import Group
-from .request import Request, Runs, prepare
 from .shard import Layout, Run, by_position
+from .shard_attention import RowGradients, Rows, Saved, State, sink_gradient
 from .tiles import Sides, sees
 from .transport import AllGather, AllToAll, Exchange, Pending, Start, Strategy, Wait
-from .uncompiled import uncompiled
 
 Rotation = Literal["p2p", "alltoall", "allgather"]
 Route = tuple[dict[int, int], dict[int, int]]
 """Which owner's shard goes to which rank, and comes from which."""
 
 
-@uncompiled
+@graph_break
 def ring_attention(
     query: Any,
     key: Any,
@@ -66,11 +66,11 @@ def ring_attention(
         query, key, value: this rank's shards, as in `attention`; any lengths in contiguous layout, those of
             `shard_sequence` in the others. With `VirtualRanks` lists, one tensor per rank.
         group: a process group, a 1-D device mesh, `VirtualRanks(P)`, or None for the default group.
-        layout: how `shard_sequence` laid the sequence out. Causal work is in balance with "zigzag" and "striped".
+        layout: that of `shard_sequence`. Causal work is balanced with "zigzag" and "striped".
         rotate: "p2p" passes shards round; "alltoall" does so by collectives; "allgather" fetches all keys at once:
             one message instead of P - 1, everything sent to everyone, and memory for all keys twice on every rank.
-        length: of the whole sequence, if shards are those of `shard_sequence`. Then nothing is asked before the ranks
-            compute. None exchanges lengths and compares the ranks' calls, which waits for the device.
+        length: of the whole sequence, if shards are those of `shard_sequence`. Then nothing is exchanged before the
+            ranks compute. None exchanges lengths and compares the ranks' calls, which synchronises with the device.
         cu_seqlens: offsets of sequences packed in the whole, the same on every rank; shards are `[N, H, D]` then.
         mask, bias: this rank's rows x the keys of all ranks in the order of the whole sequence. Dense calls only.
         alibi_slopes, sink: the same on every rank; a rank's gradient of them is that of its own rows, to be summed.
@@ -90,39 +90,26 @@ def ring_attention(
     >>> [out.shape[1] for out in ring_attention(*shards, group=group, layout="zigzag", causal=True)]
     [25, 25, 25, 25]
     """
+    arguments = locals()  # all of them, by name
+    check_rotation(rotate)
+    spec = prepare("ring_attention", **arguments)
+    return spec.results(run_ring(spec, rotate), return_lse)
+
+
+def check_rotation(rotate: Any) -> None:
     if rotate not in get_args(Rotation):
         refuse("rotate", " or ".join(map(repr, get_args(Rotation))), repr(rotate))
-    request = prepare(
-        "ring_attention",
-        query,
-        key,
-        value,
-        group=group,
-        layout=layout,
-        length=length,
-        cu_seqlens=cu_seqlens,
-        causal=causal,
-        window=window,
-        mask=mask,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
-        softcap=softcap,
-        scale=scale,
-        dropout_p=dropout_p,
-        seed=seed,
-        deterministic=deterministic,
-        return_lse=return_lse,
-        backend=backend,
-        facts={"rotate": rotate},
-    )
-    ring = Ring(request, rotate)
-    return request.results(differentiable(request.transport, ring.forward, ring.backward, request.shards), return_lse)
+
+
+def run_ring(spec: CallSpec, rotate: Rotation) -> list[Tensors]:
+    """(out, lse) of each rank of this process, differentiable."""
+    ring = Ring(spec, rotate)
+    return differentiable(spec.transport, ring.forward, ring.backward, spec.shards)
 
 
 @lru_cache(maxsize=256)
 def visits(q_runs: Runs, k_runs: Runs, sides: Sides) -> tuple[frozenset[int], ...]:
-    """For each rank's shard, how many ranks on are those that see some of it; 0, its owner, is always among them."""
+    """For each rank's shard, the steps at which its visits are needed: step s is at rank owner + s; 0 is always one."""
     size = len(k_runs)
     return tuple(
         frozenset(s for s in range(size) if s == 0 or sees(q_runs[(owner + s) % size], k_runs[owner], sides))
@@ -131,87 +118,84 @@ def visits(q_runs: Runs, k_runs: Runs, sides: Sides) -> tuple[frozenset[int], ..
 
 
 class Ring:
-    """The two strategies of one call. Its ranks may be some of a group's: `heads.within`."""
+    """The two strategies of one call. Its ranks may be a part of a group: `head_exchange.within`."""
 
-    def __init__(self, request: Request, rotate: Rotation) -> None:
-        self.attention, self.q_runs, self.k_runs = request.attention, request.q_runs, request.k_runs
-        self.k_lengths = request.k_lengths
-        self.size, self.rotate = len(request.k_runs), rotate
+    def __init__(self, spec: CallSpec, rotate: Rotation) -> None:
+        self.attention, self.q_runs, self.k_runs = spec.attention, spec.q_runs, spec.k_runs
+        self.k_lengths, self.size, self.rotate = spec.k_lengths, len(spec.k_runs), rotate
         self.visits = visits(self.q_runs, self.k_runs, self.attention.sides)
         steps: Sequence[int | None] = sorted(set().union(*self.visits))[: 2 if rotate == "allgather" else None]
         self.steps = list(pairwise((*steps, None)))  # each with the one after it
 
     def forward(self, rank: int, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Strategy[Tensors]:
         rows, state = Rows(self.q_runs[rank], query, *rest), State(query, value.shape[-1])
-        own = torch.cat((key, value), dim=-1)  # one message; kernels read it where it lies
-        held = {rank: own}
+        own = torch.cat((key, value), dim=-1)  # one message; kernels read views of it
+        shards = {rank: own}  # by owner: those at this rank
         for _, upcoming in self.steps:
             if upcoming is not None:
                 route = self.route(rank, upcoming)
-                coming = yield Start(self.exchange(route, {rank: own, **held}, own))
-            for shard, runs in self.in_order(held):
+                coming = yield Start(self.exchange(route, {rank: own, **shards}, own))
+            for shard, runs in self.in_order(shards):
                 self.attention.forward(state, rows, *_split(shard, key), runs)
             if upcoming is not None:
-                held = _by_owner(route, (yield Wait(coming)))
+                shards = _by_owner(route, (yield Wait(coming)))
         return state.finish(rows.sink, query.dtype, rows.runs)
 
     def backward(self, rank: int, tensors: Tensors, outputs: Tensors, grads: Tensors) -> Strategy[Tensors]:
-        found = yield from self.gradients(rank, tensors, outputs, grads)
-        return tuple(None if grad is None else grad.to(t.dtype) for grad, t in zip(found, tensors, strict=True))
+        return in_dtypes_of(tensors, (yield from self.gradients(rank, tensors, outputs, grads)))
 
     def gradients(self, rank: int, tensors: Tensors, outputs: Tensors, grads: Tensors) -> Strategy[Tensors]:
         """One for each of `tensors`, in fp32."""
         query, key, value, _, bias, slopes, sink, _ = tensors
         rows, saved = Rows(self.q_runs[rank], query, *tensors[3:]), Saved(*outputs, *grads)
         wanted = Wanted(*(t is not None and t.requires_grad for t in (query, key, value, bias, slopes)))
-        mine = RowGradients(rows, wanted._replace(key=True, value=True))  # other ranks may want theirs
+        row_grads = RowGradients(rows, wanted._replace(key=True, value=True))  # other ranks may want theirs
         own = torch.cat((key, value), dim=-1)
-        held, total = {rank: own}, torch.zeros_like(own, dtype=saved.lse.dtype)
+        shards, total = {rank: own}, torch.zeros_like(own, dtype=saved.lse.dtype)
         back: Route = {}, {}
         following: Pending | None = None
         for step, upcoming in self.steps:
             if upcoming is not None:
                 route = self.route(rank, upcoming)
-                coming = yield Start(self.exchange(route, {rank: own, **held}, own))
-            parts = {rank: total} | {
-                owner: torch.zeros_like(shard, dtype=total.dtype) for owner, shard in held.items() if owner != rank
-            }
-            for shard, runs in self.in_order(held):
-                sums = torch.zeros_like(shard, dtype=total.dtype) if len(held) > 1 else parts[next(iter(held))]
-                self.attention.backward(mine, saved, rows, *_split(shard, key), *_split(sums, key), runs)
-                if len(held) > 1:
-                    for owner, run, laid in by_position({owner: self.k_runs[owner] for owner in held}):
-                        parts[owner][:, run.rows] = sums[:, laid.rows]
+                coming = yield Start(self.exchange(route, {rank: own, **shards}, own))
+            zeros = {owner: torch.zeros_like(t, dtype=total.dtype) for owner, t in shards.items() if owner != rank}
+            parts = {rank: total} | zeros
+            for shard, runs in self.in_order(shards):
+                sums = torch.zeros_like(shard, dtype=total.dtype) if len(shards) > 1 else parts[next(iter(shards))]
+                self.attention.backward(row_grads, saved, rows, *_split(shard, key), *_split(sums, key), runs)
+                if len(shards) > 1:
+                    for owner, run, joined in by_position({owner: self.k_runs[owner] for owner in shards}):
+                        parts[owner][:, run.rows] = sums[:, joined.rows]
             if following is not None:
                 _add(parts, back, (yield Wait(following)))
             if step:
                 back = self.way_back(rank, step)
                 following = yield Start(self.exchange(back, parts, total))
             if upcoming is not None:
-                held = _by_owner(route, (yield Wait(coming)))
+                shards = _by_owner(route, (yield Wait(coming)))
         if following is not None:
             _add({rank: total}, back, (yield Wait(following)))
-        d_sink = sink_gradient(sink, saved) if sink is not None and sink.requires_grad else None
-        return (mine.query, *_split(total, key), None, mine.bias, mine.alibi_slopes, d_sink, None)
+        d_kv = _split(total, key)
+        return row_grads.query, *d_kv, None, row_grads.bias, row_grads.alibi_slopes, sink_gradient(sink, saved), None
 
-    def in_order(self, held: Mapping[int, Tensor]) -> list[tuple[Tensor, Sequence[Run]]]:
-        """The shards that are here, if any, as one, with where its rows stand. Several are laid out by position: what a
-        query sees of others is in one piece then, and one call of a kernel."""
-        if len(held) < 2:
-            return [(shard, self.k_runs[owner]) for owner, shard in held.items()]
-        places = by_position({owner: self.k_runs[owner] for owner in held})
-        pieces = [held[owner][:, run.rows] for owner, run, _ in places]
-        return [(torch.cat(pieces, dim=1), [laid for *_, laid in places])] if pieces else []
+    def in_order(self, shards: Mapping[int, Tensor]) -> list[tuple[Tensor, Sequence[Run]]]:
+        """The shards at this rank, if any, as one, with the runs of its rows. Several are concatenated by position: the
+        keys that a query sees are adjacent then, and one kernel call."""
+        if len(shards) < 2:
+            return [(shard, self.k_runs[owner]) for owner, shard in shards.items()]
+        places = by_position({owner: self.k_runs[owner] for owner in shards})
+        pieces = [shards[owner][:, run.rows] for owner, run, _ in places]
+        return [(torch.cat(pieces, dim=1), [joined for *_, joined in places])] if pieces else []
 
     def route(self, rank: int, step: int) -> Route:
-        """The keys' way to where they are used at `step`."""
+        """The route of the keys to where they are used at `step`."""
         if self.rotate == "allgather":
             others = [r for r in range(self.size) if r != rank]
             return dict.fromkeys(others, rank), {r: r for r in others}
-        held, coming = (rank - step + 1) % self.size, (rank - step) % self.size
+        current, coming = (rank - step + 1) % self.size, (rank - step) % self.size
         sends, receives = {}, {}
-        if {step - 1, step} <= self.visits[held]:
-            sends[(rank + 1) % self.size] = held
+        if {step - 1, step} <= self.visits[current]:
+            sends[(rank + 1) % self.size] = current
         if step in self.visits[rank] and step - 1 not in self.visits[rank]:
             sends[(rank + step) % self.size] = rank
         if step in self.visits[coming]:
@@ -219,14 +203,14 @@ class Ring:
         return sends, receives
 
     def way_back(self, rank: int, step: int) -> Route:
-        """The way of the gradients made at `step`: on with their keys, or home where those stop."""
+        """The route of the gradients computed at `step`: on with their keys, or to the owner after the last visit."""
         if self.rotate == "allgather":
             others = [r for r in range(self.size) if r != rank]
             return {r: r for r in others}, dict.fromkeys(others, rank)
-        held, coming = (rank - step) % self.size, (rank - step - 1) % self.size
+        current, coming = (rank - step) % self.size, (rank - step - 1) % self.size
         sends, receives = {}, {}
-        if step in self.visits[held]:
-            sends[(rank + 1) % self.size if step + 1 in self.visits[held] else held] = held
+        if step in self.visits[current]:
+            sends[(rank + 1) % self.size if step + 1 in self.visits[current] else current] = current
         if {step, step + 1} <= self.visits[coming]:
             receives[(rank - 1) % self.size] = coming
         if step in self.visits[rank] and step + 1 not in self.visits[rank]:
@@ -252,6 +236,6 @@ def _by_owner(route: Route, arrived: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
 
 def _add(parts: Mapping[int, Tensor], route: Route, arrived: Mapping[int, Tensor]) -> None:
-    """Add the gradients that arrived to this rank's parts of them."""
+    """Add the received gradients to this rank's parts of them."""
     for origin, owner in route[1].items():
         parts[owner].add_(arrived[origin])

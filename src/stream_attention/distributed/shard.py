@@ -10,32 +10,32 @@ all that attention needs to know of a shard are its runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import check_int, refuse
 from .agreement import agree
-from .call import differentiable
+from .autograd import differentiable
+from .graph_break import graph_break
 from .processes import Group, transport_of
-from .transport import Strategy, VirtualRanks, all_gather, reduce_scatter
-from .uncompiled import uncompiled
+from .transport import Strategy, VirtualRanks, all_gather, reduce_scatter, unwrap_ranks
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 class Run(NamedTuple):
-    """Rows of a shard that stand evenly spaced in the sequence: row `first + i` at position `start + i * stride`."""
+    """Rows of a shard with evenly spaced positions: row `first + i` has position `start + i * stride`."""
 
     first: int
     length: int
     start: int
     stride: int = 1
-    sequence: int = 0  # which of the packed ones; positions count within it
+    sequence: int = 0  # index of the packed sequence; positions count within it
 
     @property
     def rows(self) -> slice:
@@ -48,8 +48,8 @@ class Run(NamedTuple):
 
 
 def by_position(shards: Mapping[int, Iterable[Run]]) -> list[tuple[int, Run, Run]]:
-    """The runs of several owners' shards, laid one behind the other in the order of positions: whose it is, the run in
-    its shard, and where it is laid."""
+    """The runs of several owners' shards, concatenated in the order of positions: the owner, the run in its shard, and
+    the run in the concatenation."""
     found = [(owner, run) for owner, runs in shards.items() for run in runs]
     found.sort(key=lambda place: (place[1].sequence, place[1].start))
     firsts = accumulate((run.length for _, run in found), initial=0)
@@ -95,7 +95,7 @@ def shard_length(layout: Layout, length: int, size: int, rank: int) -> int:
 
 
 def within_sequences(runs: Sequence[Run], offsets: Sequence[int]) -> tuple[Run, ...]:
-    """Runs of packed sequences: cut where one ends, positions counted in each. Rows past the last belong to none."""
+    """Runs of packed sequences: split where one ends, positions counted in each. Rows past the last belong to none."""
     pieces = []
     for run in runs:
         for sequence, (begin, end) in enumerate(pairwise(offsets)):
@@ -130,19 +130,22 @@ def shard_sequence(sequence: Tensor, *, group: Group = None, layout: Layout = "c
     [[0, 5, 6], [1, 2, 3, 4]]
     """
     check_layout(layout)
+    return take_runs(sequence, group, dim, lambda length, size, rank: runs_of(layout, length, size, rank))
+
+
+def take_runs(sequence: Tensor, group: Group, dim: int, runs: Callable[[int, int, int], Iterable[Run]]) -> Any:
+    """The rows of `runs(length, size, rank)` of a sequence; with `VirtualRanks` a list."""
     transport = transport_of(group)
     dim = check_dim("sequence", sequence, dim)
-    length = sequence.shape[dim]
     shards = []
     for rank in transport.ranks:
-        runs = runs_of(layout, length, transport.size, rank)
-        parts = [sequence.narrow(dim, run.start, run.last - run.start + 1) for run in runs]
-        parts = [_every(part, run.stride, dim) for part, run in zip(parts, runs, strict=True)]
+        own = runs(sequence.shape[dim], transport.size, rank)
+        parts = [sequence[(slice(None),) * dim + (slice(run.start, run.last + 1, run.stride),)] for run in own]
         shards.append(torch.cat(parts, dim) if parts else sequence.narrow(dim, 0, 0))
-    return shards if isinstance(group, VirtualRanks) else shards[0]
+    return unwrap_ranks(shards, isinstance(group, VirtualRanks))
 
 
-@uncompiled
+@graph_break
 def unshard_sequence(shard: Any, *, group: Group = None, layout: Layout = "contiguous", dim: int = 1) -> Any:
     """The whole sequence, on every rank, from the ranks' shards; the inverse of `shard_sequence`.
 
@@ -155,20 +158,13 @@ def unshard_sequence(shard: Any, *, group: Group = None, layout: Layout = "conti
     device = shards[0].device
     local = [one.movedim(check_dim("shard", one, dim), 0).contiguous() for one in shards]
     wanted = torch.is_grad_enabled() and any(one.requires_grad for one in shards)
-    told = {"layout": layout, "gradients wanted": wanted}
-    strategies = [
-        agree(
-            "unshard_sequence",
-            rank,
-            transport.size,
-            device,
-            one.shape[:1],
-            {"rest of the shape": list(one.shape[1:]), "dtype": one.dtype, **told},
-        )
-        for rank, one in zip(transport.ranks, local, strict=True)
-    ]
+    strategies = []
+    for rank, one in zip(transport.ranks, local, strict=True):
+        parameters = {"rest of the shape": list(one.shape[1:]), "dtype": one.dtype, "layout": layout}
+        parameters["gradients wanted"] = wanted
+        strategies.append(agree("unshard_sequence", rank, transport.size, device, one.shape[:1], parameters))
     lengths = [n for (n,) in transport.run(strategies, device)[0]]
-    # Where each position of the whole stands in the shards, one after the other.
+    # The row of each position in the concatenated shards.
     order = torch.argsort(torch.cat([positions_of(runs, device) for runs in runs_of_all(layout, lengths)]))
 
     def forward(rank: int, mine: Tensor) -> Strategy[tuple[Tensor, ...]]:
@@ -180,7 +176,7 @@ def unshard_sequence(shard: Any, *, group: Group = None, layout: Layout = "conti
         return ((yield from reduce_scatter(rank, parts)),)
 
     wholes = [out.movedim(0, dim) for (out,) in differentiable(transport, forward, backward, [(x,) for x in local])]
-    return wholes[0] if isinstance(shard, Tensor) else wholes
+    return unwrap_ranks(wholes, not isinstance(shard, Tensor))
 
 
 def position_ids(
@@ -191,12 +187,11 @@ def position_ids(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Where this rank's rows stand in the sequence, int64, for rotary embeddings; with `VirtualRanks` a list.
+    """The positions of this rank's rows in the sequence, int64, for rotary embeddings; with `VirtualRanks` a list.
 
     With `cu_seqlens` positions count within each packed sequence; rows past the last count on from its end.
     """
-    if isinstance(length, bool) or not isinstance(length, int) or length < 0:
-        refuse("length", "an int of at least 0", repr(length))
+    check_int("length", length, 0, ValueError)
     whole = torch.arange(length, device=device)
     if cu_seqlens is not None:
         begins = torch.tensor(offsets_of(cu_seqlens, length)[:-1] or [0], device=device)
@@ -225,7 +220,7 @@ def shift_labels(
 
 
 def offsets_of(cu_seqlens: Tensor | Sequence[int], length: int | None = None) -> list[int]:
-    """Cumulative lengths as ints, of a sequence of `length` if that is known; on an accelerator this waits for it."""
+    """Cumulative lengths as ints, of a sequence of `length` if that is known; synchronises with an accelerator."""
     offsets = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
     if not offsets or offsets[0] != 0 or any(late < early for early, late in pairwise(offsets)):
         refuse("cu_seqlens", "0 first, and no value below the one before it", offsets)
@@ -234,8 +229,11 @@ def offsets_of(cu_seqlens: Tensor | Sequence[int], length: int | None = None) ->
     return offsets
 
 
-def check_shards(name: str, given: Any, ranks: Sequence[int]) -> list[Tensor]:
-    """A tensor, or the list of all virtual ranks' tensors, as the list of this process's shards."""
+def check_shards(name: str, given: Any, ranks: Sequence[int], optional: bool = False) -> list[Any]:
+    """A tensor, or the list of all virtual ranks' tensors, as the list of this process's shards; if `optional`, a None
+    for each."""
+    if optional and given is None:
+        return [None] * len(ranks)
     shards = [given] if isinstance(given, Tensor) else given
     if not isinstance(shards, (list, tuple)) or not all(isinstance(one, Tensor) for one in shards):
         refuse(name, "a torch.Tensor, or a list of one per virtual rank", type(given).__name__, error=TypeError)
@@ -254,7 +252,3 @@ def check_dim(name: str, tensor: Any, dim: int) -> int:
     if not -tensor.dim() <= dim < tensor.dim():
         refuse("dim", f"a dim of a tensor of shape {list(tensor.shape)}", dim)
     return dim % tensor.dim()
-
-
-def _every(tensor: Tensor, stride: int, dim: int) -> Tensor:
-    return tensor[(slice(None),) * (dim % tensor.dim()) + (slice(None, None, stride),)]

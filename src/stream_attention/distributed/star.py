@@ -1,12 +1,13 @@
-"""Star attention: a long context is encoded in blocks that see an anchor and themselves, then queries see all of it.
+"""Star attention: a long context is encoded in blocks that attend to an anchor and themselves, then queries attend to
+all of it.
 
-Phase 1, `star_context_attention`: the context is cut into blocks, and a rank has a run of whole blocks. A block attends
-causally to itself and to the anchor, the first rows of the context, at their original positions; ranks other than the
-first have a copy of the anchor's rows in front of their own, so nothing is sent. Keys and values of these copies are
-thrown away after (`star_cache`).
+Phase 1, `star_context_attention`: the context is split into blocks, and a rank has consecutive whole blocks. A block
+attends causally to itself and to the anchor, the first rows of the context, at their original positions; ranks other
+than the first have a copy of the anchor's rows in front of their own, so nothing is sent. Keys and values of these
+copies are dropped afterwards (`star_cache`).
 
-Phase 2 is `tree_decode_attention`: queries on all ranks, each looks at its part of the cache, the last rank has the
-new tokens too, and only states travel.
+Phase 2 is `tree_decode_attention`: queries are on all ranks, each reads its part of the cache, the last rank has the
+new tokens too, and only partial states are sent.
 
 Phase 1 is an approximation of attention, exact where a block is the whole context; phase 2 is exact over any cache.
 """
@@ -14,25 +15,24 @@ Phase 1 is an approximation of attention, exact where a block is the whole conte
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import validate
-from ..errors import refuse
+from ..errors import check_int, refuse
 from ..ops.attention import leading_ones
-from ..plan import requested
-from .local import Attention, Rows, State
+from .graph_break import graph_break
 from .processes import Group, transport_of
-from .shard import Run, check_dim, check_shards
-from .tiles import sides_of
-from .transport import VirtualRanks
-from .uncompiled import uncompiled
+from .shard import Run, check_shards, take_runs
+from .shard_attention import Attention, Rows, State
+from .transport import unwrap_ranks
 
 
 def star_rows(length: int, block_size: int, anchor_size: int, size: int, rank: int) -> tuple[Run, ...]:
-    """What a rank of `size` encodes of a context: a copy of the anchor if it has not got block 0, then its blocks.
+    """What a rank of `size` encodes of a context: a copy of the anchor unless it has block 0, then its blocks.
 
     >>> [(run.start, run.length) for run in star_rows(10, 3, 2, size=3, rank=1)]
     [(0, 2), (6, 3)]
@@ -42,10 +42,8 @@ def star_rows(length: int, block_size: int, anchor_size: int, size: int, rank: i
     begin = rank * share + min(rank, more)
     blocks = [(b * block_size, min((b + 1) * block_size, length)) for b in range(begin, begin + share + (rank < more))]
     spans = [(0, min(anchor_size, length)), *blocks] if begin and blocks else blocks
-    runs, first = [], 0
-    for start, stop in spans:
-        runs.append(Run(first, stop - start, start))
-        first += stop - start
+    firsts = accumulate((stop - start for start, stop in spans), initial=0)
+    runs = (Run(first, stop - start, start) for first, (start, stop) in zip(firsts, spans, strict=False))
     return tuple(run for run in runs if run.length)
 
 
@@ -56,16 +54,8 @@ def shard_context(
 
     The rows of `star_rows`, one after another; with `VirtualRanks` a list.
     """
-    anchor_size = _check_sizes(block_size, anchor_size)
-    transport = transport_of(group)
-    dim = check_dim("sequence", sequence, dim)
-    length = sequence.shape[dim]
-    shards = []
-    for rank in transport.ranks:
-        runs = star_rows(length, block_size, anchor_size, transport.size, rank)
-        parts = [sequence.narrow(dim, run.start, run.length) for run in runs]
-        shards.append(torch.cat(parts, dim) if parts else sequence.narrow(dim, 0, 0))
-    return shards if isinstance(group, VirtualRanks) else shards[0]
+    sizes = block_size, _check_sizes(block_size, anchor_size)
+    return take_runs(sequence, group, dim, lambda length, size, rank: star_rows(length, *sizes, size, rank))
 
 
 def star_cache(
@@ -84,10 +74,10 @@ def star_cache(
         runs = star_rows(length, block_size, anchor_size, transport.size, rank)
         _check_rows("key, value", pair, rank, runs)
         kept.append(tuple(t[:, _copied(rank, runs) :] for t in pair))
-    return kept[0] if isinstance(key, Tensor) else kept
+    return unwrap_ranks(kept, not isinstance(key, Tensor))
 
 
-@uncompiled
+@graph_break
 def star_context_attention(
     query: Any,
     key: Any,
@@ -120,7 +110,6 @@ def star_context_attention(
     """
     anchor_size = _check_sizes(block_size, anchor_size, length)
     transport = transport_of(group)
-    listed = isinstance(query, (list, tuple))
     sides = [check_shards(name, x, transport.ranks) for name, x in (("query", query), ("key", key), ("value", value))]
     results = []
     for rank, *one in zip(transport.ranks, *sides, strict=True):
@@ -128,20 +117,11 @@ def star_context_attention(
         validate.options(True, None, softcap, scale, 0.0, None, None, return_lse, one[0])
         runs = star_rows(length, block_size, anchor_size, transport.size, rank)
         _check_rows("query, key, value", one, rank, runs)
-        attention = Attention(
-            sides=sides_of(True, None),
-            softcap=float(softcap),
-            scale=one[0].shape[-1] ** -0.5 if scale is None else float(scale),
-            dropout_p=0.0,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            backend=requested(backend),
-        )
+        attention = Attention.of(one[0], True, None, softcap, scale, backend=backend)
         with torch.no_grad():
             out, lse = _encode(attention, runs, anchor_size, one, leading_ones(alibi_slopes, 2), sink)
         results.append((out, lse) if return_lse else out)
-    if not listed:
-        return results[0]
-    return tuple(map(list, zip(*results, strict=True))) if return_lse else results
+    return unwrap_ranks(results, isinstance(query, (list, tuple)), return_lse)
 
 
 def _encode(
@@ -154,11 +134,11 @@ def _encode(
 ) -> tuple[Tensor, Tensor]:
     query, key, value = tensors
     state = State(query, value.shape[-1])
-    # The anchor's rows stand first, whether they are a copy or the beginning of block 0.
+    # The anchor's rows come first, whether they are a copy or the beginning of block 0.
     anchor = runs[0]._replace(length=min(anchor_size, runs[0].length)) if runs else None
     for run in runs:
-        seen = (run,) if anchor is None or run.start == 0 or not anchor.length else (anchor, run)
-        attention.forward(state, Rows((run,), query, alibi_slopes=slopes), key, value, seen)
+        visible = (run,) if anchor is None or run.start == 0 or not anchor.length else (anchor, run)
+        attention.forward(state, Rows((run,), query, alibi_slopes=slopes), key, value, visible)
     return state.finish(sink, query.dtype)
 
 
@@ -176,11 +156,9 @@ def _check_rows(names: str, tensors: Sequence[Tensor], rank: int, runs: Sequence
 
 def _check_sizes(block_size: Any, anchor_size: Any, length: Any = 0) -> int:
     """The anchor's size."""
+    anchor_size = block_size if anchor_size is None else anchor_size
     for name, given, least in (("block_size", block_size, 1), ("anchor_size", anchor_size, 0), ("length", length, 0)):
-        if given is None and name == "anchor_size":
-            continue
-        if isinstance(given, bool) or not isinstance(given, int) or given < least:
-            refuse(name, f"an int of at least {least}", repr(given))
-    if anchor_size is not None and anchor_size > block_size:
+        check_int(name, given, least, ValueError)
+    if anchor_size > block_size:
         refuse("anchor_size", f"at most a block, {block_size}", anchor_size)
-    return block_size if anchor_size is None else anchor_size
+    return anchor_size

@@ -1,4 +1,4 @@
-"""Which rows of one shard see which keys of another, as calls of a kernel."""
+"""Which rows of one shard see which keys of another, as kernel calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVERYTHING: Sides = (UNBOUNDED, UNBOUNDED)
 
 
 class Tile(NamedTuple):
-    """One call: rows of the query's shard, columns of the key's, and what each may see of the other."""
+    """One kernel call: rows of the query's shard, columns of the key's, and which keys are visible to which rows."""
 
     rows: slice
     columns: slice
@@ -37,9 +37,9 @@ def sides_of(causal: bool, window: Sides | None) -> Sides:
 def tiles(q_runs: Iterable[Run], k_runs: Iterable[Run], sides: Sides, q_base: int, by_position: bool) -> list[Tile]:
     """The calls that compute all that `q_runs` see of `k_runs`: pairs of runs, without those that see nothing.
 
-    `by_position` says that a score depends on where its query and key stand, by ALiBi, dropout, a mask or a bias.
-    Otherwise only who sees whom matters: then positions are made consecutive, whatever the runs' stride, and
-    neighbouring pairs in which all see all are one call.
+    `by_position`: a score depends on the positions of its query and key, through ALiBi, dropout, a mask or a bias.
+    Otherwise only visibility matters: then positions are made consecutive, whatever the runs' stride, and adjacent
+    pairs in which every query sees every key are one call.
     """
     by_sequence: dict[int, list[Run]] = {}
     for k in k_runs:
@@ -62,14 +62,14 @@ def sees(q_runs: Iterable[Run], k_runs: Sequence[Run], sides: Sides) -> bool:
 
 
 def _visible(q: Run, k: Run, sides: Sides) -> bool:
-    """Whether some key of `k` stands within the sides of some query of `q`."""
+    """Whether some key of `k` is within the window of some query of `q`."""
     lowest, highest, left, right = _differences(q, k, sides)
     step = gcd(q.stride, k.stride)  # position of key - position of query is lowest + a multiple of it
     return lowest + -(min(0, lowest + left) // step) * step <= min(highest, right)
 
 
 def _differences(q: Run, k: Run, sides: Sides) -> tuple[int, int, int, int]:
-    """Smallest and largest (key position - query position), and the sides as numbers that bound them."""
+    """Smallest and largest (key position - query position), and the sides as bounds of them."""
     lowest, highest = k.start - q.last, k.last - q.start
     left, right = sides
     return lowest, highest, -lowest if left == UNBOUNDED else left, highest if right == UNBOUNDED else right
@@ -77,10 +77,7 @@ def _differences(q: Run, k: Run, sides: Sides) -> tuple[int, int, int, int]:
 
 def _tile(q: Run, k: Run, sides: Sides, q_base: int, by_position: bool) -> Tile:
     lowest, highest, left, right = _differences(q, k, sides)
-    window = (
-        UNBOUNDED if lowest >= -left else left,
-        UNBOUNDED if highest <= right else right,
-    )
+    window = (UNBOUNDED if lowest >= -left else left, UNBOUNDED if highest <= right else right)
     positions = Positions(q.start, q.stride, k.start, k.stride, q_base)
     if window == EVERYTHING and not by_position:
         positions = Positions(0, 1, 0, 1, 0)
@@ -98,15 +95,16 @@ def _tile(q: Run, k: Run, sides: Sides, q_base: int, by_position: bool) -> Tile:
 
 
 def _joined(found: Sequence[Tile], axis: Literal["rows", "columns"]) -> list[Tile]:
-    """Tiles that see all and lie side by side along `axis`, as one."""
+    """Adjacent tiles along `axis`, in which every query sees every key, as one."""
+    other = "rows" if axis == "columns" else "columns"
     joined: list[Tile] = []
     for tile in found:
         before = joined[-1] if joined else tile
-        all_see_all = before.window == tile.window == EVERYTHING
-        if axis == "columns" and all_see_all and before.rows == tile.rows and before.columns.stop == tile.columns.start:
-            joined[-1] = before._replace(columns=slice(before.columns.start, tile.columns.stop))
-        elif axis == "rows" and all_see_all and before.columns == tile.columns and before.rows.stop == tile.rows.start:
-            joined[-1] = before._replace(rows=slice(before.rows.start, tile.rows.stop))
+        first, second = getattr(before, axis), getattr(tile, axis)
+        full = before.window == tile.window == EVERYTHING
+        if full and getattr(before, other) == getattr(tile, other) and first.stop == second.start:
+            together = slice(first.start, second.stop)
+            joined[-1] = before._replace(rows=together) if axis == "rows" else before._replace(columns=together)
         else:
             joined.append(tile)
     return joined

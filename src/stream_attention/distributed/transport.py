@@ -1,4 +1,4 @@
-"""What ranks say to each other, and who carries it.
+"""What ranks send each other, and what carries it.
 
 A strategy is a generator. It yields a communication and is sent what arrived:
 
@@ -8,7 +8,7 @@ A strategy is a generator. It yields a communication and is sent what arrived:
 
 Between `Start` and `Wait` the strategy leaves both sides' buffers alone. A transport runs strategies: `Processes`
 (processes.py) one per process on torch.distributed; `VirtualRanks` all of them in one process, on one device, in
-lockstep and without threads. So one text of a strategy runs on a cluster and in a unit test, with the same kernels.
+lockstep and without threads. So a strategy runs unchanged on a cluster and in a unit test, with the same kernels.
 
 Every rank yields the same sequence of communications, whatever it has to send: a rank that skipped one would leave the
 others waiting. Ranks are those of the group, from 0, never those of the world.
@@ -24,20 +24,20 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import check_int
 
 T = TypeVar("T")
 
 
 class CommunicationError(RuntimeError):
-    """Ranks did not meet: one has died, or they make different calls. The message says which, and what to do."""
+    """A communication failed: a rank has died, or ranks make different calls. The message says what to do."""
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
     """From rank to rank: `sends[r]` goes to rank r, and what rank r sends here fills `receives[r]`, of its shape.
 
-    Only the pairs that are named talk. Nothing is sent to oneself. The answer is `receives`.
+    Only the named pairs communicate. A rank sends nothing to itself. The answer is `receives`.
     """
 
     sends: Mapping[int, Tensor]
@@ -56,7 +56,7 @@ class AllGather(Exchange):
 
 @dataclass(frozen=True, eq=False)
 class Agreement(AllGather):
-    """A few numbers in which ranks compare their calls; `agree` makes it."""
+    """A few elements by which ranks compare their calls; `agree` makes it."""
 
 
 class Pending(NamedTuple):
@@ -78,8 +78,7 @@ class Wait(NamedTuple):
     pending: Pending
 
 
-Request: TypeAlias = Exchange | Start | Wait
-Strategy: TypeAlias = Generator[Request, Any, T]
+Strategy: TypeAlias = Generator[Exchange | Start | Wait, Any, T]
 
 
 def all_gather(
@@ -121,7 +120,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class Recorder:
-    """Lists what the ranks of this process say, in order, so that tests can compare ranks and count bytes."""
+    """Lists what the ranks of this process send, in order, so that tests can compare ranks and count bytes."""
 
     entries: dict[int, list[Entry]] = field(default_factory=dict)
 
@@ -135,9 +134,9 @@ class Recorder:
         return [entry.kind for entry in self.entries.get(rank, [])]
 
     def bytes_sent(self, rank: int) -> int:
-        """Without those of agreements, a few numbers each."""
-        said = [entry for entry in self.entries.get(rank, []) if entry.kind != Agreement.__name__]
-        return sum(sum(entry.sent.values()) for entry in said)
+        """Without those of agreements, which have a few elements each."""
+        entries = (entry for entry in self.entries.get(rank, []) if entry.kind != Agreement.__name__)
+        return sum(sum(entry.sent.values()) for entry in entries)
 
 
 class Transport(ABC):
@@ -149,7 +148,7 @@ class Transport(ABC):
 
     @abstractmethod
     def run(self, strategies: Sequence[Strategy[T]], device: torch.device) -> list[T]:
-        """What the strategies return. Tensors that travel are on `device`."""
+        """What the strategies return. Tensors that are sent are on `device`."""
 
     def note(self, rank: int, communication: Exchange) -> None:
         assert rank not in communication.sends and rank not in communication.receives, "a rank sends itself nothing"
@@ -168,9 +167,7 @@ class VirtualRanks(Transport):
     """
 
     def __init__(self, size: int, *, recorder: Recorder | None = None) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            refuse("size", "an int of at least 1", repr(size))
-        self.size = size
+        self.size = check_int("size", size, 1, ValueError)
         self.ranks = tuple(range(size))
         self.recorder = recorder
 
@@ -178,10 +175,10 @@ class VirtualRanks(Transport):
         answers: list[Any] = [None] * self.size
         try:
             while True:
-                turns = [_resume(one, answer) for one, answer in zip(strategies, answers, strict=True)]
+                turns = [resume(one, answer) for one, answer in zip(strategies, answers, strict=True)]
                 if all(done for done, _ in turns):
                     return [result for _, result in turns]
-                answers = self._answer([None if done else request for done, request in turns])
+                answers = self._answer([None if done else yielded for done, yielded in turns])
         finally:
             for strategy in strategies:
                 strategy.close()
@@ -203,8 +200,15 @@ class VirtualRanks(Transport):
         return [communication.receives for communication in communications]
 
 
-def _resume(strategy: Strategy[T], answer: Any) -> tuple[bool, Any]:
-    """Whether a strategy has returned, and what; else what it asks for next."""
+def unwrap_ranks(results: Sequence[Any], listed: bool, return_lse: bool = False) -> Any:
+    """Results of this process's ranks as the caller passed its tensors: as lists, or those of the one rank."""
+    if not listed:
+        return results[0]
+    return tuple(map(list, zip(*results, strict=True))) if return_lse else list(results)
+
+
+def resume(strategy: Strategy[T], answer: Any) -> tuple[bool, Any]:
+    """Whether a strategy has returned, and its result; else the communication that it yields."""
     try:
         return False, strategy.send(answer)
     except StopIteration as stop:

@@ -1,7 +1,7 @@
-"""tree_decode_attention(): every rank has a part of the KV cache and looks at it; only states travel.
+"""tree_decode_attention(): every rank attends to its part of the KV cache; only partial states are sent.
 
 The newest tokens' queries are on every rank. Each rank computes their state over its part of the keys, one all-gather
-brings everyone's states `(out, lse)` to everyone, and the one merge folds them, in the order of ranks, so that all have
+brings everyone's states `(out, lse)` to everyone, and every rank merges them in the order of ranks, so that all have
 the same bits. Bytes sent per rank: (P-1) * B * Tq * Hq * (Dv + 1) * 4, whatever the length of the cache.
 """
 
@@ -17,18 +17,16 @@ from .. import validate
 from ..cache_views import ContiguousKV
 from ..errors import refuse
 from ..ops.decode import decode_attention
-from ..plan import requested
 from ..state import add_sink, merge, per_row
 from .agreement import agree, described
-from .local import Attention, Rows, State
+from .graph_break import graph_break
 from .processes import Group, transport_of
 from .shard import Run, check_shards
-from .tiles import sides_of
-from .transport import Strategy, all_gather
-from .uncompiled import uncompiled
+from .shard_attention import Attention, Rows, State
+from .transport import Strategy, all_gather, unwrap_ranks
 
 
-@uncompiled
+@graph_break
 def tree_decode_attention(
     query: Any,
     cache: Any,
@@ -44,12 +42,12 @@ def tree_decode_attention(
     """`decode_attention` over a cache whose parts lie on the ranks of a group. No gradient flows through it.
 
     The new tokens were appended to the last rank's part and to no other, so that `causal` concerns that part alone. No
-    lengths are exchanged. Ranks compare the shapes of their states on CPUs only: elsewhere that would wait for the
-    device. A window or ALiBi would need where a part stands in the whole: `ring_attention` knows.
+    lengths are exchanged. Ranks compare the shapes of their states on CPUs only: elsewhere that would synchronise.
+    A window or ALiBi needs the positions of a part in the whole: use `ring_attention`.
 
     Args:
         query: `[B, Tq, Hq, D]`, the same on every rank.
-        cache: this rank's part, any `KVCache`; it may hold nothing. Parts of `ContiguousKV` without lengths give fp32
+        cache: this rank's part, any `KVCache`; it may be empty. Parts of `ContiguousKV` without lengths give fp32
             states; the others are rounded to the query's dtype once per rank. With `VirtualRanks` a list of one each.
         group: as in `ring_attention`.
         The rest: as in `decode_attention`.
@@ -80,16 +78,17 @@ def tree_decode_attention(
     last = transport.size - 1
     if last in transport.ranks and causal and queries[-1].shape[1] > caches[-1].capacity:
         hint = "Append the new tokens to it before the call."
-        refuse("cache", f"room for the {queries[-1].shape[1]} new tokens on the last rank", caches[-1].capacity, hint)
+        expected = f"a capacity for the {queries[-1].shape[1]} new tokens on the last rank"
+        refuse("cache", expected, caches[-1].capacity, hint)
     with torch.no_grad():
         states = [
             _state(its_query, its_cache, causal and rank == last, **options)
             for rank, its_query, its_cache in zip(transport.ranks, queries, caches, strict=True)
         ]
-        told = {"causal": causal, "softcap": softcap, "scale": scale, "sink": described(sink)}
+        parameters = {"causal": causal, "softcap": softcap, "scale": scale, "sink": described(sink)}
         merged = transport.run(
             [
-                merge_ranks("tree_decode_attention", rank, transport.size, *one, told)
+                merge_ranks("tree_decode_attention", rank, transport.size, *one, parameters)
                 for rank, one in zip(transport.ranks, states, strict=True)
             ],
             queries[0].device,
@@ -98,24 +97,22 @@ def tree_decode_attention(
             merged = [add_sink(out, lse, sink) for out, lse in merged]
     dtype = queries[0].dtype
     results = [(out.to(dtype), lse) if return_lse else out.to(dtype) for out, lse in merged]
-    if not listed:
-        return results[0]
-    return tuple(map(list, zip(*results, strict=True))) if return_lse else results
+    return unwrap_ranks(results, listed, return_lse)
 
 
 def merge_ranks(
-    call: str, rank: int, size: int, out: Tensor, lse: Tensor, told: Mapping[str, object]
+    call: str, rank: int, size: int, out: Tensor, lse: Tensor, parameters: Mapping[str, object]
 ) -> Strategy[tuple[Tensor, Tensor]]:
     """The merge of all ranks' states out `[B, T, H, Dv]` and lse `[B, H, T]`, of one dtype, on every rank.
 
-    On CPUs the ranks first compare these shapes, and what the `call` was `told`.
+    On CPUs the ranks first compare these shapes and the `parameters` of the `call`.
     """
     message = torch.cat((out, per_row(lse)), dim=-1)
     if message.device.type == "cpu":
-        facts = {"[B, Tq, Hq, Dv] of query and cache": list(out.shape), "dtype of states": out.dtype}
-        yield from agree(call, rank, size, message.device, (), {**facts, **told})
-    everyones = yield from all_gather(rank, message, [message.shape] * size)
-    return merge([one[..., :-1] for one in everyones], [one[..., -1].transpose(1, 2) for one in everyones])
+        state = {"[B, Tq, Hq, Dv] of query and cache": list(out.shape), "dtype of states": out.dtype}
+        yield from agree(call, rank, size, message.device, (), {**state, **parameters})
+    gathered = yield from all_gather(rank, message, [message.shape] * size)
+    return merge([one[..., :-1] for one in gathered], [one[..., -1].transpose(1, 2) for one in gathered])
 
 
 def _state(
@@ -126,14 +123,7 @@ def _state(
             query, cache, causal=causal, softcap=softcap, scale=scale, return_lse=True, backend=backend
         )
         return out.to(lse.dtype), lse
-    attention = Attention(
-        sides=sides_of(causal, None),
-        softcap=float(softcap),
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        dropout_p=0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        backend=requested(backend),
-    )
+    attention = Attention.of(query, causal, None, softcap, scale, backend=backend)
     state, keys, queries = State(query, cache.value_dim), cache.capacity, query.shape[1]
     if keys and queries:
         rows = Rows((Run(0, queries, keys - queries),), query)

@@ -1,12 +1,12 @@
-"""Caches for Hugging Face's `generate()`: in few bits, or of a bounded number of tokens.
+"""Caches for Hugging Face's `generate()`: quantised, or with a bounded number of tokens.
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="stream_attention")
     model.generate(**inputs, past_key_values=StreamQuantizedCache(model, "int4"))
     model.generate(**inputs, past_key_values=StreamBoundedCache(model, 4096))
 
-A cache is for one batch: make one for each call, or call `reset()` in between. Both count the tokens that they have
-seen, so positions are those of the whole sequence. A batch whose prompts have padding, which has to be in front of
-them, needs the cache to be told: `attention_mask=inputs["attention_mask"]`. Padding is not stored.
+A cache is for one batch: make one for each call, or call `reset()` in between. Both count all tokens so far, so
+positions are those of the whole sequence. For a batch with padding, which must be on the left, pass
+`attention_mask=inputs["attention_mask"]` to the cache. Padding is not stored.
 
 Layers of the model with a sliding window keep transformers' own cache of that window.
 """
@@ -21,20 +21,19 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..cache_views import ContiguousKV
-from ..errors import refuse
+from ..errors import check_int, refuse
 from ..kvcache import quantize_kv
-from ..kvcache.request import count
-from .evicting import Budget, EvictingLayer
+from .cache_layer import StreamLayer
+from .evicting_layer import Budget, EvictingLayer
 from .hf import NAME
-from .layer import StreamLayer
-from .quantised import Coding, QuantisedLayer
+from .quantized_layer import QuantisedLayer, QuantizeOptions
 
 MOST_IN_GROUP = 256
 HEAVY = ("attention", "key_norm", "value_norm", None)
 
 
 class StreamCache(Cache):
-    """What our caches have in common: one layer of ours for each layer of the model that attends to everything."""
+    """The base of our caches: a layer of ours for each layer of the model without a sliding window."""
 
     layers: list[CacheLayerMixin]
 
@@ -43,18 +42,18 @@ class StreamCache(Cache):
         padding = _padding(attention_mask)
         super().__init__(layers=[self._replaced(one, padding) for one in DynamicCache(config=self._config).layers])
         if not any(isinstance(one, StreamLayer) for one in self.layers):
-            hint = "Its own cache is as small as the window already."
-            refuse("model", "one with layers that attend to everything", "one with sliding windows alone", hint)
+            hint = "Its own cache is already as small as the window."
+            refuse("model", "one with layers without a sliding window", "one with sliding windows alone", hint)
 
     def _replaced(self, layer: CacheLayerMixin, padding: Tensor | None) -> CacheLayerMixin:
         if type(layer) is DynamicLayer:
             return self._layer(padding)
         if type(layer) is DynamicSlidingWindowLayer:
             return layer
-        refuse("model", "one whose layers attend to all tokens or to a sliding window", type(layer).__name__)
+        refuse("model", "one with full or sliding window attention", type(layer).__name__)
 
     def reset(self) -> None:
-        """Forget all. Windows get new layers: transformers' would keep zeros in place of their keys."""
+        """Drop all tokens. Sliding windows get new layers: transformers' reset would keep zeros as keys."""
         for n, new in enumerate(DynamicCache(config=self._config).layers):
             layer = self.layers[n]
             if isinstance(layer, StreamLayer):
@@ -63,35 +62,35 @@ class StreamCache(Cache):
                 self.layers[n] = new
 
     def _layer(self, padding: Tensor | None) -> StreamLayer:
-        """A new layer, which knows the prompt's padding."""
+        """A new layer for a prompt with this padding."""
         raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that it holds now: codes, scales, windows, tokens, room for more."""
+        """Bytes allocated now: quantised values, scales, windows, tokens, spare capacity."""
         return sum(_nbytes(layer) for layer in self.layers)
 
     @property
     def tokens(self) -> int:
-        """The most that a row of a layer holds, of the tokens seen."""
+        """The most tokens that a row of a layer has."""
         return max((max(one.rows, default=0) for one in self.layers if isinstance(one, StreamLayer)), default=0)
 
 
 class StreamQuantizedCache(StreamCache):
-    """Every token, all but the latest in fp8, int8 or int4, which attention reads as they are.
+    """Every token, all but the latest in fp8, int8 or int4, which attention reads without dequantising in memory.
 
-    The latest `residual` tokens of a row, and those behind them whose block of `group` is not complete, are in full
-    precision. A prompt is attended to in full precision, and quantised behind that. So are more than 16 tokens that
-    come at once later, but what came before them is read out of codes.
+    The latest `residual` tokens of a row, and earlier ones whose block of `group` is not complete, are in full
+    precision. Attention over a prompt is in full precision; the prompt is quantised after it. The same holds for more
+    than 16 later tokens in one call, which read earlier tokens dequantised.
 
     Args:
         model: the model, or its config; its attention has to be "stream_attention".
         format: "fp8", "int8" or "int4".
         group, residual, keys, values: as in `quantize_kv`; a group is at most 256.
-        attention_mask: `[B, T]` of the prompt, where that has padding in front.
+        attention_mask: `[B, T]` of the prompt, where that has padding on the left.
 
     Raises:
-        ValueError, TypeError: a bad argument; a model whose attention would not read such a cache.
+        ValueError, TypeError: a bad argument; a model whose attention does not read such a cache.
     """
 
     def __init__(
@@ -105,12 +104,10 @@ class StreamQuantizedCache(StreamCache):
         values: str = "token",
         attention_mask: Tensor | None = None,
     ) -> None:
-        quantize_kv(  # which checks all of it
-            ContiguousKV(*torch.zeros(2, 1, 1, 1, 16)), format, group=group, residual=residual, keys=keys, values=values
-        )
+        self.coding = QuantizeOptions(format, group, residual, keys, values)
+        quantize_kv(ContiguousKV(*torch.zeros(2, 1, 1, 1, 16)), **self.coding._asdict())  # which checks all of them
         if group > MOST_IN_GROUP:
             refuse("group", f"at most {MOST_IN_GROUP}", group)
-        self.coding = Coding(format, group, residual, keys, values)
         super().__init__(model, attention_mask)
 
     def _layer(self, padding: Tensor | None) -> QuantisedLayer:
@@ -118,24 +115,24 @@ class StreamQuantizedCache(StreamCache):
 
 
 class StreamBoundedCache(StreamCache):
-    """At most `budget + every` tokens of a row, however long it gets: its first, its latest, and those that matter.
+    """At most `budget + every` tokens of a row, whatever its length: the first, the latest, and the most important.
 
-    Nothing is dropped, and attention is exact, until a row has more. A longer prompt is attended to whole, then all but
-    `budget` of its tokens are dropped, layer by layer; from then on whenever `every` more have come. What is dropped is
-    never seen again. Each KV head has its own choice.
+    No token is evicted, and attention is exact, until a row has more. Attention over a longer prompt is exact, then all
+    but `budget` of its tokens are evicted, layer by layer; later again after every `every` new tokens. Evicted tokens
+    cannot be attended to. Each KV head keeps its own tokens.
 
     Args:
         model: the model, or its config; its attention has to be "stream_attention".
-        budget: tokens that stay.
+        budget: tokens that are kept.
         sinks: of these the first of the row.
-        recent: of these the latest; default: half of the budget, or all but the sinks where nothing else is kept.
-        heavy: what the others are chosen by: "attention", what the latest queries, up to 32, looked at; "key_norm",
-            keys of small norm; "value_norm", values of large norm; None: there are no others.
-        every: tokens that come on top before tokens are dropped again.
-        attention_mask: `[B, T]` of the prompt, where that has padding in front.
+        recent: of these the latest; default: half of the budget, or all but the sinks where `heavy` is None.
+        heavy: what the others are chosen by: "attention", that of the latest queries, up to 32; "key_norm", keys of
+            small norm; "value_norm", values of large norm; None: there are no others.
+        every: tokens appended between evictions.
+        attention_mask: `[B, T]` of the prompt, where that has padding on the left.
 
     Raises:
-        ValueError, TypeError: a bad argument; a model whose attention would not read such a cache.
+        ValueError, TypeError: a bad argument; a model whose attention does not read such a cache.
     """
 
     def __init__(
@@ -149,14 +146,13 @@ class StreamBoundedCache(StreamCache):
         every: int = 64,
         attention_mask: Tensor | None = None,
     ) -> None:
-        count("budget", budget, 1)
-        count("sinks", sinks, 0)
-        count("every", every, 1)
+        for name, given, least in (("budget", budget, 1), ("sinks", sinks, 0), ("every", every, 1)):
+            check_int(name, given, least)
         if heavy not in HEAVY:
             refuse("heavy", '"attention", "key_norm", "value_norm" or None', repr(heavy))
         if recent is None:
             recent = budget // 2 if heavy is not None else budget - sinks
-        count("recent", recent, 1)
+        check_int("recent", recent, 1)
         if sinks + recent > budget:
             refuse("budget", f"at least sinks + recent = {sinks + recent}", budget)
         if heavy is None and sinks + recent < budget:
@@ -169,12 +165,12 @@ class StreamBoundedCache(StreamCache):
 
 
 def _config_of(model: Any) -> Any:
-    """The config of a model, or the config that was given; its attention is ours."""
+    """The config of a model, or the config that was passed; its attention is ours."""
     config = getattr(model, "config", model)
     if not hasattr(config, "get_text_config"):
         refuse("model", "a transformers model or its config", type(model).__name__, error=TypeError)
     if getattr(config, "is_encoder_decoder", False):
-        refuse("model", "a decoder", "an encoder and a decoder", "They need two caches, one for each attention.")
+        refuse("model", "a decoder", "an encoder and a decoder", "It needs two caches, one for each attention.")
     found = getattr(config.get_text_config(), "_attn_implementation", None)
     if found != NAME:
         hint = f'Call stream_attention.integration.hf.register() and model.set_attn_implementation("{NAME}").'
@@ -183,7 +179,7 @@ def _config_of(model: Any) -> Any:
 
 
 def _padding(mask: Tensor | None) -> Tensor | None:
-    """The mask as bool, if its padding is in front."""
+    """The mask as bool, if its padding is on the left."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.numel() == 0:
@@ -191,8 +187,8 @@ def _padding(mask: Tensor | None) -> Tensor | None:
         refuse("attention_mask", "a tensor [B, T] of the prompt", shape)
     real = mask.bool()
     if bool((real[:, :-1] & ~real[:, 1:]).any()):
-        hint = 'Generation wants it in front: tokenizer.padding_side = "left".'
-        refuse("attention_mask", "padding in front of the tokens of a row", "padding behind some", hint)
+        hint = 'For generation set tokenizer.padding_side = "left".'
+        refuse("attention_mask", "padding on the left of the tokens of a row", "padding after some", hint)
     if not bool(real[:, -1].all()):
         refuse("attention_mask", "a token in every row", "a row of padding")
     return real
@@ -201,4 +197,4 @@ def _padding(mask: Tensor | None) -> Tensor | None:
 def _nbytes(layer: CacheLayerMixin) -> int:
     if isinstance(layer, StreamLayer):
         return layer.nbytes
-    return sum(0 if held is None else held.nbytes for held in (layer.keys, layer.values))
+    return sum(0 if one is None else one.nbytes for one in (layer.keys, layer.values))

@@ -1,4 +1,4 @@
-"""`decode_attention` over the slots of a static cache as one op, at which a compiled graph does not break."""
+"""`decode_attention` over the slots of a static cache as one op, without a graph break under torch.compile."""
 
 from __future__ import annotations
 
@@ -27,22 +27,10 @@ def decode(
 ) -> Tensor:
     """Attention of the newest queries `[B, Tq, Hq, D]` over the first `lengths[b]` keys `[B, T, Hkv, D]` of each row.
 
-    `window` counts the own key too; 0: no window. There is no gradient.
+    `window` includes the query's own key; 0: no window. It is not differentiable. A compiled graph calls it as an op.
     """
-    compute = torch.ops.stream_attention.decode_static if torch.compiler.is_compiling() else _decode
-    return compute(query, key, value, lengths, sink, window, softcap, scale)
-
-
-def _decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor,
-    sink: Tensor | None,
-    window: int,
-    softcap: float,
-    scale: float,
-) -> Tensor:
+    if torch.compiler.is_compiling():
+        return torch.ops.stream_attention.decode_static(query, key, value, lengths, sink, window, softcap, scale)
     sides = (window - 1, 0) if window else None
     if sink is None:
         out = decode_again(query, key, value, lengths, sides, softcap, scale)
@@ -56,5 +44,5 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
     return query.new_empty(*query.shape[:3], value.shape[3])
 
 
-_library.impl("decode_static", _decode, "CompositeExplicitAutograd")
+_library.impl("decode_static", decode, "CompositeExplicitAutograd")
 torch.library.register_fake("stream_attention::decode_static", _fake, lib=_library)

@@ -4,11 +4,11 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="stream_attention")
 
-or, for a model that exists, `replace_llama_attention(model, config)`. No model's code is changed: transformers calls
-what stands in its tables of attention functions (`forward`) and mask functions (`masks`) under the name that a model's
-config holds. Both are needed: for a name without a mask function it makes no mask at all, padding included.
+or, for an existing model, `replace_llama_attention(model, config)`. No model's code is changed: transformers calls the
+attention function (`forward`) and the mask function (`masks`) that are registered under the name in a model's config.
+Both are needed: for a name without a mask function it makes no mask at all, not even for padding.
 
-A cache layer of ours (`caches`) returns keys that say where the keys are, which `held.read` reads.
+A cache layer of ours (`caches`) returns placeholder keys that carry the cache, which `placeholder.read` reads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..core.config import StreamAttentionConfig
+from ..errors import refuse
 
 if TYPE_CHECKING:
     from .replace import Replaced
@@ -27,11 +28,10 @@ OLDEST = (4, 56)
 
 
 def register() -> None:
-    """Let `attn_implementation="stream_attention"` mean our attention, in this process; again does nothing.
+    """Make `attn_implementation="stream_attention"` our attention, in this process; again does nothing.
 
     Raises:
-        ImportError: transformers is not installed, or older than 4.56, where caches and masks reach attention by other
-            ways.
+        ImportError: transformers is not installed, or older than 4.56, which passes caches and masks differently.
     """
     _check_version()
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Take the name back; models that use it must choose another attention first. Again does nothing."""
+    """Remove the name; models that use it must choose another attention first. Again does nothing."""
     _check_version()
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -53,25 +53,24 @@ def unregister() -> None:
 
 
 def replace_llama_attention(model: Any, config: StreamAttentionConfig, module_name: str = "self_attn") -> Replaced:
-    """Make the attention of a model ours; Llama and all that call it `self_attn` (Mistral, Qwen, Gemma, GPT-OSS, ...).
+    """Replace the attention of a model by ours; Llama and all with `self_attn` (Mistral, Qwen, Gemma, GPT-OSS, ...).
 
-    Weights, projections and rotary embeddings stay the model's. Registers first. A second call changes the config and
-    nothing else.
+    Weights, projections and rotary embeddings stay the model's. Registers first. A second call changes the config only.
 
     Args:
         model: a model of transformers, with or without a head.
         config: `num_heads` and `head_dim` must be the model's; the tiles, `enable_flash_attention` and
-            `max_sequence_length` count for this model alone. What the model decides itself is refused if it is not the
-            default: `dropout`, `gradient_checkpointing` and the projections.
-        module_name: what the model calls them.
+            `max_sequence_length` apply to this model alone. Fields that the model decides are refused if they are not
+            the default: `dropout`, `gradient_checkpointing` and the projections.
+        module_name: their name in the model.
 
     Returns:
-        How many modules it were, an int whose `undo()` gives back what was there.
+        How many modules were replaced, an int whose `undo()` restores them.
 
     Raises:
         ImportError: as `register`.
-        ValueError, TypeError: there are no such modules, or they do not ask transformers for their attention; the model
-            is as it was.
+        ValueError, TypeError: there are no such modules, or they do not use transformers' attention interface; the
+            model is unchanged.
     """
     return _replace(model, config, "module_name", module_name, exact=True)
 
@@ -91,7 +90,7 @@ def replace_attention_generic(model: Any, config: StreamAttentionConfig, name_pa
 
 def _replace(model: Any, config: StreamAttentionConfig, argument: str, name: str, exact: bool) -> Replaced:
     if not isinstance(name, str) or not name:
-        raise TypeError(f"{argument}: expected a name; got {name!r}")
+        refuse(argument, "a name", repr(name), error=TypeError)
     register()
     from .replace import replace
 
@@ -109,6 +108,6 @@ def _check_version() -> None:
     version = tuple(int(part) for part in __version__.split(".")[:2])
     if version < OLDEST:
         raise ImportError(
-            f"transformers: expected 4.56 or newer; got {__version__}. Before, caches and masks reach attention by "
-            "other ways, and a mask that is not understood would be lost. Type: pip install --upgrade transformers"
+            f"transformers: expected 4.56 or newer; got {__version__}. Older ones pass caches and masks differently. "
+            "Type: pip install --upgrade transformers"
         )

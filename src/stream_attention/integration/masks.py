@@ -1,34 +1,35 @@
-"""What a query may see in a transformers model, said without a Tq x Tk matrix wherever fewer numbers say it.
+"""Masks of a transformers model, without a Tq x Tk matrix wherever a smaller description suffices.
 
-transformers asks a mask function once per forward and kind of layer, and hands its answer through the model's code to
-every layer. On that way it must be None or a 4-D tensor: only these are passed on as they are, moved to the device of a
-layer, and fed to a compiled forward. So what the host must know of a mask stands in its shape, and the three forms
-that are ours have dtypes which nobody else takes for a mask:
+transformers calls a mask function once per forward and kind of layer, and passes its result through the model's code to
+every layer. There it must be None or a 4-D tensor: only these are passed on unchanged, moved to the device of a layer,
+and accepted by a compiled forward. So the shape of a mask encodes what the host needs to know, and our three formats
+have dtypes that no other mask has:
 
-    None                              what the module says: causal, aligned bottom-right, or everything
-    bool or float [B, H, Tq, Tk]      all of it: True = attend, or added to the scores; any dim may be 1
+    None                              the module's own: causal, aligned bottom-right, or all keys visible
+    bool or float [B, H, Tq, Tk]      a full mask: True = attend, or added to the scores; any dim may be 1
     uint8 [B or 0, 1 + W, S, n]       the first n keys are filled; 1 = a token, 0 = padding, and no rows at all where
-                                      there is no padding; W keys are seen, the own included (0: all). S - 1 is a
-                                      `Kind` + 3 times the slots of a static cache that are behind the n
-    int64 [1, 1 + W, longest, m + 1]  m sequences, cut at these tokens of all rows one after another; causal in each:
-                                      packed `position_ids`
-    int32 [B, 1 + W, 1, 1]            keys that are filled in a static cache, which only the device knows: for a few
-                                      queries that are the last of them, causal
+                                      there is no padding; W keys are visible, the own included (0: all). S - 1 is a
+                                      `Kind` + 3 times the slots of a static cache after the n
+    int64 [1, 1 + W, longest, m + 1]  m sequences, with these offsets in the flattened batch; causal in each: packed
+                                      `position_ids`
+    int32 [B, 1 + W, 1, 1]            filled keys of a static cache, known to the device only: for a few queries that
+                                      are the last of them, causal
 
-What none of them says (overlays of a model's own, chunked attention, padding in a static cache) is the matrix that
-transformers makes for SDPA.
+Other masks (overlays of a model's own, chunked attention, padding in a static cache) are the matrix that transformers
+makes for SDPA.
 
-Padded queries mean what they mean with SDPA: one on the right attends to the tokens of its row, as far back as a window
-reaches; one that sees no key gives 0. Where no padding lies between tokens (`Kind.UNPADDED`), sequences without the
-padding say the same (`Unpadded`), which costs less than a mask unless rows are short.
+Padded queries mean what they mean with SDPA: one on the right attends to the tokens of its row within the window; one
+that sees no key gives 0. Where there is no padding between tokens (`Kind.UNPADDED`), sequences without the padding are
+equivalent (`Unpadded`), and faster than a mask unless rows are short.
 
-Where the host may look at tensors it does so once here, not in every layer, and not at all where there is no padding
-mask and no static cache. Compiled graphs and CUDA graphs being captured are made without looking.
+Where the host may read tensors it does so once here, not in every layer, and not at all without a padding mask and a
+static cache. Compiled graphs and CUDA graphs are captured without reading them.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from enum import IntEnum
 from functools import cache
 from inspect import signature
@@ -41,14 +42,14 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 from ..errors import refuse
-from .held import FEW, checked_once
+from .placeholder import MAX_DECODE_QUERIES, checked_once
 
 MODELS_ASK = "allow_is_causal_skip" in signature(masking_utils.create_causal_mask).parameters
-"""Whether a model may ask for a matrix, to compute with it; else only a cache of fixed shape does, in any step."""
+"""Whether a model may request a matrix, to compute with it; else only a static cache does, in any step."""
 
 
 SHORT = 128
-"""Shorter rows cost less under a mask: 4 rows with 8 heads of 32, 25 % padding, on one core of an AMD EPYC take 1.5 ms
+"""Shorter rows are faster with a mask: 4 rows with 8 heads of 32, 25 % padding, on one core of an AMD EPYC take 1.5 ms
 at 64 tokens and 2.0 ms as sequences; at 128 it is 3.1 and 2.8 ms, at 256 7.7 and 5.4 ms (2026-11)."""
 
 
@@ -60,16 +61,16 @@ class Kind(IntEnum):
     UNPADDED = 2  # causal, as many queries as keys, and no padding between the tokens of a row
 
 
-class Seen(NamedTuple):
-    """What a uint8 mask says."""
+class Visible(NamedTuple):
+    """A decoded uint8 mask."""
 
-    window: int  # keys seen, the own included, or keys on each side; 0: all
+    window: int  # visible keys, the own included, or keys on each side; 0: all
     both_sides: bool  # else causal
-    filled: int  # keys that are there
+    filled: int  # keys that are filled
     padding: Tensor | None  # bool [B, 1, 1, filled], True = a token
-    slots: int  # keys that the layer has, filled or not
+    slots: int  # keys of the layer, filled or not
     rows: Tensor | None  # the padding as bool [B, filled]
-    unpadded: Unpadded | None  # None where there is padding between tokens, or the host may not look
+    unpadded: Unpadded | None  # None where there is padding between tokens, or the host may not read the mask
 
 
 class Side(NamedTuple):
@@ -80,14 +81,14 @@ class Side(NamedTuple):
 
 
 class RightPadding(NamedTuple):
-    """Padded queries that see tokens: all of their row, or those that a window reaches."""
+    """Padded queries that see tokens: all of their row, or those within a window."""
 
-    rows: Tensor  # of the flattened batch; under a window more rows follow, so that all sequences are equally long
+    rows: Tensor  # of the flattened batch; with a window more rows follow, so that all sequences have one length
     queries: Side
     keys: Side
     window: tuple[int, int] | None
     kept: Tensor | None  # which of them are padded queries; None: all
-    into: Tensor  # where those lie in the flattened batch
+    into: Tensor  # their indices in the flattened batch
 
 
 class Unpadded(NamedTuple):
@@ -99,62 +100,62 @@ class Unpadded(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What an int64 mask says."""
+    """A decoded int64 mask."""
 
     cu_seqlens: Tensor  # [sequences + 1]
     longest: int
-    window: int  # keys seen, the own included; 0: all
+    window: int  # visible keys, the own included; 0: all
 
 
 class Filled(NamedTuple):
-    """What an int32 mask says."""
+    """A decoded int32 mask."""
 
-    lengths: Tensor  # int32 [B], keys that are filled
-    window: int  # keys seen, the own included; 0: all
+    lengths: Tensor  # int32 [B], filled keys
+    window: int  # visible keys, the own included; 0: all
 
 
-def seen(mask: Tensor) -> Seen:
-    if (said := _said(mask)) is not None:
-        return said
+def visible(mask: Tensor) -> Visible:
+    if (decoded := _decoded(mask)) is not None:
+        return decoded
     batch, window, slots, filled = mask.shape
-    behind, kind = divmod(slots - 1, len(Kind))
+    unfilled, kind = divmod(slots - 1, len(Kind))
     padding = mask[:, :1, :1].view(torch.bool) if batch else None
     rows = None if padding is None else padding[:, 0, 0]
     unpadded = None
     if kind == Kind.UNPADDED and rows is not None and not _host_may_not_read(mask.device):
         unpadded = _unpadded(rows, window - 1)
-    return Seen(window - 1, kind == Kind.BOTH_SIDES, filled, padding, filled + behind, rows, unpadded)
+    return Visible(window - 1, kind == Kind.BOTH_SIDES, filled, padding, filled + unfilled, rows, unpadded)
 
 
 def packed(mask: Tensor) -> Packed:
-    if (said := _said(mask)) is not None:
-        return said
+    if (decoded := _decoded(mask)) is not None:
+        return decoded
     _, window, longest, _ = mask.shape
     return Packed(mask[0, 0, 0], longest, window - 1)
 
 
 def filled(mask: Tensor) -> Filled:
-    if (said := _said(mask)) is not None:
-        return said
+    if (decoded := _decoded(mask)) is not None:
+        return decoded
     return Filled(mask[:, 0, 0, 0].contiguous(), mask.shape[1] - 1)
 
 
-def _saying(mask: Tensor, said: Seen | Packed | Filled) -> Tensor:
-    """The mask, with what it says as an attribute: every layer of a step asks the same one, and each view that an
-    answer takes costs the host microseconds. Tensors in it are what the mask is a view of, never views of the mask:
-    those might keep it alive for ever."""
+def _with_decoded(mask: Tensor, decoded: Visible | Packed | Filled) -> Tensor:
+    """The mask, with its decoded form as an attribute: every layer of a step decodes the same one, and each view costs
+    the host microseconds. Its tensors are those that the mask is a view of, never views of the mask, which would be a
+    reference cycle."""
     if not torch.compiler.is_compiling():
-        mask.stream_said = said  # type: ignore[attr-defined]
+        mask.stream_decoded = decoded  # type: ignore[attr-defined]
     return mask
 
 
-def _said(mask: Tensor) -> Any:
-    """None where a mask came by another way: it was moved to another device, or a compiled graph made it."""
-    return None if torch.compiler.is_compiling() else getattr(mask, "stream_said", None)
+def _decoded(mask: Tensor) -> Any:
+    """None where the mask was moved to another device, or a compiled graph made it."""
+    return None if torch.compiler.is_compiling() else getattr(mask, "stream_decoded", None)
 
 
 def matrix(mask: Tensor, batch: int, q_len: int, k_len: int) -> Tensor:
-    """A mask of ours as bool `[B or 1, 1, Tq, Tk]`, for those who read no other."""
+    """A mask of ours as bool `[B or 1, 1, Tq, Tk]`, for attention that reads no other."""
     window, both_sides, first = mask.shape[1] - 1, False, torch.zeros((), dtype=torch.int64, device=mask.device)
     there = torch.ones(1, 1, 1, k_len, dtype=torch.bool, device=mask.device)
     if mask.dtype is torch.int64:
@@ -164,7 +165,7 @@ def matrix(mask: Tensor, batch: int, q_len: int, k_len: int) -> Tensor:
     elif mask.dtype is torch.int32:
         first = filled(mask)[0].view(-1, 1, 1) - q_len
     else:
-        _, both_sides, count, padding, *_ = seen(mask)
+        _, both_sides, count, padding, *_ = visible(mask)
         first = first + (count - q_len)
         there = F.pad(there[..., :count] if padding is None else padding, (0, k_len - count))
     queries = first + torch.arange(q_len, device=mask.device)  # [Tq] or [B, 1, Tq]
@@ -175,121 +176,127 @@ def matrix(mask: Tensor, batch: int, q_len: int, k_len: int) -> Tensor:
     return there & (near & (distance < window) if window else near)
 
 
-def stream_mask(**asked: Any) -> Tensor | None:
-    """The mask function that is registered: what transformers asks of it differs by version, always by keyword."""
-    looking = not _host_may_not_read(_device(asked))
-    if looking and (own := _own_attention(type(asked["config"]))) is not None:  # type: ignore[arg-type]
-        hint = f"{own} computes its attention itself."
+def stream_mask(**call: Any) -> Tensor | None:
+    """The registered mask function: its call differ by version of transformers, always by keyword."""
+    readable = not _host_may_not_read(_device(call))
+    if readable and (own := _own_attention(type(call["config"]))) is not None:  # type: ignore[arg-type]
+        hint = f"{own} computes its own attention."
         refuse("attn_implementation", 'another one, as "eager"', '"stream_attention"', hint)
-    said, rows = asked["attention_mask"], asked["batch_size"]
-    if said is not None and (said.dim() != 2 or said.shape[0] != rows):
-        refuse("attention_mask", f"a row for each of the {rows} of the batch", list(said.shape))
-    pattern = _pattern(asked, looking)
+    given, rows = call["attention_mask"], call["batch_size"]
+    if given is not None and (given.dim() != 2 or given.shape[0] != rows):
+        refuse("attention_mask", f"a row for each of the {rows} of the batch", list(given.shape))
+    pattern = _pattern(call, readable)
     if pattern is None:
-        return _sdpa_matrix(asked)
-    return (_causal if pattern.causal else _both_ways)(asked, pattern, looking)
+        return _sdpa_matrix(call)
+    return (_causal if pattern.causal else _both_ways)(call, pattern, readable)
 
 
-def _causal(asked: dict[str, Any], pattern: _Pattern, looking: bool) -> Tensor | None:
-    attention_mask, positions = asked["attention_mask"], asked.get("cache_position")
-    q_len, q_start = _queries(asked)
-    k_len, k_start = asked["kv_length"], asked["kv_offset"]
-    whole = pattern.sequences is None and not asked["allow_is_causal_skip"]
+def _causal(call: dict[str, Any], pattern: _Pattern, readable: bool) -> Tensor | None:
+    attention_mask, positions = call["attention_mask"], call.get("cache_position")
+    q_len, q_start = _queries(call)
+    k_len, k_start = call["kv_length"], call["kv_offset"]
+    whole = pattern.sequences is None and not call["allow_is_causal_skip"]
     static = isinstance(q_start, Tensor) and not isinstance(k_start, Tensor) and (positions is None or whole)
-    if static and q_len <= FEW and (q_len == 1 or not looking):  # a mask of the same shape in every step
-        if k_start == 0 and _no_padding(attention_mask, q_start + q_len, looking):
-            return _filled_mask(q_start + q_len, pattern.window, asked["batch_size"])
-        return _sdpa_matrix(asked)
+    if static and q_len <= MAX_DECODE_QUERIES and (q_len == 1 or not readable):  # one shape in every step
+        if k_start == 0 and _no_padding(attention_mask, q_start + q_len, readable):
+            return _filled_mask(q_start + q_len, pattern.window, call["batch_size"])
+        return _sdpa_matrix(call)
     if whole and (q_len == 1 or MODELS_ASK):
-        return _sdpa_matrix(asked)
-    if not looking and (pattern.sequences is not None or isinstance(q_start, Tensor) or isinstance(k_start, Tensor)):
-        return _sdpa_matrix(asked)
+        return _sdpa_matrix(call)
+    if not readable and (pattern.sequences is not None or isinstance(q_start, Tensor) or isinstance(k_start, Tensor)):
+        return _sdpa_matrix(call)
     q_start, k_start = int(q_start), int(k_start)
     count = q_start + q_len - k_start
     if count > k_len:
-        return _sdpa_matrix(asked)
+        return _sdpa_matrix(call)
     window = pattern.window if pattern.window < count else 0
     if pattern.sequences is not None:
-        cuts = _cuts_of_sequences(pattern.sequences)
-        if len(cuts) > pattern.sequences.shape[0] + 1:
-            return _packed_mask(cuts, window, pattern.sequences.device)
-    padding = _padding(attention_mask, k_start, count, looking)
+        offsets = _offsets_of(pattern.sequences)
+        if len(offsets) > pattern.sequences.shape[0] + 1:
+            return _packed_mask(offsets, window, pattern.sequences.device)
+    padding = _padding(attention_mask, k_start, count, readable)
     if padding is None:
-        known = not looking or _knows_causal(type(asked["config"]))  # type: ignore[arg-type]
-        return None if count == k_len and not window and known else _seen_mask(None, window, Kind.CAUSAL, count, asked)
-    unpadded = _unpadded(padding, window) if looking and SHORT <= q_len == count else None
+        known = not readable or _knows_causal(type(call["config"]))  # type: ignore[arg-type]
+        plain = count == k_len and not window and known
+        return None if plain else _visible_mask(None, window, Kind.CAUSAL, count, call)
+    unpadded = _unpadded(padding, window) if readable and SHORT <= q_len == count else None
     kind = Kind.CAUSAL if unpadded is None else Kind.UNPADDED
-    return _seen_mask(padding, window, kind, count, asked, unpadded)
+    return _visible_mask(padding, window, kind, count, call, unpadded)
 
 
-def _both_ways(asked: dict[str, Any], pattern: _Pattern, looking: bool) -> Tensor | None:
-    """What hides keys is padding, or a window."""
-    if not asked.get("allow_is_bidirectional_skip", False):
-        return _sdpa_matrix(asked)
-    q_len, q_start = _queries(asked)
-    k_len, k_start = asked["kv_length"], asked["kv_offset"]
-    padding = _padding(asked["attention_mask"], k_start, k_len, looking)
+def _both_ways(call: dict[str, Any], pattern: _Pattern, readable: bool) -> Tensor | None:
+    """Bidirectional: padding or a window mask keys."""
+    if not call.get("allow_is_bidirectional_skip", False):
+        return _sdpa_matrix(call)
+    q_len, q_start = _queries(call)
+    k_len, k_start = call["kv_length"], call["kv_offset"]
+    padding = _padding(call["attention_mask"], k_start, k_len, readable)
     if not 0 < pattern.window < k_len - 1:
         return None if padding is None else padding[:, None, None]
-    if (not looking and isinstance(q_start, Tensor)) or int(q_start) + q_len != k_start + k_len:
-        return _sdpa_matrix(asked)
-    return _seen_mask(padding, pattern.window, Kind.BOTH_SIDES, k_len, asked)
+    if (not readable and isinstance(q_start, Tensor)) or int(q_start) + q_len != k_start + k_len:
+        return _sdpa_matrix(call)
+    return _visible_mask(padding, pattern.window, Kind.BOTH_SIDES, k_len, call)
 
 
-def _queries(asked: dict[str, Any]) -> tuple[int, Any]:
-    """How many queries there are and where the first stands, which before transformers 5.4 is in a tensor."""
-    positions = asked.get("cache_position")
-    return (asked["q_length"], asked["q_offset"]) if positions is None else (positions.shape[0], positions[0])
+def _queries(call: dict[str, Any]) -> tuple[int, Any]:
+    """The number of queries and the position of the first, which before transformers 5.4 is in a tensor."""
+    positions = call.get("cache_position")
+    return (call["q_length"], call["q_offset"]) if positions is None else (positions.shape[0], positions[0])
 
 
 @cache
 def _knows_causal(config: type) -> bool:
-    """Whether attention modules of a model may be asked if they are causal: all that SDPA is meant for have to be."""
-    name = config.__module__.replace(".configuration_", ".modeling_")
-    found = vars(sys.modules.get(name, object)).values()
-    return all(getattr(one, "_supports_sdpa", True) for one in found if getattr(one, "__module__", None) == name)
+    """Whether attention modules of a model have `is_causal`: all that support SDPA do."""
+    name, found = _modeling(config)
+    own = (one for one in found.values() if getattr(one, "__module__", None) == name)
+    return all(getattr(one, "_supports_sdpa", True) for one in own)
 
 
 @cache
 def _own_attention(config: type) -> str | None:
-    """The attention of a model that does not ask for ours: transformers takes our name for it all the same, and the
-    model would compute with a mask that it does not understand."""
-    name = config.__module__.replace(".configuration_", ".modeling_")
-    found = vars(sys.modules.get(name, object))
+    """The attention class of a model that does not use the attention interface: transformers accepts our name for it
+    all the same, and the model would misread the mask."""
+    name, found = _modeling(config)
     if "ALL_ATTENTION_FUNCTIONS" in found:
         return None
     own = (one for one in found.values() if isinstance(one, type) and issubclass(one, nn.Module))
     return next((one.__name__ for one in own if "Attention" in one.__name__ and one.__module__ == name), None)
 
 
-def _device(asked: dict[str, Any]) -> torch.device:
-    given = next(asked[name] for name in ("attention_mask", "cache_position", "device") if asked.get(name) is not None)
+def _modeling(config: type) -> tuple[str, Mapping[str, Any]]:
+    """The module with the code of a model, and what is in it."""
+    name = config.__module__.replace(".configuration_", ".modeling_")
+    return name, vars(sys.modules.get(name, object))
+
+
+def _device(call: dict[str, Any]) -> torch.device:
+    given = next(call[name] for name in ("attention_mask", "cache_position", "device") if call.get(name) is not None)
     return given.device if isinstance(given, Tensor) else torch.device(given)
 
 
 def _host_may_not_read(device: torch.device) -> bool:
-    """Whether the host may not look at tensors: a graph is being compiled or captured."""
+    """Whether the host may not read tensors: a graph is being compiled or captured."""
     return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 class _Pattern(NamedTuple):
     causal: bool
     window: int  # as the overlay counts; 0: none
-    sequences: Tensor | None  # [B, T], equal numbers side by side: tokens of one sequence
+    sequences: Tensor | None  # [B, T], the index of each token's sequence
 
 
-def _pattern(asked: dict[str, Any], looking: bool) -> _Pattern | None:
-    """What the mask function's overlays say, in so far as all of them are known."""
-    function = asked["mask_function"]
+def _pattern(call: dict[str, Any], readable: bool) -> _Pattern | None:
+    """The overlays of the mask function; None where one of them is unknown."""
+    function = call["mask_function"]
     if function is masking_utils.causal_mask_function:
         return _Pattern(True, 0, None)
     if function is getattr(masking_utils, "bidirectional_mask_function", None):
         return _Pattern(False, 0, None)
-    if looking:
+    if readable:
         return _from_closures(function)
-    config, size = asked["config"], asked.get("local_size")
-    # Dynamo reads no closures: a window it is if nothing else can be.
-    plain = asked["allow_is_causal_skip"] and not asked.get("use_vmap", False)
+    config, size = call["config"], call.get("local_size")
+    # Dynamo reads no closures: it is a window if it can be nothing else.
+    plain = call["allow_is_causal_skip"] and not call.get("use_vmap", False)
     chunked = getattr(config, "attention_chunk_size", None) is not None
     return _Pattern(True, size, None) if plain and size is not None and not chunked else None
 
@@ -298,15 +305,15 @@ def _from_closures(function: Any) -> _Pattern | None:
     causal, window, sequences = None, 0, None
     for one in _conjuncts(function):
         maker = one.__qualname__.partition(".")[0] if one.__module__ == masking_utils.__name__ else ""
-        held = [cell.cell_contents for cell in one.__closure__ or ()]
+        contents = [cell.cell_contents for cell in one.__closure__ or ()]
         if one is masking_utils.causal_mask_function:
             causal = True
         elif maker == "bidirectional_mask_function":
             causal = False
         elif maker in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
-            (window,) = held
+            (window,) = contents
         elif maker == "packed_sequence_mask_function":
-            (sequences,) = held
+            (sequences,) = contents
         else:
             return None
     return None if causal is None else _Pattern(causal, window, sequences)
@@ -319,55 +326,60 @@ def _conjuncts(function: Any) -> list[Any]:
     return list(chain.from_iterable(map(_conjuncts, functions)))
 
 
-def _sdpa_matrix(asked: dict[str, Any]) -> Tensor:
+def _sdpa_matrix(call: dict[str, Any]) -> Tensor:
     whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**asked | whole)
+    return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**call | whole)
 
 
-def _padding(attention_mask: Tensor | None, start: int, count: int, looking: bool) -> Tensor | None:
+def _padding(attention_mask: Tensor | None, start: int, count: int, readable: bool) -> Tensor | None:
     """bool `[B, count]` of the keys from `start` on; None where it is known that all are tokens."""
     if attention_mask is None:
         return None
     padding = attention_mask[:, start : start + count]
-    if padding.shape[1] < count:  # what was not said is hidden
+    if padding.shape[1] < count:  # missing columns are masked
         padding = F.pad(padding, (0, count - padding.shape[1]))
-    return None if looking and bool(padding.all()) else padding
+    return None if readable and bool(padding.all()) else padding
 
 
-def _no_padding(attention_mask: Tensor | None, count: Tensor, looking: bool) -> bool:
-    """Whether it is known that the first so many keys are tokens."""
+def _no_padding(attention_mask: Tensor | None, count: Tensor, readable: bool) -> bool:
+    """Whether it is known that the first `count` keys are tokens."""
     if attention_mask is None:
         return True
-    return looking and bool(attention_mask.all() & (count <= attention_mask.shape[1]))
+    return readable and bool(attention_mask.all() & (count <= attention_mask.shape[1]))
 
 
 def _filled_mask(count: Tensor, window: int, batch: int) -> Tensor:
     lengths = count.to(torch.int32).expand(batch).contiguous()
-    return _saying(lengths[:, None, None, None].expand(-1, 1 + window, -1, -1), Filled(lengths, window))
+    return _with_decoded(lengths[:, None, None, None].expand(-1, 1 + window, -1, -1), Filled(lengths, window))
 
 
-def _seen_mask(
-    padding: Tensor | None, window: int, kind: Kind, count: int, asked: dict[str, Any], unpadded: Unpadded | None = None
+def _visible_mask(
+    padding: Tensor | None,
+    window: int,
+    kind: Kind,
+    count: int,
+    call: dict[str, Any],
+    unpadded: Unpadded | None = None,
 ) -> Tensor:
-    slots = asked["kv_length"]
+    slots = call["kv_length"]
     shape = 1 + window, 1 + kind + len(Kind) * (slots - count)
     both_sides = kind == Kind.BOTH_SIDES
     if padding is None:
-        mask = torch.empty(0, *shape, count, dtype=torch.uint8, device=_device(asked))
-        return _saying(mask, Seen(window, both_sides, count, None, slots, None, None))
+        mask = torch.empty(0, *shape, count, dtype=torch.uint8, device=_device(call))
+        return _with_decoded(mask, Visible(window, both_sides, count, None, slots, None, None))
     padding = padding.contiguous()
     mask = padding.view(torch.uint8)[:, None, None].expand(-1, *shape, -1)
-    said = Seen(window, both_sides, count, padding[:, None, None], slots, checked_once(padding), unpadded)
-    return _saying(mask, said)
+    decoded = Visible(window, both_sides, count, padding[:, None, None], slots, checked_once(padding), unpadded)
+    return _with_decoded(mask, decoded)
 
 
-def _packed_mask(cuts: list[int], window: int, device: torch.device) -> Tensor:
-    longest, cu_seqlens = _longest(cuts), torch.tensor(cuts, device=device)
-    return _saying(cu_seqlens.expand(1, 1 + window, longest, -1), Packed(cu_seqlens, longest, window))
+def _packed_mask(offsets: list[int], window: int, device: torch.device) -> Tensor:
+    longest, cu_seqlens = _longest(offsets), torch.tensor(offsets, device=device)
+    return _with_decoded(cu_seqlens.expand(1, 1 + window, longest, -1), Packed(cu_seqlens, longest, window))
 
 
-def _cuts_of_sequences(sequences: Tensor) -> list[int]:
-    """Where sequences begin in all rows one after another, and the end."""
+def _offsets_of(sequences: Tensor) -> list[int]:
+    """Where sequences begin in the flattened batch, and the end."""
     begins = torch.ones_like(sequences, dtype=torch.bool)
     begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
     return [*begins.flatten().nonzero().flatten().tolist(), sequences.numel()]
@@ -391,15 +403,15 @@ def _unpadded(padding: Tensor, window: int) -> Unpadded | None:
             keys += [keys[-1], begin]
         queries.append(end)
         keys.append(end)
-    # What is past the last sequence is in none, and its queries give 0 too.
+    # Rows after the last sequence belong to none, and give 0 too.
     right = _right_padding(runs, window, padding.device)
     cu_seqlens_q, cu_seqlens_k = _on(padding.device, queries, keys)
     return Unpadded(Side(cu_seqlens_q, _longest(queries)), Side(cu_seqlens_k, _longest(keys)), right)
 
 
 def _right_padding(runs: list[tuple[int, int, int]], window: int, device: torch.device) -> RightPadding | None:
-    """Query i past L tokens sees the keys from i + L - (W - 1) on. In a sequence of n queries, bottom-right alignment
-    has it at i + L - n, so W - 1 - n keys to its left say that, if all sequences have the same n."""
+    """Query i after L tokens sees the keys from i + L - (W - 1) on. In a sequence of n queries, bottom-right alignment
+    has it at i + L - n, so the window is W - 1 - n keys to its left, if all sequences have the same n."""
     padded = [(begin, end, stop) for begin, end, stop in runs if end < stop]
     counts = [stop - end if window == 0 else min(stop - end, window - 1) for _, end, stop in padded]
     most = max(counts, default=0)
@@ -407,31 +419,31 @@ def _right_padding(runs: list[tuple[int, int, int]], window: int, device: torch.
         return None
     queries, keys = [0], [0]
     for (begin, end, _), count in zip(padded, counts, strict=True):
-        seen_from = begin if window == 0 else max(begin, end - (window - 1))
-        if seen_from > keys[-1]:
+        first = begin if window == 0 else max(begin, end - (window - 1))
+        if first > keys[-1]:
             queries.append(queries[-1])
-            keys.append(seen_from)
+            keys.append(first)
         queries.append(queries[-1] + (count if window == 0 else most))
         keys.append(end)
     at = torch.arange(most)
     rows = torch.tensor([end for _, end, _ in padded]).unsqueeze(1) + at  # [padded rows of the batch, most]
-    there = at < torch.tensor(counts).unsqueeze(1)
-    numbers: list[Any] = [queries, keys, rows[there]]
+    padding = at < torch.tensor(counts).unsqueeze(1)
+    indices: list[Any] = [queries, keys, rows[padding]]
     if window:
-        inside = rows.clamp(max=runs[-1][2] - 1)  # others may be any
-        numbers += [inside.flatten(), there.flatten().nonzero().flatten()]
-    cu_seqlens_q, cu_seqlens_k, into, *under_window = _on(device, *numbers)
+        inside = rows.clamp(max=runs[-1][2] - 1)  # other rows are ignored
+        indices += [inside.flatten(), padding.flatten().nonzero().flatten()]
+    cu_seqlens_q, cu_seqlens_k, into, *under_window = _on(device, *indices)
     sides = Side(cu_seqlens_q, _longest(queries)), Side(cu_seqlens_k, _longest(keys))
     if not under_window:
         return RightPadding(into, *sides, None, None, into)
     return RightPadding(under_window[0], *sides, (window - 1 - most, -1), under_window[1], into)
 
 
-def _longest(cuts: list[int]) -> int:
-    return max((after - before for before, after in pairwise(cuts)), default=0)
+def _longest(offsets: list[int]) -> int:
+    return max((after - before for before, after in pairwise(offsets)), default=0)
 
 
-def _on(device: torch.device, *numbers: list[int] | Tensor) -> tuple[Tensor, ...]:
+def _on(device: torch.device, *indices: list[int] | Tensor) -> tuple[Tensor, ...]:
     """Each as a tensor on the device, moved there in one copy."""
-    parts = [torch.as_tensor(one) for one in numbers]
+    parts = [torch.as_tensor(one) for one in indices]
     return torch.cat(parts).to(device).split([len(part) for part in parts])

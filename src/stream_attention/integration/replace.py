@@ -1,4 +1,4 @@
-"""Attention of models that exist: made ours, and given back."""
+"""Replaces the attention of existing models by ours, and restores it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .forward import ATTRIBUTE, Settings
 from .hf import NAME
 
 REFUSED = ("gradient_checkpointing", "use_qkv_projections", "qkv_bias", "use_layer_norm", "dropout")
-"""Fields that say what the model decides itself: other values than the defaults would be ignored."""
+"""Fields that the model decides: other values than the defaults would be ignored."""
 
 
 class Replaced(int):
-    """How many attention modules were replaced; `undo()` gives them back."""
+    """How many attention modules were replaced; `undo()` restores them."""
 
     _before: list[_Before]
     _made: list[Replaced]  # all of the model that are not undone, in order
 
     def undo(self) -> None:
-        """Put back what was there before, config and implementation; a second call does nothing. Of what a later
-        replacement has changed as well, that one puts it back, when it is undone."""
-        if not any(one is self for one in self._made):
+        """Restore config and implementation; a second call does nothing. What a later replacement has changed too is
+        restored when that one is undone."""
+        at = next((n for n, one in enumerate(self._made) if one is self), None)
+        if at is None:
             return
-        at = next(n for n, one in enumerate(self._made) if one is self)
-        later = {id(what.held): what for one in reversed(self._made[at + 1 :]) for what in one._before}
+        later = {id(what.owner): what for one in reversed(self._made[at + 1 :]) for what in one._before}
         for what in self._before:
-            if id(what.held) in later:
-                later[id(what.held)].value = what.value
+            if id(what.owner) in later:
+                later[id(what.owner)].value = what.value
             else:
                 what.restore()
         del self._made[at]
@@ -42,23 +42,23 @@ class Replaced(int):
 
 @dataclass
 class _Before:
-    """What a config or a module had."""
+    """The previous value of a config or a module."""
 
-    held: Any
+    owner: Any
     value: Any  # the implementation of a config, the settings of a module
 
     def restore(self) -> None:
-        if isinstance(self.held, nn.Module):
-            _keep(self.held, self.value)
+        if isinstance(self.owner, nn.Module):
+            _keep(self.owner, self.value)
         else:
-            self.held._attn_implementation = self.value
+            self.owner._attn_implementation = self.value
 
 
 _made: WeakKeyDictionary[nn.Module, list[Replaced]] = WeakKeyDictionary()
 
 
-def replace(model: nn.Module, config: StreamAttentionConfig, named: Callable[[str], bool], said: str) -> Replaced:
-    """Make ours the attention modules of a model whose path is `named`; `said` is the argument that names them."""
+def replace(model: nn.Module, config: StreamAttentionConfig, named: Callable[[str], bool], argument: str) -> Replaced:
+    """Replace the attention modules of a model whose path is `named`; `argument` is the one that names them."""
     if not hasattr(model, "set_attn_implementation"):
         refuse("model", "a model of transformers", type(model).__name__, error=TypeError)
     if not isinstance(config, StreamAttentionConfig):
@@ -67,12 +67,12 @@ def replace(model: nn.Module, config: StreamAttentionConfig, named: Callable[[st
     chosen = {path: module for path, module in found.items() if named(path)}
     if not chosen:
         there = ", ".join(sorted({path.rpartition(".")[2] for path in found})) or "none in this model"
-        refuse("model", f"attention modules {said} that ask transformers for an attention function", there)
+        refuse("model", f"attention modules {argument} that use transformers' attention interface", there)
     shared = {id(module.config) for module in chosen.values()}
     left_out = [path for path, module in found.items() if id(module.config) in shared and path not in chosen]
     if left_out:
         hint = "Modules that share a config share their attention: choose all of them."
-        refuse(said.partition(" ")[0], "all attention of the model", f"a choice without {left_out[0]}", hint)
+        refuse(argument.partition(" ")[0], "all attention of the model", f"a choice without {left_out[0]}", hint)
     _check(config, model)
     configs = _configs(model, chosen)
     before = [_Before(one, one._attn_implementation) for one in configs]
@@ -81,10 +81,10 @@ def replace(model: nn.Module, config: StreamAttentionConfig, named: Callable[[st
     try:
         model.set_attn_implementation(NAME)  # type: ignore[operator]
         for one in before:
-            if id(one.held) in not_chosen:
+            if id(one.owner) in not_chosen:
                 one.restore()
-            elif id(one.held) in shared:  # of a stack with a config of the model's class, which older versions pass by
-                one.held._attn_implementation = NAME
+            elif id(one.owner) in shared:  # of a stack with a config of the model's class, which older versions skip
+                one.owner._attn_implementation = NAME
     except BaseException:
         for one in before:
             one.restore()
@@ -98,14 +98,14 @@ def replace(model: nn.Module, config: StreamAttentionConfig, named: Callable[[st
 
 
 def _asks_the_interface(module: nn.Module) -> bool:
-    """Whether a module takes its attention from the table, by the name in its config: then that name decides."""
+    """Whether a module looks its attention up in transformers' table, by the name in its config."""
     forward = unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     return hasattr(module, "config") and code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def _configs(model: Any, chosen: dict[str, nn.Module]) -> list[Any]:
-    """Each config once that may change, those of whole models first."""
+    """Each config that may change, once, those of whole models first."""
     holders = [module for module in model.modules() if hasattr(module, "set_attn_implementation")]
     return list({id(one.config): one.config for one in [*holders, *chosen.values()]}.values())
 

@@ -1,6 +1,6 @@
-"""What every KV compressor is: it chooses tokens, it chooses the form they are stored in, and it says what that cost.
+"""The base of KV compressors: they choose tokens, choose the format to store them in, and report the cost.
 
-A method overrides `_choose` (which positions of each head stay), `_store` (in what form) or both, and nothing else.
+A method overrides `_choose` (which positions of each head are kept), `_store` (in what format) or both, nothing else.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import refuse
+from .compression_spec import CompressionSpec, checked
 from .quantize import QuantizedTensor
-from .request import Request, checked
 from .select import everything, gather
 
 Stored = Tensor | QuantizedTensor
@@ -31,32 +31,32 @@ METHODS = {
     "snap": "SnapCompressor",
     "key_norm": "KeyNormCompressor",
 }
-"""Class of each method; it lives in the file of the method's name."""
+"""Class of each method, in the file of the method's name."""
 
 
 @dataclass(frozen=True, eq=False)
 class CompressionStats:
-    """What a compression kept and what it cost. Sizes are bytes of the tensors as they are, scales included.
+    """What a compression kept and what it cost. Sizes are bytes of the tensors, scales included.
 
-    `positions` is not counted among the bytes: a caller who needs no positions may drop it.
+    The bytes of `positions` are not counted: a caller who does not need them may drop them.
     """
 
     method: str
     original_size: int
     compressed_size: int
-    tokens: int  # length of the cache that came in
-    tokens_retained: int  # length of the one that went out: the most that a head of a row keeps
-    compression_time: float  # seconds on the host; on an accelerator, until everything is issued
+    tokens: int  # length of the input
+    tokens_retained: int  # length of the output: the most that a head of a row keeps
+    compression_time: float  # seconds on the host; on an accelerator, until all kernels are launched
     positions: Tensor = field(repr=False)  # int64 [B, Hkv, tokens_retained], rising, -1 after the last of a head
 
     @property
     def compression_ratio(self) -> float:
-        """Bytes that came in per byte that went out; 1 where nothing came in."""
+        """Bytes of the input per byte of the output; 1 where there is no input."""
         return self.original_size / self.compressed_size if self.compressed_size else 1.0
 
     @property
     def memory_saved_mb(self) -> float:
-        """Negative where the scales of a small cache weigh more than it does."""
+        """Negative where the scales of a small cache take more bytes than it does."""
         return (self.original_size - self.compressed_size) / 2**20
 
     @property
@@ -65,15 +65,16 @@ class CompressionStats:
         return (self.positions >= 0).sum(-1)
 
     def mask(self, q_heads: int | None = None) -> Tensor:
-        """Which slots hold a token: bool `[B, Hq, 1, tokens_retained]`, the `mask` of an attention over the result.
+        """Which slots have a token: bool `[B, Hq, 1, tokens_retained]`, the `mask` of an attention over the result.
 
         `q_heads` is Hq where that is more than the KV heads.
         """
-        held = self.positions >= 0
-        heads = held.shape[1] if q_heads is None else q_heads
-        if heads % held.shape[1]:
-            raise ValueError(f"q_heads: expected a multiple of the {held.shape[1]} KV heads; got {heads}")
-        return held.repeat_interleave(heads // held.shape[1], dim=1).unsqueeze(2)
+        valid = self.positions >= 0
+        kv_heads = valid.shape[1]
+        heads = kv_heads if q_heads is None else q_heads
+        if heads % kv_heads:
+            refuse("q_heads", f"a multiple of the {kv_heads} KV heads", heads)
+        return valid.repeat_interleave(heads // kv_heads, dim=1).unsqueeze(2)
 
     def __str__(self) -> str:
         return (
@@ -86,7 +87,7 @@ class KVCompressor(ABC):
     """Makes a cache smaller. The rows of a batch do not influence each other, and nothing is random."""
 
     uses_query = False
-    """Whether `query` and `mass` say something to this method; where they do not, they are refused."""
+    """Whether this method uses `query` and `mass`; where it does not, they are refused."""
 
     def compress(
         self,
@@ -101,20 +102,20 @@ class KVCompressor(ABC):
         causal: bool = True,
         scale: float | None = None,
     ) -> tuple[Stored, Stored, CompressionStats]:
-        """A smaller cache, its tokens in position order, and what was done.
+        """A smaller cache, its tokens in position order, and statistics.
 
         A row of n real tokens keeps floor(n / compression_ratio) of them, but at least one; padding is never kept.
-        Where heads or rows keep different numbers, the shorter ones end in empty slots, at which `stats.positions`
-        is -1 and `stats.mask()` False: pass that mask to an attention over the result.
+        Where heads or rows keep fewer tokens than others, they end in empty slots, at which `stats.positions` is -1 and
+        `stats.mask()` False: pass that mask to an attention over the result.
 
         Args:
             keys: `[B, T, Hkv, D]`, fp16, bf16, fp32 or fp64.
             values: `[B, T, Hkv, Dv]`, likewise.
             compression_ratio: at least 1. How many times fewer tokens; for "quantized" and "hybrid" see there.
-            query: `[B, Tq, Hq, D]`: the queries whose attention says what matters. As in `attention`, the last query
-                stands at the last index of the cache; a query that stands on padding does not vote.
+            query: `[B, Tq, Hq, D]`: the queries whose attention is the score of a token. As in `attention`, the last
+                query is at the last index of the cache; a query on padding does not count.
             mass: `[B, Hkv, T]`, in place of `query`: `attention_mass(...)` of any modifiers.
-            lengths: int `[B]`: row b holds real tokens in its first lengths[b] slots. Read on the host.
+            lengths: int `[B]`: row b has real tokens in its first lengths[b] slots. Read on the host.
             key_mask: bool `[B, T]`, True = a real token, in place of `lengths`: padding anywhere. Read on the host.
             causal: of the attention of `query`.
             scale: of the attention of `query`; default D ** -0.5.
@@ -126,43 +127,36 @@ class KVCompressor(ABC):
         Raises:
             ValueError, TypeError: a bad argument, or one that this method would not use, before any work.
         """
-        request = checked(
+        spec = checked(
             keys, values, compression_ratio, query, mass, lengths, key_mask, causal, scale, votes=self.uses_query
         )
-        described, began = self._described(request), time.perf_counter()
+        described, began = self._described(spec), time.perf_counter()
         with torch.no_grad():
-            positions = self._choose(request)
-        held = None
+            positions = self._choose(spec)
+        valid = None
         if positions is None:
             positions = everything(keys)
         else:
-            held = (positions >= 0).transpose(1, 2)
+            valid = (positions >= 0).transpose(1, 2)
             keys, values = gather(keys, positions), gather(values, positions)
-        stored = self._store(keys, values, held, request)
-        return *stored, CompressionStats(
-            method=described,
-            original_size=request.nbytes,
-            compressed_size=sum(one.nbytes for one in stored),
-            tokens=request.keys.shape[1],
-            tokens_retained=positions.shape[-1],
-            compression_time=time.perf_counter() - began,
-            positions=positions,
-        )
+        stored = self._store(keys, values, valid, spec)
+        sizes = spec.nbytes, sum(one.nbytes for one in stored), spec.keys.shape[1], positions.shape[-1]
+        return *stored, CompressionStats(described, *sizes, time.perf_counter() - began, positions)
 
     def decompress(self, keys: Stored, values: Stored) -> tuple[Tensor, Tensor]:
-        """What `compress` returned as plain tensors of the cache's dtype. Tokens that were dropped stay dropped."""
-        return _plain("keys", keys), _plain("values", values)
+        """What `compress` returned as plain tensors of the cache's dtype, without the dropped tokens."""
+        return decompress(keys, values)
 
     @abstractmethod
-    def _choose(self, request: Request) -> Tensor | None:
+    def _choose(self, spec: CompressionSpec) -> Tensor | None:
         """Positions to keep, int64 `[B, Hkv, kept]`, rising, -1 after the last of a head; None: every slot."""
 
     @abstractmethod
-    def _described(self, request: Request) -> str:
-        """What the stats call what is going to be done."""
+    def _described(self, spec: CompressionSpec) -> str:
+        """The `method` of the stats."""
 
-    def _store(self, keys: Tensor, values: Tensor, held: Tensor | None, request: Request) -> tuple[Stored, Stored]:
-        """The form in which kept tokens are returned. `held` bool `[B, kept, Hkv]`: slots that hold one; None: all."""
+    def _store(self, keys: Tensor, values: Tensor, valid: Any, spec: CompressionSpec) -> tuple[Stored, Stored]:
+        """The format of the kept tokens. `valid`, bool `[B, kept, Hkv]` or None: slots that have one; None: all."""
         return keys, values
 
 
@@ -189,9 +183,10 @@ def create_kv_compressor(method: str = "hybrid", **options: Any) -> KVCompressor
     return compressor
 
 
-def _plain(name: str, stored: Stored) -> Tensor:
-    if isinstance(stored, QuantizedTensor):
-        return stored.dequantize()
-    if not isinstance(stored, Tensor):
-        refuse(name, "a tensor or QuantizedTensor that compress() returned", type(stored).__name__, error=TypeError)
-    return stored
+def decompress(keys: Stored, values: Stored) -> tuple[Tensor, Tensor]:
+    """What a compressor returned as plain tensors."""
+    for name, stored in (("keys", keys), ("values", values)):
+        if not isinstance(stored, (Tensor, QuantizedTensor)):
+            refuse(name, "a tensor or QuantizedTensor that compress() returned", type(stored).__name__, error=TypeError)
+    key, value = (one.dequantize() if isinstance(one, QuantizedTensor) else one for one in (keys, values))
+    return key, value

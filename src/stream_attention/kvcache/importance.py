@@ -1,4 +1,4 @@
-"""importance: tokens that attention looks at stay."""
+"""importance: tokens with the most attention are kept."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..errors import refuse
 from ..ops.mass import attention_mass
+from .compression_spec import CompressionSpec
 from .compressor import KVCompressor
 from .key_norm import norms
-from .request import Request
 from .select import Heads, best, checked_heads
 
 SCORES = ("auto", "attention_sum", "key_norm", "value_norm")
@@ -25,7 +25,7 @@ class ImportanceBasedCompressor(KVCompressor):
       `update_attention_scores`, or from all of these together;
     - "key_norm": minus the norm of its key, see `KeyNormCompressor`;
     - "value_norm": the norm of its value;
-    - "auto": "attention_sum" where there is something to know it from, else "key_norm". The stats say which.
+    - "auto": "attention_sum" where attention was passed, else "key_norm". The stats name the one used.
     """
 
     def __init__(self, method: str = "auto", *, heads: Heads = "each") -> None:
@@ -36,7 +36,7 @@ class ImportanceBasedCompressor(KVCompressor):
         self._received: Tensor | None = None  # [B, Hq, T], since the last compression
 
     def update_attention_scores(self, weights: Tensor) -> None:
-        """Add the attention weights of some queries, `[B, Hq, Tq, T]`, to what the next compression goes by.
+        """Add the attention weights of some queries, `[B, Hq, Tq, T]`, to the scores of the next compression.
 
         T may grow from call to call. Prefer `query`, which needs no weights in memory.
         """
@@ -54,48 +54,48 @@ class ImportanceBasedCompressor(KVCompressor):
             received = received + F.pad(earlier, (0, grown))
         self._received = received
 
-    def _choose(self, request: Request) -> Tensor:
-        return best(self.scores(request), request, self.heads)
+    def _choose(self, spec: CompressionSpec) -> Tensor:
+        return best(self.scores(spec), spec, self.heads)
 
-    def _described(self, request: Request) -> str:
-        return f"importance ({self._score(request)})"
+    def _described(self, spec: CompressionSpec) -> str:
+        return f"importance ({self._score(spec)})"
 
-    def _score(self, request: Request) -> str:
-        known = request.votes or self._received is not None
+    def _score(self, spec: CompressionSpec) -> str:
+        known = spec.votes or self._received is not None
         return self.method if self.method != "auto" else "attention_sum" if known else "key_norm"
 
-    def scores(self, request: Request) -> Tensor:
-        """The score of each token, `[B, Hkv, T]`. Attention that was added before this call is used up by it."""
-        score = self._score(request)
+    def scores(self, spec: CompressionSpec) -> Tensor:
+        """The score of each token, `[B, Hkv, T]`. Attention that was added before is reset by this call."""
+        score = self._score(spec)
         if score == "key_norm":
-            return -norms(request.keys)
+            return -norms(spec.keys)
         if score == "value_norm":
-            return norms(request.values)
-        batch, length, kv_heads, _ = request.keys.shape
+            return norms(spec.values)
+        batch, length, kv_heads, _ = spec.keys.shape
         received, self._received = self._received, None
         if received is None:
-            return votes(request)
+            return votes(spec)
         if received.shape[0] != batch or received.shape[1] % kv_heads or received.shape[2] != length:
             expected = f"weights of [B={batch}, Hq, Tq, T={length}] before this"
             refuse("update_attention_scores", expected, f"[B, Hq, T] = {list(received.shape)}")
         received = received.unflatten(1, (kv_heads, -1)).sum(2)
-        return received + votes(request) if request.votes else received
+        return received + votes(spec) if spec.votes else received
 
 
-def votes(request: Request, last: int | None = None) -> Tensor:
-    """The attention that each key received, `[B, Hkv, T]`, of real queries, of the `last` real ones of a row if given.
+def votes(spec: CompressionSpec, last: int | None = None) -> Tensor:
+    """The attention that each key received, `[B, Hkv, T]`, from real queries, or from the `last` real ones of a row.
 
-    A `mass` that the caller computed is taken as it is.
+    A `mass` from the caller is used unchanged.
     """
-    if request.mass is not None:
-        return request.mass.to(torch.promote_types(request.mass.dtype, torch.float32))
-    query, keys, real = request.query, request.keys, request.real
+    if spec.mass is not None:
+        return spec.mass.to(torch.promote_types(spec.mass.dtype, torch.float32))
+    query, keys, real = spec.query, spec.keys, spec.real
     if query is None:
         refuse("query", "query or mass", None, 'The methods "key_norm" and "streaming" need neither.')
-    mass = partial(attention_mass, query, keys, causal=request.causal, scale=request.scale)
+    mass = partial(attention_mass, query, keys, causal=spec.causal, scale=spec.scale)
     if real is None:
         return mass(window_queries=last)
-    outside = query.shape[1] - keys.shape[1]  # queries that stand before the first slot
+    outside = query.shape[1] - keys.shape[1]  # queries before the first slot
     voting = F.pad(real[:, max(0, -outside) :], (max(0, outside), 0))  # [B, Tq]
     if last is not None:
         voting = voting & (from_end(voting) < last)

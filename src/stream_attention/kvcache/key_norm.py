@@ -1,28 +1,28 @@
-"""key_norm: keys of small norm stay, since they are the ones that attention looks at. Needs no query."""
+"""key_norm: keys of small norm are kept, since they get the most attention. Needs no query."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from .compression_spec import CompressionSpec
 from .compressor import KVCompressor
-from .request import Request
 from .select import Heads, best, checked_heads
 
 
 class KeyNormCompressor(KVCompressor):
     """Keeps the keys of the smallest norm (Devoto et al., "A simple and effective L2 norm-based strategy", 2024).
 
-    In trained models such keys get most of the attention. It is a habit of theirs and not a law: measure yours.
+    In trained models such keys get most of the attention. This is empirical: measure your model.
     """
 
     def __init__(self, *, heads: Heads = "each") -> None:
         self.heads = checked_heads(heads)
 
-    def _choose(self, request: Request) -> Tensor:
-        return best(-norms(request.keys), request, self.heads)
+    def _choose(self, spec: CompressionSpec) -> Tensor:
+        return best(-norms(spec.keys), spec, self.heads)
 
-    def _described(self, request: Request) -> str:
+    def _described(self, spec: CompressionSpec) -> str:
         return "key_norm"
 
 

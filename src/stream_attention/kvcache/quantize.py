@@ -1,4 +1,4 @@
-"""Quantisation of caches: `quantize_kv`, and what the compressors take from `cache_views.codes`."""
+"""Quantisation of caches: `quantize_kv`, and what the compressors use of `cache_views.quantized_tensor`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from torch import Tensor
 
 from ..cache_views import ContiguousKV, PagedKV, QuantizedKV
 from ..cache_views.checks import should_validate
-from ..cache_views.codes import BITS, CHANNELS, SYMMETRIC, TOKENS, QuantizedTensor, quantize
 from ..cache_views.quantized import FORMATS, check_blocks, quantized_lengths, window_slots
+from ..cache_views.quantized_tensor import BITS, CHANNELS, SYMMETRIC, TOKENS, QuantizedTensor, quantize
 from ..cache_views.write import places, take
-from ..errors import refuse
-from .request import count
+from ..errors import check_int, refuse
 
 __all__ = ["ALONG", "BITS", "CHANNELS", "TOKENS", "QuantizedTensor", "quantize", "quantize_kv", "quantized_nbytes"]
 
 ALONG = {"channel": TOKENS, "token": CHANNELS}
-"""What a scale is per, and the dim along which its group runs."""
+"""The granularity of a scale, and the dim of its group."""
 
 
 def quantized_nbytes(x: Tensor, format: str, dim: int, group: int) -> int:
-    """How many bytes `quantize` would make of x."""
+    """Bytes of `quantize(x, ...)`."""
     groups = -(-x.shape[dim] // group)
     scales = x.nbytes // max(1, x.shape[dim]) * groups
     return x.numel() * BITS[format] // 8 + scales * (1 if format in SYMMETRIC else 2)
@@ -38,22 +37,22 @@ def quantize_kv(
     scale_dtype: torch.dtype | None = None,
     validate: bool | None = None,
 ) -> QuantizedKV:
-    """A copy of a cache in few bits, to decode from and to append to.
+    """A quantised copy of a cache, to decode from and to append to.
 
     Args:
-        cache: what to copy. A paged one stays paged, and both read the same page table.
+        cache: what to copy. The copy of a paged cache is paged, and both read the same page table.
         format: "fp8" (e4m3), "int8" or "int4".
-        group: numbers that share a scale: tokens of a channel, or channels of a token. Also how many tokens are
-            quantised together, whatever shares a scale. A divisor of the page size for scales per channel.
+        group: elements that share a scale: tokens of a channel, or channels of a token. Also how many tokens are
+            quantised together in either case. A divisor of the page size for scales per channel.
         residual: the latest tokens of a row, that stay in full precision; up to `group - 1` more do until their block
             is complete.
         keys, values: "channel", a scale for each channel of a block, or "token".
-        scale_dtype: of scales and zeros: float16, bfloat16 or float32; None: float16 for a cache of 16 bits, else
-            float32. With float16, numbers beyond about 65000 are cut there. A GPU's kernel reads float16.
-        validate: True: refuse a length out of range, and a page that does not exist and that the latest tokens need,
-            which the copy holds as NaN otherwise. None: on a CPU; on a GPU that is a synchronisation.
+        scale_dtype: of scales and zeros: float16, bfloat16 or float32; None: float16 for a 16-bit cache, else float32.
+            With float16, values beyond about 65000 are clamped. A GPU's kernel reads float16.
+        validate: True: refuse a length out of range, and a missing page that the latest tokens need, which the copy
+            reads as NaN otherwise. None: on a CPU; on a GPU that is a synchronisation.
 
-    Does not synchronise, unless asked to. What a cache holds behind a row's length may be anything.
+    Does not synchronise by default. Values beyond a row's length are ignored.
 
     >>> cache = ContiguousKV(*torch.randn(2, 1, 1024, 8, 128).half())
     >>> small = quantize_kv(cache, "int4")
@@ -64,11 +63,9 @@ def quantize_kv(
         refuse("cache", "a ContiguousKV or a PagedKV", type(cache).__name__, error=TypeError)
     if format not in FORMATS:
         refuse("format", f"one of {', '.join(FORMATS)}", repr(format))
-    count("group", group, 1)
-    count("residual", residual, 0)
-    for side, per in (("keys", keys), ("values", values)):
-        if per not in ALONG:
-            refuse(side, '"channel" or "token"', repr(per))
+    check_int("group", group, 1)
+    check_int("residual", residual, 0)
+    check_granularity(keys, values)
     if scale_dtype not in (None, torch.float16, torch.bfloat16, torch.float32):
         refuse("scale_dtype", "float16, bfloat16, float32 or None", scale_dtype)
     if scale_dtype is None:
@@ -86,7 +83,7 @@ def quantize_kv(
     if cache.lengths is not None and should_validate(validate, cache.lengths):
         cache.validate(first=start)
     start = start.unsqueeze(1)
-    positions = start + (torch.arange(slots, device=cache.device) - start) % slots  # of what each slot holds
+    positions = start + (torch.arange(slots, device=cache.device) - start) % slots  # of each slot
     whole = None if table is not None else max(0, cache.capacity - residual) // group * group
     (key, key_window), (value, value_window) = (
         (quantize(store[:, :whole], format, ALONG[per], group, scale_dtype=scale_dtype), _at(store, positions, table))
@@ -95,8 +92,14 @@ def quantize_kv(
     return QuantizedKV(key, value, key_window, value_window, lengths, residual, table)
 
 
+def check_granularity(keys: str, values: str) -> None:
+    for side, per in (("keys", keys), ("values", values)):
+        if per not in ALONG:
+            refuse(side, '"channel" or "token"', repr(per))
+
+
 def _at(store: Tensor, positions: Tensor, page_table: Tensor | None) -> Tensor:
-    """What each row holds at its positions `[B, n]`; at one that it has not, anything."""
+    """The tokens of each row at its positions `[B, n]`; undefined at positions that it does not have."""
     if store.shape[1] == 0:
         return store.new_zeros(*positions.shape, *store.shape[2:])
     return take(store, places(positions, store, page_table))

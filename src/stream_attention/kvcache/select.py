@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import refuse
-from .request import Request, number
+from .compression_spec import CompressionSpec, number
 
 Heads = str | Sequence[float]
 """How a row's budget is shared out: "each", "same", "adaptive", or one weight per KV head."""
@@ -19,7 +19,7 @@ SAFE_SHARE = 0.2
 
 
 def everything(keys: Tensor) -> Tensor:
-    """The positions of a cache that is kept whole."""
+    """The positions of a cache of which all tokens are kept."""
     batch, length, heads, _ = keys.shape
     return torch.arange(length, device=keys.device).expand(batch, heads, length)
 
@@ -34,7 +34,7 @@ def gather(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def checked_heads(heads: Any) -> Heads:
-    """What was given as `heads`, if it is one."""
+    """A valid `heads` argument."""
     if heads in ("each", "same", "adaptive"):
         return str(heads)
     if isinstance(heads, str) or not isinstance(heads, Sequence) or not heads:
@@ -46,7 +46,7 @@ def checked_heads(heads: Any) -> Heads:
     return tuple(heads)
 
 
-def best(scores: Tensor, request: Request, heads: Heads) -> Tensor:
+def best(scores: Tensor, spec: CompressionSpec, heads: Heads) -> Tensor:
     """Positions of the highest scores `[B, Hkv, T]` among real tokens; of equal ones the earlier.
 
     Every row keeps its budget per head: "each" head its own choice, or all the "same" one, that of the scores summed.
@@ -54,12 +54,12 @@ def best(scores: Tensor, request: Request, heads: Heads) -> Tensor:
     `SAFE_SHARE` of an even part; weights divide it in their proportion.
     """
     batch, kv_heads, length = scores.shape
-    budgets = request.budgets()
+    budgets = spec.budgets()
     if not isinstance(heads, str) and len(heads) != kv_heads:
         refuse("heads", f"one weight for each of the {kv_heads} KV heads", list(heads))
     if heads == "same":
         scores = scores.sum(1, keepdim=True).expand(batch, kv_heads, length)
-    scores = comparable(scores, request.is_real)
+    scores = comparable(scores, spec.is_real)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     if heads == "adaptive":
         counts = _adaptive_counts(scores, order, budgets)
@@ -68,7 +68,7 @@ def best(scores: Tensor, request: Request, heads: Heads) -> Tensor:
     shares = [weight * kv_heads / sum(weights) for weight in weights]
     table = [
         [min(n, max(1, int(budget * share + 1e-6))) for share in shares]
-        for n, budget in zip(request.lengths, budgets, strict=True)
+        for n, budget in zip(spec.lengths, budgets, strict=True)
     ]
     counts = torch.tensor(table, dtype=torch.int64, device=scores.device).view(batch, kv_heads)
     return in_order(order, counts, max(map(max, table), default=0))
@@ -76,7 +76,7 @@ def best(scores: Tensor, request: Request, heads: Heads) -> Tensor:
 
 def comparable(scores: Tensor, real: Tensor) -> Tensor:
     """Scores `[B, Hkv, T]` that are -inf for padding and for nothing else, and finite for real tokens."""
-    finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # and infinities become the largest numbers
+    finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # infinities become the largest finite values
     return finite.masked_fill(~real.unsqueeze(1), -torch.inf)
 
 

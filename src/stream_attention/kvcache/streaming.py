@@ -1,32 +1,33 @@
-"""streaming: the first few tokens and the latest ones stay; what lies between is forgotten."""
+"""streaming: the first few tokens and the latest ones are kept; those between are dropped."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..errors import check_int
+from .compression_spec import CompressionSpec
 from .compressor import KVCompressor
-from .request import Request, count
 from .select import best
 
 
 class StreamingCompressor(KVCompressor):
-    """Keeps the first `sinks` real tokens of a row and as many of the last as the budget has room for, at least one.
+    """Keeps the first `sinks` real tokens of a row and fills the budget with the last ones, at least one.
 
-    The attention sinks keep a model stable (Xiao et al., "Efficient streaming language models", 2023). Nothing of what
-    is dropped can be recalled.
+    The attention sinks keep a model stable (Xiao et al., "Efficient streaming language models", 2023). The model cannot
+    retrieve dropped tokens.
     """
 
     def __init__(self, sinks: int = 4) -> None:
-        self.sinks = count("sinks", sinks, 0)
+        self.sinks = check_int("sinks", sinks, 0)
 
-    def _choose(self, request: Request) -> Tensor:
-        real = request.is_real
-        sinks = [min(self.sinks, max(0, budget - 1)) for budget in request.budgets()]
+    def _choose(self, spec: CompressionSpec) -> Tensor:
+        real = spec.is_real
+        sinks = [min(self.sinks, max(0, budget - 1)) for budget in spec.budgets()]
         place = real.cumsum(1) - 1
         first = place < torch.tensor(sinks, device=real.device).view(-1, 1)
         scores = torch.where(first, real.shape[1] - place, place - real.shape[1]).double()
-        return best(scores.unsqueeze(1).expand(-1, request.keys.shape[2], -1), request, "each")
+        return best(scores.unsqueeze(1).expand(-1, spec.keys.shape[2], -1), spec, "each")
 
-    def _described(self, request: Request) -> str:
+    def _described(self, spec: CompressionSpec) -> str:
         return "streaming"

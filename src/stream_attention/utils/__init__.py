@@ -1,1 +1,1 @@
-"""Memory tools: `stream_attention.utils.memory` is the door to all of them."""
+"""Memory tools: `stream_attention.utils.memory` has all of them."""

@@ -1,9 +1,9 @@
-"""Gradient checkpointing: what a backward needs is computed again in place of being kept, but for attention itself.
+"""Gradient checkpointing: the backward recomputes activations instead of saving them, except those of attention.
 
-Attention is the worst part of a block to compute twice, quadratic where everything else is linear, and the cheapest to
-keep: one output and one number per row and head. So the policy here keeps `(out, lse)` of every call of `attention`
-and `varlen_attention` and recomputes the rest. It can, because the forward is a library op (ops/library.py), which
-selective checkpointing sees; an autograd.Function it would not.
+Attention is the most expensive part of a block to recompute, quadratic where everything else is linear, and the
+cheapest to save: one output and one LSE per row and head. So the policy here saves `(out, lse)` of every call of
+`attention` and `varlen_attention` and recomputes the rest. The forward is a library op (ops/library.py), which
+selective checkpointing sees; it would not see an autograd.Function.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..errors import refuse
+from ..errors import check_int, refuse
 from ..ops.library import forward_op
 
 _OPTIONS = (
     *(name for name, one in signature(checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY),
     "preserve_rng_state",  # which torch takes from its **kwargs
 )
-"""What torch.utils.checkpoint.checkpoint takes beside the function and its arguments."""
+"""The options of torch.utils.checkpoint.checkpoint."""
 
 
 def stream_checkpoint_policy(also: Iterable[torch._ops.OpOverload] = ()) -> dict[str, Any]:
-    """Options for `torch.utils.checkpoint.checkpoint` that keep what attention computed and recompute the rest.
+    """Options for `torch.utils.checkpoint.checkpoint` that save the results of attention and recompute the rest.
 
-    `also`: further ops to keep, such as `torch.ops.aten.mm.default`. The result may be passed on to whatever passes its
-    keywords to torch's function: `gradient_checkpoint_sequential(..., **stream_checkpoint_policy())`, or a transformers
-    model's `gradient_checkpointing_enable(stream_checkpoint_policy())`. Works under `torch.compile` too, where the
-    partitioner obeys it.
+    `also`: further ops whose results are saved, such as `torch.ops.aten.mm.default`. Pass the options to any function
+    that forwards them to torch's: `gradient_checkpoint_sequential(..., **stream_checkpoint_policy())`, or a
+    transformers model's `gradient_checkpointing_enable(stream_checkpoint_policy())`. Under `torch.compile` the
+    partitioner follows the policy.
 
-    What is kept must not be written to before the backward: torch raises where it was.
+    Saved tensors must not be written to before the backward: torch raises where they were.
 
     >>> import torch
     >>> from stream_attention import attention
@@ -66,18 +66,18 @@ def _save(kept: Iterable[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> 
 def gradient_checkpoint_sequential(
     functions: nn.Sequential | nn.ModuleList | Sequence[Callable[..., Any]], segments: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call functions one after another, and keep for the backward only what goes into each of `segments` runs of them.
+    """Call functions one after another, and save for the backward only the inputs of each of `segments` groups of them.
 
-    The backward computes a segment again when it gets there, so the memory is that of the segments' inputs and of one
+    The backward recomputes a segment when it needs it, so the memory is that of the segments' inputs and of one
     segment: least at about the square root of the number of functions. Gradients are those of plain calls, bit for bit
-    where the functions give the same bits again; random numbers are drawn again as they were.
+    where the functions are deterministic; random numbers are reproduced.
 
     Args:
-        functions: each is called with what the one before it returned, a tuple as several arguments.
-        segments: 1 to as many as there are functions; they are divided as evenly as can be.
+        functions: each is called with the result of the one before it, a tuple as several arguments.
+        segments: from 1 to the number of functions, which are divided evenly among them.
         args: arguments of the first function.
         kwargs: options of `torch.utils.checkpoint.checkpoint`, `**stream_checkpoint_policy()` for instance;
-            `use_reentrant` is False unless it is said. Keywords for the functions would be ambiguous: bind them with
+            `use_reentrant` is False by default. Keywords for the functions would be ambiguous: bind them with
             functools.partial.
 
     >>> import torch
@@ -89,9 +89,7 @@ def gradient_checkpoint_sequential(
     for step in steps:
         if not callable(step):
             refuse("functions", "callables", type(step).__name__, error=TypeError)
-    if isinstance(segments, bool) or not isinstance(segments, int):
-        refuse("segments", "an int", f"{segments!r} ({type(segments).__name__})", error=TypeError)
-    if not 1 <= segments <= len(steps):
+    if not 1 <= check_int("segments", segments) <= len(steps):
         refuse("segments", f"1 to the number of functions, {len(steps)}", segments)
     unknown = sorted(set(kwargs) - set(_OPTIONS))
     if unknown:

@@ -50,7 +50,7 @@ _INSTRUMENTS = {
     "estimate_attention_memory": "estimate",
     "estimate_kv_cache_bytes": "estimate",
 }
-"""Names of stream_attention_tools.memory, which is imported when one of them is asked for."""
+"""Names of stream_attention_tools.memory, which is imported when one of them is accessed."""
 
 if not TYPE_CHECKING:  # to a type checker they do not exist
 

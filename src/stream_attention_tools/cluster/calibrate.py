@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stream_attention.distributed.local import Attention, Rows, State
 from stream_attention.distributed.shard import Run
+from stream_attention.distributed.shard_attention import Attention, Rows, State
 from stream_attention.distributed.tiles import EVERYTHING
 from stream_attention.ops.attention import attention
 

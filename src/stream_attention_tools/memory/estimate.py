@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 from stream_attention.backends import COMPILED
 from stream_attention.cache_views import ContiguousKV, PagedKV
 from stream_attention.device import arch, processors
+from stream_attention.errors import check_int as count
 from stream_attention.errors import refuse
 from stream_attention.kvcache import quantize_kv
-from stream_attention.kvcache.request import count
 from stream_attention.ops.attention import attention, prepare_attention
 from stream_attention.ops.prepare import problem_of, run_backward, run_forward
 from stream_attention.ops.warmup import Call, Gpu, kernels_of

@@ -19,7 +19,7 @@ from sass_gate import as_file, differs, fingerprint, ran
 from stream_attention import ContiguousKV, PagedKV, quantize_kv
 from stream_attention.backends import BY_NAME
 from stream_attention.cache_views import KVCache
-from stream_attention.cache_views.codes import Coding
+from stream_attention.cache_views.quantized_tensor import Coding
 from stream_attention.kernels.triton.decode import decode
 from stream_attention.ops.decode import decode_problem
 from stream_attention.problem import KV, DecodeInputs, Hardware, Operands, Problem, Scores, Shape, Window

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...cache_views import QuantizedKV
-from ...cache_views.codes import TOKENS, QuantizedTensor
+from ...cache_views.quantized_tensor import TOKENS, QuantizedTensor
 from ...gpu.launch import Kernel, jit
 from ...problem import UNBOUNDED
 from .arguments import UNIT, is_aligned, named, row_strides, tile_width

@@ -1,4 +1,4 @@
-"""Strategies with a gradient: the one autograd boundary of everything distributed."""
+"""Strategies with a gradient: the one autograd boundary of `distributed`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def differentiable(
     """The outputs of `forward(rank, *tensors)` for each rank of this process, with `backward` as their gradient.
 
     `backward(rank, tensors, outputs, grads)` returns one gradient for each of a rank's tensors, or None. A gradient
-    that did not arrive is None in `grads`, except that of output 0, which is then zeros. Both run on all ranks or on
-    none, so gradients must be wanted on all ranks or on none. There is no second derivative.
+    that autograd does not pass is None in `grads`, except that of output 0, which is then zeros. Both run on all ranks
+    or on none, so gradients must be wanted on all ranks or on none. There is no second derivative.
     """
     flat = _Strategies.apply(transport, forward, backward, len(shards[0]), *(t for one in shards for t in one))
     return _by_rank(flat, len(flat) // len(shards))
@@ -47,11 +47,11 @@ class _Strategies(torch.autograd.Function):
         count = width * len(transport.ranks)
         saved = ctx.saved_tensors
         outputs = _by_rank(saved[count:], len(grads) // len(transport.ranks))
-        arrived = [
-            (torch.zeros_like(outs[0]) if mine[0] is None else mine[0], *mine[1:])
-            for outs, mine in zip(outputs, _by_rank(grads, len(outputs[0])), strict=True)
+        incoming = [
+            (torch.zeros_like(outs[0]) if own[0] is None else own[0], *own[1:])
+            for outs, own in zip(outputs, _by_rank(grads, len(outputs[0])), strict=True)
         ]
-        rows = zip(transport.ranks, _by_rank(saved[:count], width), outputs, arrived, strict=True)
+        rows = zip(transport.ranks, _by_rank(saved[:count], width), outputs, incoming, strict=True)
         with torch.no_grad():
             results = transport.run([backward(*row) for row in rows], device)
         found = [grad for one in results for grad in one]
@@ -65,7 +65,7 @@ class _Strategies(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """Gradients that depend on all that follows them, and say why they have none of their own."""
+    """The identity of gradients; a second derivative through it raises and says why there is none."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor | None) -> Tensors:
@@ -78,9 +78,14 @@ class _Gradients(torch.autograd.Function):
 
 def _refuse_derivative(which: str) -> NoReturn:
     raise NotImplementedError(
-        f"what ranks compute together has no {which}: what they send each other leaves the graph. Compute it on one "
+        f"attention over several ranks has no {which}: communication leaves the autograd graph. Compute it on one "
         'device: attention(..., backend="reference") is differentiable any number of times, in either mode.'
     )
+
+
+def in_dtypes_of(tensors: Tensors, grads: Sequence[Tensor | None]) -> Tensors:
+    """Gradients in the dtypes of the tensors that they are of."""
+    return tuple(None if grad is None else grad.to(t.dtype) for grad, t in zip(grads, tensors, strict=True))
 
 
 def _by_rank(flat: Sequence[Any], width: int) -> list[Tensors]:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..problem import Wanted
-from .call import Tensors
-from .local import Attention, RowGradients, Rows, Saved, State, sink_gradient
+from .autograd import Tensors
 from .shard import Run
+from .shard_attention import Attention, RowGradients, Rows, Saved, State, sink_gradient
 
 
-def whole_forward(
+def full_kv_forward(
     attention: Attention, rows: Rows, key: Tensor, value: Tensor, k_runs: Sequence[Run]
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of the rows, out in the query's dtype."""
@@ -23,7 +23,7 @@ def whole_forward(
     return state.finish(rows.sink, rows.query.dtype, rows.runs)
 
 
-def whole_backward(
+def full_kv_backward(
     attention: Attention, rows: Rows, key: Tensor, value: Tensor, k_runs: Sequence[Run], saved: Saved, tensors: Tensors
 ) -> tuple[Any, ...]:
     """fp32 gradients of query, key, value, mask, bias, alibi_slopes, sink and seed, of those `tensors` that want one.
@@ -32,8 +32,7 @@ def whole_backward(
     """
     query, _, _, _, bias, slopes, sink, _ = tensors
     query_wanted, *others = (t is not None and t.requires_grad for t in (query, bias, slopes))
-    found = RowGradients(rows, Wanted(query_wanted, True, True, *others))
+    grads = RowGradients(rows, Wanted(query_wanted, True, True, *others))
     dk, dv = (torch.zeros_like(t, dtype=saved.lse.dtype) for t in (key, value))
-    attention.backward(found, saved, rows, key, value, dk, dv, k_runs)
-    d_sink = sink_gradient(sink, saved) if sink is not None and sink.requires_grad else None
-    return found.query, dk, dv, None, found.bias, found.alibi_slopes, d_sink, None
+    attention.backward(grads, saved, rows, key, value, dk, dv, k_runs)
+    return grads.query, dk, dv, None, grads.bias, grads.alibi_slopes, sink_gradient(sink, saved), None

@@ -1,8 +1,8 @@
-"""What passes between a cache layer and the attention function: keys that say where the keys are.
+"""What a cache layer returns to the attention function: placeholder keys that carry the cache.
 
-A cache layer returns keys and values to the model, which hands them on to the attention function. Ours does not have
-them as tensors, so it returns hollow ones: of the shape that the model counts on, all NaN and without memory of their
-own, so that a reader who takes them for keys shows at once. The hollow keys carry the cache as an attribute.
+A cache layer returns keys and values to the model, which passes them to the attention function. Ours does not have them
+as tensors, so it returns placeholders: of the shape that the model expects, all NaN and without memory of their own, so
+that attention which reads them as keys gives NaN. The placeholder keys carry the cache as an attribute.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ..errors import refuse
 from ..ops.attention import attention
 from ..ops.decode import decode_attention
 
-FEW = 16
-"""Queries of a call at most that read a cache as it is; more are worth an attention over plain tensors."""
+MAX_DECODE_QUERIES = 16
+"""The most queries of a call that `decode_attention` computes; more are faster by `attention` over plain tensors."""
 
 Observer = Callable[[Tensor, float | None, float, Tensor | None], None]
-"""Is told the queries `[B, Tq, Hq, D]` of a call once its attention is computed, its scale, softcap and sink."""
+"""Called with the queries `[B, Tq, Hq, D]` of a call after its attention, its scale, softcap and sink."""
 
 
-def hollow(
+def placeholder_kv(
     nan: Tensor, kv: KVCache, length: int, padding_known: bool, padded: bool, observer: Observer | None
 ) -> list[Tensor]:
-    """Keys and values `[B, Hkv, length, .]` that stand for what `kv` holds; `nan` is a scalar of its dtype."""
+    """Keys and values `[B, Hkv, length, .]` in place of those of `kv`; `nan` is a scalar of its dtype."""
     key, value = (nan.expand(kv.batch, kv.kv_heads, length, dim) for dim in (kv.head_dim, kv.value_dim))
     key.stream_kv = kv  # type: ignore[attr-defined]
     key.stream_padding_known = padding_known  # type: ignore[attr-defined]
@@ -36,7 +36,7 @@ def hollow(
 
 
 def observed(key: Tensor, observer: Observer | None) -> Tensor:
-    """The same keys, hollow or not, whose layer wants to be told the queries."""
+    """The same keys, placeholders or not, with the observer of their layer."""
     key.stream_observer = observer  # type: ignore[attr-defined]
     return key
 
@@ -50,13 +50,13 @@ def read(
     softcap: float = 0.0,
     sink: Tensor | None = None,
 ) -> Tensor | None:
-    """Attention of the newest queries over what hollow keys stand for; None where the keys are ordinary ones.
+    """Attention of the newest queries over the cache of placeholder keys; None where the keys are ordinary ones.
 
     Args:
         query: `[B, Tq, Hq, D]`.
         key: what the cache returned.
-        attention_mask: what the model says of padding, bool `[B, tokens seen]`. The cache has to know of it already,
-            as it holds no padding: else it is refused, and so is padding among the new tokens, at the cost of a
+        attention_mask: the model's padding mask, bool `[B, tokens so far]`. The cache must have been constructed with
+            it, as it stores no padding: else it is refused, and so is padding among the new tokens, at the cost of a
             synchronisation where these are more than one.
         scale, softcap, sink: as in `attention`.
 
@@ -68,15 +68,15 @@ def read(
         return None
     if attention_mask is not None:
         _check_mask(attention_mask, query.shape[1], key)
-    if query.shape[1] > FEW and isinstance(kv, ContiguousKV) and kv.lengths is None:
+    if query.shape[1] > MAX_DECODE_QUERIES and isinstance(kv, ContiguousKV) and kv.lengths is None:
         return attention(query, kv.key, kv.value, causal=True, scale=scale, softcap=softcap, sink=sink)
     return decode_attention(query, kv, scale=scale, softcap=softcap, sink=sink)
 
 
-def tell(
+def notify(
     query: Tensor, key: Tensor, scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None
 ) -> None:
-    """Tell the layer that these keys come from, if it wants to know, what has just been computed with them."""
+    """Call the observer of these keys, if there is one, after their attention."""
     observer = getattr(key, "stream_observer", None)
     if observer is not None:
         observer(query, scale, softcap, sink)
@@ -84,29 +84,28 @@ def tell(
 
 def _check_mask(mask: Tensor, new: int, key: Tensor) -> None:
     if not key.stream_padding_known:  # type: ignore[attr-defined]
-        hint = 'Tell it: past_key_values=...(model, ..., attention_mask=inputs["attention_mask"]).'
-        refuse("attention_mask", "None, or a cache that knows the prompt's padding", "a mask", hint)
+        hint = 'Pass it to the cache: past_key_values=...(model, ..., attention_mask=inputs["attention_mask"]).'
+        refuse("attention_mask", "None, or a cache constructed with the prompt's padding", "a mask", hint)
     if mask.dim() != 2:
-        hint = "A cache that holds codes, or only some tokens, has no place for a pattern over all of them."
-        refuse("attention_mask", "shape [B, tokens seen]", list(mask.shape), hint)
+        hint = "A quantised or evicting cache supports padding masks only."
+        refuse("attention_mask", "shape [B, tokens so far]", list(mask.shape), hint)
     check_new(mask, new)
 
 
 def check_new(mask: Tensor, new: int) -> None:
-    """Refuse padding, bool `[B, tokens seen]`, among tokens that a cache was given behind its prompt. One at a time is
-    not looked at: that would wait for the device in every layer. More are looked at once, if the mask is one of ours,
-    which every layer of a step is given."""
+    """Refuse padding, bool `[B, tokens so far]`, among tokens after the prompt. One token is not checked: that would
+    synchronise in every layer. More are checked once per step, if the mask is one of ours, which all layers share."""
     checked = getattr(mask, "stream_checked", None)
     if new <= 1 or checked == new:
         return
     if not bool(mask[:, -new:].all()):
-        refuse("attention_mask", "padding in the first tokens that the cache is given alone", "padding behind them")
+        refuse("attention_mask", "padding at the beginning of the prompt only", "padding after it")
     if checked is not None:
         mask.stream_checked = new  # type: ignore[attr-defined]
 
 
 def checked_once(mask: Tensor) -> Tensor:
-    """The mask, of one step and written by nobody, of which `check_new` remembers what it found."""
+    """The mask, of one step and never written to, on which `check_new` records its result."""
     if not torch.compiler.is_compiling():
         mask.stream_checked = 0  # type: ignore[attr-defined]
     return mask

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import backward_step, forward_into
+from ..plan import requested
 from ..problem import Inputs, Wanted
 from ..state import EMPTY, add_sink
 from .shard import Run
-from .tiles import Sides, Tile, tiles
+from .tiles import Sides, Tile, sides_of, tiles
 
 
 class Rows(NamedTuple):
-    """A rank's queries `[B, T, Hq, D]`, where they stand, and what belongs to them, in the form kernels read."""
+    """A rank's queries `[B, T, Hq, D]`, their positions and their modifiers, in the form kernels read."""
 
     runs: Sequence[Run]
     query: Tensor
@@ -29,35 +30,35 @@ class Rows(NamedTuple):
 
 
 class State:
-    """The state of a shard's rows over the keys folded in so far: out `[B, T, Hq, Dv]`, lse `[B, Hq, T]`, fp32."""
+    """The state of a shard's rows over the keys merged so far: out `[B, T, Hq, Dv]`, lse `[B, Hq, T]`, fp32."""
 
     def __init__(self, query: Tensor, value_dim: int) -> None:
         batch, rows, heads, _ = query.shape
         dtype = torch.promote_types(query.dtype, torch.float32)
-        self._out = query.new_empty(batch, rows, heads, value_dim, dtype=dtype)  # of empty rows it is not looked at
+        self._out = query.new_empty(batch, rows, heads, value_dim, dtype=dtype)  # undefined where the lse is -inf
         self._lse = query.new_full((batch, heads, rows), EMPTY, dtype=dtype)
-        self._seen: list[slice] = []
+        self._written: list[slice] = []
 
     def fold(self, rows: slice, inputs: Inputs, options: dict[str, Any]) -> None:
-        """Merge the state of some rows over keys that are not in yet."""
-        resumes = any(rows.start < seen.stop and seen.start < rows.stop for seen in self._seen)
+        """Merge the state of some rows over keys that were not merged yet."""
+        resumes = any(rows.start < done.stop and done.start < rows.stop for done in self._written)
         forward_into(inputs, self._out[:, rows], self._lse[..., rows], resumes=resumes, **options)
-        self._seen.append(rows)
+        self._written.append(rows)
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """`(out, lse)` in fp32."""
         at = 0
-        for rows in (*sorted(self._seen, key=lambda seen: seen.start), slice(self._lse.shape[-1], None)):
-            self._out[:, at : max(at, rows.start)] = 0.0  # rows that have met no keys
+        for rows in (*sorted(self._written, key=lambda done: done.start), slice(self._lse.shape[-1], None)):
+            self._out[:, at : max(at, rows.start)] = 0.0  # rows without keys
             at = max(at, rows.stop or 0)
         return self._out, self._lse
 
     def finish(
         self, sink: Tensor | None, dtype: torch.dtype, runs: Sequence[Run] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`(out, lse)` as a public op returns them, when all keys are in; the sink joins once, here.
+        """`(out, lse)` as a public op returns them, after all keys; the sink is merged once, here.
 
-        `runs` are those of packed sequences: rows of none of them have no sink either.
+        `runs` are those of packed sequences: rows outside all of them have no sink either.
         """
         out, lse = self.sums()
         if sink is None:
@@ -72,7 +73,7 @@ class State:
 
 
 class Saved(NamedTuple):
-    """What a backward knows of a rank's rows: their result over all keys, and the gradients that arrive at it."""
+    """What a backward reads of a rank's rows: their result over all keys, and the incoming gradients."""
 
     out: Tensor
     lse: Tensor
@@ -85,16 +86,18 @@ class Saved(NamedTuple):
 
 
 class RowGradients:
-    """The gradients of a rank's rows, summed over the shards of keys in fp32; None where nobody wants them."""
+    """The gradients of a rank's rows, summed over the shards of keys in fp32; None where they are not wanted."""
 
     def __init__(self, rows: Rows, wanted: Wanted) -> None:
         dtype = torch.promote_types(rows.query.dtype, torch.float32)
         self.wanted = wanted._replace(sink=False)
-        self.query = torch.zeros_like(rows.query, dtype=dtype) if wanted.query else None
-        self.bias = torch.zeros_like(rows.bias, dtype=dtype) if rows.bias is not None and wanted.bias else None
-        slopes = rows.alibi_slopes
-        self.alibi_slopes = (
-            torch.zeros_like(slopes, dtype=dtype) if slopes is not None and wanted.alibi_slopes else None
+        self.query, self.bias, self.alibi_slopes = (
+            torch.zeros_like(t, dtype=dtype) if t is not None and is_wanted else None
+            for t, is_wanted in (
+                (rows.query, wanted.query),
+                (rows.bias, wanted.bias),
+                (rows.alibi_slopes, wanted.alibi_slopes),
+            )
         )
 
 
@@ -110,8 +113,27 @@ class Attention:
     backend: str
     q_base: int = 0  # the position of query 0 of the whole call
 
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        causal: bool,
+        window: Sides | None = None,
+        softcap: float = 0.0,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        deterministic: bool | None = None,
+        backend: str = "auto",
+        q_base: int = 0,
+    ) -> Attention:
+        """From the arguments of a public function."""
+        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+        sides, backend = sides_of(causal, window), requested(backend)
+        return cls(sides, float(softcap), scale, float(dropout_p), deterministic, backend, q_base)
+
     def forward(self, state: State, rows: Rows, key: Tensor, value: Tensor, k_runs: Sequence[Run]) -> None:
-        """Fold a shard of the keys into the rows' state."""
+        """Merge a shard of the keys into the rows' state."""
         for tile in self._tiles(rows, k_runs):
             state.fold(tile.rows, _inputs(tile, rows, key, value), self._options(tile))
 
@@ -134,42 +156,37 @@ class Attention:
             _add(dv[:, tile.columns], step.value)
             if grads.query is not None:
                 _add(grads.query[:, tile.rows], step.query)
-            if grads.bias is not None:
-                _add(_of_tile(grads.bias, tile), step.bias)
-            if grads.alibi_slopes is not None:
-                _add(_of_sequence(grads.alibi_slopes, rows, tile), step.alibi_slopes)
+            _add(_of_tile(grads.bias, tile), step.bias)
+            _add(_of_sequence(grads.alibi_slopes, rows, tile), step.alibi_slopes)
 
     def _tiles(self, rows: Rows, k_runs: Sequence[Run]) -> list[Tile]:
         by_position = self.dropout_p > 0 or any(t is not None for t in (rows.mask, rows.bias, rows.alibi_slopes))
         return tiles(rows.runs, k_runs, self.sides, self.q_base, by_position)
 
     def _options(self, tile: Tile) -> dict[str, Any]:
-        return {
-            "positions": tile.positions,
-            "batch_start": tile.sequence,
-            "backend": self.backend,
-            "q_len": 0,  # these two are of packed problems
-            "k_len": 0,
-            "causal": False,
-            "window": tile.window,
-            "softcap": self.softcap,
-            "scale": self.scale,
-            "dropout_p": self.dropout_p,
-            "deterministic": self.deterministic,
-        }
+        """`q_len` and `k_len` are those of packed problems."""
+        same = {name: getattr(self, name) for name in ("softcap", "scale", "dropout_p", "deterministic", "backend")}
+        own = {"positions": tile.positions, "batch_start": tile.sequence, "causal": False, "window": tile.window}
+        return same | own | {"q_len": 0, "k_len": 0}
 
 
-def _add(total: Tensor, part: Tensor | None) -> None:
-    assert part is not None, "it was wanted"
-    total += part
+def _add(total: Tensor | None, part: Tensor | None) -> None:
+    if total is not None:
+        assert part is not None, "it was wanted"
+        total += part
 
 
-def sink_gradient(sink: Tensor, saved: Saved) -> Tensor:
-    """The sink's share of each row, exp(sink - lse), times what arrives at its logit; over this rank's rows."""
+def sink_gradient(sink: Tensor | None, saved: Saved) -> Tensor | None:
+    """The sink's share of each row, exp(sink - lse), times the gradient of its logit; over this rank's rows.
+
+    None where it is not wanted.
+    """
+    if sink is None or not sink.requires_grad:
+        return None
     delta = (saved.grad_out.to(saved.lse.dtype) * saved.out).sum(-1).transpose(1, 2)
-    arriving = -delta if saved.grad_lse is None else saved.grad_lse - delta
+    grad_logit = -delta if saved.grad_lse is None else saved.grad_lse - delta
     share = torch.exp(sink.to(saved.lse.dtype)[:, None] - saved.lse)
-    return torch.where(saved.lse == EMPTY, 0.0, share * arriving).sum((0, 2))
+    return torch.where(saved.lse == EMPTY, 0.0, share * grad_logit).sum((0, 2))
 
 
 def _inputs(tile: Tile, rows: Rows, key: Tensor, value: Tensor) -> Inputs:
@@ -177,20 +194,26 @@ def _inputs(tile: Tile, rows: Rows, key: Tensor, value: Tensor) -> Inputs:
         rows.query[:, tile.rows],
         key[:, tile.columns],
         value[:, tile.columns],
-        mask=None if rows.mask is None else _of_tile(rows.mask, tile),
-        bias=None if rows.bias is None else _of_tile(rows.bias, tile),
-        alibi_slopes=None if rows.alibi_slopes is None else _of_sequence(rows.alibi_slopes, rows, tile),
+        mask=_of_tile(rows.mask, tile),
+        bias=_of_tile(rows.bias, tile),
+        alibi_slopes=_of_sequence(rows.alibi_slopes, rows, tile),
         seed=rows.seed,
     )
 
 
-def _of_tile(x: Tensor, tile: Tile) -> Tensor:
+def _of_tile(x: Tensor | None, tile: Tile) -> Tensor | None:
     """The part of a mask or bias, `[.., 1 or T, 1 or the keys of all ranks]`, that a tile reads."""
+    if x is None:
+        return None
     x = x[:, :, tile.rows] if x.shape[2] > 1 else x
     return x[..., tile.key_positions] if x.shape[3] > 1 else x
 
 
-def _of_sequence(slopes: Tensor, rows: Rows, tile: Tile) -> Tensor:
-    """Slopes `[sequences, Hq]` of the one packed sequence a tile is of; those of a batch are all needed."""
-    packed = rows.query.shape[0] == 1 and slopes.shape[0] > 1
-    return slopes[tile.sequence : tile.sequence + 1] if packed else slopes
+def _of_sequence(slopes: Tensor | None, rows: Rows, tile: Tile) -> Tensor | None:
+    """Slopes `[sequences, Hq]` of a tile's packed sequence; all of them where the batch is not packed."""
+    packed = slopes is not None and rows.query.shape[0] == 1 and slopes.shape[0] > 1
+    return slopes[tile.sequence : tile.sequence + 1] if slopes is not None and packed else slopes
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()

@@ -12,8 +12,8 @@ from ..errors import refuse
 from ..validate import DTYPES
 
 
-class Request(NamedTuple):
-    """What one call of `compress` asks for."""
+class CompressionSpec(NamedTuple):
+    """The arguments of one call of `compress`."""
 
     keys: Tensor  # [B, T, Hkv, D]
     values: Tensor  # [B, T, Hkv, Dv]
@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
     @property
     def votes(self) -> bool:
-        """Whether there is an attention that says what matters."""
+        """Whether attention was passed to choose tokens by."""
         return self.query is not None or self.mass is not None
 
     @property
@@ -56,10 +56,10 @@ def checked(
     scale: float | None,
     *,
     votes: bool,
-) -> Request:
-    """Check a call of `compress` of a method to which `query` and `mass` say something, or not (`votes`).
+) -> CompressionSpec:
+    """Check a call of `compress` of a method that uses `query` and `mass`, or does not (`votes`).
 
-    `causal`, `scale` and the dtype and heads of `query` are checked by the attention that they are for.
+    `attention_mass` checks `causal`, `scale` and the dtype and heads of `query`.
     """
     for name, tensor, shape in (("keys", keys, "[B, T, Hkv, D]"), ("values", values, "[B, T, Hkv, Dv]")):
         _tensor(name, tensor, keys)
@@ -114,16 +114,7 @@ def checked(
         counts = key_mask.sum(1).tolist()
     if counts == [length] * batch:
         real = None
-    return Request(keys, values, float(ratio), counts, real, query, mass, causal, scale)
-
-
-def count(name: str, given: Any, least: int) -> int:
-    """An int of at least `least`."""
-    if isinstance(given, bool) or not isinstance(given, int):
-        refuse(name, "an int", f"{given!r} ({type(given).__name__})", error=TypeError)
-    if given < least:
-        refuse(name, f"at least {least}", given)
-    return given
+    return CompressionSpec(keys, values, float(ratio), counts, real, query, mass, causal, scale)
 
 
 def number(name: str, given: Any) -> None:

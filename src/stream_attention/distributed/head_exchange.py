@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .transport import AllToAll, Exchange, Start, Strategy, Wait, all_to_all
+from .transport import AllToAll, Exchange, Start, Strategy, Wait, all_to_all, resume
 
 T = TypeVar("T")
 
@@ -19,24 +19,26 @@ class Side(NamedTuple):
 
     heads: Sequence[slice]  # that each rank computes; where they overlap, gradients are summed
     rows: Sequence[int]  # that each rank has
-    order: Tensor | None  # of all rows, one rank's after the other's, by position; None: they are
+    order: Tensor | None  # the row of each position in the ranks' concatenated rows; None: they are in order
 
     @property
     def summed(self) -> bool:
         return any(late.start < early.stop for early, late in pairwise(self.heads))
+
+    def shape(self, t: Tensor, rows: int, heads: int) -> tuple[int, ...]:
+        """Of the part of `t` with the rows of one rank and the heads of another."""
+        return t.shape[0], self.rows[rows], self.heads[heads].stop - self.heads[heads].start, *t.shape[3:]
 
 
 Moving = tuple[Tensor | None, Side]
 
 
 def to_heads(me: int, moving: Sequence[Moving]) -> Strategy[list[Any]]:
-    """From one's own rows of all heads to all rows, in the order of positions, of one's own heads."""
+    """From a rank's rows of all heads to all rows, in the order of positions, of the rank's heads."""
     there = [(t, side) for t, side in moving if t is not None]
-    outgoing = [[t[:, :, heads] for t, side in there for heads in (side.heads[r],)] for r in range(_ranks(moving))]
-    shapes = [
-        [(t.shape[0], side.rows[r], side.heads[me].stop - side.heads[me].start, *t.shape[3:]) for t, side in there]
-        for r in range(_ranks(moving))
-    ]
+    ranks = range(len(moving[0][1].heads))
+    outgoing = [[t[:, :, side.heads[r]] for t, side in there] for r in ranks]
+    shapes = [[side.shape(t, rows=r, heads=me) for t, side in there] for r in ranks]
     arrived = yield from _exchange(me, outgoing, shapes)
     wholes = [torch.cat(parts, 1) for parts in zip(*arrived, strict=True)]
     ordered = [w if side.order is None else w[:, side.order] for w, (_, side) in zip(wholes, there, strict=True)]
@@ -44,16 +46,13 @@ def to_heads(me: int, moving: Sequence[Moving]) -> Strategy[list[Any]]:
 
 
 def to_rows(me: int, moving: Sequence[Moving]) -> Strategy[list[Any]]:
-    """The inverse of `to_heads`. What came from several ranks is summed, in the order of ranks."""
+    """The inverse of `to_heads`. Heads that several ranks computed are summed, in the order of ranks."""
     there = [(t, side) for t, side in moving if t is not None]
     split = [
         (t if side.order is None else torch.empty_like(t).index_copy_(1, side.order, t)).split(list(side.rows), 1)
         for t, side in there
     ]
-    shapes = [
-        [(t.shape[0], side.rows[me], side.heads[r].stop - side.heads[r].start, *t.shape[3:]) for t, side in there]
-        for r in range(_ranks(moving))
-    ]
+    shapes = [[side.shape(t, rows=me, heads=r) for t, side in there] for r in range(len(moving[0][1].heads))]
     arrived = yield from _exchange(me, [list(parts) for parts in zip(*split, strict=True)], shapes)
     joined = [_joined(parts, side) for parts, (_, side) in zip(zip(*arrived, strict=True), there, strict=True)]
     return _with_gaps(joined, moving)
@@ -62,18 +61,17 @@ def to_rows(me: int, moving: Sequence[Moving]) -> Strategy[list[Any]]:
 def within(members: Sequence[int], strategy: Strategy[T]) -> Strategy[T]:
     """A strategy of `members` of a group, who are its ranks 0, 1, ..., in the ranks of that group.
 
-    Every rank of the group runs it among members of its own at the same time, so all say the same things.
+    Every rank of the group runs it among its own members at the same time, so all yield the same sequence.
     """
     answer: Any = None
     while True:
-        try:
-            request = strategy.send(answer)
-        except StopIteration as stop:
-            return stop.value
-        if isinstance(request, Start):
-            answer = yield Start(_renamed(request.communication, members))
+        done, yielded = resume(strategy, answer)
+        if done:
+            return yielded
+        if isinstance(yielded, Start):
+            answer = yield Start(_renamed(yielded.communication, members))
         else:
-            arrived = yield request if isinstance(request, Wait) else _renamed(request, members)
+            arrived = yield yielded if isinstance(yielded, Wait) else _renamed(yielded, members)
             answer = {members.index(rank): tensor for rank, tensor in arrived.items()}
 
 
@@ -89,7 +87,7 @@ def _renamed(communication: Exchange, members: Sequence[int]) -> Exchange:
 def _exchange(
     me: int, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
 ) -> Strategy[list[list[Tensor]]]:
-    """Several tensors to each rank, as one message of bytes; the wide dtypes first, so that all stand aligned."""
+    """Several tensors to each rank, as one message of bytes; the wide dtypes first, so that all are aligned."""
     dtypes = [t.dtype for t in outgoing[me]]
     messages = []
     for parts in outgoing:
@@ -123,11 +121,7 @@ def _joined(parts: tuple[Tensor, ...], side: Side) -> Tensor:
     return total
 
 
-def _ranks(moving: Sequence[Moving]) -> int:
-    return len(moving[0][1].heads)
-
-
 def _with_gaps(found: Sequence[Tensor], moving: Sequence[Moving]) -> list[Any]:
-    """What was found, with None where nothing moved."""
+    """`found`, with None where `moving` has no tensor."""
     rest = iter(found)
     return [None if t is None else next(rest) for t, _ in moving]

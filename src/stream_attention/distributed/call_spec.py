@@ -1,0 +1,181 @@
+"""A call on shards, checked, in the form strategies read: what every strategy over the sequence shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import validate
+from ..errors import check_int, refuse
+from ..ops.attention import in_autocast_dtype, leading_ones, seed_tensor
+from ..plan import requested
+from .agreement import agree, described
+from .autograd import Tensors
+from .processes import Group, transport_of
+from .shard import Layout, Run, check_layout, check_shards, offsets_of, runs_of_all, shard_length, within_sequences
+from .shard_attention import Attention, contiguous
+from .tiles import Sides
+from .transport import Transport, unwrap_ranks
+
+Runs = tuple[tuple[Run, ...], ...]  # of all ranks
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """One call. `shards` has, for each rank of this process, its query, key, value `[B, T, H, D]`, mask, bias,
+    alibi_slopes, sink and seed."""
+
+    transport: Transport
+    shards: list[Tensors]
+    attention: Attention
+    q_runs: Runs
+    k_runs: Runs
+    q_lengths: tuple[int, ...]  # of all ranks
+    k_lengths: tuple[int, ...]
+    offsets: tuple[int, ...] | None  # of packed sequences
+    listed: bool  # shards came as a list, one for each virtual rank, and results leave so
+
+    def results(self, outputs: Sequence[Tensors], return_lse: bool) -> Any:
+        """Pairs (out, lse) as the caller wants them."""
+        pairs = [(out, lse) if self.offsets is None else (out[0], lse[0]) for out, lse in outputs]
+        return unwrap_ranks([pair if return_lse else pair[0] for pair in pairs], self.listed, return_lse)
+
+
+def prepare(
+    call: str,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    group: Group = None,
+    layout: Layout = "contiguous",
+    length: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    causal: bool = False,
+    window: Sides | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    **parameters: object,
+) -> CallSpec:
+    """Check a call of the public function `call` on every rank, and what the ranks must agree on between them.
+
+    `parameters` are the function's own arguments.
+    """
+    check_layout(layout)
+    transport = transport_of(group)
+    if requested(backend) == "reference":
+        refuse("backend", "one that computes partial states", "'reference'", "It computes whole calls.")
+    given = {"query": query, "key": key, "value": value, "mask": mask, "bias": bias}
+    *qkv, masks, biases = (
+        check_shards(name, x, transport.ranks, optional=name in ("mask", "bias")) for name, x in given.items()
+    )
+    tensors = [in_autocast_dtype(*one) for one in zip(*qkv, strict=True)]
+    first, offsets = tensors[0][0], None if cu_seqlens is None else tuple(offsets_of(cu_seqlens))
+    if offsets is not None and (mask is not None or bias is not None):
+        refuse("mask and bias", "None for packed sequences", "a value", "Use padded sequences, without cu_seqlens.")
+    for q, k, v in tensors:
+        if offsets is None:
+            validate.attention_tensors(q, k, v, None, None, alibi_slopes, sink)
+            continue
+        ends = torch.tensor(offsets, device=first.device)
+        validate.varlen_tensors(q, k, v, ends, ends, None, None, None, None, alibi_slopes, sink)
+        if q.shape[0] != k.shape[0]:
+            refuse("key", f"as many rows as the query, {q.shape[0]}, of packed sequences", k.shape[0])
+    validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, first)
+    if dropout_p and seed is None:
+        refuse("seed", "the same on every rank, when there is dropout", "None", "Draw one and pass it to all.")
+
+    if offsets is not None:
+        tensors = [tuple(t[None] for t in one) for one in tensors]
+    differentiated = [t for one in (*tensors, biases, (alibi_slopes, sink)) for t in one]
+    compared = {
+        "gradients wanted": torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiated),
+        "return_lse": return_lse,
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "scale": scale,
+        "dropout_p": dropout_p,
+        "seed": described(seed) if isinstance(seed, Tensor) else seed,
+        "alibi_slopes": described(alibi_slopes),
+        "sink": described(sink),
+        "layout": layout,
+        "cu_seqlens": offsets,
+        **parameters,
+    }
+    q_lengths, k_lengths = _lengths(call, transport, tensors, layout, length, compared)
+    q_base, keys = sum(k_lengths) - sum(q_lengths), sum(k_lengths)
+    if offsets is not None and offsets[-1] > keys:
+        refuse("cu_seqlens", f"a last value of at most the {keys} rows of all ranks", offsets[-1])
+    pair = seed_tensor(seed, first) if dropout_p else None
+    shards = []
+    for (q, k, v), its_mask, its_bias in zip(tensors, masks, biases, strict=True):
+        # Without memory, in the shape of the keys of all ranks.
+        all_k, all_v = (t.new_empty(1, 1, 1, t.shape[3]).expand(t.shape[0], keys, *t.shape[2:]) for t in (k, v))
+        validate.attention_tensors(q, all_k, all_v, its_mask, its_bias, None, None)
+        modifiers = leading_ones(its_mask, 4), leading_ones(its_bias, 4), contiguous(leading_ones(alibi_slopes, 2))
+        shards.append((q, k, v, *modifiers, contiguous(sink), pair))
+    return CallSpec(
+        transport,
+        shards,
+        Attention.of(first, causal, window, softcap, scale, dropout_p, deterministic, backend, q_base),
+        runs_between(layout, q_lengths, offsets, q_base),
+        runs_between(layout, k_lengths, offsets, 0),
+        q_lengths,
+        k_lengths,
+        offsets,
+        isinstance(query, (list, tuple)),
+    )
+
+
+def _lengths(
+    call: str,
+    transport: Transport,
+    tensors: Sequence[Tensors],
+    layout: Layout,
+    length: int | None,
+    compared: Mapping[str, object],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The lengths of all ranks' queries and keys: those of the layout if `length` is known, else exchanged."""
+    size, device = transport.size, tensors[0][0].device
+    local = [(one[0].shape[1], one[1].shape[1]) for one in tensors]
+    if length is not None:
+        check_int("length", length, 0, ValueError)
+        expected = tuple(shard_length(layout, length, size, rank) for rank in range(size))
+        for rank, own in zip(transport.ranks, local, strict=True):
+            if own != (expected[rank],) * 2:
+                wanted = f"that of shards of {expected[rank]} rows on rank {rank}"
+                refuse("length", wanted, f"{length} beside shards of {own}", "None asks the other ranks.")
+        return expected, expected
+    strategies = [
+        agree(call, rank, size, device, own, {**_described(*one), **compared})
+        for rank, own, one in zip(transport.ranks, local, tensors, strict=True)
+    ]
+    q_lengths, k_lengths = zip(*transport.run(strategies, device)[0], strict=True)
+    return q_lengths, k_lengths
+
+
+def _described(query: Tensor, key: Tensor, value: Tensor) -> dict[str, object]:
+    heads, dims = (query.shape[2], key.shape[2]), (key.shape[3], value.shape[3])
+    return {"batch size": query.shape[0], "heads": heads, "head dims": dims, "dtype": query.dtype}
+
+
+@lru_cache(maxsize=256)
+def runs_between(layout: Layout, lengths: tuple[int, ...], offsets: tuple[int, ...] | None, base: int) -> Runs:
+    """Every rank's runs, from position `base`."""
+    shifted = [tuple(run._replace(start=run.start + base) for run in runs) for runs in runs_of_all(layout, lengths)]
+    return tuple(runs if offsets is None else within_sequences(runs, offsets) for runs in shifted)
