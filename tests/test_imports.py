@@ -182,7 +182,6 @@ def test_fast_code_does_not_import_the_reference() -> None:
     assert {one.importer.removeprefix("stream_attention.") for one in importers} == {
         "ops.attention",  # for backend="reference"
         "ops.fp8",  # likewise, and where no kernel makes codes
-        "cache_views.fp8",  # which reads its codes back
     }
     assert all(one.lazy for one in importers), "only inside the function that needs it"
 

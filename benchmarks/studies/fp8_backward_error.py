@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stream_attention.kernels.fp8_layout import BLOCK, LARGEST, QUERY_BLOCK, SHIFT
-from stream_attention.kernels.reference_fp8 import hadamard, power_of_two, to_e4m3
+from stream_attention.kernels.fp8_layout import BLOCK, LARGEST, QUERY_BLOCK, SHIFT, hadamard
+from stream_attention.kernels.reference_fp8 import power_of_two, to_e4m3
 from stream_attention_tools.bench.summary import markdown_table
 from stream_attention_tools.testing.fp8 import matrix_unit_sums
 

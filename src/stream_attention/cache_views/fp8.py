@@ -105,8 +105,7 @@ class Fp8KV:
 
         For debugging: it takes memory for them in fp64. Packed rows outside all sequences are 0.
         """
-        from ..kernels.fp8_layout import BLOCK, first_block
-        from ..kernels.reference_fp8 import dequantized_keys, hadamard
+        from ..kernels.fp8_layout import BLOCK, dequantized_keys, first_block, hadamard
 
         key, value = dequantized_keys(self.codes)
         if self.rotate:

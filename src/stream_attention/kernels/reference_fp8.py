@@ -29,7 +29,6 @@ from .fp8_layout import (
     BLOCK,
     E4M3,
     LARGEST,
-    ORDER,
     QUERY_BLOCK,
     SHIFT,
     SMALLEST,
@@ -37,9 +36,13 @@ from .fp8_layout import (
     QueryCodes,
     blocks_of,
     first_block,
+    in_order,
     room_for_keys,
     room_for_queries,
 )
+from .fp8_layout import dequantized_keys as dequantized_keys
+from .fp8_layout import dequantized_queries as dequantized_queries
+from .fp8_layout import hadamard as hadamard
 
 
 def power_of_two(largest: Tensor) -> Tensor:
@@ -53,14 +56,6 @@ def power_of_two(largest: Tensor) -> Tensor:
 def to_e4m3(x: Tensor) -> Tensor:
     """Rounded to the nearest code; what is too large becomes the largest, NaN stays NaN."""
     return x.clamp(-LARGEST, LARGEST).to(E4M3)
-
-
-def hadamard(dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """+1 and -1, symmetric, with rows that are orthogonal: element (i, j) is negative where i & j has an odd number of
-    ones. Its square is `dim`, so q H . k H = dim * q . k, and an outlier of one channel is spread over all."""
-    i = torch.arange(dim, device=device)
-    ones = (i[:, None] & i[None, :])[..., None] >> torch.arange(8, device=device) & 1
-    return 1.0 - 2.0 * (ones.sum(-1) % 2)
 
 
 def quantize_queries(query: Tensor, cu_seqlens: Tensor | None = None, rotate: bool = False) -> QueryCodes:
@@ -95,27 +90,6 @@ def quantize_keys(key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None, 
         codes.scales[:, first : first + scales.shape[1], 0] = scales / smaller
         codes.scales[:, first : first + scales.shape[1], 1] = value_scales
     return codes
-
-
-def in_order(rows: Tensor) -> Tensor:
-    """`[H, T, D]` with every 32 rows in the order in which V has them."""
-    heads, count, dim = rows.shape
-    places = torch.tensor(ORDER, device=rows.device)
-    return rows.view(torch.uint8).view(heads, count // 32, 32, dim)[:, :, places].view(heads, count, dim).view(E4M3)
-
-
-def dequantized_queries(codes: QueryCodes) -> Tensor:
-    """What the codes mean, fp64 `[Hq, NB * 128, D]`."""
-    return codes.query.double() * codes.scales.double().repeat_interleave(QUERY_BLOCK, 1)[..., None]
-
-
-def dequantized_keys(codes: KeyCodes) -> tuple[Tensor, Tensor]:
-    """Keys and values, fp64 `[Hkv, NB * 128, D]` each, values in the order of keys again. Rotated keys stay so."""
-    scales = codes.scales.double().repeat_interleave(BLOCK, 1)
-    heads, dim, count = codes.value.shape
-    back = torch.tensor(sorted(range(32), key=ORDER.__getitem__), device=codes.value.device)
-    value = codes.value.double().view(heads, dim, count // 32, 32)[..., back].view(heads, dim, count).transpose(1, 2)
-    return codes.key.double() * scales[..., :1], value * scales[..., 1:]
 
 
 def attention(
