@@ -36,13 +36,13 @@ from .fp8_layout import (
     QueryCodes,
     blocks_of,
     first_block,
-    in_order,
     room_for_keys,
     room_for_queries,
 )
 from .fp8_layout import dequantized_keys as dequantized_keys
 from .fp8_layout import dequantized_queries as dequantized_queries
 from .fp8_layout import hadamard as hadamard
+from .fp8_layout import in_order as in_order
 
 
 def power_of_two(largest: Tensor) -> Tensor:
