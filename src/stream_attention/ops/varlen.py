@@ -194,9 +194,11 @@ def _lengths(
         and q_offsets.is_cuda
         and k_offsets.is_cuda
         and query.dim() == key.dim() == 3
+        and q_offsets.is_contiguous()
+        and k_offsets.is_contiguous()
         and max_seqlen_q >= 0
         and max_seqlen_k >= 0
-    ):  # nothing is read on the host, and the key of the call says how all of them lie
+    ):  # nothing is read on the host, and the key of the call says the rest
         return min(max_seqlen_q, query.shape[0]), min(max_seqlen_k, key.shape[0])
     for rows, offsets in zip((query, key), cu_seqlens, strict=True):
         if type(rows) is not Tensor or rows.is_nested or rows.dim() != 3 or type(offsets) is not Tensor:
