@@ -15,13 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from ...tuning.gluon import KEYS as KEYS_OF_A_WARPGROUP
 from ..triton.rows import PAD as PADDED_ROWS
 from .pipeline import Ring, arrive, arrive_on, sync, sync_on
 from .tiles import LOG2E, dropout_keep, less_distance, log2
-from .versions import as_tiles_of, tma_store
+from .versions import aggregate, as_tiles_of, tma_store
 
 KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
 CHUNK = gl.constexpr(64)
@@ -47,16 +46,6 @@ class Part:
     EDGES: gl.constexpr  # there may be edges that cut blocks
     UNSEEN: gl.constexpr  # TMA may read rows that belong to nobody, and that may be NaN
 
-    @gluon.constexpr_function
-    def __init__(self, LOADS_V, COUNTS, ORDERED, HALVES, PEEL, EDGES, UNSEEN):
-        self.LOADS_V = gl.constexpr(LOADS_V)
-        self.COUNTS = gl.constexpr(COUNTS)
-        self.ORDERED = gl.constexpr(ORDERED)
-        self.HALVES = gl.constexpr(HALVES)
-        self.PEEL = gl.constexpr(PEEL)
-        self.EDGES = gl.constexpr(EDGES)
-        self.UNSEEN = gl.constexpr(UNSEEN)
-
 
 @aggregate
 class Room:
@@ -75,24 +64,6 @@ class Room:
     landing: gl.shared_memory_descriptor  # [pieces, 8 or 16, 32]: where finished ones are read back to
     landed: gl.shared_memory_descriptor
     read: gl.shared_memory_descriptor  # flips when both consumers have read K, V and dS of a tile for the last time
-
-    @gluon.constexpr_function
-    def __init__(
-        self, queries, grads, lses, deltas, keys, values, kv_full, kv_empty, d_scores, staging, landing, landed, read
-    ):
-        self.queries = queries
-        self.grads = grads
-        self.lses = lses
-        self.deltas = deltas
-        self.keys = keys
-        self.values = values
-        self.kv_full = kv_full
-        self.kv_empty = kv_empty
-        self.d_scores = d_scores
-        self.staging = staging
-        self.landing = landing
-        self.landed = landed
-        self.read = read
 
     @gluon.jit
     def wait_both_have_read(self, taken):
@@ -135,15 +106,6 @@ class Scratch:
     rows: gl.tensor  # of a head
     first_line: gl.tensor  # KV heads of all batch entries that another launch had before
     skipped: gl.tensor  # their rows, of which there are none here
-
-    @gluon.constexpr_function
-    def __init__(self, desc, numbers, counts, rows, first_line, skipped):
-        self.desc = desc
-        self.numbers = numbers
-        self.counts = counts
-        self.rows = rows
-        self.first_line = first_line
-        self.skipped = skipped
 
     @gluon.jit
     def line(self, call, batch, head, q_first):
@@ -332,16 +294,6 @@ class Tile:
     key_words: gl.tensor  # dropout's: of the head's keys ...
     query_words: gl.tensor  # ... and of its queries
 
-    @gluon.constexpr_function
-    def __init__(self, own, q_len, k_len, offset, slope, key_words, query_words):
-        self.own = own
-        self.q_len = q_len
-        self.k_len = k_len
-        self.offset = offset
-        self.slope = slope
-        self.key_words = key_words
-        self.query_words = query_words
-
     @gluon.jit
     def hide_products(self, call, scores, products, row):
         """-inf where a query does not see a key, if scores are products times a positive number: one select less."""
@@ -405,13 +357,6 @@ class Sum:
     ptr: gl.tensor
     heads: gl.tensor
     D: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, desc, ptr, heads, D):
-        self.desc = desc
-        self.ptr = ptr
-        self.heads = heads
-        self.D = gl.constexpr(D)
 
     @gluon.jit
     def store(self, WARPGROUP: gl.constexpr, sums, memory, batch, head, k_first, own, k_len, IS_PACKED: gl.constexpr):

@@ -34,7 +34,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.core import _aggregate as aggregate
 
 from ...gpu.launch import Kernel, Launch
 from ...gpu.scratch import Scratch as ScratchMemory
@@ -52,7 +51,7 @@ from .facts import Call, Scores
 from .launch import chunks_descriptor, even_group, jit, numbers_descriptor, rows_descriptor, scales_late
 from .pipeline import make_ring
 from .scheduler import Order, draw, drawn, make_mailbox
-from .versions import COMPILE_OPTIONS, as_tiles_of, tma_add, tma_load
+from .versions import COMPILE_OPTIONS, aggregate, as_tiles_of, tma_add, tma_load
 
 KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
 UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
@@ -68,15 +67,6 @@ class Sources:
     grad: tma.tensor_descriptor
     lse: tma.tensor_descriptor
     delta: tma.tensor_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, query, key, value, grad, lse, delta):
-        self.query = query
-        self.key = key
-        self.value = value
-        self.grad = grad
-        self.lse = lse
-        self.delta = delta
 
 
 @gluon.jit

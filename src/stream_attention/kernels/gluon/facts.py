@@ -2,16 +2,14 @@
 of sums."""
 
 # No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
-# The constructors only list the fields again: Triton 3.6 asks for them, 3.9 writes them by itself.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
-from triton.language.core import _aggregate as aggregate
 
 from ..triton.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from .tiles import LOG2E, less_distance, packed_rows, tanh
-from .versions import as_tile_of, tma_store
+from .versions import aggregate, as_tile_of, tma_store
 
 UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
 
@@ -24,13 +22,6 @@ class Crew:
     IN_TURN: gl.constexpr
     RESCALE_LATE: gl.constexpr
     KEYS_FIRST: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, WARPGROUPS, IN_TURN, RESCALE_LATE, KEYS_FIRST):
-        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
-        self.IN_TURN = gl.constexpr(IN_TURN)
-        self.RESCALE_LATE = gl.constexpr(RESCALE_LATE)
-        self.KEYS_FIRST = gl.constexpr(KEYS_FIRST)
 
 
 @aggregate
@@ -53,43 +44,6 @@ class Call:
     IS_PACKED: gl.constexpr
     MANY_CUTS: gl.constexpr  # more than a warpgroup's first block may hold keys that some of its rows do not see
     UNSEEN: gl.constexpr  # TMA reads rows of V that no query sees
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        q_heads,
-        group,
-        q_len,
-        k_len,
-        offset,
-        left,
-        right,
-        cu_q,
-        cu_k,
-        q_rows,
-        k_rows,
-        HAS_LEFT,
-        HAS_RIGHT,
-        IS_PACKED,
-        MANY_CUTS,
-        UNSEEN,
-    ):
-        self.q_heads = q_heads
-        self.group = group
-        self.q_len = q_len
-        self.k_len = k_len
-        self.offset = offset
-        self.left = left
-        self.right = right
-        self.cu_q = cu_q
-        self.cu_k = cu_k
-        self.q_rows = q_rows
-        self.k_rows = k_rows
-        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
-        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
-        self.IS_PACKED = gl.constexpr(IS_PACKED)
-        self.MANY_CUTS = gl.constexpr(MANY_CUTS)
-        self.UNSEEN = gl.constexpr(UNSEEN)
 
     @gluon.jit
     def sequences(self, line):
@@ -143,46 +97,7 @@ class Scores:
     HAS_ALIBI: gl.constexpr
     HAS_DROPOUT: gl.constexpr
     TANH: gl.constexpr
-    SCALE_LATE: (
-        gl.constexpr
-    )  # the softmax multiplies scores with `factor`, in the instruction that takes the maximum off
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        scale,
-        softcap,
-        slopes,
-        stride_ab,
-        row_words,
-        stride_rb,
-        stride_rh,
-        col_words,
-        stride_cb,
-        stride_ch,
-        threshold,
-        HAS_SOFTCAP,
-        HAS_ALIBI,
-        HAS_DROPOUT,
-        TANH,
-        SCALE_LATE,
-    ):
-        self.scale = scale
-        self.softcap = softcap
-        self.slopes = slopes
-        self.stride_ab = stride_ab
-        self.row_words = row_words
-        self.stride_rb = stride_rb
-        self.stride_rh = stride_rh
-        self.col_words = col_words
-        self.stride_cb = stride_cb
-        self.stride_ch = stride_ch
-        self.threshold = threshold
-        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
-        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
-        self.HAS_DROPOUT = gl.constexpr(HAS_DROPOUT)
-        self.TANH = gl.constexpr(TANH)
-        self.SCALE_LATE = gl.constexpr(SCALE_LATE)
+    SCALE_LATE: gl.constexpr  # the softmax multiplies scores by `factor`, in the instruction that subtracts the row max
 
     @gluon.jit
     def of(self, products, slope, distance):
@@ -231,41 +146,6 @@ class Result:
     HAS_SINK: gl.constexpr
     BY_TMA: gl.constexpr  # through the shared memory of the queries, else from registers
     STATES: gl.constexpr  # warpgroups with a place for the state of other keys that they join; 0: nobody joins one
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        o_desc,
-        out,
-        stride_ob,
-        stride_om,
-        stride_oh,
-        lse,
-        stride_lb,
-        stride_lh,
-        write_lse,
-        sink,
-        dropout_scale,
-        DV,
-        HAS_SINK,
-        BY_TMA,
-        STATES,
-    ):
-        self.o_desc = o_desc
-        self.out = out
-        self.stride_ob = stride_ob
-        self.stride_om = stride_om
-        self.stride_oh = stride_oh
-        self.lse = lse
-        self.stride_lb = stride_lb
-        self.stride_lh = stride_lh
-        self.write_lse = write_lse
-        self.sink = sink
-        self.dropout_scale = dropout_scale
-        self.DV = gl.constexpr(DV)
-        self.HAS_SINK = gl.constexpr(HAS_SINK)
-        self.BY_TMA = gl.constexpr(BY_TMA)
-        self.STATES = gl.constexpr(STATES)
 
     @gluon.constexpr_function
     def borrowed(self, WARPGROUPS):

@@ -33,7 +33,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 
 from ...gpu.launch import Descriptor, Kernel, Launch
 from ...gpu.scratch import Outputs, Sample
@@ -50,7 +49,7 @@ from .launch import even_group, jit, rows_descriptor
 from .pipeline import make_ring, pass_turn, take_turn
 from .scheduler import Order, draw, drawn, make_mailbox, of_lane_0
 from .tiles import LN2, LOG2E, from_here, hide, log2, row_sums
-from .versions import COMPILE_OPTIONS, barrier, tma_load
+from .versions import COMPILE_OPTIONS, aggregate, barrier, tma_load
 
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 BLOCK = gl.constexpr(ROWS_OF_A_BLOCK)
@@ -73,22 +72,6 @@ class Codes:
     PARTS: gl.constexpr
     LAZY: gl.constexpr
     SUMS_FIRST: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, query_scales, query_scales_of_head, scales, blocks_of_head, factor,
-        TWO_LEVEL, APART, PARTS, LAZY, SUMS_FIRST,
-    ):  # fmt: skip
-        self.query_scales = query_scales
-        self.query_scales_of_head = query_scales_of_head
-        self.scales = scales
-        self.blocks_of_head = blocks_of_head
-        self.factor = factor
-        self.TWO_LEVEL = gl.constexpr(TWO_LEVEL)
-        self.APART = gl.constexpr(APART)
-        self.PARTS = gl.constexpr(PARTS)
-        self.LAZY = gl.constexpr(LAZY)
-        self.SUMS_FIRST = gl.constexpr(SUMS_FIRST)
 
     @gluon.jit
     def of_queries(self, head, row):

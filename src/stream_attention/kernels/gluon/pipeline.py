@@ -10,9 +10,8 @@ phase both sides wait for, so nobody keeps state but the number of uses.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
-from .versions import tma_load
+from .versions import aggregate, tma_load
 
 
 @aggregate
@@ -23,13 +22,6 @@ class Ring:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     SLOTS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, SLOTS):
-        self.tiles = tiles
-        self.full = full
-        self.empty = empty
-        self.SLOTS = gl.constexpr(SLOTS)
 
     @gluon.jit
     def wait_full(self, use, pred=True):

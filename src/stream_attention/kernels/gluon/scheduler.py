@@ -15,7 +15,8 @@ is one head, and its tiles read the same keys at the same time.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
+
+from .versions import aggregate
 
 
 @aggregate
@@ -26,13 +27,6 @@ class Order:
     tiles_m: gl.tensor
     group: gl.tensor  # lines that are worked on together, the last queries of all of them first
     tiles: gl.tensor  # in all
-
-    @gluon.constexpr_function
-    def __init__(self, lines, tiles_m, group, tiles):
-        self.lines = lines
-        self.tiles_m = tiles_m
-        self.group = group
-        self.tiles = tiles
 
     @gluon.jit
     def place(self, tile):
@@ -75,12 +69,6 @@ class Mailbox:
     words: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, words, full, empty):
-        self.words = words
-        self.full = full
-        self.empty = empty
 
     @gluon.jit
     def send(self, k, m, batch, head, q_first, q_len, k_first, k_len):
