@@ -44,14 +44,15 @@ from ..triton.arguments import FAR, line_strides, named, sample, scale_of, slope
 from ..triton.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from ..triton.prepass import Prepass
 from ..triton.rows import Rows
-from .backward_block import CHUNK, Part, Room, Scratch, Sum, consume, key_tiles, query_blocks
+from .backward_block import CHUNK, Part, Room, Scratch, Sum, consume, query_blocks
+from .backward_query_grad import finisher, reducer
 from .backward_rows import bind_rows, rows_sizes
 from .backward_wide import consume_for_key, consume_for_value
 from .facts import Call, Scores
 from .launch import chunks_descriptor, even_group, jit, numbers_descriptor, rows_descriptor, scales_late
 from .pipeline import make_ring
 from .scheduler import Order, draw, drawn, make_mailbox
-from .versions import COMPILE_OPTIONS, aggregate, as_tiles_of, tma_add, tma_load
+from .versions import COMPILE_OPTIONS, aggregate, tma_load
 
 KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
 UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
@@ -136,134 +137,6 @@ def _producer(part, call, order, counter, mail, room, scratch, sources):
         tile = drawn(answer)
     zero = use * 0
     mail.send(taken, zero - 1, zero, zero, zero, zero, zero, zero)
-
-
-@gluon.jit
-def _reducer(WARPGROUP: gl.constexpr, part, call, mail, room, scratch, BLOCK_M: gl.constexpr, D: gl.constexpr):
-    """Add the chunks of dQ that a consumer leaves in shared memory to the scratch."""
-    room.chunk_is_free(WARPGROUP)
-    taken = 0
-    n, batch, kv_head, q_first, q_len, _, k_len = mail.receive(0, 1)
-    while n >= 0:
-        offset = call.offset_of(q_len, k_len)
-        low, high = query_blocks(call, n * (2 * KEYS), k_len, q_len, offset, BLOCK_M)
-        for g in range(call.group):
-            at = scratch.line(call, batch, kv_head * call.group + g, q_first)
-            for i in range(low, high):
-                chunk = scratch.chunk(at + i * BLOCK_M, WARPGROUP, D)
-                if part.ORDERED:
-                    _, n_high = key_tiles(call, i * BLOCK_M, k_len, offset, BLOCK_M)
-                    scratch.wait_for(chunk, n_high - 1 - n)
-                room.wait_chunk_written(WARPGROUP)
-                tma_add(scratch.desc, [chunk * CHUNK, 0], room.staging.index(WARPGROUP))
-                tma.store_wait(pendings=0)  # it has been read
-                room.chunk_is_free(WARPGROUP)
-                scratch.count(chunk)
-        taken += 1
-        n, batch, kv_head, q_first, q_len, _, k_len = mail.receive(taken, 1)
-
-
-@gluon.jit
-def _finisher(
-    FINISHER: gl.constexpr,
-    FINISHERS: gl.constexpr,
-    part,
-    call,
-    order,
-    room,
-    scratch,
-    dq_ptr,
-    scale,
-    BLOCK_M: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    D: gl.constexpr,
-):
-    """Take the chunks of dQ to which every key tile has added out of the scratch, with one or two places to land."""
-    CHUNKS: gl.constexpr = BLOCK_M * BLOCK_D // (CHUNK * CHUNK)  # of a block: 2 or 4
-    PLACES: gl.constexpr = room.landed.shape[0] // FINISHERS
-    MINE: gl.constexpr = FINISHER * PLACES
-    q_heads = call.q_heads * call.group  # what it calls heads of queries are those of keys here
-    use = 0
-    item = gl.program_id(0) + FINISHER * gl.num_programs(0)
-    while item < order.tiles:
-        line, m = order.place(item)
-        block = (order.tiles_m - 1 - m) * BLOCK_M  # causal: the first rows are finished first
-        batch, kv_head, q_first, q_len, _, k_len = call.sequences(scratch.first_line + line)
-        if block < q_len:
-            low, high = key_tiles(call, block, k_len, call.offset_of(q_len, k_len), BLOCK_M)
-            first = q_first.to(gl.int64)
-            if not call.IS_PACKED:
-                first += batch.to(gl.int64) * q_len
-            for g in range(call.group):
-                head = kv_head * call.group + g
-                chunk = scratch.chunk(scratch.line(call, batch, head, q_first) + block, 0, BLOCK_D)
-                for pair in range(CHUNKS // PLACES):
-                    for w in gl.static_range(PLACES):  # both are on their way while the first is converted
-                        if part.COUNTS:
-                            scratch.wait_for(chunk + w, high - low)
-                        landed = room.landed.index(MINE + w)
-                        mbarrier.expect(landed, scratch.desc.block_type.nbytes)
-                        place = as_tiles_of(scratch.desc, room.landing, FINISHERS * PLACES).index(MINE + w)
-                        tma_load(scratch.desc, [(chunk + w) * CHUNK, 0], landed, place)
-                    for w in range(PLACES):
-                        mbarrier.wait(room.landed.index(MINE + w), use & 1)
-                        row = block
-                        column = k_len * 0
-                        if BLOCK_M == 2 * CHUNK:
-                            row += (pair * PLACES + w) * CHUNK
-                        else:
-                            column += (pair * PLACES + w) * CHUNK
-                        corner = dq_ptr + ((first + row) * q_heads + head) * (D // UNIT) * UNIT + column
-                        stride = q_heads * (D // UNIT)
-                        if part.COUNTS:
-                            _convert_rows(room, MINE + w, corner, q_len - row, D - column, stride, scale)
-                        else:
-                            _convert_registers(room, MINE + w, corner, q_len - row, D - column, stride, scale)
-                    use += 1
-                    chunk += PLACES
-        item += FINISHERS * gl.num_programs(0)
-
-
-@gluon.jit
-def _convert_rows(room, place, corner, rows_left, columns_left, stride, scale):
-    """Scale, convert and store a landed chunk. TMA leaves it by halves of the columns, 8 rows of one in a piece."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
-    PIECES: gl.constexpr = 2 * CHUNK // 8
-    of_rows = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
-    of_columns = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
-    for piece in range(PIECES):
-        numbers = room.landing.index(place * PIECES + piece).load(LAYOUT) * scale
-        rows = piece % (CHUNK // 8) * 8 + of_rows
-        columns = piece // (CHUNK // 8) * 32 + of_columns
-        inside = (rows < rows_left)[:, None] & (columns < columns_left)[None, :]
-        to = corner + (rows * stride * UNIT)[:, None] + columns[None, :]
-        gl.store(to, numbers.to(corner.dtype.element_ty), mask=inside)
-
-
-@gluon.jit
-def _convert_registers(room, place, corner, rows_left, columns_left, stride, scale):
-    """The same for a chunk in the order in which backward_wide.py added it: sixteen numbers are four times two of a
-    row and two of the eighth row after it."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [16, 2], [1, 1], [1, 0])
-    PIECES: gl.constexpr = CHUNK // 8
-    for piece in range(PIECES):
-        numbers = room.landing.index(place * PIECES + piece).load(LAYOUT) * scale
-        folded = numbers.reshape([16, 2, 4, 2, 2]).permute((0, 1, 2, 4, 3))
-        upper, lower = gl.split(folded)
-        upper = upper.reshape([16, 2, 8])
-        lower = lower.reshape([16, 2, 8])
-        layout: gl.constexpr = upper.type.layout
-        i = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-        h = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-        e = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-        run = (piece % (CHUNK // 16) * 64 + piece // (CHUNK // 16) * 2) + 4 * i[:, None] + h[None, :]
-        rows = run // 8 % 4 * 16 + run % 8
-        columns = (run // 32 * 8)[:, :, None] + e[None, None, :]
-        to = corner + (rows * stride * UNIT)[:, :, None] + columns
-        inside = columns < columns_left
-        gl.store(to, upper.to(corner.dtype.element_ty), mask=inside & (rows < rows_left)[:, :, None])
-        to += 8 * stride * UNIT
-        gl.store(to, lower.to(corner.dtype.element_ty), mask=inside & (rows + 8 < rows_left)[:, :, None])
 
 
 @jit
@@ -388,9 +261,9 @@ def _backward_kernel(
                 (consume, (0, part, call, scores, mail, room, dk_sum, dv_sum, dropout_scale)),
                 (consume, (1, part, call, scores, mail, room, dk_sum, dv_sum, dropout_scale)),
                 (_producer, (part, call, by_keys, counter_ptr, mail, room, scratch, sources)),
-                (_reducer, (0, part, call, mail, room, scratch, BLOCK_M, BLOCK_D)),
-                (_reducer, (1, part, call, mail, room, scratch, BLOCK_M, BLOCK_D)),
-                (_finisher, (0, 1, part, call, by_queries, room, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
+                (reducer, (0, part, call, mail, room, scratch, BLOCK_M, BLOCK_D)),
+                (reducer, (1, part, call, mail, room, scratch, BLOCK_M, BLOCK_D)),
+                (finisher, (0, 1, part, call, by_queries, room, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
             ],
             [4, 1, 1, 1, 1],
             [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS],
@@ -411,8 +284,8 @@ def _backward_kernel(
                 (consume_for_value, (0, part, call, scores, mail, room, dv_sum, dropout_scale)),
                 (consume_for_value, (1, part, call, scores, mail, room, dv_sum, dropout_scale)),
                 (_producer, (part, call, by_keys, counter_ptr + 1, mail, room, scratch, sources)),
-                (_finisher, (0, 2, part, call, by_queries, room, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
-                (_finisher, (1, 2, part, call, by_queries, room, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
+                (finisher, (0, 2, part, call, by_queries, room, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
+                (finisher, (1, 2, part, call, by_queries, room, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
             ],
             [4, 1, 1, 1],
             [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS],
