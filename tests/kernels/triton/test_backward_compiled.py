@@ -51,7 +51,14 @@ backward = BY_NAME["triton"].backward
 
 TABLES = named(BACKWARD)
 KINDS: dict[str, list[dict[str, Any]]] = {
-    "plain": [{}, {"dtype": F16}, {"sink": True}, {"layout": "packed"}, {"D": 64, "left": 100}, {"D": 128, "left": 100}],
+    "plain": [
+        {},
+        {"dtype": F16},
+        {"sink": True},
+        {"layout": "packed"},
+        {"D": 64, "left": 100},
+        {"D": 128, "left": 100},
+    ],
     "masked": [{"mask": True}, {"bias": BF16}, {"mask": True, "bias": F32}],
     "computed": [{"softcap": 20.0}, {"dropout_p": 0.1}, {"alibi": True}, {"D": 256, "left": 100}],
     "masked and computed": [{"bias": BF16, "softcap": 20.0}, {"mask": True, "alibi": True}],

@@ -193,7 +193,9 @@ def test_why_not(facts: dict[str, Any], sentence: str) -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("facts", [{}, {"D": 20}, {"D": 256}, {"layout": "packed"}, {"arch": 80}, {"arch": 120}], ids=str)
+@pytest.mark.parametrize(
+    "facts", [{}, {"D": 20}, {"D": 256}, {"layout": "packed"}, {"arch": 80}, {"arch": 120}], ids=str
+)
 def test_it_can(facts: dict[str, Any], backward: bool) -> None:
     assert BY_NAME["triton"].why_not(problem(**facts, backward=backward)) == ()
 

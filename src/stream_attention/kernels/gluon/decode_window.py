@@ -10,14 +10,14 @@ from .decode_tiles import (
     SECOND,
     by_row,
     copied,
-    facts_of_rows,
     hide,
-    leave,
     modify,
     query,
+    row_parameters,
+    softmax_step,
+    store_partial,
     swizzled,
     upper,
-    weigh,
 )
 from .versions import barrier, copy_async
 
@@ -38,7 +38,7 @@ def window_part(
     ROWS: gl.constexpr = gl.SliceLayout(1, upper(gl.zeros([16, BLOCK_N], gl.float32, MMA)).type.layout)
     KEYS: gl.constexpr = gl.SliceLayout(0, ROWS.parent)
     q = query(q_ptr, stride_qm, stride_qh, kv_head, q_len, 0, GROUP, D)
-    mask_r, q_pos, slopes, tree_rows = facts_of_rows(
+    mask_r, q_pos, slopes, tree_rows = row_parameters(
         length, q_len, slopes_ptr, tree_ptr, stride_rm, GROUP, HAS_ALIBI, HAS_TREE, ROWS
     )  # fmt: skip
     keys = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [BLOCK_N, D], swizzled(D))
@@ -53,19 +53,19 @@ def window_part(
         async_copy.commit_group()
         async_copy.wait_group(0)
         barrier()
-        products = mma_v2(q, keys.permute((1, 0)).load(SECOND), gl.zeros([16, BLOCK_N], gl.float32, MMA))
+        qk = mma_v2(q, keys.permute((1, 0)).load(SECOND), gl.zeros([16, BLOCK_N], gl.float32, MMA))
         k_pos = (start + gl.arange(0, BLOCK_N, layout=KEYS))[None, :]
-        scores = modify(upper(products), scale, softcap, slopes, q_pos, k_pos, HAS_SOFTCAP, HAS_ALIBI, TANH)
+        scores = modify(upper(qk), scale, softcap, slopes, q_pos, k_pos, HAS_SOFTCAP, HAS_ALIBI, TANH)
         scores = hide(
             scores, k_pos < end, q_pos, k_pos, left, right, tree_rows, length - q_len, mask_r,
             HAS_LEFT, HAS_RIGHT, HAS_TREE,
         )  # fmt: skip
-        weights, shrink, row_max, row_sum = weigh(scores, 0.0, row_max, row_sum, True)
-        p = gl.convert_layout(weights.to(q.dtype).permute((1, 0)), SECOND, assert_trivial=True)
-        seen = gl.convert_layout(gl.max(scores, 0), gl.SliceLayout(0, FIRST)) != float("-inf")
-        numbers = gl.where(seen[None, :], values.permute((1, 0)).load(FIRST), 0.0)
-        acc = mma_v2(numbers, p, acc * by_row(shrink))
-    leave(acc, row_max, row_sum, workspace_ptr, outs_ptr, at, GROUP * q_len, 0, DV, True)
+        p, rescale, row_max, row_sum = softmax_step(scores, 0.0, row_max, row_sum, True)
+        p_operand = gl.convert_layout(p.to(q.dtype).permute((1, 0)), SECOND, assert_trivial=True)
+        visible = gl.convert_layout(gl.max(scores, 0), gl.SliceLayout(0, FIRST)) != float("-inf")
+        v = gl.where(visible[None, :], values.permute((1, 0)).load(FIRST), 0.0)
+        acc = mma_v2(v, p_operand, acc * by_row(rescale))
+    store_partial(acc, row_max, row_sum, workspace_ptr, outs_ptr, at, GROUP * q_len, 0, DV, True)
 
 
 @gluon.jit

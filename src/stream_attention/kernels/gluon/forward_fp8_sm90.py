@@ -36,14 +36,14 @@ from ...gpu.scratch import Outputs, Sample
 from ...problem import UNBOUNDED, Problem, distinct
 from ...tuning.fp8 import GluonFp8Config
 from ...tuning.gluon import ROWS as ROWS_OF_A_WARPGROUP
-from ...tuning.gluon import many_cuts
+from ...tuning.gluon import masks_beyond_first_block
 from ..fp8_layout import KeyCodes, QueryCodes
 from ..triton.arguments import FAR, UNIT, line_strides, named, row_strides
-from .facts import Call, Crew, Result
-from .forward_fp8_consumer import AGAIN, Codes, bit, consume, declare_vote, first_row, lost_tiles
+from .forward_fp8_consumer import RECOMPUTE, Fp8Scales, bit, consume, declare_vote, first_row, overflowed_tiles
 from .launch import even_group, jit, rows_descriptor
+from .parameters import Epilogue, SeqlenInfo, WarpgroupConfig
 from .pipeline import make_ring
-from .scheduler import Order, draw, drawn, make_mailbox, of_lane_0
+from .scheduler import TileScheduler, fetch_next, make_channel, of_lane_0, resolve
 from .tiles import LOG2E
 from .versions import COMPILE_OPTIONS, tma_load
 
@@ -51,91 +51,91 @@ ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 
 
 @gluon.jit
-def _load(ring, desc, use, head, row, column):
+def _load(ring, desc, kv_iter, head, row, column):
     """Fill a slot, as soon as it is empty."""
-    ring.wait_empty(use)
-    barrier = ring.expect(use, desc.block_type.nbytes)
-    tma_load(desc, [head, row, column], barrier, ring.tiles.index(use % ring.SLOTS))
+    ring.wait_empty(kv_iter)
+    barrier = ring.expect(kv_iter, desc.block_type.nbytes)
+    tma_load(desc, [head, row, column], barrier, ring.tiles.index(kv_iter % ring.SLOTS))
 
 
 @gluon.jit
-def _producer(crew, call, codes, order, counter, mail, queries, keys, values, q_desc, k_desc, v_desc):
+def _producer(config, seqlen, fp8, scheduler, counter, channel, queries, keys, values, q_desc, k_desc, v_desc):
     """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ..."""
-    TILE_ROWS: gl.constexpr = crew.WARPGROUPS * ROWS
+    TILE_ROWS: gl.constexpr = config.WARPGROUPS * ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
     AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
-    use = 0
-    taken = 0
+    kv_iter = 0
+    tile_iter = 0
     tile = gl.program_id(0)
     zero = tile * 0
     word = counter + (1 + tile)
     gl.static_assert(queries.SLOTS <= 2, "three tiles on their way have a name and a bit each, four have not")
     # Each is computed for itself: names that are bound to one tensor before a loop are one variable in it.
-    again = tile * 0  # or AGAIN
+    recompute = tile * 0  # or RECOMPUTE
     looked_at = tile * 0  # tiles of which it is known whether they are lost
-    following = tile * 1  # what was drawn
+    next_tile = tile * 1  # what was drawn
     last = tile * 1  # the tiles that were loaded last
     second_last = tile * 1
     third_last = tile * 1
-    while tile < order.tiles:
-        line, m = order.place(tile)
-        batch, head, q_first, q_len, k_first, k_len = call.sequences(line)
+    while tile < scheduler.tiles:
+        batch_head, m = scheduler.place(tile)
+        batch, head, q_first, q_len, k_first, k_len = seqlen.sequences(batch_head)
         first = m * TILE_ROWS
-        answer = tile
-        lost = zero
+        pending_tile = tile
+        overflowed = zero
         if first < q_len:
-            mail.send(taken, m + again, batch, head, q_first, q_len, k_first, k_len)
-            kv_head = head // call.group
-            low, high = call.blocks(first, first + (TILE_ROWS - 1), k_len, call.offset_of(q_len, k_len), BLOCK_N)
+            channel.send(tile_iter, m + recompute, batch, head, q_first, q_len, k_first, k_len)
+            kv_head = head // seqlen.group
+            low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), k_len, seqlen.offset_of(q_len, k_len), BLOCK_N)
             blocks = high - low
-            begin = first_row(call, batch, k_first, k_len)
+            begin = first_row(seqlen, batch, k_first, k_len)
             row = begin + (high - 1) * BLOCK_N  # of the last block
-            _load(keys, k_desc, use, kv_head, row, 0)
-            queries.wait_empty(taken)  # so all tiles before this one but `SLOTS` - 1 are done
-            if codes.LAZY:
-                lost = lost_tiles(word)
-            landing = queries.expect(taken, crew.WARPGROUPS * q_desc.block_type.nbytes)
-            slot = (taken % queries.SLOTS) * crew.WARPGROUPS
-            q_row = first_row(call, batch, q_first, q_len) + first
-            for w in gl.static_range(crew.WARPGROUPS):
+            _load(keys, k_desc, kv_iter, kv_head, row, 0)
+            queries.wait_empty(tile_iter)  # so all tiles before this one but `SLOTS` - 1 are done
+            if fp8.LAZY:
+                overflowed = overflowed_tiles(word)
+            landing = queries.expect(tile_iter, config.WARPGROUPS * q_desc.block_type.nbytes)
+            slot = (tile_iter % queries.SLOTS) * config.WARPGROUPS
+            q_row = first_row(seqlen, batch, q_first, q_len) + first
+            for w in gl.static_range(config.WARPGROUPS):
                 tma_load(q_desc, [head, q_row + w * ROWS, 0], landing, queries.tiles.index(slot + w))
             near_end = gl.maximum(blocks - AHEAD, 1)
             for j in range(1, near_end):
-                _load(keys, k_desc, use + j, kv_head, row - j * BLOCK_N, 0)
-                _load(values, v_desc, use + j - 1, kv_head, 0, row - (j - 1) * BLOCK_N)
-            if again == 0:
-                answer = draw(counter)
+                _load(keys, k_desc, kv_iter + j, kv_head, row - j * BLOCK_N, 0)
+                _load(values, v_desc, kv_iter + j - 1, kv_head, 0, row - (j - 1) * BLOCK_N)
+            if recompute == 0:
+                pending_tile = fetch_next(counter)
             for j in range(near_end, blocks):
-                _load(keys, k_desc, use + j, kv_head, row - j * BLOCK_N, 0)
-                _load(values, v_desc, use + j - 1, kv_head, 0, row - (j - 1) * BLOCK_N)
-            _load(values, v_desc, use + blocks - 1, kv_head, 0, begin + low * BLOCK_N)
-            use += blocks
-            taken += 1
+                _load(keys, k_desc, kv_iter + j, kv_head, row - j * BLOCK_N, 0)
+                _load(values, v_desc, kv_iter + j - 1, kv_head, 0, row - (j - 1) * BLOCK_N)
+            _load(values, v_desc, kv_iter + blocks - 1, kv_head, 0, begin + low * BLOCK_N)
+            kv_iter += blocks
+            tile_iter += 1
             third_last = second_last
             second_last = last
             last = tile
-            lost = of_lane_0(lost)
+            overflowed = of_lane_0(overflowed)
         else:  # a sequence of the pack that is shorter
-            answer = draw(counter)
-        if again == 0:
-            following = drawn(answer)
-        tile = following
-        again = zero
-        if codes.LAZY:
-            done = taken - queries.SLOTS
-            if tile >= order.tiles:  # nothing else is left to do: wait for all of them
-                queries.wait_empty(taken - 1 + queries.SLOTS)
-                lost = of_lane_0(lost_tiles(word))
-                done = taken
+            pending_tile = fetch_next(counter)
+        if recompute == 0:
+            next_tile = resolve(pending_tile)
+        tile = next_tile
+        recompute = zero
+        if fp8.LAZY:
+            done = tile_iter - queries.SLOTS
+            if tile >= scheduler.tiles:  # nothing else is left to do: wait for all of them
+                queries.wait_empty(tile_iter - 1 + queries.SLOTS)
+                overflowed = of_lane_0(overflowed_tiles(word))
+                done = tile_iter
             for _ in gl.static_range(queries.SLOTS + 1):
-                if (looked_at < done) & (again == 0):
-                    if (lost & bit(looked_at)) != 0:
+                if (looked_at < done) & (recompute == 0):
+                    if (overflowed & bit(looked_at)) != 0:
                         gl.atomic_add(word, 16 - bit(looked_at), sem="relaxed")
-                        older = gl.where(looked_at == taken - 2, second_last, third_last)
-                        tile = gl.where(looked_at == taken - 1, last, older)
-                        again = zero + AGAIN
+                        older = gl.where(looked_at == tile_iter - 2, second_last, third_last)
+                        tile = gl.where(looked_at == tile_iter - 1, last, older)
+                        recompute = zero + RECOMPUTE
                     looked_at += 1
-    mail.send(taken, zero - 1, zero, zero, zero, zero, zero, zero)
+    channel.send(tile_iter, zero - 1, zero, zero, zero, zero, zero, zero)
 
 
 @jit
@@ -151,9 +151,9 @@ def _forward_fp8_kernel(
     cu_q_ptr,
     cu_k_ptr,
     count_ptr,
-    lines: gl.int32,
+    batch_heads: gl.int32,
     tiles_m: gl.int32,
-    line_group: gl.int32,
+    head_group: gl.int32,
     tiles: gl.int32,
     q_heads: gl.int32,
     group: gl.int32,
@@ -186,7 +186,7 @@ def _forward_fp8_kernel(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     IS_PACKED: gl.constexpr,
-    MANY_CUTS: gl.constexpr,
+    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -194,33 +194,33 @@ def _forward_fp8_kernel(
     keys = make_ring(k_desc, K_SLOTS, 1, WARPGROUPS)
     values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
     staging = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS * PARTS] + o_desc.block_type.shape, o_desc.layout)
-    mail = make_mailbox(WARPGROUPS)
+    channel = make_channel(WARPGROUPS)
     gl.static_assert(TWO_LEVEL or not LAZY, "sums in the matrix units are rescaled before weights are known")
     if LAZY:
         declare_vote()
-    crew = Crew(WARPGROUPS, IN_TURN, False, False)
-    order = Order(lines, tiles_m, line_group, tiles)
-    call = Call(
+    config = WarpgroupConfig(WARPGROUPS, IN_TURN, False, False)
+    scheduler = TileScheduler(batch_heads, tiles_m, head_group, tiles)
+    seqlen = SeqlenInfo(
         q_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows,
-        HAS_LEFT, HAS_RIGHT, IS_PACKED, MANY_CUTS, False,
+        HAS_LEFT, HAS_RIGHT, IS_PACKED, MASKS_BEYOND_FIRST_BLOCK, False,
     )  # fmt: skip
-    codes = Codes(
+    fp8 = Fp8Scales(
         query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E,
         TWO_LEVEL, APART, PARTS, LAZY, SUMS_FIRST,
     )  # fmt: skip
-    result = Result(
-        o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, lines, lse_ptr, scale,
+    epilogue = Epilogue(
+        o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, batch_heads, lse_ptr, scale,
         D, False, True, False,
     )  # fmt: skip
     # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
-                (consume, (1, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
+                (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
+                (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
                 (
                     _producer,
-                    (crew, call, codes, order, count_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc),
+                    (config, seqlen, fp8, scheduler, count_ptr, channel, queries, keys, values, q_desc, k_desc, v_desc),
                 ),
             ],
             [4, 1],
@@ -229,12 +229,12 @@ def _forward_fp8_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
-                (consume, (1, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
-                (consume, (2, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
+                (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
+                (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
+                (consume, (2, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
                 (
                     _producer,
-                    (crew, call, codes, order, count_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc),
+                    (config, seqlen, fp8, scheduler, count_ptr, channel, queries, keys, values, q_desc, k_desc, v_desc),
                 ),
             ],
             [4, 4, 1],
@@ -325,9 +325,9 @@ def bind_fp8(
         cu_q_ptr=lse if cu_seqlens_q is None else cu_seqlens_q,
         cu_k_ptr=lse if cu_seqlens_k is None else cu_seqlens_k,
         count_ptr=counter,
-        lines=lines,
+        batch_heads=lines,
         tiles_m=tiles_m,
-        line_group=_lines_in_cache(problem, lines),
+        head_group=_lines_in_cache(problem, lines),
         tiles=tiles,
         q_heads=problem.q_heads,
         group=problem.group,
@@ -357,7 +357,7 @@ def bind_fp8(
         HAS_LEFT=problem.left != UNBOUNDED,
         HAS_RIGHT=problem.right != UNBOUNDED,
         IS_PACKED=packed,
-        MANY_CUTS=many_cuts(problem, config.block_n),
+        MASKS_BEYOND_FIRST_BLOCK=masks_beyond_first_block(problem, config.block_n),
         CONSUMER_REGISTERS=config.consumer_registers,
         PRODUCER_REGISTERS=config.producer_registers,
     )

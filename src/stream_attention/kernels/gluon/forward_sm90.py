@@ -14,7 +14,7 @@ Explicit here, and left to the compiler in kernels/triton/forward.py:
   follow them and leave the matrix units idle (docs/performance.md: 3-6 %).
 - Edges. Blocks go from the right to the left, so that those that are cut by the causal edge or the end of the keys come
   first. Where that is one block, as in causal calls of aligned lengths, the loop over the others has no code for edges.
-- Order. A program stays on its processor and takes tile after tile (scheduler.py).
+- Tile scheduler. A program stays on its processor and takes tile after tile (scheduler.py).
 - What is hidden. TMA reads rows that do not exist as zeros, per batch entry. Rows of V that exist and that no query
   sees (in a pack those of the next sequence, else those outside every window) are cleared by the consumers, as their
   weight of 0 times NaN would be NaN.
@@ -38,7 +38,7 @@ from ...gpu.launch import Kernel, Launch
 from ...gpu.scratch import Outputs, Sample
 from ...problem import UNBOUNDED, Forward, Inputs, Problem
 from ...tuning.gluon import ROWS as ROWS_OF_A_WARPGROUP
-from ...tuning.gluon import GluonConfig, joining, many_cuts, reads_unseen, tile_widths
+from ...tuning.gluon import GluonConfig, joining, loads_masked_kv, masks_beyond_first_block, tile_widths
 from ..triton.arguments import (
     FAR,
     UNIT,
@@ -51,11 +51,11 @@ from ..triton.arguments import (
     tanh,
 )
 from ..triton.prepass import Prepass
-from .facts import Call, Crew, Result, Scores
 from .forward_consumer import consume
 from .launch import even_group, jit, rows_descriptor, scales_late
+from .parameters import Epilogue, ScoreMod, SeqlenInfo, WarpgroupConfig
 from .pipeline import load_rows, make_ring
-from .scheduler import Order, draw, drawn, make_mailbox
+from .scheduler import TileScheduler, fetch_next, make_channel, resolve
 from .versions import COMPILE_OPTIONS, as_tile_of, tma_load
 
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
@@ -65,79 +65,81 @@ JOINED_WIDTH = 128
 
 
 @gluon.jit
-def _load_pairs(first, last, use_k, use_v, keys, values, k_desc, v_desc, entry, row, kv_head):
+def _load_pairs(first, last, k_iter, v_iter, keys, values, k_desc, v_desc, entry, row, kv_head):
     """Blocks `first` to before `last` of K, and of V those before them; `row` is that of block 0."""
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
     for j in range(first, last):
-        load_rows(keys, k_desc, use_k + j, entry, row - j * BLOCK_N, kv_head)
-        load_rows(values, v_desc, use_v + j - 1, entry, row - (j - 1) * BLOCK_N, kv_head)
+        load_rows(keys, k_desc, k_iter + j, entry, row - j * BLOCK_N, kv_head)
+        load_rows(values, v_desc, v_iter + j - 1, entry, row - (j - 1) * BLOCK_N, kv_head)
 
 
 @gluon.jit
-def _producer(crew, call, result, order, counter, mail, queries, keys, values, states, q_desc, k_desc, v_desc):
+def _producer(
+    config, seqlen, epilogue, scheduler, counter, channel, queries, keys, values, states, q_desc, k_desc, v_desc
+):
     """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ...
 
     States that are joined come in the middle of a tile, when everybody is done with those of the tile before and nobody
     waits for them. One that takes a slot of keys comes behind the last of them.
     """
-    TILE_ROWS: gl.constexpr = crew.WARPGROUPS * ROWS
+    TILE_ROWS: gl.constexpr = config.WARPGROUPS * ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
-    BORROWED: gl.constexpr = result.borrowed(crew.WARPGROUPS)
+    BORROWED: gl.constexpr = epilogue.borrowed(config.WARPGROUPS)
     SKIPPED: gl.constexpr = (TILE_ROWS - ROWS + BLOCK_N - 1) // BLOCK_N  # blocks of a tile that not all see, at most
     AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
-    use = 0  # slots of K and V filled so far
-    taken = 0  # tiles
+    kv_iter = 0  # slots of K and V filled so far
+    tile_iter = 0  # tiles
     tile = gl.program_id(0)
-    while tile < order.tiles:
-        line, m = order.place(tile)
-        batch, head, q_first, q_len, k_first, k_len = call.sequences(line)
+    while tile < scheduler.tiles:
+        batch_head, m = scheduler.place(tile)
+        batch, head, q_first, q_len, k_first, k_len = seqlen.sequences(batch_head)
         first = m * TILE_ROWS
-        answer = tile
+        pending_tile = tile
         if first < q_len:
-            mail.send(taken, m, batch, head, q_first, q_len, k_first, k_len)
-            kv_head = head // call.group
+            channel.send(tile_iter, m, batch, head, q_first, q_len, k_first, k_len)
+            kv_head = head // seqlen.group
             entry = batch
-            if call.IS_PACKED:
+            if seqlen.IS_PACKED:
                 entry = batch * 0
-            offset = call.offset_of(q_len, k_len)
-            low, high = call.blocks(first, first + (TILE_ROWS - 1), k_len, offset, BLOCK_N)
+            offset = seqlen.offset_of(q_len, k_len)
+            low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), k_len, offset, BLOCK_N)
             blocks = high - low
             row = k_first + (high - 1) * BLOCK_N  # of the last block
-            use_k = use + taken * BORROWED
-            load_rows(keys, k_desc, use_k, entry, row, kv_head)
-            queries.wait_empty(taken)
-            landing = queries.expect(taken, crew.WARPGROUPS * q_desc.block_type.nbytes)
-            slot = (taken % queries.SLOTS) * crew.WARPGROUPS
-            for w in gl.static_range(crew.WARPGROUPS):
+            k_iter = kv_iter + tile_iter * BORROWED
+            load_rows(keys, k_desc, k_iter, entry, row, kv_head)
+            queries.wait_empty(tile_iter)
+            landing = queries.expect(tile_iter, config.WARPGROUPS * q_desc.block_type.nbytes)
+            slot = (tile_iter % queries.SLOTS) * config.WARPGROUPS
+            for w in gl.static_range(config.WARPGROUPS):
                 tma_load(q_desc, [entry, q_first + first + w * ROWS, head, 0], landing, queries.tiles.index(slot + w))
             near_end = gl.maximum(blocks - AHEAD, 1)
             loaded = 1
-            if result.STATES > 0:
+            if epilogue.STATES > 0:
                 # Not before the keys that a consumer waits for until it lets go of the state of the tile before.
                 middle = gl.minimum(gl.maximum(blocks // 2, SKIPPED + 1), blocks)
                 near_end = gl.maximum(near_end, middle)
-                _load_pairs(1, middle, use_k, use, keys, values, k_desc, v_desc, entry, row, kv_head)
-                states.wait_empty(taken)
-                landing = states.expect(taken, result.STATES * result.o_desc.block_type.nbytes)
-                for w in gl.static_range(result.STATES):
-                    tma_load(result.o_desc, [entry, first + w * ROWS, head, 0], landing, states.tiles.index(w))
+                _load_pairs(1, middle, k_iter, kv_iter, keys, values, k_desc, v_desc, entry, row, kv_head)
+                states.wait_empty(tile_iter)
+                landing = states.expect(tile_iter, epilogue.STATES * epilogue.o_desc.block_type.nbytes)
+                for w in gl.static_range(epilogue.STATES):
+                    tma_load(epilogue.o_desc, [entry, first + w * ROWS, head, 0], landing, states.tiles.index(w))
                 loaded = middle
-            _load_pairs(loaded, near_end, use_k, use, keys, values, k_desc, v_desc, entry, row, kv_head)
-            answer = draw(counter)
-            _load_pairs(near_end, blocks, use_k, use, keys, values, k_desc, v_desc, entry, row, kv_head)
+            _load_pairs(loaded, near_end, k_iter, kv_iter, keys, values, k_desc, v_desc, entry, row, kv_head)
+            pending_tile = fetch_next(counter)
+            _load_pairs(near_end, blocks, k_iter, kv_iter, keys, values, k_desc, v_desc, entry, row, kv_head)
             if BORROWED > 0:
-                keys.wait_empty(use_k + blocks)
-                landing = keys.expect(use_k + blocks, result.o_desc.block_type.nbytes)
-                place = as_tile_of(result.o_desc, keys.tiles.index((use_k + blocks) % keys.SLOTS))
-                tma_load(result.o_desc, [entry, first + result.STATES * ROWS, head, 0], landing, place)
-            load_rows(values, v_desc, use + blocks - 1, entry, k_first + low * BLOCK_N, kv_head)
-            use += blocks
-            taken += 1
+                keys.wait_empty(k_iter + blocks)
+                landing = keys.expect(k_iter + blocks, epilogue.o_desc.block_type.nbytes)
+                place = as_tile_of(epilogue.o_desc, keys.tiles.index((k_iter + blocks) % keys.SLOTS))
+                tma_load(epilogue.o_desc, [entry, first + epilogue.STATES * ROWS, head, 0], landing, place)
+            load_rows(values, v_desc, kv_iter + blocks - 1, entry, k_first + low * BLOCK_N, kv_head)
+            kv_iter += blocks
+            tile_iter += 1
         else:  # a sequence of the pack that is shorter
-            answer = draw(counter)
-        tile = drawn(answer)
-    zero = use * 0
-    mail.send(taken, zero - 1, zero, zero, zero, zero, zero, zero)
+            pending_tile = fetch_next(counter)
+        tile = resolve(pending_tile)
+    zero = kv_iter * 0
+    channel.send(tile_iter, zero - 1, zero, zero, zero, zero, zero, zero)
 
 
 @jit
@@ -156,9 +158,9 @@ def _forward_kernel(
     cu_k_ptr,
     counter_ptr,
     write_lse: gl.int32,
-    lines: gl.int32,
+    batch_heads: gl.int32,
     tiles_m: gl.int32,
-    line_group: gl.int32,
+    head_group: gl.int32,
     tiles: gl.int32,
     q_heads: gl.int32,
     group: gl.int32,
@@ -199,8 +201,8 @@ def _forward_kernel(
     HAS_SOFTCAP: gl.constexpr,
     HAS_DROPOUT: gl.constexpr,
     IS_PACKED: gl.constexpr,
-    MANY_CUTS: gl.constexpr,
-    UNSEEN: gl.constexpr,
+    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr,
+    LOADS_MASKED_KV: gl.constexpr,
     SCALE_LATE: gl.constexpr,
     TANH: gl.constexpr,
     STATES: gl.constexpr,
@@ -213,19 +215,19 @@ def _forward_kernel(
     states = queries
     if STATES > 0:
         states = make_ring(o_desc, 1, STATES, STATES)
-    mail = make_mailbox(WARPGROUPS)
-    crew = Crew(WARPGROUPS, IN_TURN, RESCALE_LATE, KEYS_FIRST)
-    order = Order(lines, tiles_m, line_group, tiles)
+    channel = make_channel(WARPGROUPS)
+    config = WarpgroupConfig(WARPGROUPS, IN_TURN, RESCALE_LATE, KEYS_FIRST)
+    scheduler = TileScheduler(batch_heads, tiles_m, head_group, tiles)
     counter = counter_ptr
-    call = Call(
+    seqlen = SeqlenInfo(
         q_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows,
-        HAS_LEFT, HAS_RIGHT, IS_PACKED, MANY_CUTS, UNSEEN,
+        HAS_LEFT, HAS_RIGHT, IS_PACKED, MASKS_BEYOND_FIRST_BLOCK, LOADS_MASKED_KV,
     )  # fmt: skip
-    scores = Scores(
+    score_mod = ScoreMod(
         scale, softcap, slopes_ptr, stride_ab, row_words_ptr, stride_rb, stride_rh, col_words_ptr, stride_cb, stride_ch,
         threshold, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, TANH, SCALE_LATE,
     )  # fmt: skip
-    result = Result(
+    epilogue = Epilogue(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, write_lse, sink_ptr,
         dropout_scale, DV, HAS_SINK, BY_TMA, STATES,
     )  # fmt: skip
@@ -233,11 +235,25 @@ def _forward_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, crew, call, scores, result, mail, queries, keys, values, states)),
-                (consume, (1, crew, call, scores, result, mail, queries, keys, values, states)),
+                (consume, (0, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
+                (consume, (1, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
                 (
                     _producer,
-                    (crew, call, result, order, counter, mail, queries, keys, values, states, q_desc, k_desc, v_desc),
+                    (
+                        config,
+                        seqlen,
+                        epilogue,
+                        scheduler,
+                        counter,
+                        channel,
+                        queries,
+                        keys,
+                        values,
+                        states,
+                        q_desc,
+                        k_desc,
+                        v_desc,
+                    ),
                 ),
             ],
             [4, 1],
@@ -246,12 +262,26 @@ def _forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, crew, call, scores, result, mail, queries, keys, values, states)),
-                (consume, (1, crew, call, scores, result, mail, queries, keys, values, states)),
-                (consume, (2, crew, call, scores, result, mail, queries, keys, values, states)),
+                (consume, (0, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
+                (consume, (1, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
+                (consume, (2, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
                 (
                     _producer,
-                    (crew, call, result, order, counter, mail, queries, keys, values, states, q_desc, k_desc, v_desc),
+                    (
+                        config,
+                        seqlen,
+                        epilogue,
+                        scheduler,
+                        counter,
+                        channel,
+                        queries,
+                        keys,
+                        values,
+                        states,
+                        q_desc,
+                        k_desc,
+                        v_desc,
+                    ),
                 ),
             ],
             [4, 4, 1],
@@ -327,9 +357,9 @@ def _sizes(
         "o_desc": rows_descriptor(out, ROWS.value, value_dim) if by_tma else q_desc,
         "k_desc": rows_descriptor(key, config.block_n, dim),
         "v_desc": rows_descriptor(value, config.block_n, value_dim),
-        "lines": lines,
+        "batch_heads": lines,
         "tiles_m": tiles_m,
-        "line_group": _lines_in_cache(problem, lines),
+        "head_group": _lines_in_cache(problem, lines),
         "tiles": tiles,
         "q_len": problem.q_len,
         "k_len": problem.k_len,
@@ -340,8 +370,8 @@ def _sizes(
         "k_rows": key.shape[-3],
         "HAS_LEFT": problem.left != UNBOUNDED,
         "HAS_RIGHT": problem.right != UNBOUNDED,
-        "MANY_CUTS": many_cuts(problem, config.block_n),
-        "UNSEEN": problem.packed or reads_unseen(problem),
+        "MASKS_BEYOND_FIRST_BLOCK": masks_beyond_first_block(problem, config.block_n),
+        "LOADS_MASKED_KV": problem.packed or loads_masked_kv(problem),
     }
 
 

@@ -77,7 +77,7 @@ def as_tiles_of(desc, memory, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def kept_in_loop(number):
+def opaque_in_loop(number):
     """`number`, from which nothing is computed ahead of a loop: the newer compiler keeps the descriptors of 256 columns
     of queries in registers otherwise, and spills them."""
     if COPIES_WGMMA_OPERANDS:

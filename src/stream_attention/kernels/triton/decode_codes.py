@@ -326,7 +326,7 @@ def _codes_kernel(
     PER_CHANNEL: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_WV: tl.constexpr,
-    ALL_SEE: tl.constexpr,
+    ALL_VISIBLE: tl.constexpr,
     ALIGNED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -451,7 +451,7 @@ def _codes_kernel(
         scores = modify_scores(products, row_scale, softcap, slopes, across, down, HAS_SOFTCAP, HAS_ALIBI, TANH)
         if PAGE != 0:
             scores = tl.where(exists, scores, float("nan"))
-        if not ALL_SEE:
+        if not ALL_VISIBLE:
             scores = hide_scores(
                 scores, seen[:, None], across, down, left, right, tree_rows, length - q_len, mask_r[None, :],
                 HAS_LEFT, HAS_RIGHT, HAS_TREE,
@@ -459,7 +459,7 @@ def _codes_kernel(
         weights, shrink, row_max, row_sum = _online_softmax_step(scores, row_max, row_sum)
         p = weights.to(tl.float16)
         some = tl.full([1, BLOCK_N], True, tl.int1)
-        if HAS_TREE and not ALL_SEE:  # a new token that nobody sees may hold anything
+        if HAS_TREE and not ALL_VISIBLE:  # a new token that nobody sees may hold anything
             some = (tl.max(scores, 1) != float("-inf"))[None, :]
         hidden = first - start
         s0, z0 = _scales_of_values(vs_ptr, vz_ptr, token, stride_vss, hidden, 0, WV, BLOCK_N, TOKENS, HAS_LEFT)
@@ -468,13 +468,13 @@ def _codes_kernel(
             s2, z2 = _scales_of_values(vs_ptr, vz_ptr, token, stride_vss, hidden, 2, WV, BLOCK_N, TOKENS, HAS_LEFT)
             s3, z3 = _scales_of_values(vs_ptr, vz_ptr, token, stride_vss, hidden, 3, WV, BLOCK_N, TOKENS, HAS_LEFT)
             v0, v1, v2, v3 = _numbers_of_4(v_words, s0, s1, s2, s3, z0, z1, z2, z3, INTERPRETED)
-            if HAS_TREE and not ALL_SEE:
+            if HAS_TREE and not ALL_VISIBLE:
                 v2, v3 = tl.where(some, v2, 0.0), tl.where(some, v3, 0.0)
             acc2 = tl.dot(v2, p, acc2 * shrink[None, :])
             acc3 = tl.dot(v3, p, acc3 * shrink[None, :])
         else:
             v0, v1 = _numbers_of_8(v_words, s0, s1, FORMAT, INTERPRETED)
-        if HAS_TREE and not ALL_SEE:
+        if HAS_TREE and not ALL_VISIBLE:
             v0, v1 = tl.where(some, v0, 0.0), tl.where(some, v1, 0.0)
         acc0 = tl.dot(v0, p, acc0 * shrink[None, :])
         acc1 = tl.dot(v1, p, acc1 * shrink[None, :])
@@ -574,7 +574,7 @@ def quantized_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
         "slots": cache.key_window.shape[1],
         "FORMAT": cache.coding.format,
         "TOKENS": cache.coding.group,
-        "ALL_SEE": all_see(call, cache),
+        "ALL_VISIBLE": all_see(call, cache),
     }
 
 

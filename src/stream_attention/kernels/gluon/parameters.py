@@ -1,5 +1,4 @@
-"""What a launch is told, bundled by who asks: who works how, where queries and keys are, what scores mean, what becomes
-of sums."""
+"""The parameters of a launch, in groups: warpgroups, sequence lengths and windows, score modifications, epilogue."""
 
 # No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
 
@@ -8,14 +7,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ..triton.arguments import UNIT as ELEMENTS_OF_A_UNIT
-from .tiles import LOG2E, less_distance, packed_rows, tanh
+from .tiles import LOG2E, packed_rows, subtract_alibi, tanh
 from .versions import aggregate, as_tile_of, tma_store
 
 UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
 
 
 @aggregate
-class Crew:
+class WarpgroupConfig:
     """The consumers: GluonConfig has the words."""
 
     WARPGROUPS: gl.constexpr
@@ -25,7 +24,7 @@ class Crew:
 
 
 @aggregate
-class Call:
+class SeqlenInfo:
     """The facts of a launch that every role reads."""
 
     q_heads: gl.tensor
@@ -42,14 +41,14 @@ class Call:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     IS_PACKED: gl.constexpr
-    MANY_CUTS: gl.constexpr  # more than a warpgroup's first block may hold keys that some of its rows do not see
-    UNSEEN: gl.constexpr  # TMA reads rows of V that no query sees
+    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr  # not only a warpgroup's first block may be partially masked
+    LOADS_MASKED_KV: gl.constexpr  # TMA loads rows of V that are masked for every query
 
     @gluon.jit
-    def sequences(self, line):
+    def sequences(self, batch_head):
         """(batch entry, head, first row and length of the queries, of the keys) of a line."""
-        batch = line // self.q_heads
-        head = line - batch * self.q_heads
+        batch = batch_head // self.q_heads
+        head = batch_head - batch * self.q_heads
         if self.IS_PACKED:
             q_first, q_len = packed_rows(self.cu_q + batch, self.q_rows)
             k_first, k_len = packed_rows(self.cu_k + batch, self.k_rows)
@@ -79,7 +78,7 @@ class Call:
 
 
 @aggregate
-class Scores:
+class ScoreMod:
     """What is done to the products q . k, and where its operands are."""
 
     scale: gl.tensor
@@ -100,20 +99,20 @@ class Scores:
     SCALE_LATE: gl.constexpr  # the softmax multiplies scores by `factor`, in the instruction that subtracts the row max
 
     @gluon.jit
-    def of(self, products, slope, distance):
+    def apply(self, qk, slope, distance):
         """The scores of a tile of products, in log2 units; by `factor` less where `SCALE_LATE`.
 
         `distance`: of each row from the first key of the tile.
         """
-        scores = products
+        scores = qk
         if self.HAS_SOFTCAP:
-            scores = tanh(products * (self.scale / self.softcap), self.TANH)
+            scores = tanh(qk * (self.scale / self.softcap), self.TANH)
             if not self.SCALE_LATE:
                 scores = scores * (self.softcap * LOG2E)
         elif not self.SCALE_LATE:
-            scores = products * (self.scale * LOG2E)
+            scores = qk * (self.scale * LOG2E)
         if self.HAS_ALIBI:
-            scores = less_distance(scores, slope * LOG2E, distance)
+            scores = subtract_alibi(scores, slope * LOG2E, distance)
         return scores
 
     @gluon.jit
@@ -128,7 +127,7 @@ class Scores:
 
 
 @aggregate
-class Result:
+class Epilogue:
     """What the sums become, and where it is written."""
 
     o_desc: tma.tensor_descriptor
@@ -163,22 +162,22 @@ class Result:
     @gluon.jit
     def store_from_registers(self, out, entry, row, head, rows_left, first_column: gl.constexpr = 0):
         """Write the first `rows_left` rows of a tile."""
-        line = gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
+        batch_head = gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
         column = first_column + gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
         units = entry.to(gl.int64) * self.stride_ob + head * self.stride_oh
-        units += (row + line).to(gl.int64) * self.stride_om
-        inside = (line < rows_left)[:, None] & (column < self.DV)[None, :]
+        units += (row + batch_head).to(gl.int64) * self.stride_om
+        inside = (batch_head < rows_left)[:, None] & (column < self.DV)[None, :]
         pointers = self.out + units[:, None] * UNIT + column[None, :]
         gl.store(pointers, out.to(self.out.dtype.element_ty), mask=inside)
 
     @gluon.jit
-    def held_lse(self, rows, entry, row, head, rows_left):
+    def previous_lse(self, rows, entry, row, head, rows_left):
         """Of a state that is there already; that of rows beyond is empty."""
-        line = self.lse + entry.to(gl.int64) * self.stride_lb + head.to(gl.int64) * self.stride_lh
-        return gl.load(line + row + rows, mask=rows < rows_left, other=-float("inf"))
+        batch_head = self.lse + entry.to(gl.int64) * self.stride_lb + head.to(gl.int64) * self.stride_lh
+        return gl.load(batch_head + row + rows, mask=rows < rows_left, other=-float("inf"))
 
     @gluon.jit
-    def held(self, place, lse, layout: gl.constexpr):
+    def previous(self, place, lse, layout: gl.constexpr):
         """The sums that are there already, from shared memory. What an empty state holds is not looked at."""
         sums = place.reshape([place.shape[1], place.shape[3]]).load(layout)
         some = gl.convert_layout(lse != -float("inf"), gl.SliceLayout(1, layout), assert_trivial=True)
