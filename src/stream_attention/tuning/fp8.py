@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..problem import Problem
-from .gluon import ROWS, many_cuts
+from .gluon import ROWS, masks_beyond_first_block
 
 
 class GluonFp8Config(NamedTuple):
@@ -50,4 +50,4 @@ GLUON_D64_CUT = GluonFp8Config(2, 128, 2, 3, 3, False, True, False, 1, True, Fal
 
 def configure(problem: Problem) -> GluonFp8Config:
     config = GLUON[problem.head_dim]
-    return GLUON_D64_CUT if problem.head_dim == 64 and many_cuts(problem, config.block_n) else config
+    return GLUON_D64_CUT if problem.head_dim == 64 and masks_beyond_first_block(problem, config.block_n) else config

@@ -69,7 +69,7 @@ D128_DROPOUT = GluonConfig(2, 64, 2, 3, 3, True, False, False, False, 240, 24)
 D256_DROPOUT = GluonConfig(2, 32, 1, 3, 3, True, False, True, False, 232, 40)
 
 
-def many_cuts(problem: Problem, block_n: int) -> bool:
+def masks_beyond_first_block(problem: Problem, block_n: int) -> bool:
     """Whether more than one block of keys of a warpgroup may be cut by an edge.
 
     The right edge of 64 rows is 64 keys wide. If it begins at a multiple of 64 keys, as blocks of 64 and 128 do, it
@@ -80,7 +80,7 @@ def many_cuts(problem: Problem, block_n: int) -> bool:
     return problem.left != UNBOUNDED or (problem.right != UNBOUNDED and not right_in_one)
 
 
-def reads_unseen(problem: Problem) -> bool:
+def loads_masked_kv(problem: Problem) -> bool:
     """Whether there are keys that no query sees, before the window of the first or behind that of the last."""
     offset = problem.q_start - problem.k_start
     before = problem.left != UNBOUNDED and offset - problem.left > 0
@@ -102,7 +102,7 @@ def configure(problem: Problem) -> GluonConfig | GluonBackwardConfig:
         config = D128
     else:
         plain = dim == value_dim and not (problem.partial or problem.packed or problem.alibi or problem.softcap)
-        config = D256 if plain and not many_cuts(problem, D256.block_n) else D256_MODIFIED
+        config = D256 if plain and not masks_beyond_first_block(problem, D256.block_n) else D256_MODIFIED
     return config._replace(by_tma=not problem.partial)  # fp32 does not fit where the queries were
 
 

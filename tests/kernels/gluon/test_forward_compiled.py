@@ -59,12 +59,12 @@ FEATURES: list[dict[str, Any]] = [
     {"alibi": True},
     {"sink": True},
     {"dropout_p": 0.1},
-    {"packed": True},
+    {"layout": "packed"},
     {"partial": True},
     {"dtype": F16},
     {"right": 0, "k_len": 1024},
     {"right": 0, "k_len": 1024, "partial": True},
-    {"packed": True, "dropout_p": 0.1},
+    {"layout": "packed", "dropout_p": 0.1},
 ]
 DIMS = [(40, 40), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (256, 72)]
 PROBLEMS = [problem(D=dim, value_dim=value_dim, **facts) for (dim, value_dim), facts in product(DIMS, FEATURES)]
@@ -102,7 +102,7 @@ def test_the_head_dim_and_what_is_computed_choose_the_row(facts: dict[str, Any],
     assert configure(problem(value_dim=facts["D"], **facts)) == TABLE[name]
 
 
-@pytest.mark.parametrize("facts", [{}, {"packed": True}, {"D": 192}, {"D": 192, "value_dim": 192}], ids=str)
+@pytest.mark.parametrize("facts", [{}, {"layout": "packed"}, {"D": 192}, {"D": 192, "value_dim": 192}], ids=str)
 def test_all_but_fp32_states_leave_by_tma(facts: dict[str, Any]) -> None:
     stated = problem(**{"value_dim": 128, **facts})
     assert configure(stated).by_tma

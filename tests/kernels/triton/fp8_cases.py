@@ -15,7 +15,7 @@ from stream_attention.kernels.fp8_layout import KeyCodes, QueryCodes, blocks_of,
 from stream_attention.kernels.offline import launching_for
 from stream_attention.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
 from stream_attention.tuning.fp8_triton import configure
-from stream_attention.tuning.gluon import many_cuts
+from stream_attention.tuning.gluon import masks_beyond_first_block
 from stream_attention_tools.testing import poisoned_memory
 from stream_attention_tools.testing.fp8 import Fp8Report, check_fp8
 
@@ -278,7 +278,7 @@ def launch_offline(call: Fp8Call, backend: str) -> None:
 def kernel_of(call: Fp8Call) -> tuple[Any, ...]:
     """What calls that launch the same kernels have in common."""
     problem = call.stated(*call.tensors("cpu"))
-    sides = problem.left == UNBOUNDED, problem.right == UNBOUNDED, many_cuts(problem, 128)
+    sides = problem.left == UNBOUNDED, problem.right == UNBOUNDED, masks_beyond_first_block(problem, 128)
     return call.D, call.dtype, problem.packed, *sides
 
 

@@ -21,7 +21,7 @@ from stream_attention.problem import UNBOUNDED, Inputs, state_problem
 from stream_attention.tuning.decode import configure as configure_decode
 from stream_attention.tuning.decode import on_a_cache
 from stream_attention.tuning.gluon import configure as configure_gluon
-from stream_attention.tuning.gluon import has_edges, has_idle_queries, many_cuts, reads_unseen
+from stream_attention.tuning.gluon import has_edges, has_idle_queries, loads_masked_kv, masks_beyond_first_block
 from stream_attention.tuning.triton import configure_backward, configure_forward
 from stream_attention_tools.testing import Case, check_case, random_case
 from stream_attention_tools.testing.inputs import _tile_laid_out
@@ -191,8 +191,8 @@ def variant(case: Case, arch: int, processors: int, backend: str) -> Hashable:
         return None
     if backend == "gluon":
         config = configure_gluon(problem)
-        unseen = case.packed or reads_unseen(problem)
-        of_gluon = config, many_cuts(problem, config.block_n), unseen, problem.scale > 0
+        unseen = case.packed or loads_masked_kv(problem)
+        of_gluon = config, masks_beyond_first_block(problem, config.block_n), unseen, problem.scale > 0
         of_its_backward: Hashable = None
         if case.backward:
             cut = has_edges(problem), has_idle_queries(problem)

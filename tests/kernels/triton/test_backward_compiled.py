@@ -51,7 +51,14 @@ backward = BY_NAME["triton"].backward
 
 TABLES = named(BACKWARD)
 KINDS: dict[str, list[dict[str, Any]]] = {
-    "plain": [{}, {"dtype": F16}, {"sink": True}, {"packed": True}, {"D": 64, "left": 100}, {"D": 128, "left": 100}],
+    "plain": [
+        {},
+        {"dtype": F16},
+        {"sink": True},
+        {"layout": "packed"},
+        {"D": 64, "left": 100},
+        {"D": 128, "left": 100},
+    ],
     "masked": [{"mask": True}, {"bias": BF16}, {"mask": True, "bias": F32}],
     "computed": [{"softcap": 20.0}, {"dropout_p": 0.1}, {"alibi": True}, {"D": 256, "left": 100}],
     "masked and computed": [{"bias": BF16, "softcap": 20.0}, {"mask": True, "alibi": True}],
@@ -139,7 +146,7 @@ def test_an_unknown_architecture_takes_the_nearest_lower_table(arch: int, neares
         ({"dtype": F32}, "float32 90"),
         ({"dtype": F32, "mask": True}, "float32 90"),
         ({"dtype": F16, "lse_grad": True}, "plain 90"),
-        ({"sink": True, "packed": True}, "plain 90"),
+        ({"sink": True, "layout": "packed"}, "plain 90"),
         ({"mask": True, "arch": 86}, "masked 80"),
         ({"softcap": 20.0, "arch": 89}, "computed 80"),
     ],
@@ -172,7 +179,7 @@ def test_the_wider_of_the_head_dims_chooses_the_row() -> None:
         ({"B": 1, "Hq": 2, "Hkv": 2, "Tq": 512, "Tk": 512}, (1, 1)),  # eight tiles each, at least
         ({"B": 1, "Hq": 16, "Hkv": 1}, (1, 4)),
         ({"B": 1, "Hq": 1, "Hkv": 1, "Tq": 65536, "Tk": 128}, (1, 8)),  # eight splits, at most
-        ({"B": 1, "Hq": 2, "Hkv": 2, "packed": True}, (1, 1)),
+        ({"B": 1, "Hq": 2, "Hkv": 2, "layout": "packed"}, (1, 1)),
         ({"B": 0}, (1, 1)),
         ({"Tk": 0}, (1, 1)),
     ],

@@ -93,7 +93,7 @@ def test_one_query_splits_the_keys_and_packs_the_heads(
         ({"Tq": 65}, None),
         ({"Tq": 1, "Hq": 8, "Hkv": 1, "dropout_p": 0.1}, (16, False)),  # rows of a tile share their column words
         ({"Tq": 1, "Tk": 255}, None),  # too few keys to share
-        ({"Tq": 1, "packed": True}, None),
+        ({"Tq": 1, "layout": "packed"}, None),
         ({"Tq": 64, "dtype": F32}, (16, False)),
     ],
     ids=str,
@@ -193,7 +193,9 @@ def test_why_not(facts: dict[str, Any], sentence: str) -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("facts", [{}, {"D": 20}, {"D": 256}, {"packed": True}, {"arch": 80}, {"arch": 120}], ids=str)
+@pytest.mark.parametrize(
+    "facts", [{}, {"D": 20}, {"D": 256}, {"layout": "packed"}, {"arch": 80}, {"arch": 120}], ids=str
+)
 def test_it_can(facts: dict[str, Any], backward: bool) -> None:
     assert BY_NAME["triton"].why_not(problem(**facts, backward=backward)) == ()
 

@@ -1,7 +1,7 @@
 """What the consumers of backward_sm90.py do: a block of queries against a tile of keys, and the tile's end.
 
-Here is the shared memory of a program (`Room`), the scratch in which dQ grows (`Scratch`), and which blocks of queries
-meet which tiles of keys.
+Here is the shared memory of a program (`SharedStorage`), the scratch that accumulates dQ (`Scratch`), and which blocks
+of queries see which tiles of keys.
 """
 
 # No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
@@ -15,13 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from ...tuning.gluon import KEYS as KEYS_OF_A_WARPGROUP
 from ..triton.rows import PAD as PADDED_ROWS
 from .pipeline import Ring, arrive, arrive_on, sync, sync_on
-from .tiles import LOG2E, dropout_keep, less_distance, log2
-from .versions import as_tiles_of, tma_store
+from .tiles import LOG2E, dropout_keep, log2, subtract_alibi
+from .versions import aggregate, as_tiles_of, tma_store
 
 KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
 CHUNK = gl.constexpr(64)
@@ -44,22 +43,12 @@ class Part:
     ORDERED: gl.constexpr  # chunks of dQ are added to in one order
     HALVES: gl.constexpr  # exponentials and dS by halves of the columns, to need fewer registers
     PEEL: gl.constexpr  # blocks that no edge cuts have a loop of their own
-    EDGES: gl.constexpr  # there may be edges that cut blocks
-    UNSEEN: gl.constexpr  # TMA may read rows that belong to nobody, and that may be NaN
-
-    @gluon.constexpr_function
-    def __init__(self, LOADS_V, COUNTS, ORDERED, HALVES, PEEL, EDGES, UNSEEN):
-        self.LOADS_V = gl.constexpr(LOADS_V)
-        self.COUNTS = gl.constexpr(COUNTS)
-        self.ORDERED = gl.constexpr(ORDERED)
-        self.HALVES = gl.constexpr(HALVES)
-        self.PEEL = gl.constexpr(PEEL)
-        self.EDGES = gl.constexpr(EDGES)
-        self.UNSEEN = gl.constexpr(UNSEEN)
+    HAS_PARTIAL_BLOCKS: gl.constexpr  # there may be edges that cut blocks
+    LOADS_MASKED_ROWS: gl.constexpr  # TMA may read rows that belong to nobody, and that may be NaN
 
 
 @aggregate
-class Room:
+class SharedStorage:
     """The shared memory of a program."""
 
     queries: Ring  # blocks of Q ...
@@ -76,29 +65,11 @@ class Room:
     landed: gl.shared_memory_descriptor
     read: gl.shared_memory_descriptor  # flips when both consumers have read K, V and dS of a tile for the last time
 
-    @gluon.constexpr_function
-    def __init__(
-        self, queries, grads, lses, deltas, keys, values, kv_full, kv_empty, d_scores, staging, landing, landed, read
-    ):
-        self.queries = queries
-        self.grads = grads
-        self.lses = lses
-        self.deltas = deltas
-        self.keys = keys
-        self.values = values
-        self.kv_full = kv_full
-        self.kv_empty = kv_empty
-        self.d_scores = d_scores
-        self.staging = staging
-        self.landing = landing
-        self.landed = landed
-        self.read = read
-
     @gluon.jit
-    def wait_both_have_read(self, taken):
+    def wait_both_read(self, tile_iter):
         """Consumer: that the memory of the tile's keys and values may be written."""
         mbarrier.arrive(self.read, count=1)
-        mbarrier.wait(self.read, taken & 1)
+        mbarrier.wait(self.read, tile_iter & 1)
 
     @gluon.jit
     def leave_chunk(self, WARPGROUP: gl.constexpr, dq):
@@ -130,28 +101,19 @@ class Scratch:
     """
 
     desc: tma.tensor_descriptor  # [chunks * CHUNK, CHUNK]
-    numbers: gl.tensor
+    ptr: gl.tensor
     counts: gl.tensor
     rows: gl.tensor  # of a head
-    first_line: gl.tensor  # KV heads of all batch entries that another launch had before
+    first_batch_head: gl.tensor  # KV heads of all batch entries that another launch had before
     skipped: gl.tensor  # their rows, of which there are none here
 
-    @gluon.constexpr_function
-    def __init__(self, desc, numbers, counts, rows, first_line, skipped):
-        self.desc = desc
-        self.numbers = numbers
-        self.counts = counts
-        self.rows = rows
-        self.first_line = first_line
-        self.skipped = skipped
-
     @gluon.jit
-    def line(self, call, batch, head, q_first):
+    def first_row(self, seqlen, batch, head, q_first):
         """The first row of a head of a sequence, among those of all heads."""
-        if call.IS_PACKED:
+        if seqlen.IS_PACKED:
             return head * self.rows + (q_first + batch * PAD) // PAD * PAD
         else:
-            return (batch * (call.q_heads * call.group) + head) * self.rows
+            return (batch * (seqlen.q_heads * seqlen.group) + head) * self.rows
 
     @gluon.jit
     def chunk(self, row, w, D: gl.constexpr):
@@ -197,56 +159,56 @@ def _load(place, ORDER: gl.constexpr):
 
 
 @gluon.jit
-def query_blocks(call, first, k_len, q_len, offset, BLOCK_M: gl.constexpr):
+def query_blocks(seqlen, first, k_len, q_len, offset, BLOCK_M: gl.constexpr):
     """(lowest, one past the highest) block of queries that see keys of the tile at `first`; may be none."""
     low = q_len * 0
     high = (q_len + BLOCK_M - 1) // BLOCK_M
-    if call.HAS_RIGHT:  # row i sees key j if j <= i + offset + right
-        low = gl.maximum(first - offset - call.right, 0) // BLOCK_M
-    if call.HAS_LEFT:  # and if j >= i + offset - left
-        last = gl.minimum(first + (2 * KEYS - 1), k_len - 1) + call.left - offset
+    if seqlen.HAS_RIGHT:  # row i sees key j if j <= i + offset + right
+        low = gl.maximum(first - offset - seqlen.right, 0) // BLOCK_M
+    if seqlen.HAS_LEFT:  # and if j >= i + offset - left
+        last = gl.minimum(first + (2 * KEYS - 1), k_len - 1) + seqlen.left - offset
         high = gl.minimum(high, gl.maximum(last + BLOCK_M, 0) // BLOCK_M)
     return low, gl.maximum(high, low)
 
 
 @gluon.jit
-def key_tiles(call, row, k_len, offset, BLOCK_M: gl.constexpr):
+def key_tiles(seqlen, row, k_len, offset, BLOCK_M: gl.constexpr):
     """(lowest, one past the highest) tile of keys for which `query_blocks` has the block at `row`; may be none."""
     TILE: gl.constexpr = 2 * KEYS
     low = k_len * 0
     high = (k_len + TILE - 1) // TILE
-    if call.HAS_RIGHT:
-        high = gl.minimum(high, gl.maximum(row + (BLOCK_M + TILE - 1) + offset + call.right, 0) // TILE)
-    if call.HAS_LEFT:
-        floor = gl.maximum(row + offset - call.left, 0)
+    if seqlen.HAS_RIGHT:
+        high = gl.minimum(high, gl.maximum(row + (BLOCK_M + TILE - 1) + offset + seqlen.right, 0) // TILE)
+    if seqlen.HAS_LEFT:
+        floor = gl.maximum(row + offset - seqlen.left, 0)
         low = gl.where(floor < k_len, floor // TILE, high)
     return low, gl.maximum(high, low)
 
 
 @gluon.jit
-def zero_of_now():
+def opaque_zero():
     """0, which nothing is computed ahead of a loop with: descriptors of tiles that stay would fill the registers."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def hide(x, call, own, row, offset, k_len, HIDDEN: gl.constexpr):
-    """`HIDDEN` where a query does not see a key: keys from `own`, of which there are `k_len`, by queries from `row`."""
+def mask_pairs(x, seqlen, own, row, offset, k_len, FILL: gl.constexpr):
+    """`FILL` where a query does not see a key: keys from `own`, of which there are `k_len`, by queries from `row`."""
     BLOCK_M: gl.constexpr = x.shape[1]
-    cut = own + KEYS > k_len
-    if call.HAS_RIGHT:
-        cut = cut | (row + offset + call.right < own + (KEYS - 1))
-    if call.HAS_LEFT:
-        cut = cut | (row + (BLOCK_M - 1) + offset - call.left > own)
-    if cut:
+    is_partial = own + KEYS > k_len
+    if seqlen.HAS_RIGHT:
+        is_partial = is_partial | (row + offset + seqlen.right < own + (KEYS - 1))
+    if seqlen.HAS_LEFT:
+        is_partial = is_partial | (row + (BLOCK_M - 1) + offset - seqlen.left > own)
+    if is_partial:
         key = own + gl.arange(0, KEYS, gl.SliceLayout(1, x.type.layout))
         query = row + offset + gl.arange(0, BLOCK_M, gl.SliceLayout(0, x.type.layout))
         visible = (key < k_len)[:, None]
-        if call.HAS_RIGHT:
-            visible = visible & (key[:, None] <= (query + call.right)[None, :])
-        if call.HAS_LEFT:
-            visible = visible & (key[:, None] >= (query - call.left)[None, :])
-        x = gl.where(visible, x, HIDDEN)
+        if seqlen.HAS_RIGHT:
+            visible = visible & (key[:, None] <= (query + seqlen.right)[None, :])
+        if seqlen.HAS_LEFT:
+            visible = visible & (key[:, None] >= (query - seqlen.left)[None, :])
+        x = gl.where(visible, x, FILL)
     return x
 
 
@@ -268,31 +230,31 @@ def clear_rows(tile, start, floor, limit):
 
 
 @gluon.jit
-def seen_keys(call, q_len, k_len, offset):
+def visible_keys(seqlen, q_len, k_len, offset):
     """(first, one past the last) key that some query sees."""
     floor = k_len * 0
     limit = k_len
-    if call.HAS_LEFT:
-        floor = gl.maximum(offset - call.left, 0)
-    if call.HAS_RIGHT:
-        limit = gl.minimum(limit, q_len + offset + call.right)
+    if seqlen.HAS_LEFT:
+        floor = gl.maximum(offset - seqlen.left, 0)
+    if seqlen.HAS_RIGHT:
+        limit = gl.minimum(limit, q_len + offset + seqlen.right)
     return floor, limit
 
 
 @gluon.jit
-def seeing_queries(call, q_len, k_len, offset):
+def queries_with_keys(seqlen, q_len, k_len, offset):
     """(first, one past the last) query that sees some key."""
     floor = q_len * 0
     limit = q_len
-    if call.HAS_RIGHT:
-        floor = gl.maximum(-offset - call.right, 0)
-    if call.HAS_LEFT:
-        limit = gl.minimum(limit, k_len + call.left - offset)
+    if seqlen.HAS_RIGHT:
+        floor = gl.maximum(-offset - seqlen.right, 0)
+    if seqlen.HAS_LEFT:
+        limit = gl.minimum(limit, k_len + seqlen.left - offset)
     return floor, limit
 
 
 @gluon.jit
-def product_dq(WARPGROUP: gl.constexpr, d_scores, keys, none, BY_ROWS: gl.constexpr):
+def issue_dq(WARPGROUP: gl.constexpr, d_scores, keys, none, BY_ROWS: gl.constexpr):
     """This warpgroup's chunk of dS K: its half of the queries, or of the columns."""
     if BY_ROWS:
         mine = d_scores.slice(WARPGROUP * CHUNK, CHUNK, dim=1)
@@ -309,15 +271,15 @@ def halves(x):
 
 
 @gluon.jit
-def whole(a, b, LAYOUT: gl.constexpr):
+def join_halves(a, b, LAYOUT: gl.constexpr):
     joined = gl.join(a, b).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
     return gl.convert_layout(joined, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def of_columns(numbers, x):
+def of_columns(elements, x):
     """Numbers of queries, as they stand beside the columns of a tile."""
-    return gl.convert_layout(numbers, gl.SliceLayout(0, x.type.layout), assert_trivial=True)[None, :]
+    return gl.convert_layout(elements, gl.SliceLayout(0, x.type.layout), assert_trivial=True)[None, :]
 
 
 @aggregate
@@ -332,68 +294,58 @@ class Tile:
     key_words: gl.tensor  # dropout's: of the head's keys ...
     query_words: gl.tensor  # ... and of its queries
 
-    @gluon.constexpr_function
-    def __init__(self, own, q_len, k_len, offset, slope, key_words, query_words):
-        self.own = own
-        self.q_len = q_len
-        self.k_len = k_len
-        self.offset = offset
-        self.slope = slope
-        self.key_words = key_words
-        self.query_words = query_words
-
     @gluon.jit
-    def hide_products(self, call, scores, products, row):
+    def mask_qk(self, seqlen, score_mod, qk, row):
         """-inf where a query does not see a key, if scores are products times a positive number: one select less."""
-        if scores.SCALE_LATE and not scores.HAS_SOFTCAP:
-            products = hide(products, call, self.own, row, self.offset, self.k_len, float("-inf"))
-        return products
+        if score_mod.SCALE_LATE and not score_mod.HAS_SOFTCAP:
+            qk = mask_pairs(qk, seqlen, self.own, row, self.offset, self.k_len, float("-inf"))
+        return qk
 
     @gluon.jit
-    def weights(self, CUT: gl.constexpr, call, scores, products, lse, row, factor):
+    def probabilities(self, IS_PARTIAL: gl.constexpr, seqlen, score_mod, qk, lse, row, factor):
         """P of a piece of products, keys by queries from `row`. The sign of distances does not matter."""
-        distance = self.own - row - self.offset + gl.arange(0, KEYS, gl.SliceLayout(1, products.type.layout))
-        s = scores.of(products, self.slope, distance)
+        distance = self.own - row - self.offset + gl.arange(0, KEYS, gl.SliceLayout(1, qk.type.layout))
+        s = score_mod.apply(qk, self.slope, distance)
         p = gl.exp2(s * factor - of_columns(lse, s))
-        if CUT and (scores.HAS_SOFTCAP or not scores.SCALE_LATE):
-            p = hide(p, call, self.own, row, self.offset, self.k_len, 0.0)
+        if IS_PARTIAL and (score_mod.HAS_SOFTCAP or not score_mod.SCALE_LATE):
+            p = mask_pairs(p, seqlen, self.own, row, self.offset, self.k_len, 0.0)
         return p
 
     @gluon.jit
-    def keep(self, scores, p, row):
+    def keep(self, score_mod, p, row):
         """Which weights of a piece dropout keeps."""
         key = self.own + gl.arange(0, KEYS, gl.SliceLayout(1, p.type.layout))
         query = row + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))
         of_keys = gl.load(self.key_words + key, mask=key < self.k_len, other=0)
         of_queries = gl.load(self.query_words + query, mask=query < self.q_len, other=0)
-        return dropout_keep(of_keys, of_queries, scores.threshold)
+        return dropout_keep(of_keys, of_queries, score_mod.threshold)
 
     @gluon.jit
-    def changes(self, scores, p, dp, lse, delta, row):
+    def grad_scores(self, score_mod, p, dp, lse, delta, row):
         """dS of a piece, of the products where scores are capped."""
         d_scores = p * (dp - of_columns(delta, dp))
-        if scores.HAS_SOFTCAP:
+        if score_mod.HAS_SOFTCAP:
             # The cap's tanh, out of the weight: the products are gone. A weight of 0 has no gradient anyway.
             s = log2(p) + of_columns(lse, p)
-            if scores.HAS_ALIBI:
+            if score_mod.HAS_ALIBI:
                 distance = self.own - row - self.offset + gl.arange(0, KEYS, gl.SliceLayout(1, p.type.layout))
-                s = less_distance(s, self.slope * (-LOG2E), distance)
-            capped = gl.minimum(gl.maximum(s * (1.0 / (scores.softcap * LOG2E)), -1.0), 1.0)
+                s = subtract_alibi(s, self.slope * (-LOG2E), distance)
+            capped = gl.minimum(gl.maximum(s * (1.0 / (score_mod.softcap * LOG2E)), -1.0), 1.0)
             d_scores = d_scores * (1.0 - capped * capped)
         return d_scores
 
 
 @gluon.jit
-def tile_of(scores, own, q_len, k_len, offset, batch, head, q_first, k_first):
+def make_tile(score_mod, own, q_len, k_len, offset, batch, head, q_first, k_first):
     """The tile of keys from `own`, with what belongs to a query head."""
-    slope = scores.scale * 0.0
-    if scores.HAS_ALIBI:
-        slope = gl.load(scores.slopes + batch * scores.stride_ab + head).to(gl.float32)
-    key_words = scores.col_words
-    query_words = scores.row_words
-    if scores.HAS_DROPOUT:
-        key_words += batch.to(gl.int64) * scores.stride_cb + head.to(gl.int64) * scores.stride_ch + k_first
-        query_words += batch.to(gl.int64) * scores.stride_rb + head.to(gl.int64) * scores.stride_rh + q_first
+    slope = score_mod.scale * 0.0
+    if score_mod.HAS_ALIBI:
+        slope = gl.load(score_mod.slopes + batch * score_mod.stride_ab + head).to(gl.float32)
+    key_words = score_mod.col_words
+    query_words = score_mod.row_words
+    if score_mod.HAS_DROPOUT:
+        key_words += batch.to(gl.int64) * score_mod.stride_cb + head.to(gl.int64) * score_mod.stride_ch + k_first
+        query_words += batch.to(gl.int64) * score_mod.stride_rb + head.to(gl.int64) * score_mod.stride_rh + q_first
     return Tile(own, q_len, k_len, offset, slope, key_words, query_words)
 
 
@@ -406,13 +358,6 @@ class Sum:
     heads: gl.tensor
     D: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, desc, ptr, heads, D):
-        self.desc = desc
-        self.ptr = ptr
-        self.heads = heads
-        self.D = gl.constexpr(D)
-
     @gluon.jit
     def store(self, WARPGROUP: gl.constexpr, sums, memory, batch, head, k_first, own, k_len, IS_PACKED: gl.constexpr):
         """Write 64 rows through `memory`. The copy runs until it is waited for.
@@ -421,31 +366,45 @@ class Sum:
         which those of another sequence lie.
         """
         FP32: gl.constexpr = self.ptr.dtype.element_ty == gl.float32
-        numbers = sums.to(self.ptr.dtype.element_ty)
+        elements = sums.to(self.ptr.dtype.element_ty)
         first = k_first
         if FP32:
             first = batch.to(gl.int64) * k_len
         if FP32 or (IS_PACKED and own + KEYS > k_len):
             key = gl.arange(0, KEYS, gl.SliceLayout(1, sums.type.layout))
             column = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
-            line = ((first + own + key).to(gl.int64) * self.heads + head) * self.D
+            batch_head = ((first + own + key).to(gl.int64) * self.heads + head) * self.D
             inside = (own + key < k_len)[:, None] & (column < self.D)[None, :]
-            gl.store(self.ptr + line[:, None] + column[None, :], numbers, mask=inside)
+            gl.store(self.ptr + batch_head[:, None] + column[None, :], elements, mask=inside)
         else:
             entry = batch
             if IS_PACKED:
                 entry = batch * 0
             place = as_tiles_of(self.desc, memory, 2).index(WARPGROUP)
-            place.reshape([KEYS, sums.shape[1]]).store(numbers)
+            place.reshape([KEYS, sums.shape[1]]).store(elements)
             fence_async_shared()
             tma_store(self.desc, [entry, k_first + own, head, 0], place)
 
 
 @gluon.jit
-def _block(WARPGROUP: gl.constexpr, CUT: gl.constexpr, part, call, scores, room, tile, dk, dv, use, began, i, kept):
+def _block(
+    WARPGROUP: gl.constexpr,
+    IS_PARTIAL: gl.constexpr,
+    part,
+    seqlen,
+    score_mod,
+    smem,
+    tile,
+    dk,
+    dv,
+    q_iter,
+    began,
+    i,
+    dropout_scale,
+):
     """A block of queries: take it into dK and dV, write its dS, and leave the dQ of the block before."""
-    queries = room.queries
-    grads = room.grads
+    queries = smem.queries
+    grads = smem.grads
     BLOCK_M: gl.constexpr = queries.tiles.shape[2]
     D: gl.constexpr = queries.tiles.shape[4]
     dtype: gl.constexpr = queries.tiles.dtype
@@ -457,21 +416,21 @@ def _block(WARPGROUP: gl.constexpr, CUT: gl.constexpr, part, call, scores, room,
     none = gl.zeros((KEYS, BLOCK_M), gl.float32, S_TILE)
     no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16]))
     row = i * BLOCK_M
-    factor = scores.factor()
-    z = zero_of_now()
-    slot = use % queries.SLOTS
+    factor = score_mod.factor()
+    z = opaque_zero()
+    slot = q_iter % queries.SLOTS
     q = queries.tiles.index(slot).reshape([BLOCK_M, D])
     do = grads.tiles.index(slot).reshape([BLOCK_M, D])
-    k = room.keys.index(z).reshape([2 * KEYS, D])
+    k = smem.keys.index(z).reshape([2 * KEYS, D])
     own_k = k.slice(WARPGROUP * KEYS, KEYS, dim=0)
-    own_v = room.values.index(z).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
-    lses = room.lses.index(slot)
-    deltas = room.deltas.index(slot)
+    own_v = smem.values.index(z).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
+    lses = smem.lses.index(slot)
+    deltas = smem.deltas.index(slot)
 
-    queries.wait_full(use)
-    if CUT and part.UNSEEN:
-        grads.wait_full(use)
-        floor, limit = seeing_queries(call, tile.q_len, tile.k_len, tile.offset)
+    queries.wait_full(q_iter)
+    if IS_PARTIAL and part.LOADS_MASKED_ROWS:
+        grads.wait_full(q_iter)
+        floor, limit = queries_with_keys(seqlen, tile.q_len, tile.k_len, tile.offset)
         clear_rows(q, row, floor, limit)
         clear_rows(do, row, floor, limit)
     s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -480,124 +439,130 @@ def _block(WARPGROUP: gl.constexpr, CUT: gl.constexpr, part, call, scores, room,
         lse_a = lses.slice(0, HALF).load(OF_HALF)
     else:
         lse = lses.load(gl.SliceLayout(0, S_TILE))
-    grads.wait_full(use)
+    grads.wait_full(q_iter)
     dp_issued = warpgroup_mma(own_v, do.permute((1, 0)), none, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s_issued,))
-    if CUT:
-        s = tile.hide_products(call, scores, s, row)
+    if IS_PARTIAL:
+        s = tile.mask_qk(seqlen, score_mod, s, row)
     if part.HALVES:
         lse_b = lses.slice(HALF, HALF).load(OF_HALF)
         s_a, s_b = halves(s)
-        p_a = tile.weights(CUT, call, scores, s_a, lse_a, row, factor)
-        p_b = tile.weights(CUT, call, scores, s_b, lse_b, row + HALF, factor)
+        p_a = tile.probabilities(IS_PARTIAL, seqlen, score_mod, s_a, lse_a, row, factor)
+        p_b = tile.probabilities(IS_PARTIAL, seqlen, score_mod, s_b, lse_b, row + HALF, factor)
         delta_a = deltas.slice(0, HALF).load(OF_HALF)
-        grads.wait_full(use)  # once more: the assembler does not move the next wait before this one
+        grads.wait_full(q_iter)  # once more: the assembler does not move the next wait before this one
         dp = warpgroup_mma_wait(0, deps=(dp_issued,))
         delta_b = deltas.slice(HALF, HALF).load(OF_HALF)
         dp_a, dp_b = halves(dp)
         kept_a = p_a
         kept_b = p_b
-        if scores.HAS_DROPOUT:
-            keep = tile.keep(scores, p_a, row)
-            kept_a = gl.where(keep, p_a * kept, 0.0)
-            dp_a = gl.where(keep, dp_a * kept, 0.0)
-            keep = tile.keep(scores, p_b, row + HALF)
-            kept_b = gl.where(keep, p_b * kept, 0.0)
-            dp_b = gl.where(keep, dp_b * kept, 0.0)
-        ds_a = tile.changes(scores, p_a, dp_a, lse_a, delta_a, row).to(dtype)
-        ds_b = tile.changes(scores, p_b, dp_b, lse_b, delta_b, row + HALF).to(dtype)
-        ds = whole(ds_a, ds_b, S_TILE)
+        if score_mod.HAS_DROPOUT:
+            keep = tile.keep(score_mod, p_a, row)
+            kept_a = gl.where(keep, p_a * dropout_scale, 0.0)
+            dp_a = gl.where(keep, dp_a * dropout_scale, 0.0)
+            keep = tile.keep(score_mod, p_b, row + HALF)
+            kept_b = gl.where(keep, p_b * dropout_scale, 0.0)
+            dp_b = gl.where(keep, dp_b * dropout_scale, 0.0)
+        ds_a = tile.grad_scores(score_mod, p_a, dp_a, lse_a, delta_a, row).to(dtype)
+        ds_b = tile.grad_scores(score_mod, p_b, dp_b, lse_b, delta_b, row + HALF).to(dtype)
+        ds = join_halves(ds_a, ds_b, S_TILE)
         # After dS: P and dP make room for what becomes of them.
-        weights = gl.convert_layout(whole(kept_a.to(dtype), kept_b.to(dtype), S_TILE), P_TILE, assert_trivial=True)
+        p_operand = gl.convert_layout(
+            join_halves(kept_a.to(dtype), kept_b.to(dtype), S_TILE), P_TILE, assert_trivial=True
+        )
     else:
-        p = tile.weights(CUT, call, scores, s, lse, row, factor)
-        grads.wait_full(use)  # once more: the assembler does not move the next wait before this one
+        p = tile.probabilities(IS_PARTIAL, seqlen, score_mod, s, lse, row, factor)
+        grads.wait_full(q_iter)  # once more: the assembler does not move the next wait before this one
         dp = warpgroup_mma_wait(0, deps=(dp_issued,))
         p_kept = p
-        if scores.HAS_DROPOUT:
-            keep = tile.keep(scores, p, row)
-            p_kept = gl.where(keep, p * kept, 0.0)
-            dp = gl.where(keep, dp * kept, 0.0)
-        weights = gl.convert_layout(p_kept.to(dtype), P_TILE, assert_trivial=True)
+        if score_mod.HAS_DROPOUT:
+            keep = tile.keep(score_mod, p, row)
+            p_kept = gl.where(keep, p * dropout_scale, 0.0)
+            dp = gl.where(keep, dp * dropout_scale, 0.0)
+        p_operand = gl.convert_layout(p_kept.to(dtype), P_TILE, assert_trivial=True)
         delta = deltas.load(gl.SliceLayout(0, S_TILE))
-        ds = tile.changes(scores, p, dp, lse, delta, row).to(dtype)
+        ds = tile.grad_scores(score_mod, p, dp, lse, delta, row).to(dtype)
 
-    dv_issued = warpgroup_mma(weights, do, dv, use_acc=True, is_async=True)
+    dv_issued = warpgroup_mma(p_operand, do, dv, use_acc=True, is_async=True)
     d_scores = gl.convert_layout(ds, P_TILE, assert_trivial=True)
-    sync_on(HALF_READY + 2 * (1 - WARPGROUP) + ((use + 1) & 1), BOTH)
-    dq_issued = product_dq(WARPGROUP, room.d_scores.index((use + 1) & 1), k, no_dq, BLOCK_M == 2 * CHUNK)
+    sync_on(HALF_READY + 2 * (1 - WARPGROUP) + ((q_iter + 1) & 1), BOTH)
+    dq_issued = issue_dq(WARPGROUP, smem.d_scores.index((q_iter + 1) & 1), k, no_dq, BLOCK_M == 2 * CHUNK)
     dk_issued = warpgroup_mma(d_scores, q, dk, use_acc=True, is_async=True)
     dv = warpgroup_mma_wait(2, deps=(dv_issued,))
-    grads.release(use)
+    grads.release(q_iter)
     dq = warpgroup_mma_wait(1, deps=(dq_issued,))
-    room.d_scores.index(use & 1).slice(WARPGROUP * KEYS, KEYS, dim=0).store(ds)
-    if use > began:
-        room.leave_chunk(WARPGROUP, dq)
+    smem.d_scores.index(q_iter & 1).slice(WARPGROUP * KEYS, KEYS, dim=0).store(ds)
+    if q_iter > began:
+        smem.leave_chunk(WARPGROUP, dq)
     fence_async_shared()
-    arrive_on(HALF_READY + 2 * WARPGROUP + (use & 1), BOTH)
-    if use > began:
-        room.chunk_is_written(WARPGROUP)
+    arrive_on(HALF_READY + 2 * WARPGROUP + (q_iter & 1), BOTH)
+    if q_iter > began:
+        smem.chunk_is_written(WARPGROUP)
     dk = warpgroup_mma_wait(0, deps=(dk_issued,))
-    queries.release(use)
+    queries.release(q_iter)
     return dk, dv
 
 
 @gluon.jit
-def consume(WARPGROUP: gl.constexpr, part, call, scores, mail, room, dk_sum, dv_sum, kept):
+def consume(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, smem, dk_sum, dv_sum, dropout_scale):
     """64 keys of every tile."""
-    BLOCK_M: gl.constexpr = room.queries.tiles.shape[2]
-    D: gl.constexpr = room.queries.tiles.shape[4]
+    BLOCK_M: gl.constexpr = smem.queries.tiles.shape[2]
+    D: gl.constexpr = smem.queries.tiles.shape[4]
     A_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     Q_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
-    use = 0
-    taken = 0
-    n, batch, kv_head, q_first, q_len, k_first, k_len = mail.receive(0)
+    q_iter = 0
+    tile_iter = 0
+    n, batch, kv_head, q_first, q_len, k_first, k_len = channel.receive(0)
     while n >= 0:
         first = n * (2 * KEYS)
         own = first + WARPGROUP * KEYS
-        offset = call.offset_of(q_len, k_len)
-        low, high = query_blocks(call, first, k_len, q_len, offset, BLOCK_M)
+        offset = seqlen.offset_of(q_len, k_len)
+        low, high = query_blocks(seqlen, first, k_len, q_len, offset, BLOCK_M)
         dk = gl.zeros((KEYS, D), gl.float32, A_TILE)
         dv = gl.zeros((KEYS, D), gl.float32, A_TILE)
-        arrive_on(HALF_READY + 2 * WARPGROUP + ((use + 1) & 1), BOTH)  # for dS of the block before the first
-        mbarrier.wait(room.kv_full, taken & 1)
-        if part.UNSEEN:
-            floor, limit = seen_keys(call, q_len, k_len, offset)
-            clear_rows(room.keys.index(0).reshape([2 * KEYS, D]), first, floor, limit)
-            clear_rows(room.values.index(0).reshape([2 * KEYS, D]), first, floor, limit)
-        began = use
-        for g in range(call.group):
-            head = kv_head * call.group + g
-            tile = tile_of(scores, own, q_len, k_len, offset, batch, head, q_first, k_first)
-            uncut = low
+        arrive_on(HALF_READY + 2 * WARPGROUP + ((q_iter + 1) & 1), BOTH)  # for dS of the block before the first
+        mbarrier.wait(smem.kv_full, tile_iter & 1)
+        if part.LOADS_MASKED_ROWS:
+            floor, limit = visible_keys(seqlen, q_len, k_len, offset)
+            clear_rows(smem.keys.index(0).reshape([2 * KEYS, D]), first, floor, limit)
+            clear_rows(smem.values.index(0).reshape([2 * KEYS, D]), first, floor, limit)
+        began = q_iter
+        for g in range(seqlen.group):
+            head = kv_head * seqlen.group + g
+            tile = make_tile(score_mod, own, q_len, k_len, offset, batch, head, q_first, k_first)
+            first_full = low
             if part.PEEL:  # rows from here on see all keys of the tile, if it has all
-                uncut = gl.maximum(first + (2 * KEYS - 1) - offset - call.right + (BLOCK_M - 1), 0) // BLOCK_M
-                uncut = gl.minimum(gl.maximum(uncut, low), high)
+                first_full = gl.maximum(first + (2 * KEYS - 1) - offset - seqlen.right + (BLOCK_M - 1), 0) // BLOCK_M
+                first_full = gl.minimum(gl.maximum(first_full, low), high)
                 if first + 2 * KEYS > k_len:
-                    uncut = high
-                for i in range(low, uncut):
-                    dk, dv = _block(WARPGROUP, True, part, call, scores, room, tile, dk, dv, use, began, i, kept)
-                    use += 1
-            CUT: gl.constexpr = part.EDGES and not part.PEEL
-            for i in range(uncut, high):
-                dk, dv = _block(WARPGROUP, CUT, part, call, scores, room, tile, dk, dv, use, began, i, kept)
-                use += 1
+                    first_full = high
+                for i in range(low, first_full):
+                    dk, dv = _block(
+                        WARPGROUP, True, part, seqlen, score_mod, smem, tile, dk, dv, q_iter, began, i, dropout_scale
+                    )
+                    q_iter += 1
+            IS_PARTIAL: gl.constexpr = part.HAS_PARTIAL_BLOCKS and not part.PEEL
+            for i in range(first_full, high):
+                dk, dv = _block(
+                    WARPGROUP, IS_PARTIAL, part, seqlen, score_mod, smem, tile, dk, dv, q_iter, began, i, dropout_scale
+                )
+                q_iter += 1
         # dQ of the last block.
-        sync_on(HALF_READY + 2 * (1 - WARPGROUP) + ((use + 1) & 1), BOTH)
-        if use > began:
+        sync_on(HALF_READY + 2 * (1 - WARPGROUP) + ((q_iter + 1) & 1), BOTH)
+        if q_iter > began:
             no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, Q_TILE)
-            k = room.keys.index(zero_of_now()).reshape([2 * KEYS, D])
-            dq_issued = product_dq(WARPGROUP, room.d_scores.index((use + 1) & 1), k, no_dq, BLOCK_M == 2 * CHUNK)
+            k = smem.keys.index(opaque_zero()).reshape([2 * KEYS, D])
+            dq_issued = issue_dq(WARPGROUP, smem.d_scores.index((q_iter + 1) & 1), k, no_dq, BLOCK_M == 2 * CHUNK)
             dq = warpgroup_mma_wait(0, deps=(dq_issued,))
-            room.leave_chunk(WARPGROUP, dq)
+            smem.leave_chunk(WARPGROUP, dq)
             fence_async_shared()
-            room.chunk_is_written(WARPGROUP)
-        following = mail.receive(taken + 1)
+            smem.chunk_is_written(WARPGROUP)
+        next_tile = channel.receive(tile_iter + 1)
         # dK and dV leave through the memory of K and V, when both consumers have read it for the last time.
-        room.wait_both_have_read(taken)
-        dk_sum.store(WARPGROUP, dk * scores.scale, room.keys, batch, kv_head, k_first, own, k_len, call.IS_PACKED)
-        dv_sum.store(WARPGROUP, dv, room.values, batch, kv_head, k_first, own, k_len, call.IS_PACKED)
+        smem.wait_both_read(tile_iter)
+        dk_sum.store(WARPGROUP, dk * score_mod.scale, smem.keys, batch, kv_head, k_first, own, k_len, seqlen.IS_PACKED)
+        dv_sum.store(WARPGROUP, dv, smem.values, batch, kv_head, k_first, own, k_len, seqlen.IS_PACKED)
         tma.store_wait(pendings=0)
-        mbarrier.arrive(room.kv_empty, count=1)
-        taken += 1
-        n, batch, kv_head, q_first, q_len, k_first, k_len = following
+        mbarrier.arrive(smem.kv_empty, count=1)
+        tile_iter += 1
+        n, batch, kv_head, q_first, q_len, k_first, k_len = next_tile

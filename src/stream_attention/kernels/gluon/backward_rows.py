@@ -81,14 +81,14 @@ def _prepare_kernel(
         offs = block * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = tl.arange(0, BLOCK_DV)
         lse = tl.load(lse_ptr + lse_line + offs, mask=offs < q_len, other=float("-inf")) * LOG2E
-        seen = lse != float("-inf")  # the gradient of a row that sees nothing may be NaN, and is not read
-        mask = seen[:, None] & (cols < DV)[None, :]
+        has_keys = lse != float("-inf")  # the gradient of a row that sees nothing may be NaN, and is not read
+        mask = has_keys[:, None] & (cols < DV)[None, :]
         out = tl.load(out_ptr + offs[:, None] * (stride_om * 8) + cols[None, :], mask=mask, other=0.0)
         grad = tl.load(grad_out_ptr + offs[:, None] * (stride_gm * 8) + cols[None, :], mask=mask, other=0.0)
         delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
         if HAS_LSE_GRAD:
-            delta -= tl.load(grad_lse_ptr + lse_grad_line + offs, mask=seen, other=0.0)
-        lse = tl.where(seen, lse, float("inf"))
+            delta -= tl.load(grad_lse_ptr + lse_grad_line + offs, mask=has_keys, other=0.0)
+        lse = tl.where(has_keys, lse, float("inf"))
         tl.store(rows_lse_ptr + line + offs, lse)
         tl.store(rows_delta_ptr + line + offs, delta)
         start = line + block * BLOCK_M - first_head.to(tl.int64) * rows  # in the scratch

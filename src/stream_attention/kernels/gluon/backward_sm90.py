@@ -34,25 +34,25 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.core import _aggregate as aggregate
 
 from ...gpu.launch import Kernel, Launch
 from ...gpu.scratch import Scratch as ScratchMemory
 from ...problem import UNBOUNDED, Backward, Gradients, Inputs, Problem, Wanted, addressable
 from ...tuning.gluon import KEYS as KEYS_OF_A_WARPGROUP
-from ...tuning.gluon import GluonBackwardConfig, has_edges, has_idle_queries, reads_unseen, tile_widths
+from ...tuning.gluon import GluonBackwardConfig, has_edges, has_idle_queries, loads_masked_kv, tile_widths
 from ..triton.arguments import FAR, line_strides, named, sample, scale_of, slope_stride, tanh
 from ..triton.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from ..triton.prepass import Prepass
 from ..triton.rows import Rows
-from .backward_block import CHUNK, Part, Room, Scratch, Sum, consume, key_tiles, query_blocks
+from .backward_block import CHUNK, Part, Scratch, SharedStorage, Sum, consume, query_blocks
+from .backward_query_grad import finisher, reducer
 from .backward_rows import bind_rows, rows_sizes
 from .backward_wide import consume_for_key, consume_for_value
-from .facts import Call, Scores
-from .launch import chunks_descriptor, even_group, jit, numbers_descriptor, rows_descriptor, scales_late
+from .launch import chunks_descriptor, elements_descriptor, even_group, jit, rows_descriptor, scales_late
+from .parameters import ScoreMod, SeqlenInfo
 from .pipeline import make_ring
-from .scheduler import Order, draw, drawn, make_mailbox
-from .versions import COMPILE_OPTIONS, as_tiles_of, tma_add, tma_load
+from .scheduler import TileScheduler, fetch_next, make_channel, resolve
+from .versions import COMPILE_OPTIONS, aggregate, tma_load
 
 KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
 UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
@@ -69,211 +69,74 @@ class Sources:
     lse: tma.tensor_descriptor
     delta: tma.tensor_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, query, key, value, grad, lse, delta):
-        self.query = query
-        self.key = key
-        self.value = value
-        self.grad = grad
-        self.lse = lse
-        self.delta = delta
-
 
 @gluon.jit
-def _load_keys(part, room, sources, entry, row, head, taken):
+def _load_keys(part, smem, sources, entry, row, head, tile_iter):
     """The keys and values of a tile, as soon as the gradients of the one before have left their memory."""
-    mbarrier.wait(room.kv_empty, (taken & 1) ^ 1)
+    mbarrier.wait(smem.kv_empty, (tile_iter & 1) ^ 1)
     if part.LOADS_V:
-        mbarrier.expect(room.kv_full, sources.key.block_type.nbytes + sources.value.block_type.nbytes)
-        tma_load(sources.value, [entry, row, head, 0], room.kv_full, room.values.index(0))
+        mbarrier.expect(smem.kv_full, sources.key.block_type.nbytes + sources.value.block_type.nbytes)
+        tma_load(sources.value, [entry, row, head, 0], smem.kv_full, smem.values.index(0))
     else:
-        mbarrier.expect(room.kv_full, sources.key.block_type.nbytes)
-    tma_load(sources.key, [entry, row, head, 0], room.kv_full, room.keys.index(0))
+        mbarrier.expect(smem.kv_full, sources.key.block_type.nbytes)
+    tma_load(sources.key, [entry, row, head, 0], smem.kv_full, smem.keys.index(0))
 
 
 @gluon.jit
-def _producer(part, call, order, counter, mail, room, scratch, sources):
+def _producer(part, seqlen, scheduler, counter, channel, smem, scratch, sources):
     BLOCK_M: gl.constexpr = sources.query.block_type.shape[1]
     OF_QUERIES: gl.constexpr = sources.query.block_type.nbytes + sources.lse.block_type.nbytes
     AHEAD: gl.constexpr = 1 if part.ORDERED else 2  # blocks before the end: who holds a tile keeps others waiting
     OF_GRADS: gl.constexpr = sources.grad.block_type.nbytes + sources.delta.block_type.nbytes
-    queries = room.queries
-    grads = room.grads
-    use = 0
-    taken = 0
-    tile = drawn(draw(counter))
-    while tile < order.tiles:
-        line, m = order.place(tile)
+    queries = smem.queries
+    grads = smem.grads
+    q_iter = 0
+    tile_iter = 0
+    tile = resolve(fetch_next(counter))
+    while tile < scheduler.tiles:
+        batch_head, m = scheduler.place(tile)
         n = m
         if not part.ORDERED:
-            n = order.tiles_m - 1 - m  # causal: key tile 0 is seen by most queries, and comes first
-        batch, kv_head, q_first, q_len, k_first, k_len = call.sequences(scratch.first_line + line)
+            n = scheduler.tiles_m - 1 - m  # causal: key tile 0 is seen by most queries, and comes first
+        batch, kv_head, q_first, q_len, k_first, k_len = seqlen.sequences(scratch.first_batch_head + batch_head)
         first = n * (2 * KEYS)
-        answer = tile
+        pending_tile = tile
         if first < k_len:
-            mail.send(taken, n, batch, kv_head, q_first, q_len, k_first, k_len)
+            channel.send(tile_iter, n, batch, kv_head, q_first, q_len, k_first, k_len)
             entry = batch
-            if call.IS_PACKED:
+            if seqlen.IS_PACKED:
                 entry = batch * 0
-            offset = call.offset_of(q_len, k_len)
-            low, high = query_blocks(call, first, k_len, q_len, offset, BLOCK_M)
-            for g in range(call.group):
-                head = kv_head * call.group + g
-                at = scratch.line(call, batch, head, q_first)
+            offset = seqlen.offset_of(q_len, k_len)
+            low, high = query_blocks(seqlen, first, k_len, q_len, offset, BLOCK_M)
+            for g in range(seqlen.group):
+                head = kv_head * seqlen.group + g
+                at = scratch.first_row(seqlen, batch, head, q_first)
                 for i in range(low, high):
                     row = i * BLOCK_M
-                    queries.wait_empty(use)
-                    landing = queries.expect(use, OF_QUERIES)
-                    place = queries.tiles.index(use % queries.SLOTS)
+                    queries.wait_empty(q_iter)
+                    landing = queries.expect(q_iter, OF_QUERIES)
+                    place = queries.tiles.index(q_iter % queries.SLOTS)
                     tma_load(sources.query, [entry, q_first + row, head, 0], landing, place)
-                    tma_load(sources.lse, [at + row], landing, room.lses.index(use % queries.SLOTS))
+                    tma_load(sources.lse, [at + row], landing, smem.lses.index(q_iter % queries.SLOTS))
                     if (g == 0) & (i == low):  # behind the first queries, which need not wait for the tile before
-                        _load_keys(part, room, sources, entry, k_first + first, kv_head, taken)
-                    if (g == call.group - 1) & (i == gl.maximum(high - AHEAD, low)):
-                        answer = draw(counter)
-                    grads.wait_empty(use)
-                    landing = grads.expect(use, OF_GRADS)
-                    place = grads.tiles.index(use % grads.SLOTS)
+                        _load_keys(part, smem, sources, entry, k_first + first, kv_head, tile_iter)
+                    if (g == seqlen.group - 1) & (i == gl.maximum(high - AHEAD, low)):
+                        pending_tile = fetch_next(counter)
+                    grads.wait_empty(q_iter)
+                    landing = grads.expect(q_iter, OF_GRADS)
+                    place = grads.tiles.index(q_iter % grads.SLOTS)
                     tma_load(sources.grad, [entry, q_first + row, head, 0], landing, place)
-                    tma_load(sources.delta, [at + row], landing, room.deltas.index(use % grads.SLOTS))
-                    use += 1
+                    tma_load(sources.delta, [at + row], landing, smem.deltas.index(q_iter % grads.SLOTS))
+                    q_iter += 1
             if low == high:  # nobody sees these keys
-                _load_keys(part, room, sources, entry, k_first + first, kv_head, taken)
-                answer = draw(counter)
-            taken += 1
+                _load_keys(part, smem, sources, entry, k_first + first, kv_head, tile_iter)
+                pending_tile = fetch_next(counter)
+            tile_iter += 1
         else:
-            answer = draw(counter)
-        tile = drawn(answer)
-    zero = use * 0
-    mail.send(taken, zero - 1, zero, zero, zero, zero, zero, zero)
-
-
-@gluon.jit
-def _reducer(WARPGROUP: gl.constexpr, part, call, mail, room, scratch, BLOCK_M: gl.constexpr, D: gl.constexpr):
-    """Add the chunks of dQ that a consumer leaves in shared memory to the scratch."""
-    room.chunk_is_free(WARPGROUP)
-    taken = 0
-    n, batch, kv_head, q_first, q_len, _, k_len = mail.receive(0, 1)
-    while n >= 0:
-        offset = call.offset_of(q_len, k_len)
-        low, high = query_blocks(call, n * (2 * KEYS), k_len, q_len, offset, BLOCK_M)
-        for g in range(call.group):
-            at = scratch.line(call, batch, kv_head * call.group + g, q_first)
-            for i in range(low, high):
-                chunk = scratch.chunk(at + i * BLOCK_M, WARPGROUP, D)
-                if part.ORDERED:
-                    _, n_high = key_tiles(call, i * BLOCK_M, k_len, offset, BLOCK_M)
-                    scratch.wait_for(chunk, n_high - 1 - n)
-                room.wait_chunk_written(WARPGROUP)
-                tma_add(scratch.desc, [chunk * CHUNK, 0], room.staging.index(WARPGROUP))
-                tma.store_wait(pendings=0)  # it has been read
-                room.chunk_is_free(WARPGROUP)
-                scratch.count(chunk)
-        taken += 1
-        n, batch, kv_head, q_first, q_len, _, k_len = mail.receive(taken, 1)
-
-
-@gluon.jit
-def _finisher(
-    FINISHER: gl.constexpr,
-    FINISHERS: gl.constexpr,
-    part,
-    call,
-    order,
-    room,
-    scratch,
-    dq_ptr,
-    scale,
-    BLOCK_M: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    D: gl.constexpr,
-):
-    """Take the chunks of dQ to which every key tile has added out of the scratch, with one or two places to land."""
-    CHUNKS: gl.constexpr = BLOCK_M * BLOCK_D // (CHUNK * CHUNK)  # of a block: 2 or 4
-    PLACES: gl.constexpr = room.landed.shape[0] // FINISHERS
-    MINE: gl.constexpr = FINISHER * PLACES
-    q_heads = call.q_heads * call.group  # what it calls heads of queries are those of keys here
-    use = 0
-    item = gl.program_id(0) + FINISHER * gl.num_programs(0)
-    while item < order.tiles:
-        line, m = order.place(item)
-        block = (order.tiles_m - 1 - m) * BLOCK_M  # causal: the first rows are finished first
-        batch, kv_head, q_first, q_len, _, k_len = call.sequences(scratch.first_line + line)
-        if block < q_len:
-            low, high = key_tiles(call, block, k_len, call.offset_of(q_len, k_len), BLOCK_M)
-            first = q_first.to(gl.int64)
-            if not call.IS_PACKED:
-                first += batch.to(gl.int64) * q_len
-            for g in range(call.group):
-                head = kv_head * call.group + g
-                chunk = scratch.chunk(scratch.line(call, batch, head, q_first) + block, 0, BLOCK_D)
-                for pair in range(CHUNKS // PLACES):
-                    for w in gl.static_range(PLACES):  # both are on their way while the first is converted
-                        if part.COUNTS:
-                            scratch.wait_for(chunk + w, high - low)
-                        landed = room.landed.index(MINE + w)
-                        mbarrier.expect(landed, scratch.desc.block_type.nbytes)
-                        place = as_tiles_of(scratch.desc, room.landing, FINISHERS * PLACES).index(MINE + w)
-                        tma_load(scratch.desc, [(chunk + w) * CHUNK, 0], landed, place)
-                    for w in range(PLACES):
-                        mbarrier.wait(room.landed.index(MINE + w), use & 1)
-                        row = block
-                        column = k_len * 0
-                        if BLOCK_M == 2 * CHUNK:
-                            row += (pair * PLACES + w) * CHUNK
-                        else:
-                            column += (pair * PLACES + w) * CHUNK
-                        corner = dq_ptr + ((first + row) * q_heads + head) * (D // UNIT) * UNIT + column
-                        stride = q_heads * (D // UNIT)
-                        if part.COUNTS:
-                            _convert_rows(room, MINE + w, corner, q_len - row, D - column, stride, scale)
-                        else:
-                            _convert_registers(room, MINE + w, corner, q_len - row, D - column, stride, scale)
-                    use += 1
-                    chunk += PLACES
-        item += FINISHERS * gl.num_programs(0)
-
-
-@gluon.jit
-def _convert_rows(room, place, corner, rows_left, columns_left, stride, scale):
-    """Scale, convert and store a landed chunk. TMA leaves it by halves of the columns, 8 rows of one in a piece."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
-    PIECES: gl.constexpr = 2 * CHUNK // 8
-    of_rows = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
-    of_columns = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
-    for piece in range(PIECES):
-        numbers = room.landing.index(place * PIECES + piece).load(LAYOUT) * scale
-        rows = piece % (CHUNK // 8) * 8 + of_rows
-        columns = piece // (CHUNK // 8) * 32 + of_columns
-        inside = (rows < rows_left)[:, None] & (columns < columns_left)[None, :]
-        to = corner + (rows * stride * UNIT)[:, None] + columns[None, :]
-        gl.store(to, numbers.to(corner.dtype.element_ty), mask=inside)
-
-
-@gluon.jit
-def _convert_registers(room, place, corner, rows_left, columns_left, stride, scale):
-    """The same for a chunk in the order in which backward_wide.py added it: sixteen numbers are four times two of a
-    row and two of the eighth row after it."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [16, 2], [1, 1], [1, 0])
-    PIECES: gl.constexpr = CHUNK // 8
-    for piece in range(PIECES):
-        numbers = room.landing.index(place * PIECES + piece).load(LAYOUT) * scale
-        folded = numbers.reshape([16, 2, 4, 2, 2]).permute((0, 1, 2, 4, 3))
-        upper, lower = gl.split(folded)
-        upper = upper.reshape([16, 2, 8])
-        lower = lower.reshape([16, 2, 8])
-        layout: gl.constexpr = upper.type.layout
-        i = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-        h = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-        e = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-        run = (piece % (CHUNK // 16) * 64 + piece // (CHUNK // 16) * 2) + 4 * i[:, None] + h[None, :]
-        rows = run // 8 % 4 * 16 + run % 8
-        columns = (run // 32 * 8)[:, :, None] + e[None, None, :]
-        to = corner + (rows * stride * UNIT)[:, :, None] + columns
-        inside = columns < columns_left
-        gl.store(to, upper.to(corner.dtype.element_ty), mask=inside & (rows < rows_left)[:, :, None])
-        to += 8 * stride * UNIT
-        gl.store(to, lower.to(corner.dtype.element_ty), mask=inside & (rows + 8 < rows_left)[:, :, None])
+            pending_tile = fetch_next(counter)
+        tile = resolve(pending_tile)
+    zero = q_iter * 0
+    channel.send(tile_iter, zero - 1, zero, zero, zero, zero, zero, zero)
 
 
 @jit
@@ -298,7 +161,7 @@ def _backward_kernel(
     col_words_ptr,
     cu_q_ptr,
     cu_k_ptr,
-    lines: gl.int32,
+    batch_heads: gl.int32,
     tiles_n: gl.int32,
     group_n: gl.int32,
     blocks_m: gl.int32,
@@ -312,7 +175,7 @@ def _backward_kernel(
     q_rows: gl.int32,
     k_rows: gl.int32,
     rows: gl.int32,
-    first_line: gl.int32,
+    first_batch_head: gl.int32,
     skipped: gl.int32,
     stride_ab: gl.int64,
     stride_rb: gl.int64,
@@ -337,8 +200,8 @@ def _backward_kernel(
     HAS_SOFTCAP: gl.constexpr,
     HAS_DROPOUT: gl.constexpr,
     IS_PACKED: gl.constexpr,
-    EDGES: gl.constexpr,
-    UNSEEN: gl.constexpr,
+    HAS_PARTIAL_BLOCKS: gl.constexpr,
+    LOADS_MASKED_ROWS: gl.constexpr,
     SCALE_LATE: gl.constexpr,
     TANH: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
@@ -374,33 +237,35 @@ def _backward_kernel(
     mbarrier.init(kv_empty, count=2)
     for w in gl.static_range(PLACES):
         mbarrier.init(landed.index(w), count=1)
-    mail = make_mailbox(4 if IS_ALL else 2)
-    room = Room(queries, grads, lses, deltas, keys, values, kv_full, kv_empty, d_scores, staging, landing, landed, read)
-    part = Part(PART != "value", IS_ALL, ORDERED, HALVES, PEEL, EDGES, UNSEEN)
-    call = Call(
-        *(kv_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows),
-        *(HAS_LEFT, HAS_RIGHT, IS_PACKED, True, UNSEEN),
+    channel = make_channel(4 if IS_ALL else 2)
+    smem = SharedStorage(
+        queries, grads, lses, deltas, keys, values, kv_full, kv_empty, d_scores, staging, landing, landed, read
     )
-    scores = Scores(
+    part = Part(PART != "value", IS_ALL, ORDERED, HALVES, PEEL, HAS_PARTIAL_BLOCKS, LOADS_MASKED_ROWS)
+    seqlen = SeqlenInfo(
+        *(kv_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows),
+        *(HAS_LEFT, HAS_RIGHT, IS_PACKED, True, LOADS_MASKED_ROWS),
+    )
+    score_mod = ScoreMod(
         *(scale, softcap, slopes_ptr, stride_ab, row_words_ptr, stride_rb, stride_rh),
         *(col_words_ptr, stride_cb, stride_ch, dropout_threshold),
         *(HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, TANH, SCALE_LATE),
     )
     sources = Sources(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
-    scratch = Scratch(scratch_desc, scratch_ptr, counts_ptr, rows, first_line, skipped)
+    scratch = Scratch(scratch_desc, scratch_ptr, counts_ptr, rows, first_batch_head, skipped)
     dk_sum = Sum(dk_desc, dk_ptr, kv_heads, D)
     dv_sum = Sum(dv_desc, dv_ptr, kv_heads, DV)
-    by_keys = Order(lines, tiles_n, group_n, lines * tiles_n)
-    by_queries = Order(lines, blocks_m, group_n, lines * blocks_m)
+    by_keys = TileScheduler(batch_heads, tiles_n, group_n, batch_heads * tiles_n)
+    by_queries = TileScheduler(batch_heads, blocks_m, group_n, batch_heads * blocks_m)
     if PART == "all":
         gl.warp_specialize(
             [
-                (consume, (0, part, call, scores, mail, room, dk_sum, dv_sum, dropout_scale)),
-                (consume, (1, part, call, scores, mail, room, dk_sum, dv_sum, dropout_scale)),
-                (_producer, (part, call, by_keys, counter_ptr, mail, room, scratch, sources)),
-                (_reducer, (0, part, call, mail, room, scratch, BLOCK_M, BLOCK_D)),
-                (_reducer, (1, part, call, mail, room, scratch, BLOCK_M, BLOCK_D)),
-                (_finisher, (0, 1, part, call, by_queries, room, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
+                (consume, (0, part, seqlen, score_mod, channel, smem, dk_sum, dv_sum, dropout_scale)),
+                (consume, (1, part, seqlen, score_mod, channel, smem, dk_sum, dv_sum, dropout_scale)),
+                (_producer, (part, seqlen, by_keys, counter_ptr, channel, smem, scratch, sources)),
+                (reducer, (0, part, seqlen, channel, smem, scratch, BLOCK_M, BLOCK_D)),
+                (reducer, (1, part, seqlen, channel, smem, scratch, BLOCK_M, BLOCK_D)),
+                (finisher, (0, 1, part, seqlen, by_queries, smem, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
             ],
             [4, 1, 1, 1, 1],
             [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS],
@@ -408,9 +273,9 @@ def _backward_kernel(
     elif PART == "key":
         gl.warp_specialize(
             [
-                (consume_for_key, (0, part, call, scores, mail, room, scratch, dk_sum, dropout_scale)),
-                (consume_for_key, (1, part, call, scores, mail, room, scratch, dk_sum, dropout_scale)),
-                (_producer, (part, call, by_keys, counter_ptr, mail, room, scratch, sources)),
+                (consume_for_key, (0, part, seqlen, score_mod, channel, smem, scratch, dk_sum, dropout_scale)),
+                (consume_for_key, (1, part, seqlen, score_mod, channel, smem, scratch, dk_sum, dropout_scale)),
+                (_producer, (part, seqlen, by_keys, counter_ptr, channel, smem, scratch, sources)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, WARP_REGISTERS],
@@ -418,11 +283,11 @@ def _backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume_for_value, (0, part, call, scores, mail, room, dv_sum, dropout_scale)),
-                (consume_for_value, (1, part, call, scores, mail, room, dv_sum, dropout_scale)),
-                (_producer, (part, call, by_keys, counter_ptr + 1, mail, room, scratch, sources)),
-                (_finisher, (0, 2, part, call, by_queries, room, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
-                (_finisher, (1, 2, part, call, by_queries, room, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
+                (consume_for_value, (0, part, seqlen, score_mod, channel, smem, dv_sum, dropout_scale)),
+                (consume_for_value, (1, part, seqlen, score_mod, channel, smem, dv_sum, dropout_scale)),
+                (_producer, (part, seqlen, by_keys, counter_ptr + 1, channel, smem, scratch, sources)),
+                (finisher, (0, 2, part, seqlen, by_queries, smem, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
+                (finisher, (1, 2, part, seqlen, by_queries, smem, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
             ],
             [4, 1, 1, 1],
             [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS],
@@ -556,7 +421,7 @@ def _sizes(
     _, dk, dv = layout.grads
     dim, value_dim = tile_widths(problem)
     tile, rows = 2 * KEYS.value, layout.rows
-    row_values = numbers_descriptor(rows.lse.numel(), config.block_m)
+    row_values = elements_descriptor(rows.lse.numel(), config.block_m)
     return {
         "q_desc": rows_descriptor(query, config.block_m, dim),
         "k_desc": rows_descriptor(key, tile, dim),
@@ -567,7 +432,7 @@ def _sizes(
         "lse_desc": row_values,
         "delta_desc": row_values,
         "scratch_desc": chunks_descriptor(layout.workspace[0].numel(), CHUNK.value),
-        "lines": len(lines),
+        "batch_heads": len(lines),
         "tiles_n": -(-problem.k_len // tile),
         "group_n": _lines_in_cache(problem, len(lines)),
         "blocks_m": -(-problem.q_len // config.block_m),
@@ -579,12 +444,12 @@ def _sizes(
         "q_rows": query.shape[-3],
         "k_rows": key.shape[-3],
         "rows": rows.lse.shape[-1],
-        "first_line": lines.start,
+        "first_batch_head": lines.start,
         "skipped": lines.start * problem.group * rows.lse.shape[-1],
         "HAS_LEFT": problem.left != UNBOUNDED,
         "HAS_RIGHT": problem.right != UNBOUNDED,
-        "EDGES": has_edges(problem),
-        "UNSEEN": problem.packed or reads_unseen(problem) or has_idle_queries(problem),
+        "HAS_PARTIAL_BLOCKS": has_edges(problem),
+        "LOADS_MASKED_ROWS": problem.packed or loads_masked_kv(problem) or has_idle_queries(problem),
     }
 
 

@@ -21,11 +21,11 @@ from .backward_block import (
     HALF_READY,
     KEYS,
     clear_rows,
+    make_tile,
+    opaque_zero,
+    queries_with_keys,
     query_blocks,
-    seeing_queries,
-    seen_keys,
-    tile_of,
-    zero_of_now,
+    visible_keys,
 )
 from .pipeline import arrive, sync
 
@@ -57,10 +57,10 @@ def _meet(WARPGROUP: gl.constexpr, place: gl.constexpr):
 
 
 @gluon.jit
-def consume_for_key(WARPGROUP: gl.constexpr, part, call, scores, mail, room, scratch, dk_sum, kept):
+def consume_for_key(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, smem, scratch, dk_sum, dropout_scale):
     """dK and dQ."""
-    queries = room.queries
-    grads = room.grads
+    queries = smem.queries
+    grads = smem.grads
     BLOCK_M: gl.constexpr = queries.tiles.shape[2]
     D: gl.constexpr = queries.tiles.shape[4]
     dtype: gl.constexpr = queries.tiles.dtype
@@ -69,55 +69,55 @@ def consume_for_key(WARPGROUP: gl.constexpr, part, call, scores, mail, room, scr
     P_TILE: gl.constexpr = gl.DotOperandLayout(0, A_TILE, 2)
     none = gl.zeros((KEYS, BLOCK_M), gl.float32, S_TILE)
     no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16]))
-    factor = scores.factor()
-    use = 0
-    taken = 0
-    n, batch, kv_head, q_first, q_len, k_first, k_len = mail.receive(0)
+    factor = score_mod.factor()
+    q_iter = 0
+    tile_iter = 0
+    n, batch, kv_head, q_first, q_len, k_first, k_len = channel.receive(0)
     while n >= 0:
         first = n * (2 * KEYS)
         own = first + WARPGROUP * KEYS
-        offset = call.offset_of(q_len, k_len)
-        low, high = query_blocks(call, first, k_len, q_len, offset, BLOCK_M)
+        offset = seqlen.offset_of(q_len, k_len)
+        low, high = query_blocks(seqlen, first, k_len, q_len, offset, BLOCK_M)
         dk = gl.zeros((KEYS, D), gl.float32, A_TILE)
-        mbarrier.wait(room.kv_full, taken & 1)
-        if part.UNSEEN:
-            floor, limit = seen_keys(call, q_len, k_len, offset)
-            clear_rows(room.keys.index(0).reshape([2 * KEYS, D]), first, floor, limit)
-            clear_rows(room.values.index(0).reshape([2 * KEYS, D]), first, floor, limit)
-        for g in range(call.group):
-            head = kv_head * call.group + g
-            tile = tile_of(scores, own, q_len, k_len, offset, batch, head, q_first, k_first)
-            at = scratch.line(call, batch, head, q_first)
+        mbarrier.wait(smem.kv_full, tile_iter & 1)
+        if part.LOADS_MASKED_ROWS:
+            floor, limit = visible_keys(seqlen, q_len, k_len, offset)
+            clear_rows(smem.keys.index(0).reshape([2 * KEYS, D]), first, floor, limit)
+            clear_rows(smem.values.index(0).reshape([2 * KEYS, D]), first, floor, limit)
+        for g in range(seqlen.group):
+            head = kv_head * seqlen.group + g
+            tile = make_tile(score_mod, own, q_len, k_len, offset, batch, head, q_first, k_first)
+            at = scratch.first_row(seqlen, batch, head, q_first)
             for i in range(low, high):
                 row = i * BLOCK_M
-                z = zero_of_now()
+                z = opaque_zero()
                 q = queries.tiles.index(z).reshape([BLOCK_M, D])
                 do = grads.tiles.index(z).reshape([BLOCK_M, D])
-                k = room.keys.index(z).reshape([2 * KEYS, D])
+                k = smem.keys.index(z).reshape([2 * KEYS, D])
                 own_k = k.slice(WARPGROUP * KEYS, KEYS, dim=0)
-                own_v = room.values.index(z).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
-                d_scores = room.d_scores.index(z)
-                queries.wait_full(use)
-                if part.UNSEEN:
-                    grads.wait_full(use)
-                    floor, limit = seeing_queries(call, q_len, k_len, offset)
+                own_v = smem.values.index(z).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
+                d_scores = smem.d_scores.index(z)
+                queries.wait_full(q_iter)
+                if part.LOADS_MASKED_ROWS:
+                    grads.wait_full(q_iter)
+                    floor, limit = queries_with_keys(seqlen, q_len, k_len, offset)
                     clear_rows(q, row, floor, limit)
                     clear_rows(do, row, floor, limit)
                 s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
-                grads.wait_full(use)
+                grads.wait_full(q_iter)
                 dp_issued = warpgroup_mma(own_v, do.permute((1, 0)), none, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(1, deps=(s_issued,))
-                if part.EDGES:
-                    s = tile.hide_products(call, scores, s, row)
-                lse = room.lses.index(0).load(gl.SliceLayout(0, S_TILE))
-                p = tile.weights(part.EDGES, call, scores, s, lse, row, factor)
-                grads.wait_full(use)  # once more: the assembler does not move the next wait before this one
+                if part.HAS_PARTIAL_BLOCKS:
+                    s = tile.mask_qk(seqlen, score_mod, s, row)
+                lse = smem.lses.index(0).load(gl.SliceLayout(0, S_TILE))
+                p = tile.probabilities(part.HAS_PARTIAL_BLOCKS, seqlen, score_mod, s, lse, row, factor)
+                grads.wait_full(q_iter)  # once more: the assembler does not move the next wait before this one
                 dp = warpgroup_mma_wait(0, deps=(dp_issued,))
-                delta = room.deltas.index(0).load(gl.SliceLayout(0, S_TILE))
-                grads.release(use)
-                if scores.HAS_DROPOUT:
-                    dp = gl.where(tile.keep(scores, p, row), dp * kept, 0.0)
-                ds = tile.changes(scores, p, dp, lse, delta, row).to(dtype)
+                delta = smem.deltas.index(0).load(gl.SliceLayout(0, S_TILE))
+                grads.release(q_iter)
+                if score_mod.HAS_DROPOUT:
+                    dp = gl.where(tile.keep(score_mod, p, row), dp * dropout_scale, 0.0)
+                ds = tile.grad_scores(score_mod, p, dp, lse, delta, row).to(dtype)
                 d_own = gl.convert_layout(ds, P_TILE, assert_trivial=True)
                 _meet(WARPGROUP, 0)  # both have read dS of the block before
                 d_scores.slice(WARPGROUP * KEYS, KEYS, dim=0).store(ds)
@@ -127,40 +127,40 @@ def consume_for_key(WARPGROUP: gl.constexpr, part, call, scores, mail, room, scr
                 left = k.slice(2 * WARPGROUP * CHUNK, CHUNK, dim=1)
                 dq_issued = warpgroup_mma(d_scores.permute((1, 0)), left, no_dq, use_acc=False, is_async=True)
                 dk = warpgroup_mma_wait(1, deps=(dk_issued,))
-                queries.release(use)
+                queries.release(q_iter)
                 dq = warpgroup_mma_wait(0, deps=(dq_issued,))
-                to = scratch.numbers + (at + row - scratch.skipped).to(gl.int64) * D
+                to = scratch.ptr + (at + row - scratch.skipped).to(gl.int64) * D
                 right = k.slice((2 * WARPGROUP + 1) * CHUNK, CHUNK, dim=1)
                 dq_issued = warpgroup_mma(d_scores.permute((1, 0)), right, no_dq, use_acc=False, is_async=True)
                 _add_chunk(dq, to + 2 * WARPGROUP * CHUNK * CHUNK)
                 dq = warpgroup_mma_wait(0, deps=(dq_issued,))
                 _add_chunk(dq, to + (2 * WARPGROUP + 1) * CHUNK * CHUNK)
-                use += 1
-        following = mail.receive(taken + 1)
-        room.wait_both_have_read(taken)
-        dk_sum.store(WARPGROUP, dk * scores.scale, room.keys, batch, kv_head, k_first, own, k_len, call.IS_PACKED)
+                q_iter += 1
+        next_tile = channel.receive(tile_iter + 1)
+        smem.wait_both_read(tile_iter)
+        dk_sum.store(WARPGROUP, dk * score_mod.scale, smem.keys, batch, kv_head, k_first, own, k_len, seqlen.IS_PACKED)
         tma.store_wait(pendings=0)
-        mbarrier.arrive(room.kv_empty, count=1)
-        taken += 1
-        n, batch, kv_head, q_first, q_len, k_first, k_len = following
+        mbarrier.arrive(smem.kv_empty, count=1)
+        tile_iter += 1
+        n, batch, kv_head, q_first, q_len, k_first, k_len = next_tile
 
 
 @gluon.jit
-def _kept_weights(part, call, scores, tile, s, lse, row, factor, kept):
+def _dropped_p(part, seqlen, score_mod, tile, s, lse, row, factor, dropout_scale):
     """P of a block, as it meets dO."""
-    if part.EDGES:
-        s = tile.hide_products(call, scores, s, row)
-    p = tile.weights(part.EDGES, call, scores, s, lse, row, factor)
-    if scores.HAS_DROPOUT:
-        p = gl.where(tile.keep(scores, p, row), p * kept, 0.0)
+    if part.HAS_PARTIAL_BLOCKS:
+        s = tile.mask_qk(seqlen, score_mod, s, row)
+    p = tile.probabilities(part.HAS_PARTIAL_BLOCKS, seqlen, score_mod, s, lse, row, factor)
+    if score_mod.HAS_DROPOUT:
+        p = gl.where(tile.keep(score_mod, p, row), p * dropout_scale, 0.0)
     return p
 
 
 @gluon.jit
-def consume_for_value(WARPGROUP: gl.constexpr, part, call, scores, mail, room, dv_sum, kept):
+def consume_for_value(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, smem, dv_sum, dropout_scale):
     """dV, in the manner of the forward: the scores of a block are computed beside P dO of the one before."""
-    queries = room.queries
-    grads = room.grads
+    queries = smem.queries
+    grads = smem.grads
     BLOCK_M: gl.constexpr = queries.tiles.shape[2]
     D: gl.constexpr = queries.tiles.shape[4]
     dtype: gl.constexpr = queries.tiles.dtype
@@ -168,77 +168,77 @@ def consume_for_value(WARPGROUP: gl.constexpr, part, call, scores, mail, room, d
     A_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_TILE: gl.constexpr = gl.DotOperandLayout(0, A_TILE, 2)
     none = gl.zeros((KEYS, BLOCK_M), gl.float32, S_TILE)
-    factor = scores.factor()
-    use = 0
-    taken = 0
-    n, batch, kv_head, q_first, q_len, k_first, k_len = mail.receive(0)
+    factor = score_mod.factor()
+    q_iter = 0
+    tile_iter = 0
+    n, batch, kv_head, q_first, q_len, k_first, k_len = channel.receive(0)
     while n >= 0:
         first = n * (2 * KEYS)
         own = first + WARPGROUP * KEYS
-        offset = call.offset_of(q_len, k_len)
-        low, high = query_blocks(call, first, k_len, q_len, offset, BLOCK_M)
-        blocks = call.group * (high - low)
-        floor, limit = seeing_queries(call, q_len, k_len, offset)
+        offset = seqlen.offset_of(q_len, k_len)
+        low, high = query_blocks(seqlen, first, k_len, q_len, offset, BLOCK_M)
+        blocks = seqlen.group * (high - low)
+        floor, limit = queries_with_keys(seqlen, q_len, k_len, offset)
         dv = gl.zeros((KEYS, D), gl.float32, A_TILE)
-        mbarrier.wait(room.kv_full, taken & 1)
-        if part.UNSEEN:
-            k_floor, k_limit = seen_keys(call, q_len, k_len, offset)
-            clear_rows(room.keys.index(0).reshape([2 * KEYS, D]), first, k_floor, k_limit)
+        mbarrier.wait(smem.kv_full, tile_iter & 1)
+        if part.LOADS_MASKED_ROWS:
+            k_floor, k_limit = visible_keys(seqlen, q_len, k_len, offset)
+            clear_rows(smem.keys.index(0).reshape([2 * KEYS, D]), first, k_floor, k_limit)
         if blocks > 0:
             i = low
-            head = kv_head * call.group
-            tile = tile_of(scores, own, q_len, k_len, offset, batch, head, q_first, k_first)
-            queries.wait_full(use)
-            q = queries.tiles.index(use % queries.SLOTS).reshape([BLOCK_M, D])
-            if part.UNSEEN:
+            head = kv_head * seqlen.group
+            tile = make_tile(score_mod, own, q_len, k_len, offset, batch, head, q_first, k_first)
+            queries.wait_full(q_iter)
+            q = queries.tiles.index(q_iter % queries.SLOTS).reshape([BLOCK_M, D])
+            if part.LOADS_MASKED_ROWS:
                 clear_rows(q, low * BLOCK_M, floor, limit)
-            own_k = room.keys.index(zero_of_now()).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
+            own_k = smem.keys.index(opaque_zero()).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
             s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(s_issued,))
-            lse = room.lses.index(use % queries.SLOTS).load(gl.SliceLayout(0, S_TILE))
-            p = _kept_weights(part, call, scores, tile, s, lse, i * BLOCK_M, factor, kept)
-            queries.release(use)
-            queries.wait_full(use + 1, pred=blocks > 1)
-            weights = gl.convert_layout(p.to(dtype), P_TILE, assert_trivial=True)
+            lse = smem.lses.index(q_iter % queries.SLOTS).load(gl.SliceLayout(0, S_TILE))
+            p = _dropped_p(part, seqlen, score_mod, tile, s, lse, i * BLOCK_M, factor, dropout_scale)
+            queries.release(q_iter)
+            queries.wait_full(q_iter + 1, pred=blocks > 1)
+            p_operand = gl.convert_layout(p.to(dtype), P_TILE, assert_trivial=True)
             before = i * BLOCK_M
             for j in range(1, blocks):
                 i += 1
                 if i == high:
                     i = low
                     head += 1
-                tile = tile_of(scores, own, q_len, k_len, offset, batch, head, q_first, k_first)
-                own_k = room.keys.index(zero_of_now()).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
-                q = queries.tiles.index((use + 1) % queries.SLOTS).reshape([BLOCK_M, D])
-                do = grads.tiles.index(use % grads.SLOTS).reshape([BLOCK_M, D])
-                if part.UNSEEN:
+                tile = make_tile(score_mod, own, q_len, k_len, offset, batch, head, q_first, k_first)
+                own_k = smem.keys.index(opaque_zero()).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
+                q = queries.tiles.index((q_iter + 1) % queries.SLOTS).reshape([BLOCK_M, D])
+                do = grads.tiles.index(q_iter % grads.SLOTS).reshape([BLOCK_M, D])
+                if part.LOADS_MASKED_ROWS:
                     clear_rows(q, i * BLOCK_M, floor, limit)
-                    grads.wait_full(use)
+                    grads.wait_full(q_iter)
                     clear_rows(do, before, floor, limit)
                 s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
-                grads.wait_full(use)
-                dv_issued = warpgroup_mma(weights, do, dv, use_acc=True, is_async=True)
+                grads.wait_full(q_iter)
+                dv_issued = warpgroup_mma(p_operand, do, dv, use_acc=True, is_async=True)
                 s = warpgroup_mma_wait(1, deps=(s_issued,))
-                lse = room.lses.index((use + 1) % queries.SLOTS).load(gl.SliceLayout(0, S_TILE))
-                p = _kept_weights(part, call, scores, tile, s, lse, i * BLOCK_M, factor, kept)
-                queries.release(use + 1)
-                queries.wait_full(use + 2, pred=j + 1 < blocks)
+                lse = smem.lses.index((q_iter + 1) % queries.SLOTS).load(gl.SliceLayout(0, S_TILE))
+                p = _dropped_p(part, seqlen, score_mod, tile, s, lse, i * BLOCK_M, factor, dropout_scale)
+                queries.release(q_iter + 1)
+                queries.wait_full(q_iter + 2, pred=j + 1 < blocks)
                 dv = warpgroup_mma_wait(0, deps=(dv_issued,))
-                grads.release(use)
-                weights = gl.convert_layout(p.to(dtype), P_TILE, assert_trivial=True)
+                grads.release(q_iter)
+                p_operand = gl.convert_layout(p.to(dtype), P_TILE, assert_trivial=True)
                 before = i * BLOCK_M
-                use += 1
-            grads.wait_full(use)
-            do = grads.tiles.index(use % grads.SLOTS).reshape([BLOCK_M, D])
-            if part.UNSEEN:
+                q_iter += 1
+            grads.wait_full(q_iter)
+            do = grads.tiles.index(q_iter % grads.SLOTS).reshape([BLOCK_M, D])
+            if part.LOADS_MASKED_ROWS:
                 clear_rows(do, before, floor, limit)
-            dv_issued = warpgroup_mma(weights, do, dv, use_acc=True, is_async=True)
+            dv_issued = warpgroup_mma(p_operand, do, dv, use_acc=True, is_async=True)
             dv = warpgroup_mma_wait(0, deps=(dv_issued,))
-            grads.release(use)
-            use += 1
-        following = mail.receive(taken + 1)
-        room.wait_both_have_read(taken)
-        dv_sum.store(WARPGROUP, dv, room.keys, batch, kv_head, k_first, own, k_len, call.IS_PACKED)
+            grads.release(q_iter)
+            q_iter += 1
+        next_tile = channel.receive(tile_iter + 1)
+        smem.wait_both_read(tile_iter)
+        dv_sum.store(WARPGROUP, dv, smem.keys, batch, kv_head, k_first, own, k_len, seqlen.IS_PACKED)
         tma.store_wait(pendings=0)
-        mbarrier.arrive(room.kv_empty, count=1)
-        taken += 1
-        n, batch, kv_head, q_first, q_len, k_first, k_len = following
+        mbarrier.arrive(smem.kv_empty, count=1)
+        tile_iter += 1
+        n, batch, kv_head, q_first, q_len, k_first, k_len = next_tile

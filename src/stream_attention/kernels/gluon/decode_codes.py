@@ -38,16 +38,17 @@ from .decode_tiles import (
     SECOND,
     by_row,
     copied,
-    facts_of_rows,
     hide,
-    leave,
     modify,
     query,
+    row_parameters,
+    softmax_step,
+    store_partial,
     swizzled,
     upper,
     wait_for_kernels_ahead,
-    weigh,
 )
+from .decode_window import WINDOW_N, window_part
 from .launch import jit
 from .tiles import log2
 from .versions import COMPILE_OPTIONS, barrier, copy_async
@@ -71,9 +72,6 @@ prmt.b32 c, $2, $2, 0x3120;
 mov.b32 {a, b}, c;
 cvt.rn.f16x2.e4m3x2 $0, a;
 cvt.rn.f16x2.e4m3x2 $1, b; }""")
-
-WINDOW_N = gl.constexpr(32)
-"""Latest tokens at a time."""
 
 _LINE = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
 
@@ -230,7 +228,7 @@ def _codes_kernel(
     TANH: gl.constexpr,
     FORMAT: gl.constexpr,
     TOKENS: gl.constexpr,
-    ALL_SEE: gl.constexpr,
+    ALL_VISIBLE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Grid and arguments: as those of kernels/triton/decode_codes.py. A program leaves a part, always: the kernel that
@@ -243,7 +241,7 @@ def _codes_kernel(
     split = pid // kv_heads % num_splits
     b = (pid // kv_heads // num_splits).to(gl.int64)
     length = gl.minimum(gl.load(lengths_ptr + b), capacity)
-    coded = gl.maximum(length - residual, 0) // TOKENS * TOKENS
+    quantized_len = gl.maximum(length - residual, 0) // TOKENS * TOKENS
     first = 0
     if HAS_LEFT:
         first = gl.maximum(length - q_len - left, 0)
@@ -257,26 +255,26 @@ def _codes_kernel(
     tree_row = tree_ptr
     if HAS_TREE:
         tree_row = tree_ptr + b * stride_rb
-    of_codes = num_splits - window_splits
-    if split >= of_codes:
-        share = gl.cdiv(gl.cdiv(slots, window_splits), WINDOW_N) * WINDOW_N
-        begin = gl.maximum(coded, first) + (split - of_codes) * share
-        _of_window(
+    quantized_splits = num_splits - window_splits
+    if split >= quantized_splits:
+        split_len = gl.cdiv(gl.cdiv(slots, window_splits), WINDOW_N) * WINDOW_N
+        begin = gl.maximum(quantized_len, first) + (split - quantized_splits) * split_len
+        window_part(
             q_ptr, stride_qm, stride_qh,
             k_window_ptr + b * (stride_kwb * 8) + kv_head * (stride_kwh * 8), stride_kwn * 8,
             v_window_ptr + b * (stride_vwb * 8) + kv_head * (stride_vwh * 8), stride_vwn * 8,
             slopes_row, tree_row, stride_rm, workspace_ptr, outs_ptr, at, kv_head, q_len, length,
-            begin, gl.minimum(begin + share, length), slots, left, right, scale, softcap,
+            begin, gl.minimum(begin + split_len, length), slots, left, right, scale, softcap,
             GROUP, D, DV, HAS_LEFT, HAS_RIGHT, HAS_TREE, HAS_ALIBI, HAS_SOFTCAP, TANH,
         )  # fmt: skip
     else:
         # A share of the codes, in one run.
         begin = first // TOKENS * TOKENS
-        share = split_keys
-        if share == 0:
-            share = gl.cdiv(gl.cdiv(coded - begin, BLOCK_N), of_codes) * BLOCK_N
-        begin += split * share
-        end = gl.minimum(begin + share, coded)
+        split_len = split_keys
+        if split_len == 0:
+            split_len = gl.cdiv(gl.cdiv(quantized_len - begin, BLOCK_N), quantized_splits) * BLOCK_N
+        begin += split * split_len
+        end = gl.minimum(begin + split_len, quantized_len)
         key_at = kv_head * (stride_kh * 8)
         value_at = kv_head * (stride_vh * 8)
         key_scale_at = kv_head * (stride_ksh * 8)
@@ -292,7 +290,7 @@ def _codes_kernel(
         k_zeros, v_zeros = k_zero_ptr, v_zero_ptr
         if FORMAT == "int4":
             k_zeros, v_zeros = k_zero_ptr + key_scale_at, v_zero_ptr + value_scale_at
-        _of_codes(
+        quantized_part(
             q_ptr, stride_qm, stride_qh,
             k_ptr + key_at, k_scale_ptr + key_scale_at, k_zeros, stride_kss * 8,
             v_ptr + value_at, v_scale_ptr + value_scale_at, v_zeros, stride_vss * 8,
@@ -300,7 +298,7 @@ def _codes_kernel(
             slopes_row, tree_row, stride_rm, workspace_ptr, outs_ptr, at, kv_head, q_len, length, begin, end, first,
             left, right, scale, softcap,
             GROUP, D, DV, BLOCK_N, PAGE, HAS_LEFT, HAS_RIGHT, HAS_TREE, HAS_ALIBI, HAS_SOFTCAP, TANH,
-            FORMAT, TOKENS, ALL_SEE, STAGES,
+            FORMAT, TOKENS, ALL_VISIBLE, STAGES,
         )  # fmt: skip
 
 
@@ -340,7 +338,7 @@ def _copy_block(
 
 
 @gluon.jit
-def _of_codes(
+def quantized_part(
     q_ptr, stride_qm, stride_qh,
     k_ptr, k_scale_ptr, k_zero_ptr, stride_kss, v_ptr, v_scale_ptr, v_zero_ptr, stride_vss,
     table_ptr, stride_kp, stride_vp, stride_ksp, stride_vsp, pages,
@@ -349,7 +347,7 @@ def _of_codes(
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_TREE: gl.constexpr, HAS_ALIBI: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, TANH: gl.constexpr,
-    FORMAT: gl.constexpr, TOKENS: gl.constexpr, ALL_SEE: gl.constexpr, STAGES: gl.constexpr,
+    FORMAT: gl.constexpr, TOKENS: gl.constexpr, ALL_VISIBLE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The part of a share of the codes, from `begin` to `end`."""
     PLANES: gl.constexpr = 4 if FORMAT == "int4" else 2
@@ -409,7 +407,7 @@ def _of_codes(
         q = query(q_ptr, stride_qm, stride_qh, kv_head, q_len, plane * W, GROUP, W).to(gl.float32)
         queries = queries + ((q * (PEAK / _times_sixteen(FORMAT, plane) / power)[:, None]).to(gl.float16),)
     row_scale = _first_eight(power, ROWS) * (scale / PEAK)
-    mask_r, q_pos, slopes, tree_rows = facts_of_rows(
+    mask_r, q_pos, slopes, tree_rows = row_parameters(
         length, q_len, slopes_ptr, tree_ptr, stride_rm, GROUP, HAS_ALIBI, HAS_TREE, ROWS
     )  # fmt: skip
 
@@ -448,8 +446,8 @@ def _of_codes(
         async_copy.commit_group()
 
         # Scores.
-        codes = _planes(keys.index(slot).permute((1, 0)).load(SECOND), FORMAT)
-        products = gl.zeros([16, BLOCK_N], gl.float32, MMA)
+        planes = _planes(keys.index(slot).permute((1, 0)).load(SECOND), FORMAT)
+        qk = gl.zeros([16, BLOCK_N], gl.float32, MMA)
         middle = none
         even = none
         odd = none
@@ -457,32 +455,32 @@ def _of_codes(
             scales = key_scales.index(slot).slice(plane * W, W).load(OF_FIRST)
             scales = scales[None, :].broadcast_to([16, W])
             scaled = _times(queries[plane], scales)
-            alike = gl.full([W, 8], MIDDLE * _times_sixteen(FORMAT, plane), gl.float16, SECOND)
+            constant = gl.full([W, 8], MIDDLE * _times_sixteen(FORMAT, plane), gl.float16, SECOND)
             if WITH_REST:
                 rest = _rest(queries[plane], scales, scaled)
-                products = mma_v2(rest, codes[plane], products)
+                qk = mma_v2(rest, planes[plane], qk)
                 if FORMAT != "fp8":
-                    middle = mma_v2(rest, alike, middle)
-            products = mma_v2(scaled, codes[plane], products)
+                    middle = mma_v2(rest, constant, middle)
+            qk = mma_v2(scaled, planes[plane], qk)
             if FORMAT != "fp8":
-                middle = mma_v2(scaled, alike, middle)
+                middle = mma_v2(scaled, constant, middle)
             if FORMAT == "int4":
                 zero = key_zeros.index(slot).slice(plane * W, W).load(OF_SECOND)[:, None].broadcast_to([W, 8])
                 if plane % 2 == 1:
                     odd = mma_v2(queries[plane], zero, odd)
                 else:
                     even = mma_v2(queries[plane], zero, even)
-        products = upper(products) * UNIT_OF_CODES
+        qk = upper(qk) * UNIT_OF_CODES
         if FORMAT != "fp8":
             above = gl.max(upper(middle - even - 16.0 * odd), 1)  # all alike
-            products -= gl.convert_layout(above, ROWS)[:, None]
+            qk -= gl.convert_layout(above, ROWS)[:, None]
         k_pos = (start + gl.arange(0, BLOCK_N, layout=KEYS))[None, :]
         scores = modify(
-            products, row_scale[:, None], softcap, slopes, q_pos, k_pos, HAS_SOFTCAP, HAS_ALIBI, TANH
+            qk, row_scale[:, None], softcap, slopes, q_pos, k_pos, HAS_SOFTCAP, HAS_ALIBI, TANH
         )  # fmt: skip
         if PAGE != 0:
             scores = gl.where((missing >> (STAGES - 1)) & 1 == 0, scores, float("nan"))
-        if not ALL_SEE:
+        if not ALL_VISIBLE:
             scores = hide(
                 scores, k_pos >= first, q_pos, k_pos, left, right, tree_rows, length - q_len, mask_r,
                 HAS_LEFT, HAS_RIGHT, HAS_TREE,
@@ -492,43 +490,43 @@ def _of_codes(
         of_values = _no_tensors()
         for g in gl.static_range(GROUPS):
             of_group = value_scales.index(slot).slice(g * BLOCK_N, BLOCK_N).load(OF_SECOND)
-            if not ALL_SEE:  # what nobody sees may hold anything
-                seen = gl.convert_layout(gl.max(scores, 0), OF_SECOND) != float("-inf")
-                of_group = gl.where(seen, of_group, 0.0)
+            if not ALL_VISIBLE:  # what nobody sees may hold anything
+                visible = gl.convert_layout(gl.max(scores, 0), OF_SECOND) != float("-inf")
+                of_group = gl.where(visible, of_group, 0.0)
             of_values = of_values + (of_group,)
         largest = of_values[0]
         for g in gl.static_range(1, GROUPS):
             largest = _larger(largest, of_values[g])
         lift = log2(gl.maximum(gl.max(largest, 0).to(gl.float32), _TINY))
-        weights, shrink, row_max, row_sum = weigh(scores, lift, row_max, row_sum, not ALL_SEE)
-        p = gl.convert_layout(weights.to(gl.float16).permute((1, 0)), SECOND, assert_trivial=True)
-        less = by_row(shrink)
+        p, rescale, row_max, row_sum = softmax_step(scores, lift, row_max, row_sum, not ALL_VISIBLE)
+        p_operand = gl.convert_layout(p.to(gl.float16).permute((1, 0)), SECOND, assert_trivial=True)
+        rescale_rows = by_row(rescale)
 
         # Outputs.
-        codes = _planes(values.index(slot).permute((1, 0)).load(FIRST), FORMAT)
+        planes = _planes(values.index(slot).permute((1, 0)).load(FIRST), FORMAT)
         sums = _no_tensors()
         middles_now = _no_tensors()
         zeros_now = _no_tensors()
         for g in gl.static_range(GROUPS):
-            scaled = _times(p, of_values[g][:, None].broadcast_to([BLOCK_N, 8]))
+            scaled = _times(p_operand, of_values[g][:, None].broadcast_to([BLOCK_N, 8]))
             for plane in gl.static_range(g * PLANES // GROUPS, (g + 1) * PLANES // GROUPS):
-                numbers = codes[plane]
-                if FORMAT == "fp8" and not ALL_SEE:
-                    seen = gl.convert_layout(gl.max(scores, 0), OF_FIRST) != float("-inf")
-                    numbers = gl.where(seen[None, :], numbers, 0.0)
-                sums = sums + (mma_v2(numbers, scaled, acc[plane] * less),)
+                v = planes[plane]
+                if FORMAT == "fp8" and not ALL_VISIBLE:
+                    visible = gl.convert_layout(gl.max(scores, 0), OF_FIRST) != float("-inf")
+                    v = gl.where(visible[None, :], v, 0.0)
+                sums = sums + (mma_v2(v, scaled, acc[plane] * rescale_rows),)
             if FORMAT != "fp8":
-                alike = gl.full([16, BLOCK_N], MIDDLE, gl.float16, FIRST)
-                middles_now = middles_now + (mma_v2(alike, scaled, middles[g] * less),)
+                constant = gl.full([16, BLOCK_N], MIDDLE, gl.float16, FIRST)
+                middles_now = middles_now + (mma_v2(constant, scaled, middles[g] * rescale_rows),)
             else:
                 middles_now = middles_now + (middles[g],)
             if FORMAT == "int4":
                 zero = value_zeros.index(slot).slice(g * BLOCK_N, BLOCK_N).load(OF_FIRST)
-                if not ALL_SEE:
-                    seen = gl.convert_layout(gl.max(scores, 0), OF_FIRST) != float("-inf")
-                    zero = gl.where(seen, zero, 0.0)
+                if not ALL_VISIBLE:
+                    visible = gl.convert_layout(gl.max(scores, 0), OF_FIRST) != float("-inf")
+                    zero = gl.where(visible, zero, 0.0)
                 zero = zero[None, :].broadcast_to([16, BLOCK_N])
-                zeros_now = zeros_now + (mma_v2(zero, p, zeros[g] * less),)
+                zeros_now = zeros_now + (mma_v2(zero, p_operand, zeros[g] * rescale_rows),)
             else:
                 zeros_now = zeros_now + (zeros[g],)
         acc = sums
@@ -541,60 +539,7 @@ def _of_codes(
         if FORMAT != "fp8":
             below = zeros[plane * GROUPS // PLANES] - middles[plane * GROUPS // PLANES]
             total += gl.max(below, 0)[None, :]  # all alike
-        leave(total, row_max, row_sum, workspace_ptr, outs_ptr, at, GROUP * q_len, plane * WV, DV, plane == 0)
-
-
-@gluon.jit
-def _of_window(
-    q_ptr, stride_qm, stride_qh, k_ptr, stride_kn, v_ptr, stride_vn, slopes_ptr, tree_ptr, stride_rm,
-    workspace_ptr, outs_ptr, at, kv_head, q_len, length, begin, end, slots, left, right, scale, softcap,
-    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_TREE: gl.constexpr, HAS_ALIBI: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, TANH: gl.constexpr,
-):  # fmt: skip
-    """The part of a share of the latest tokens, as they came: position n in slot n % slots."""
-    BLOCK_N: gl.constexpr = WINDOW_N
-    ROWS: gl.constexpr = gl.SliceLayout(1, upper(gl.zeros([16, BLOCK_N], gl.float32, MMA)).type.layout)
-    KEYS: gl.constexpr = gl.SliceLayout(0, ROWS.parent)
-    q = query(q_ptr, stride_qm, stride_qh, kv_head, q_len, 0, GROUP, D)
-    mask_r, q_pos, slopes, tree_rows = facts_of_rows(
-        length, q_len, slopes_ptr, tree_ptr, stride_rm, GROUP, HAS_ALIBI, HAS_TREE, ROWS
-    )  # fmt: skip
-    keys = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [BLOCK_N, D], swizzled(D))
-    values = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [BLOCK_N, DV], swizzled(DV))
-    row_max = gl.full([8], float("-inf"), gl.float32, ROWS)
-    row_sum = gl.zeros([8], gl.float32, ROWS)
-    acc = gl.zeros([DV, 8], gl.float32, MMA)
-    for start in range(begin, end, BLOCK_N):
-        barrier()
-        _copy_slots(k_ptr, stride_kn, start, length, slots, keys)
-        _copy_slots(v_ptr, stride_vn, start, length, slots, values)
-        async_copy.commit_group()
-        async_copy.wait_group(0)
-        barrier()
-        products = mma_v2(q, keys.permute((1, 0)).load(SECOND), gl.zeros([16, BLOCK_N], gl.float32, MMA))
-        k_pos = (start + gl.arange(0, BLOCK_N, layout=KEYS))[None, :]
-        scores = modify(upper(products), scale, softcap, slopes, q_pos, k_pos, HAS_SOFTCAP, HAS_ALIBI, TANH)
-        scores = hide(
-            scores, k_pos < end, q_pos, k_pos, left, right, tree_rows, length - q_len, mask_r,
-            HAS_LEFT, HAS_RIGHT, HAS_TREE,
-        )  # fmt: skip
-        weights, shrink, row_max, row_sum = weigh(scores, 0.0, row_max, row_sum, True)
-        p = gl.convert_layout(weights.to(q.dtype).permute((1, 0)), SECOND, assert_trivial=True)
-        seen = gl.convert_layout(gl.max(scores, 0), gl.SliceLayout(0, FIRST)) != float("-inf")
-        numbers = gl.where(seen[None, :], values.permute((1, 0)).load(FIRST), 0.0)
-        acc = mma_v2(numbers, p, acc * by_row(shrink))
-    leave(acc, row_max, row_sum, workspace_ptr, outs_ptr, at, GROUP * q_len, 0, DV, True)
-
-
-@gluon.jit
-def _copy_slots(ptr, stride, start, length, slots, to):
-    """Begin to copy the tokens from `start` on; those past the end are the last one."""
-    layout: gl.constexpr = copied(to.shape[1])
-    n = start + gl.arange(0, to.shape[0], layout=gl.SliceLayout(1, layout))
-    c = gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, layout))
-    slot = gl.minimum(n, length - 1) % slots
-    copy_async(to, ptr + (slot * stride)[:, None] + c[None, :])
+        store_partial(total, row_max, row_sum, workspace_ptr, outs_ptr, at, GROUP * q_len, plane * WV, DV, plane == 0)
 
 
 def decode(*arguments: Any) -> Any:

@@ -52,14 +52,14 @@ def copied(width):
 
 @gluon.jit
 def modify(
-    products, scale, softcap, slopes, q_pos, k_pos,
+    qk, scale, softcap, slopes, q_pos, k_pos,
     SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, TANH: gl.constexpr,
 ):  # fmt: skip
     """Scores in log2 units from q . k, a scale per row."""
     if SOFTCAP:
-        scores = tanh(products * (scale / softcap), TANH) * (softcap * LOG2E)
+        scores = tanh(qk * (scale / softcap), TANH) * (softcap * LOG2E)
     else:
-        scores = products * (scale * LOG2E)
+        scores = qk * (scale * LOG2E)
     if ALIBI:
         scores -= slopes * LOG2E * gl.abs(q_pos - k_pos).to(gl.float32)
     return scores
@@ -93,7 +93,7 @@ def query(q_ptr, stride_qm, stride_qh, kv_head, q_len, first, GROUP: gl.constexp
 
 
 @gluon.jit
-def facts_of_rows(
+def row_parameters(
     length, q_len, slopes_ptr, tree_ptr, stride_rm,
     GROUP: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_TREE: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -111,27 +111,27 @@ def facts_of_rows(
 
 
 @gluon.jit
-def weigh(scores, lift, row_max, row_sum, GUARD: gl.constexpr):
+def softmax_step(scores, lift, row_max, row_sum, GUARD: gl.constexpr):
     """A step of the online softmax. A weight is relative to the largest score so far plus its tile's `lift`. GUARD: a
     row may have seen nothing."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) + lift)
     finite = new_max
     if GUARD:
         finite = gl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = gl.exp2(scores - finite[:, None])
-    shrink = gl.exp2(row_max - finite)
-    return weights, shrink, new_max, row_sum * shrink + gl.sum(weights, 1)
+    p = gl.exp2(scores - finite[:, None])
+    rescale = gl.exp2(row_max - finite)
+    return p, rescale, new_max, row_sum * rescale + gl.sum(p, 1)
 
 
 @gluon.jit
-def leave(acc, row_max, row_sum, workspace_ptr, outs_ptr, at, rows, first, DV: gl.constexpr, LSE: gl.constexpr):
+def store_partial(acc, row_max, row_sum, workspace_ptr, outs_ptr, at, rows, first, DV: gl.constexpr, LSE: gl.constexpr):
     """Leave outputs [channels, rows] of the channels from `first` on, and LSEs, as a part."""
-    seen = row_sum != 0  # NaN is: what a row sees shows
+    visible = row_sum != 0  # NaN is: what a row sees shows
     r = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))
     c = first + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, MMA))
-    out = acc / by_row(gl.where(seen, row_sum, 1.0))
+    out = acc / by_row(gl.where(visible, row_sum, 1.0))
     gl.store(outs_ptr + (at + r)[None, :] * DV + c[:, None], out, mask=(r < rows)[None, :])
     if LSE:
-        lse = gl.where(seen, row_max + gl.log2(row_sum), float("-inf"))
+        lse = gl.where(visible, row_max + gl.log2(row_sum), float("-inf"))
         r = gl.arange(0, 8, layout=row_sum.type.layout)
         gl.store(workspace_ptr + at + r, lse, mask=r < rows)

@@ -23,8 +23,6 @@ Hidden keys need no care beyond their scores: values that do not exist, or that 
 Grid: one program per processor, or fewer. Parity with the reference: tests/kernels/gluon/test_forward_fp8_gpu.py.
 """
 
-# No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
-
 from collections.abc import Callable
 from typing import Any
 
@@ -32,554 +30,112 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 
 from ...gpu.launch import Descriptor, Kernel, Launch
 from ...gpu.scratch import Outputs, Sample
 from ...problem import UNBOUNDED, Problem, distinct
 from ...tuning.fp8 import GluonFp8Config
 from ...tuning.gluon import ROWS as ROWS_OF_A_WARPGROUP
-from ...tuning.gluon import many_cuts
-from ..fp8_layout import BLOCK as ROWS_OF_A_BLOCK
-from ..fp8_layout import SHIFT as SHIFT_OF_WEIGHTS
+from ...tuning.gluon import masks_beyond_first_block
 from ..fp8_layout import KeyCodes, QueryCodes
 from ..triton.arguments import FAR, UNIT, line_strides, named, row_strides
-from .facts import Call, Crew, Result
+from .forward_fp8_consumer import RECOMPUTE, Fp8Scales, bit, consume, declare_vote, first_row, overflowed_tiles
 from .launch import even_group, jit, rows_descriptor
-from .pipeline import make_ring, pass_turn, take_turn
-from .scheduler import Order, draw, drawn, make_mailbox, of_lane_0
-from .tiles import LN2, LOG2E, from_here, hide, log2, row_sums
-from .versions import COMPILE_OPTIONS, barrier, tma_load
+from .parameters import Epilogue, SeqlenInfo, WarpgroupConfig
+from .pipeline import make_ring
+from .scheduler import TileScheduler, fetch_next, make_channel, of_lane_0, resolve
+from .tiles import LOG2E
+from .versions import COMPILE_OPTIONS, tma_load
 
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
-BLOCK = gl.constexpr(ROWS_OF_A_BLOCK)
-SHIFT = gl.constexpr(SHIFT_OF_WEIGHTS)
-UNSEEN = gl.constexpr(-3e38)  # the top of a row that has seen no key
-AGAIN = gl.constexpr(1 << 28)  # what a message adds to the number of a tile that is computed again
-
-
-@aggregate
-class Codes:
-    """Where the scales are, and how the products P V are added up."""
-
-    query_scales: gl.tensor
-    query_scales_of_head: gl.tensor  # how many
-    scales: gl.tensor  # of a block's keys and of its values, as one word of 64 bits
-    blocks_of_head: gl.tensor
-    factor: gl.tensor  # of the softmax, in log2 units
-    TWO_LEVEL: gl.constexpr  # GluonFp8Config has the words
-    APART: gl.constexpr
-    PARTS: gl.constexpr
-    LAZY: gl.constexpr
-    SUMS_FIRST: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, query_scales, query_scales_of_head, scales, blocks_of_head, factor,
-        TWO_LEVEL, APART, PARTS, LAZY, SUMS_FIRST,
-    ):  # fmt: skip
-        self.query_scales = query_scales
-        self.query_scales_of_head = query_scales_of_head
-        self.scales = scales
-        self.blocks_of_head = blocks_of_head
-        self.factor = factor
-        self.TWO_LEVEL = gl.constexpr(TWO_LEVEL)
-        self.APART = gl.constexpr(APART)
-        self.PARTS = gl.constexpr(PARTS)
-        self.LAZY = gl.constexpr(LAZY)
-        self.SUMS_FIRST = gl.constexpr(SUMS_FIRST)
-
-    @gluon.jit
-    def of_queries(self, head, row):
-        """What products of 64 queries from `row` on are multiplied with. Behind the last one there is some number."""
-        place = gl.minimum(row // ROWS, self.query_scales_of_head - 1)
-        return gl.load(self.query_scales + head * self.query_scales_of_head + place) * self.factor
-
-    @gluon.jit
-    def of_keys(self, head, row):
-        """(the scale of keys, the bits of that of values) of the block from `row` on."""
-        word = gl.load(self.scales + head * self.blocks_of_head + row // BLOCK)
-        return word.to(gl.int32).to(gl.float32, bitcast=True), (word >> 32).to(gl.int32)
 
 
 @gluon.jit
-def _first_row(call, batch, first, rows):
-    """Where the codes of a sequence begin: `fp8_layout.first_block`."""
-    if call.IS_PACKED:
-        return (first // BLOCK + batch) * BLOCK
-    else:
-        return batch * ((rows + (BLOCK - 1)) // BLOCK * BLOCK)
-
-
-@gluon.jit
-def _load(ring, desc, use, head, row, column):
+def _load(ring, desc, kv_iter, head, row, column):
     """Fill a slot, as soon as it is empty."""
-    ring.wait_empty(use)
-    barrier = ring.expect(use, desc.block_type.nbytes)
-    tma_load(desc, [head, row, column], barrier, ring.tiles.index(use % ring.SLOTS))
-
-
-# A tile is lost where a sum of weights is infinite. A consumer says so by a bit of the program's word in global memory,
-# before it lets go of the tile's queries. The producer waits for that in any case, before it loads others into their
-# place; then it looks, and has the tile computed again. Three tiles at most are on their way, so four bits tell them
-# apart; the rest of the word counts tiles that were lost, for tests.
+    ring.wait_empty(kv_iter)
+    barrier = ring.expect(kv_iter, desc.block_type.nbytes)
+    tma_load(desc, [head, row, column], barrier, ring.tiles.index(kv_iter % ring.SLOTS))
 
 
 @gluon.jit
-def _bit(taken):
-    """That of the `taken`-th tile of a program."""
-    return 1 << (taken % 4)
-
-
-@gluon.jit
-def _report(word, taken, total, exist, again):
-    """Consumer: whether a tile is lost, by rows that exist: others may be of the next sequence. One that was computed
-    again is not lost; where it has such sums, inputs had them."""
-    lost = (total == float("inf")) & exist & (again == 0)
-    none = gl.zeros_like(total).to(gl.int32)
-    gl.atomic_or(word + none, none + _bit(taken), mask=lost, sem="relaxed")
-
-
-@gluon.jit
-def _lost(word):
-    """Producer: the bits. The answer is on its way until `of_lane_0` reads it."""
-    return gl.load(word, volatile=True)
-
-
-@gluon.jit
-def _producer(crew, call, codes, order, counter, mail, queries, keys, values, q_desc, k_desc, v_desc):
+def _producer(config, seqlen, fp8, scheduler, counter, channel, queries, keys, values, q_desc, k_desc, v_desc):
     """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ..."""
-    TILE_ROWS: gl.constexpr = crew.WARPGROUPS * ROWS
+    TILE_ROWS: gl.constexpr = config.WARPGROUPS * ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
     AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
-    use = 0
-    taken = 0
+    kv_iter = 0
+    tile_iter = 0
     tile = gl.program_id(0)
     zero = tile * 0
     word = counter + (1 + tile)
     gl.static_assert(queries.SLOTS <= 2, "three tiles on their way have a name and a bit each, four have not")
     # Each is computed for itself: names that are bound to one tensor before a loop are one variable in it.
-    again = tile * 0  # or AGAIN
+    recompute = tile * 0  # or RECOMPUTE
     looked_at = tile * 0  # tiles of which it is known whether they are lost
-    following = tile * 1  # what was drawn
+    next_tile = tile * 1  # what was drawn
     last = tile * 1  # the tiles that were loaded last
     second_last = tile * 1
     third_last = tile * 1
-    while tile < order.tiles:
-        line, m = order.place(tile)
-        batch, head, q_first, q_len, k_first, k_len = call.sequences(line)
+    while tile < scheduler.tiles:
+        batch_head, m = scheduler.place(tile)
+        batch, head, q_first, q_len, k_first, k_len = seqlen.sequences(batch_head)
         first = m * TILE_ROWS
-        answer = tile
-        lost = zero
+        pending_tile = tile
+        overflowed = zero
         if first < q_len:
-            mail.send(taken, m + again, batch, head, q_first, q_len, k_first, k_len)
-            kv_head = head // call.group
-            low, high = call.blocks(first, first + (TILE_ROWS - 1), k_len, call.offset_of(q_len, k_len), BLOCK_N)
+            channel.send(tile_iter, m + recompute, batch, head, q_first, q_len, k_first, k_len)
+            kv_head = head // seqlen.group
+            low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), k_len, seqlen.offset_of(q_len, k_len), BLOCK_N)
             blocks = high - low
-            begin = _first_row(call, batch, k_first, k_len)
+            begin = first_row(seqlen, batch, k_first, k_len)
             row = begin + (high - 1) * BLOCK_N  # of the last block
-            _load(keys, k_desc, use, kv_head, row, 0)
-            queries.wait_empty(taken)  # so all tiles before this one but `SLOTS` - 1 are done
-            if codes.LAZY:
-                lost = _lost(word)
-            landing = queries.expect(taken, crew.WARPGROUPS * q_desc.block_type.nbytes)
-            slot = (taken % queries.SLOTS) * crew.WARPGROUPS
-            q_row = _first_row(call, batch, q_first, q_len) + first
-            for w in gl.static_range(crew.WARPGROUPS):
+            _load(keys, k_desc, kv_iter, kv_head, row, 0)
+            queries.wait_empty(tile_iter)  # so all tiles before this one but `SLOTS` - 1 are done
+            if fp8.LAZY:
+                overflowed = overflowed_tiles(word)
+            landing = queries.expect(tile_iter, config.WARPGROUPS * q_desc.block_type.nbytes)
+            slot = (tile_iter % queries.SLOTS) * config.WARPGROUPS
+            q_row = first_row(seqlen, batch, q_first, q_len) + first
+            for w in gl.static_range(config.WARPGROUPS):
                 tma_load(q_desc, [head, q_row + w * ROWS, 0], landing, queries.tiles.index(slot + w))
             near_end = gl.maximum(blocks - AHEAD, 1)
             for j in range(1, near_end):
-                _load(keys, k_desc, use + j, kv_head, row - j * BLOCK_N, 0)
-                _load(values, v_desc, use + j - 1, kv_head, 0, row - (j - 1) * BLOCK_N)
-            if again == 0:
-                answer = draw(counter)
+                _load(keys, k_desc, kv_iter + j, kv_head, row - j * BLOCK_N, 0)
+                _load(values, v_desc, kv_iter + j - 1, kv_head, 0, row - (j - 1) * BLOCK_N)
+            if recompute == 0:
+                pending_tile = fetch_next(counter)
             for j in range(near_end, blocks):
-                _load(keys, k_desc, use + j, kv_head, row - j * BLOCK_N, 0)
-                _load(values, v_desc, use + j - 1, kv_head, 0, row - (j - 1) * BLOCK_N)
-            _load(values, v_desc, use + blocks - 1, kv_head, 0, begin + low * BLOCK_N)
-            use += blocks
-            taken += 1
+                _load(keys, k_desc, kv_iter + j, kv_head, row - j * BLOCK_N, 0)
+                _load(values, v_desc, kv_iter + j - 1, kv_head, 0, row - (j - 1) * BLOCK_N)
+            _load(values, v_desc, kv_iter + blocks - 1, kv_head, 0, begin + low * BLOCK_N)
+            kv_iter += blocks
+            tile_iter += 1
             third_last = second_last
             second_last = last
             last = tile
-            lost = of_lane_0(lost)
+            overflowed = of_lane_0(overflowed)
         else:  # a sequence of the pack that is shorter
-            answer = draw(counter)
-        if again == 0:
-            following = drawn(answer)
-        tile = following
-        again = zero
-        if codes.LAZY:
-            done = taken - queries.SLOTS
-            if tile >= order.tiles:  # nothing else is left to do: wait for all of them
-                queries.wait_empty(taken - 1 + queries.SLOTS)
-                lost = of_lane_0(_lost(word))
-                done = taken
+            pending_tile = fetch_next(counter)
+        if recompute == 0:
+            next_tile = resolve(pending_tile)
+        tile = next_tile
+        recompute = zero
+        if fp8.LAZY:
+            done = tile_iter - queries.SLOTS
+            if tile >= scheduler.tiles:  # nothing else is left to do: wait for all of them
+                queries.wait_empty(tile_iter - 1 + queries.SLOTS)
+                overflowed = of_lane_0(overflowed_tiles(word))
+                done = tile_iter
             for _ in gl.static_range(queries.SLOTS + 1):
-                if (looked_at < done) & (again == 0):
-                    if (lost & _bit(looked_at)) != 0:
-                        gl.atomic_add(word, 16 - _bit(looked_at), sem="relaxed")
-                        older = gl.where(looked_at == taken - 2, second_last, third_last)
-                        tile = gl.where(looked_at == taken - 1, last, older)
-                        again = zero + AGAIN
+                if (looked_at < done) & (recompute == 0):
+                    if (overflowed & bit(looked_at)) != 0:
+                        gl.atomic_add(word, 16 - bit(looked_at), sem="relaxed")
+                        older = gl.where(looked_at == tile_iter - 2, second_last, third_last)
+                        tile = gl.where(looked_at == tile_iter - 1, last, older)
+                        recompute = zero + RECOMPUTE
                     looked_at += 1
-    mail.send(taken, zero - 1, zero, zero, zero, zero, zero, zero)
-
-
-@gluon.jit
-def _runs(tile):
-    """Columns of S as four tiles, of columns that a lane has and that follow each other in `ORDER`. Nothing moves."""
-    R: gl.constexpr = tile.shape[0]
-    N: gl.constexpr = tile.shape[1]
-    ordered = tile.reshape([R, N // 32, 2, 2, 4, 2]).permute([0, 1, 2, 4, 3, 5])  # a b q e -> a q b e
-    even, odd = gl.split(ordered.reshape([R, N // 4, 2, 2]))
-    x0, x2 = gl.split(even)
-    x1, x3 = gl.split(odd)
-    return x0, x1, x2, x3
-
-
-@gluon.jit
-def _row_max(s, BLOCK_D: gl.constexpr):
-    """The largest of each row. By fours three of four comparisons wait for no other, where a chain waits for each:
-    x1.02. At D 64, where three warpgroups have enough else to do, x0.90-0.995."""
-    if BLOCK_D == 64:
-        return gl.max(s, 1)
-    else:
-        x0, x1, x2, x3 = _runs(s)
-        largest = gl.max(gl.maximum(gl.maximum(x0, x1), gl.maximum(x2, x3)), 1)
-        return gl.convert_layout(largest, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
-
-
-@gluon.jit
-def _packed(weights):
-    """Weights as words of four e4m3 codes."""
-    w0, w1, w2, w3 = _runs(weights)
-    return gl.inline_asm_elementwise(
-        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
-        "mov.b32 $0, {lo, hi}; }",
-        "=r,r,r,r,r",
-        [w0, w1, w2, w3],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _unpacked(words, LAYOUT: gl.constexpr):
-    """The words as an operand; no instruction is left of it."""
-    R: gl.constexpr = words.shape[0]
-    N: gl.constexpr = words.shape[1] * 4
-    b0 = words.to(gl.int8)
-    b1 = (words >> 8).to(gl.int8)
-    b2 = (words >> 16).to(gl.int8)
-    b3 = (words >> 24).to(gl.int8)
-    codes = gl.join(gl.join(b0, b2), gl.join(b1, b3)).reshape([R, N]).to(gl.float8e4nv, bitcast=True)
-    return gl.convert_layout(codes, LAYOUT, assert_trivial=True)
-
-
-# Tops are integers, and what is done to them goes by the adders: the unit of exponentials, which also rounds and
-# converts, is the busiest. A number beside 1.5 * 2**23 has no place for bits behind the point, and its last bits are
-# those of an integer.
-
-
-@gluon.jit
-def _up(x):
-    """An integer, as a float, that is not smaller: the next one for |x| up to 2**22."""
-    asm: gl.constexpr = "{ .reg .f32 a; add.rp.f32 a, $1, 0f4B400000; sub.rn.f32 $0, a, 0f4B400000; }"
-    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _two_to(x):
-    """2**x of an integer of at most 0; 0 below -126."""
-    beside = gl.maximum(x, -127.0) + (12582912.0 + 127.0)
-    return (beside.to(gl.int32, bitcast=True) << 23).to(gl.float32, bitcast=True)
-
-
-# Whether a weight may be too large is for a warp to say. Gluon has branches by scalars only, and makes one of a tile
-# through shared memory; so the vote is left in a register of PTX's own, and read from it.
-
-
-@gluon.jit
-def _declare_vote():
-    asm: gl.constexpr = ".reg .pred too_large; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _too_large(sums):
-    """Whether this warp has a sum, and so perhaps a weight, of more than 448, the largest number of e4m3."""
-    asm: gl.constexpr = (
-        "{ .reg .pred p; .reg .f32 a, b; max.f32 a, $1, $2; max.f32 b, $3, $4; max.f32 a, a, b; "
-        "setp.gt.f32 p, a, 0f43E00000; vote.sync.any.pred too_large, p, -1; mov.b32 $0, 0; }"
-    )
-    gl.inline_asm_elementwise(asm, "=r,r,r,r,r", [sums], dtype=gl.int8, is_pure=False, pack=4)  # four sums to a lane
-    said: gl.constexpr = "selp.b32 $0, 1, 0, too_large;"
-    return gl.inline_asm_elementwise(said, "=r", [], dtype=gl.int32, is_pure=False, pack=1) != 0
-
-
-@gluon.jit
-def _higher(top, sums):
-    """A top beside which no sum is 2**SHIFT or more, and what weights shrink by: (top, shrink)."""
-    largest = gl.convert_layout(gl.max(sums, 1), top.type.layout, assert_trivial=True)
-    more = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) - (127 + SHIFT - 1), 0)  # by the exponent
-    return top + more.to(gl.float32), ((127 - more) << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _beside(tile, x):
-    """Numbers of rows beside the columns of a tile."""
-    return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def _issue_values(codes, p, v, acc, part: gl.constexpr):
-    """Begin the product of weights and a part of the columns of V."""
-    WIDTH: gl.constexpr = v.shape[0] // codes.PARTS
-    columns = v.slice(part * WIDTH, WIDTH, 0).permute((1, 0))
-    if codes.TWO_LEVEL:
-        LAYOUT: gl.constexpr = acc[part].type.layout
-        nothing = gl.zeros((ROWS, WIDTH), gl.float32, LAYOUT)
-        return warpgroup_mma(p, columns, nothing, use_acc=False, is_async=True)
-    else:
-        return warpgroup_mma(p, columns, acc[part], use_acc=True, is_async=True)
-
-
-@gluon.jit
-def _add_values(codes, p, v, acc, issued, pending, shrink):
-    """The sums, part by part, when their products are done, of which the first was begun. `pending` is what older sums
-    are still to be multiplied with where blocks are added in fp32, `shrink` what all of them are where they are not."""
-    sums = ()
-    for part in gl.static_range(codes.PARTS):
-        product = warpgroup_mma_wait(0, deps=(issued,))
-        if part + 1 < codes.PARTS:
-            issued = _issue_values(codes, p, v, acc, part + 1)
-        if codes.TWO_LEVEL:
-            added = acc[part] * _beside(product, pending) + product
-        else:
-            added = product * _beside(product, shrink)
-        sums = sums + (added,)  # type: ignore[assignment]
-    return sums
-
-
-@gluon.jit
-def _finished(parts):
-    """Sums that are finished at this point. Else the assembler adds at the end of the loop: faster at D 128, not 64."""
-    sums = ()
-    for part in gl.static_range(len(parts)):
-        sums = sums + (from_here(parts[part]),)  # type: ignore[assignment]
-    return sums
-
-
-@gluon.jit
-def _wait_written():
-    """Until what this warpgroup copied to global memory is there: it is about to be written again."""
-    asm: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _consumer(WARPGROUP: gl.constexpr, crew, call, codes, result, mail, counter, queries, keys, values, staging):
-    """Compute 64 rows of every tile."""
-    TILE_ROWS: gl.constexpr = crew.WARPGROUPS * ROWS
-    AFTER: gl.constexpr = (WARPGROUP + 1) % crew.WARPGROUPS
-    BLOCK_N: gl.constexpr = keys.tiles.shape[2]
-    BLOCK_D: gl.constexpr = keys.tiles.shape[3]
-    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    WIDTH: gl.constexpr = BLOCK_D // codes.PARTS
-    O_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    P_TILE: gl.constexpr = gl.DotOperandLayout(0, O_TILE, 4)
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
-
-    no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
-    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
-    rows = gl.arange(0, ROWS, S_ROWS)
-    if crew.IN_TURN:
-        if WARPGROUP == 0:
-            pass_turn(0)
-    word = counter + (1 + gl.program_id(0))
-    use = 0
-    taken = 0
-    m, batch, head, q_first, q_len, k_first, k_len = mail.receive(0)
-    while m >= 0:
-        # Where am I.
-        again = m // AGAIN
-        m = m % AGAIN
-        first = m * TILE_ROWS
-        offset = call.offset_of(q_len, k_len)
-        low, high = call.blocks(first, first + (TILE_ROWS - 1), k_len, offset, BLOCK_N)
-        r0 = first + WARPGROUP * ROWS
-        skip = k_len * 0  # blocks that other warpgroups see and this one does not
-        if call.HAS_RIGHT:
-            _, own_high = call.blocks(r0, r0 + (ROWS - 1), k_len, offset, BLOCK_N)
-            skip = gl.maximum(high - own_high, 0)
-        blocks = high - low - skip
-        limit = gl.full([ROWS], 0, gl.int32, S_ROWS) + k_len
-        safe_limit = k_len
-        if call.HAS_RIGHT:
-            limit = gl.minimum(limit, (r0 + offset + call.right + 1) + rows)
-            safe_limit = gl.minimum(k_len, r0 + offset + call.right + 1)
-        floor = limit
-        safe_floor = k_len
-        if call.HAS_LEFT:
-            floor = (r0 + offset - call.left) + rows
-            safe_floor = r0 + (ROWS - 1) + offset - call.left
-        kv_head = head // call.group
-        begin = _first_row(call, batch, k_first, k_len)
-        q_factor = codes.of_queries(head, _first_row(call, batch, q_first, q_len) + r0)
-        start = (high - 1 - skip) * BLOCK_N
-        k_scale, unit = codes.of_keys(kv_head, begin + start)
-
-        # The first block: no older sums, and no product P V beside it.
-        for x in range(skip):
-            keys.wait_full(use + x)
-            keys.release(use + x)
-        queries.wait_full(taken)
-        q = queries.tiles.index((taken % queries.SLOTS) * crew.WARPGROUPS + WARPGROUP).reshape([ROWS, BLOCK_D])
-        keys.wait_full(use + skip)
-        k = keys.tiles.index((use + skip) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
-        s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        keys.release(use + skip)
-        cut = start + BLOCK_N > safe_limit
-        if call.HAS_LEFT:
-            cut = cut | (start < safe_floor)
-        if cut:
-            s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
-        factor = q_factor * k_scale
-        top = gl.maximum(_up(_row_max(s, BLOCK_D) * factor), UNSEEN)
-        weights = gl.exp2(s * factor - (top - SHIFT)[:, None])
-        row_sum = row_sums(weights)
-        if not codes.APART:
-            keys.wait_full(use + skip + 1, pred=blocks > 1)
-        for x in range(skip):
-            values.wait_full(use + x)
-            values.release(use + x)
-            if crew.IN_TURN:
-                take_turn(WARPGROUP)
-                pass_turn(AFTER)
-        use += skip
-        acc = ()
-        for _ in gl.static_range(codes.PARTS):
-            acc = acc + (gl.zeros((ROWS, WIDTH), gl.float32, O_TILE),)  # type: ignore[assignment]
-        words = _packed(weights)
-        next_scale, next_unit = codes.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
-
-        # Stream.
-        pending = gl.zeros((ROWS,), gl.float32, S_ROWS)  # two levels: what the sums are still to be multiplied with
-        for j in range(1, blocks):
-            k = keys.tiles.index((use + 1) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
-            v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_D, BLOCK_N])
-            factor = q_factor * next_scale
-            ratio = unit.to(gl.float32, bitcast=True) * (0x7F000000 - next_unit).to(gl.float32, bitcast=True)
-            unit = next_unit
-            careful = (again != 0) | (start >= safe_limit)  # or else a row may have seen no key yet
-            start -= BLOCK_N
-            next_scale, next_unit = codes.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
-            if crew.IN_TURN:
-                take_turn(WARPGROUP)
-            if codes.APART:
-                values.wait_full(use)
-                p = _unpacked(words, P_TILE)
-                acc = _add_values(codes, p, v, acc, _issue_values(codes, p, v, acc, 0), pending, pending)
-                values.release(use)
-                keys.wait_full(use + 1)  # only here: the assembler finishes the sums before it, and has room for scores
-                s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                if crew.IN_TURN:
-                    pass_turn(AFTER)
-                s = warpgroup_mma_wait(0, deps=(s,))
-            else:
-                s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                values.wait_full(use)
-                p = _unpacked(words, P_TILE)
-                issued = _issue_values(codes, p, v, acc, 0)
-                if crew.IN_TURN:
-                    pass_turn(AFTER)
-                s = warpgroup_mma_wait(1, deps=(s_issued,))
-            keys.release(use + 1)
-            if call.MANY_CUTS:
-                cut = start + BLOCK_N > safe_limit
-                if call.HAS_LEFT:
-                    cut = cut | (start < safe_floor)
-                if codes.APART:  # noqa: SIM114 - in every block: a branch would spill what it does not touch
-                    s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
-                elif cut:
-                    s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
-            shrink = gl.full((ROWS,), 1.0, gl.float32, S_ROWS)
-            if not codes.LAZY or careful:
-                new_top = gl.maximum(top, _up(_row_max(s, BLOCK_D) * factor))
-                shrink = _two_to(top - new_top)
-                row_sum = row_sum * _beside(row_sum, shrink)
-                top = new_top
-            if not codes.APART:
-                keys.wait_full(use + 2, pred=j + 1 < blocks)
-                acc = _add_values(codes, p, v, acc, issued, pending, shrink * ratio)
-                values.release(use)
-                if codes.SUMS_FIRST:
-                    acc = _finished(acc)
-            weights = gl.exp2(s * factor - (top - SHIFT)[:, None])
-            sums = row_sums(weights)
-            words = _packed(weights)
-            if codes.LAZY:
-                if _too_large(sums):
-                    top, less = _higher(top, sums)
-                    words = _packed(weights * less[:, None])
-                    sums = sums * _beside(sums, less)
-                    row_sum = row_sum * _beside(row_sum, less)
-                    shrink = shrink * less
-            row_sum = row_sum + sums
-            pending = shrink * ratio
-            use += 1
-
-        # The last product, and where the next tile is while it runs.
-        values.wait_full(use)
-        v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_D, BLOCK_N])
-        p = _unpacked(words, P_TILE)
-        issued = _issue_values(codes, p, v, acc, 0)
-        total = gl.convert_layout(gl.sum(row_sum, 1), S_ROWS, assert_trivial=True)
-        if codes.LAZY:
-            _report(word, taken, total, r0 + rows < q_len, again)
-            barrier()
-        queries.release(taken)
-        next_m, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
-        acc = _add_values(codes, p, v, acc, issued, pending, pending * 0.0 + 1.0)
-        values.release(use)
-        use += 1
-
-        # Finish.
-        seen = total != 0  # a NaN is seen
-        inverse = unit.to(gl.float32, bitcast=True) / gl.where(seen, total, 1.0)
-        entry = batch
-        if call.IS_PACKED:
-            entry = batch * 0
-        lse = gl.where(seen, (top + (log2(total) - SHIFT)) * LN2, -float("inf"))
-        lse_row = result.lse + entry.to(gl.int64) * result.stride_lb + head.to(gl.int64) * result.stride_lh
-        gl.store(lse_row + (q_first + r0) + rows, lse, mask=r0 + rows < q_len)
-        tma.store_wait(pendings=0)  # of the tile before, long since drained
-        if codes.LAZY:
-            if again != 0:
-                _wait_written()
-        for part in gl.static_range(codes.PARTS):
-            out = acc[part] * _beside(acc[part], inverse)
-            place = staging.index(WARPGROUP * codes.PARTS + part)
-            if call.IS_PACKED:
-                if r0 + ROWS <= q_len:
-                    result.store_by_tma(out, place, entry, q_first + r0, head, part * WIDTH)
-                else:
-                    result.store_from_registers(out, entry, q_first + r0, head, q_len - r0, part * WIDTH)
-            else:
-                result.store_by_tma(out, place, entry, r0, head, part * WIDTH)
-        taken += 1
-        m = next_m
-        batch = next_batch
-        head = next_head
-        q_first = next_q
-        q_len = next_q_len
-        k_first = next_k
-        k_len = next_k_len
-    tma.store_wait(pendings=0)
+    channel.send(tile_iter, zero - 1, zero, zero, zero, zero, zero, zero)
 
 
 @jit
@@ -595,9 +151,9 @@ def _forward_fp8_kernel(
     cu_q_ptr,
     cu_k_ptr,
     count_ptr,
-    lines: gl.int32,
+    batch_heads: gl.int32,
     tiles_m: gl.int32,
-    line_group: gl.int32,
+    head_group: gl.int32,
     tiles: gl.int32,
     q_heads: gl.int32,
     group: gl.int32,
@@ -630,7 +186,7 @@ def _forward_fp8_kernel(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     IS_PACKED: gl.constexpr,
-    MANY_CUTS: gl.constexpr,
+    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -638,33 +194,33 @@ def _forward_fp8_kernel(
     keys = make_ring(k_desc, K_SLOTS, 1, WARPGROUPS)
     values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
     staging = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS * PARTS] + o_desc.block_type.shape, o_desc.layout)
-    mail = make_mailbox(WARPGROUPS)
+    channel = make_channel(WARPGROUPS)
     gl.static_assert(TWO_LEVEL or not LAZY, "sums in the matrix units are rescaled before weights are known")
     if LAZY:
-        _declare_vote()
-    crew = Crew(WARPGROUPS, IN_TURN, False, False)
-    order = Order(lines, tiles_m, line_group, tiles)
-    call = Call(
+        declare_vote()
+    config = WarpgroupConfig(WARPGROUPS, IN_TURN, False, False)
+    scheduler = TileScheduler(batch_heads, tiles_m, head_group, tiles)
+    seqlen = SeqlenInfo(
         q_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows,
-        HAS_LEFT, HAS_RIGHT, IS_PACKED, MANY_CUTS, False,
+        HAS_LEFT, HAS_RIGHT, IS_PACKED, MASKS_BEYOND_FIRST_BLOCK, False,
     )  # fmt: skip
-    codes = Codes(
+    fp8 = Fp8Scales(
         query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E,
         TWO_LEVEL, APART, PARTS, LAZY, SUMS_FIRST,
     )  # fmt: skip
-    result = Result(
-        o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, lines, lse_ptr, scale,
+    epilogue = Epilogue(
+        o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, batch_heads, lse_ptr, scale,
         D, False, True, False,
     )  # fmt: skip
     # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
-                (_consumer, (1, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
+                (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
+                (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
                 (
                     _producer,
-                    (crew, call, codes, order, count_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc),
+                    (config, seqlen, fp8, scheduler, count_ptr, channel, queries, keys, values, q_desc, k_desc, v_desc),
                 ),
             ],
             [4, 1],
@@ -673,12 +229,12 @@ def _forward_fp8_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
-                (_consumer, (1, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
-                (_consumer, (2, crew, call, codes, result, mail, count_ptr, queries, keys, values, staging)),
+                (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
+                (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
+                (consume, (2, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
                 (
                     _producer,
-                    (crew, call, codes, order, count_ptr, mail, queries, keys, values, q_desc, k_desc, v_desc),
+                    (config, seqlen, fp8, scheduler, count_ptr, channel, queries, keys, values, q_desc, k_desc, v_desc),
                 ),
             ],
             [4, 4, 1],
@@ -769,9 +325,9 @@ def bind_fp8(
         cu_q_ptr=lse if cu_seqlens_q is None else cu_seqlens_q,
         cu_k_ptr=lse if cu_seqlens_k is None else cu_seqlens_k,
         count_ptr=counter,
-        lines=lines,
+        batch_heads=lines,
         tiles_m=tiles_m,
-        line_group=_lines_in_cache(problem, lines),
+        head_group=_lines_in_cache(problem, lines),
         tiles=tiles,
         q_heads=problem.q_heads,
         group=problem.group,
@@ -801,7 +357,7 @@ def bind_fp8(
         HAS_LEFT=problem.left != UNBOUNDED,
         HAS_RIGHT=problem.right != UNBOUNDED,
         IS_PACKED=packed,
-        MANY_CUTS=many_cuts(problem, config.block_n),
+        MASKS_BEYOND_FIRST_BLOCK=masks_beyond_first_block(problem, config.block_n),
         CONSUMER_REGISTERS=config.consumer_registers,
         PRODUCER_REGISTERS=config.producer_registers,
     )

@@ -14,7 +14,7 @@ Explicit here, and left to the compiler in kernels/triton/forward.py:
   follow them and leave the matrix units idle (docs/performance.md: 3-6 %).
 - Edges. Blocks go from the right to the left, so that those that are cut by the causal edge or the end of the keys come
   first. Where that is one block, as in causal calls of aligned lengths, the loop over the others has no code for edges.
-- Order. A program stays on its processor and takes tile after tile (scheduler.py).
+- Tile scheduler. A program stays on its processor and takes tile after tile (scheduler.py).
 - What is hidden. TMA reads rows that do not exist as zeros, per batch entry. Rows of V that exist and that no query
   sees (in a pack those of the next sequence, else those outside every window) are cleared by the consumers, as their
   weight of 0 times NaN would be NaN.
@@ -33,17 +33,12 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from ...gpu.launch import Kernel, Launch
 from ...gpu.scratch import Outputs, Sample
 from ...problem import UNBOUNDED, Forward, Inputs, Problem
 from ...tuning.gluon import ROWS as ROWS_OF_A_WARPGROUP
-from ...tuning.gluon import GluonConfig, joining, many_cuts, reads_unseen, tile_widths
+from ...tuning.gluon import GluonConfig, joining, loads_masked_kv, masks_beyond_first_block, tile_widths
 from ..triton.arguments import (
     FAR,
     UNIT,
@@ -56,12 +51,12 @@ from ..triton.arguments import (
     tanh,
 )
 from ..triton.prepass import Prepass
-from .facts import Call, Crew, Result, Scores
+from .forward_consumer import consume
 from .launch import even_group, jit, rows_descriptor, scales_late
-from .pipeline import load_rows, make_ring, pass_turn, take_turn
-from .scheduler import Order, draw, drawn, make_mailbox
-from .tiles import LN2, LOG2E, clear_unseen, dropout_keep, from_here, hide, row_sums
-from .versions import COMPILE_OPTIONS, as_tile_of, kept_in_loop, tma_load
+from .parameters import Epilogue, ScoreMod, SeqlenInfo, WarpgroupConfig
+from .pipeline import load_rows, make_ring
+from .scheduler import TileScheduler, fetch_next, make_channel, resolve
+from .versions import COMPILE_OPTIONS, as_tile_of, tma_load
 
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 
@@ -70,349 +65,81 @@ JOINED_WIDTH = 128
 
 
 @gluon.jit
-def _load_pairs(first, last, use_k, use_v, keys, values, k_desc, v_desc, entry, row, kv_head):
+def _load_pairs(first, last, k_iter, v_iter, keys, values, k_desc, v_desc, entry, row, kv_head):
     """Blocks `first` to before `last` of K, and of V those before them; `row` is that of block 0."""
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
     for j in range(first, last):
-        load_rows(keys, k_desc, use_k + j, entry, row - j * BLOCK_N, kv_head)
-        load_rows(values, v_desc, use_v + j - 1, entry, row - (j - 1) * BLOCK_N, kv_head)
+        load_rows(keys, k_desc, k_iter + j, entry, row - j * BLOCK_N, kv_head)
+        load_rows(values, v_desc, v_iter + j - 1, entry, row - (j - 1) * BLOCK_N, kv_head)
 
 
 @gluon.jit
-def _producer(crew, call, result, order, counter, mail, queries, keys, values, states, q_desc, k_desc, v_desc):
+def _producer(
+    config, seqlen, epilogue, scheduler, counter, channel, queries, keys, values, states, q_desc, k_desc, v_desc
+):
     """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ...
 
     States that are joined come in the middle of a tile, when everybody is done with those of the tile before and nobody
     waits for them. One that takes a slot of keys comes behind the last of them.
     """
-    TILE_ROWS: gl.constexpr = crew.WARPGROUPS * ROWS
+    TILE_ROWS: gl.constexpr = config.WARPGROUPS * ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
-    BORROWED: gl.constexpr = result.borrowed(crew.WARPGROUPS)
+    BORROWED: gl.constexpr = epilogue.borrowed(config.WARPGROUPS)
     SKIPPED: gl.constexpr = (TILE_ROWS - ROWS + BLOCK_N - 1) // BLOCK_N  # blocks of a tile that not all see, at most
     AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
-    use = 0  # slots of K and V filled so far
-    taken = 0  # tiles
+    kv_iter = 0  # slots of K and V filled so far
+    tile_iter = 0  # tiles
     tile = gl.program_id(0)
-    while tile < order.tiles:
-        line, m = order.place(tile)
-        batch, head, q_first, q_len, k_first, k_len = call.sequences(line)
+    while tile < scheduler.tiles:
+        batch_head, m = scheduler.place(tile)
+        batch, head, q_first, q_len, k_first, k_len = seqlen.sequences(batch_head)
         first = m * TILE_ROWS
-        answer = tile
+        pending_tile = tile
         if first < q_len:
-            mail.send(taken, m, batch, head, q_first, q_len, k_first, k_len)
-            kv_head = head // call.group
+            channel.send(tile_iter, m, batch, head, q_first, q_len, k_first, k_len)
+            kv_head = head // seqlen.group
             entry = batch
-            if call.IS_PACKED:
+            if seqlen.IS_PACKED:
                 entry = batch * 0
-            offset = call.offset_of(q_len, k_len)
-            low, high = call.blocks(first, first + (TILE_ROWS - 1), k_len, offset, BLOCK_N)
+            offset = seqlen.offset_of(q_len, k_len)
+            low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), k_len, offset, BLOCK_N)
             blocks = high - low
             row = k_first + (high - 1) * BLOCK_N  # of the last block
-            use_k = use + taken * BORROWED
-            load_rows(keys, k_desc, use_k, entry, row, kv_head)
-            queries.wait_empty(taken)
-            landing = queries.expect(taken, crew.WARPGROUPS * q_desc.block_type.nbytes)
-            slot = (taken % queries.SLOTS) * crew.WARPGROUPS
-            for w in gl.static_range(crew.WARPGROUPS):
+            k_iter = kv_iter + tile_iter * BORROWED
+            load_rows(keys, k_desc, k_iter, entry, row, kv_head)
+            queries.wait_empty(tile_iter)
+            landing = queries.expect(tile_iter, config.WARPGROUPS * q_desc.block_type.nbytes)
+            slot = (tile_iter % queries.SLOTS) * config.WARPGROUPS
+            for w in gl.static_range(config.WARPGROUPS):
                 tma_load(q_desc, [entry, q_first + first + w * ROWS, head, 0], landing, queries.tiles.index(slot + w))
             near_end = gl.maximum(blocks - AHEAD, 1)
             loaded = 1
-            if result.STATES > 0:
+            if epilogue.STATES > 0:
                 # Not before the keys that a consumer waits for until it lets go of the state of the tile before.
                 middle = gl.minimum(gl.maximum(blocks // 2, SKIPPED + 1), blocks)
                 near_end = gl.maximum(near_end, middle)
-                _load_pairs(1, middle, use_k, use, keys, values, k_desc, v_desc, entry, row, kv_head)
-                states.wait_empty(taken)
-                landing = states.expect(taken, result.STATES * result.o_desc.block_type.nbytes)
-                for w in gl.static_range(result.STATES):
-                    tma_load(result.o_desc, [entry, first + w * ROWS, head, 0], landing, states.tiles.index(w))
+                _load_pairs(1, middle, k_iter, kv_iter, keys, values, k_desc, v_desc, entry, row, kv_head)
+                states.wait_empty(tile_iter)
+                landing = states.expect(tile_iter, epilogue.STATES * epilogue.o_desc.block_type.nbytes)
+                for w in gl.static_range(epilogue.STATES):
+                    tma_load(epilogue.o_desc, [entry, first + w * ROWS, head, 0], landing, states.tiles.index(w))
                 loaded = middle
-            _load_pairs(loaded, near_end, use_k, use, keys, values, k_desc, v_desc, entry, row, kv_head)
-            answer = draw(counter)
-            _load_pairs(near_end, blocks, use_k, use, keys, values, k_desc, v_desc, entry, row, kv_head)
+            _load_pairs(loaded, near_end, k_iter, kv_iter, keys, values, k_desc, v_desc, entry, row, kv_head)
+            pending_tile = fetch_next(counter)
+            _load_pairs(near_end, blocks, k_iter, kv_iter, keys, values, k_desc, v_desc, entry, row, kv_head)
             if BORROWED > 0:
-                keys.wait_empty(use_k + blocks)
-                landing = keys.expect(use_k + blocks, result.o_desc.block_type.nbytes)
-                place = as_tile_of(result.o_desc, keys.tiles.index((use_k + blocks) % keys.SLOTS))
-                tma_load(result.o_desc, [entry, first + result.STATES * ROWS, head, 0], landing, place)
-            load_rows(values, v_desc, use + blocks - 1, entry, k_first + low * BLOCK_N, kv_head)
-            use += blocks
-            taken += 1
+                keys.wait_empty(k_iter + blocks)
+                landing = keys.expect(k_iter + blocks, epilogue.o_desc.block_type.nbytes)
+                place = as_tile_of(epilogue.o_desc, keys.tiles.index((k_iter + blocks) % keys.SLOTS))
+                tma_load(epilogue.o_desc, [entry, first + epilogue.STATES * ROWS, head, 0], landing, place)
+            load_rows(values, v_desc, kv_iter + blocks - 1, entry, k_first + low * BLOCK_N, kv_head)
+            kv_iter += blocks
+            tile_iter += 1
         else:  # a sequence of the pack that is shorter
-            answer = draw(counter)
-        tile = drawn(answer)
-    zero = use * 0
-    mail.send(taken, zero - 1, zero, zero, zero, zero, zero, zero)
-
-
-@gluon.jit
-def _consumer(WARPGROUP: gl.constexpr, crew, call, scores, result, mail, queries, keys, values, states):
-    """Compute 64 rows of every tile."""
-    TILE_ROWS: gl.constexpr = crew.WARPGROUPS * ROWS
-    AFTER: gl.constexpr = (WARPGROUP + 1) % crew.WARPGROUPS
-    BLOCK_N: gl.constexpr = keys.tiles.shape[2]
-    BLOCK_D: gl.constexpr = keys.tiles.shape[4]
-    BLOCK_DV: gl.constexpr = values.tiles.shape[4]
-    dtype: gl.constexpr = queries.tiles.dtype
-    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    P_TILE: gl.constexpr = gl.DotOperandLayout(0, O_TILE, 2)
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_TILE)
-    GUARD: gl.constexpr = call.HAS_LEFT or call.HAS_RIGHT or call.IS_PACKED  # a row may see nothing in a first block
-    DEFERRED: gl.constexpr = result.BY_TMA and queries.SLOTS == 2
-    JOINS: gl.constexpr = result.STATES > 0
-    BORROWED: gl.constexpr = result.borrowed(crew.WARPGROUPS)
-    TOGETHER: gl.constexpr = keys.SLOTS > 2  # slots of K and V are released together, for one barrier less
-
-    no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
-    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
-    rows = gl.arange(0, ROWS, S_ROWS)
-    factor = scores.factor()
-    if crew.IN_TURN:
-        if WARPGROUP == 0:
-            pass_turn(0)
-    use = 0
-    taken = 0
-    m, batch, head, q_first, q_len, k_first, k_len = mail.receive(0)
-    while m >= 0:
-        # Where am I.
-        first = m * TILE_ROWS
-        offset = call.offset_of(q_len, k_len)
-        low, high = call.blocks(first, first + (TILE_ROWS - 1), k_len, offset, BLOCK_N)
-        r0 = first + WARPGROUP * ROWS
-        skip = k_len * 0  # blocks that other warpgroups see and this one does not
-        if call.HAS_RIGHT:
-            _, own_high = call.blocks(r0, r0 + (ROWS - 1), k_len, offset, BLOCK_N)
-            skip = gl.maximum(high - own_high, 0)
-        blocks = high - low - skip
-        limit = gl.full([ROWS], 0, gl.int32, S_ROWS) + k_len
-        safe_limit = k_len
-        if call.HAS_RIGHT:
-            limit = gl.minimum(limit, (r0 + offset + call.right + 1) + rows)
-            safe_limit = gl.minimum(k_len, r0 + offset + call.right + 1)
-        floor = limit
-        safe_floor = k_len
-        if call.HAS_LEFT:
-            floor = (r0 + offset - call.left) + rows
-            safe_floor = r0 + (ROWS - 1) + offset - call.left
-        call_floor = k_len * 0  # keys from here to before `call_limit` are seen by some query of the call
-        call_limit = k_len
-        if call.HAS_LEFT:
-            call_floor = gl.maximum(offset - call.left, 0)
-        if call.HAS_RIGHT:
-            call_limit = gl.minimum(k_len, q_len + offset + call.right)
-        slope = factor
-        if scores.HAS_ALIBI:
-            slope = gl.load(scores.slopes + batch * scores.stride_ab + head).to(gl.float32)
-        row_words = rows
-        col_words_ptr = scores.col_words
-        if scores.HAS_DROPOUT:
-            words = scores.row_words + batch.to(gl.int64) * scores.stride_rb + head * scores.stride_rh
-            row_words = gl.load(words + (q_first + r0) + rows, mask=r0 + rows < q_len, other=0)
-            col_words_ptr += batch.to(gl.int64) * scores.stride_cb + head * scores.stride_ch + k_first
-        q_pos = (r0 + offset) + rows
-        more = taken * BORROWED  # slots of keys used so far than of values
-        held_lse = factor
-        if JOINS and not call.MANY_CUTS:  # which leaves no registers to wait in
-            held_lse = result.held_lse(rows, batch, r0, head, q_len - r0)
-
-        # The first block: no older sums, and no product P V beside it.
-        for x in range(skip):
-            keys.wait_full(use + more + x)
-            keys.release(use + more + x)
-        queries.wait_full(taken)
-        q = queries.tiles.index((taken % queries.SLOTS) * crew.WARPGROUPS + WARPGROUP).reshape([ROWS, BLOCK_D])
-        keys.wait_full(use + more + skip)
-        k = keys.tiles.index((use + more + skip) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
-        s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        keys.release(use + more + skip)
-        start = (high - 1 - skip) * BLOCK_N
-        s = scores.of(s, slope, q_pos - start)
-        cut = start + BLOCK_N > safe_limit
-        if call.HAS_LEFT:
-            cut = cut | (start < safe_floor)
-        if cut:
-            s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
-        row_max = gl.max(s, 1)
-        top = row_max * factor
-        if GUARD:
-            top = gl.where(row_max == -float("inf"), 0.0, top)
-        weights = gl.exp2(s * factor - top[:, None])
-        row_sum = row_sums(weights)
-        if scores.HAS_DROPOUT:
-            words = gl.load(col_words_ptr + start + columns, mask=start + columns < k_len, other=0)
-            weights = gl.where(dropout_keep(row_words, words, scores.threshold), weights, 0.0)
-        if JOINS:
-            tma.store_wait(pendings=0)  # of the tile before
-            if WARPGROUP < result.STATES:
-                states.release(taken, pred=taken > 0)
-            if BORROWED > 0:
-                keys.wait_full(use + more - 1, pred=taken > 0)  # for those whose state it was not
-                keys.release(use + more - 1, pred=taken > 0)
-        if not crew.KEYS_FIRST:
-            keys.wait_full(use + more + skip + 1, pred=blocks > 1)
-        for x in range(skip):
-            values.wait_full(use + x)
-            values.release(use + x)
-            if crew.IN_TURN:
-                take_turn(WARPGROUP)
-                pass_turn(AFTER)
-        use += skip
-        if call.UNSEEN:
-            clear_unseen(values, use, start, call_floor, call_limit)
-        if DEFERRED:
-            tma.store_wait(pendings=0)  # of the tile before, long since drained
-            queries.release(taken + 1, pred=taken > 0)
-        acc = gl.zeros((ROWS, BLOCK_DV), gl.float32, O_TILE)
-        p = gl.convert_layout(weights.to(dtype), P_TILE, assert_trivial=True)
-
-        # Stream.
-        shrink = gl.full([ROWS], factor * 0.0 + 1.0, gl.float32, S_ROWS)  # no constant, for the compiler
-        for j in range(1, blocks):
-            k = keys.tiles.index((use + more + 1) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
-            v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_N, BLOCK_DV])
-            if BLOCK_D > 128:
-                slot = kept_in_loop((taken % queries.SLOTS) * crew.WARPGROUPS + WARPGROUP)
-                q = queries.tiles.index(slot).reshape([ROWS, BLOCK_D])
-            if crew.KEYS_FIRST:
-                keys.wait_full(use + more + 1)
-            if crew.IN_TURN:
-                take_turn(WARPGROUP)
-            s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            if crew.RESCALE_LATE:
-                acc = acc * gl.convert_layout(from_here(shrink), O_ROWS, assert_trivial=True)[:, None]
-            values.wait_full(use)
-            acc_issued = warpgroup_mma(p, v, acc, use_acc=True, is_async=True)
-            if crew.IN_TURN:
-                pass_turn(AFTER)
-            s = warpgroup_mma_wait(1, deps=(s_issued,))
-            if not TOGETHER:
-                keys.release(use + more + 1)
-            start -= BLOCK_N
-            if scores.HAS_DROPOUT:
-                words = gl.load(col_words_ptr + start + columns)
-            s = scores.of(s, slope, q_pos - start)
-            if call.MANY_CUTS:
-                cut = start + BLOCK_N > safe_limit
-                if call.HAS_LEFT:
-                    cut = cut | (start < safe_floor)
-                if cut:
-                    s = hide(s, start + columns, floor, limit, call.HAS_LEFT)
-            if call.UNSEEN:
-                clear_unseen(values, use + 1, start, call_floor, call_limit)
-            new_max = gl.maximum(row_max, gl.max(s, 1))
-            top = new_max * factor
-            if call.MANY_CUTS:
-                top = gl.where(new_max == -float("inf"), 0.0, top)
-            shrink = gl.exp2(row_max * factor - top)
-            row_max = new_max
-            if not crew.KEYS_FIRST:
-                # Here, as ptxas moves no maximum behind this wait, and the next one not before it.
-                keys.wait_full(use + more + 2, pred=j + 1 < blocks)
-            acc = warpgroup_mma_wait(0, deps=(acc_issued,))
-            if TOGETHER:
-                keys.release(use + more + 1)
-            values.release(use)
-            if not crew.RESCALE_LATE:
-                acc = acc * gl.convert_layout(shrink, O_ROWS, assert_trivial=True)[:, None]
-            weights = gl.exp2(s * factor - top[:, None])
-            shrink_sums = gl.convert_layout(shrink, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
-            row_sum = row_sum * shrink_sums[:, None] + row_sums(weights)
-            if scores.HAS_DROPOUT:
-                weights = gl.where(dropout_keep(row_words, words, scores.threshold), weights, 0.0)
-            # Only now: the registers of the old weights were an operand until the product was done.
-            p = gl.convert_layout(weights.to(dtype), P_TILE, assert_trivial=True)
-            use += 1
-
-        # The last product, and where the next tile is while it runs. What the state of other keys is, too.
-        if JOINS and call.MANY_CUTS:
-            held_lse = result.held_lse(rows, batch, r0, head, q_len - r0)
-        if crew.RESCALE_LATE:
-            acc = acc * gl.convert_layout(from_here(shrink), O_ROWS, assert_trivial=True)[:, None]
-        if not result.BY_TMA:
-            queries.release(taken)
-        values.wait_full(use)
-        v = values.tiles.index(use % values.SLOTS).reshape([BLOCK_N, BLOCK_DV])
-        acc_issued = warpgroup_mma(p, v, acc, use_acc=True, is_async=True)
-        next_m, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = mail.receive(taken + 1)
-        if JOINS:
-            if WARPGROUP < result.STATES:
-                states.wait_full(taken)
-                held_at = states.tiles.index(WARPGROUP)
-            else:
-                keys.wait_full(use + more + 1)
-                held_at = as_tile_of(result.o_desc, keys.tiles.index((use + more + 1) % keys.SLOTS))
-            held = result.held(held_at, held_lse, O_TILE)
-        acc = warpgroup_mma_wait(0, deps=(acc_issued,))
-        values.release(use)
-        use += 1
-
-        # Finish: the sink is one more key without a value.
-        total = gl.convert_layout(gl.sum(row_sum, 1), S_ROWS, assert_trivial=True)
-        top = row_max * factor
-        if result.HAS_SINK:
-            sink = gl.load(result.sink + head).to(gl.float32) * LOG2E
-            new_top = gl.maximum(top, sink)
-            finite = gl.where(new_top == -float("inf"), 0.0, new_top)
-            shrink = gl.exp2(top - finite)
-            total = total * shrink + gl.exp2(sink - finite)
-            acc = acc * gl.convert_layout(shrink, O_ROWS, assert_trivial=True)[:, None]
-            top = new_top
-        share = total
-        held_share = total
-        if JOINS:
-            new_top = gl.maximum(top, held_lse * LOG2E)
-            finite = gl.where(new_top == -float("inf"), 0.0, new_top)
-            share = gl.exp2(top - finite)
-            held_share = gl.exp2(held_lse * LOG2E - finite)
-            total = total * share + held_share
-            top = new_top
-        seen = total != 0  # a NaN is seen
-        inverse = result.dropout_scale / gl.where(seen, total, 1.0)
-        if JOINS:
-            inverse *= share
-        out = acc * gl.convert_layout(inverse, O_ROWS, assert_trivial=True)[:, None]
-        if JOINS:
-            held_share /= gl.where(seen, total, 1.0)
-            out += held * gl.convert_layout(held_share, O_ROWS, assert_trivial=True)[:, None]
-        entry = batch
-        if call.IS_PACKED:
-            entry = batch * 0
-        if result.write_lse != 0:
-            lse = gl.where(seen, (top + gl.log2(total)) * LN2, -float("inf"))
-            lse_row = result.lse + entry.to(gl.int64) * result.stride_lb + head.to(gl.int64) * result.stride_lh
-            gl.store(lse_row + (q_first + r0) + rows, lse, mask=r0 + rows < q_len)
-
-        # Store: over the queries, or the state that was joined, which are done with, and on by TMA, if that writes no
-        # rows of others.
-        if result.BY_TMA:
-            place = queries.tiles.index((taken % queries.SLOTS) * crew.WARPGROUPS + WARPGROUP)
-            if call.IS_PACKED:
-                if r0 + ROWS <= q_len:
-                    result.store_by_tma(out, place, entry, q_first + r0, head)
-                else:
-                    result.store_from_registers(out, entry, q_first + r0, head, q_len - r0)
-            else:
-                result.store_by_tma(out, place, entry, r0, head)
-        elif JOINS:
-            result.store_by_tma(out, held_at, entry, r0, head)
-        else:
-            result.store_from_registers(out, entry, q_first + r0, head, q_len - r0)
-        if result.BY_TMA and not DEFERRED:
-            tma.store_wait(pendings=0)
-            queries.release(taken)
-        taken += 1
-        m = next_m
-        batch = next_batch
-        head = next_head
-        q_first = next_q
-        q_len = next_q_len
-        k_first = next_k
-        k_len = next_k_len
-    if DEFERRED or JOINS:
-        tma.store_wait(pendings=0)
+            pending_tile = fetch_next(counter)
+        tile = resolve(pending_tile)
+    zero = kv_iter * 0
+    channel.send(tile_iter, zero - 1, zero, zero, zero, zero, zero, zero)
 
 
 @jit
@@ -431,9 +158,9 @@ def _forward_kernel(
     cu_k_ptr,
     counter_ptr,
     write_lse: gl.int32,
-    lines: gl.int32,
+    batch_heads: gl.int32,
     tiles_m: gl.int32,
-    line_group: gl.int32,
+    head_group: gl.int32,
     tiles: gl.int32,
     q_heads: gl.int32,
     group: gl.int32,
@@ -474,8 +201,8 @@ def _forward_kernel(
     HAS_SOFTCAP: gl.constexpr,
     HAS_DROPOUT: gl.constexpr,
     IS_PACKED: gl.constexpr,
-    MANY_CUTS: gl.constexpr,
-    UNSEEN: gl.constexpr,
+    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr,
+    LOADS_MASKED_KV: gl.constexpr,
     SCALE_LATE: gl.constexpr,
     TANH: gl.constexpr,
     STATES: gl.constexpr,
@@ -488,19 +215,19 @@ def _forward_kernel(
     states = queries
     if STATES > 0:
         states = make_ring(o_desc, 1, STATES, STATES)
-    mail = make_mailbox(WARPGROUPS)
-    crew = Crew(WARPGROUPS, IN_TURN, RESCALE_LATE, KEYS_FIRST)
-    order = Order(lines, tiles_m, line_group, tiles)
+    channel = make_channel(WARPGROUPS)
+    config = WarpgroupConfig(WARPGROUPS, IN_TURN, RESCALE_LATE, KEYS_FIRST)
+    scheduler = TileScheduler(batch_heads, tiles_m, head_group, tiles)
     counter = counter_ptr
-    call = Call(
+    seqlen = SeqlenInfo(
         q_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows,
-        HAS_LEFT, HAS_RIGHT, IS_PACKED, MANY_CUTS, UNSEEN,
+        HAS_LEFT, HAS_RIGHT, IS_PACKED, MASKS_BEYOND_FIRST_BLOCK, LOADS_MASKED_KV,
     )  # fmt: skip
-    scores = Scores(
+    score_mod = ScoreMod(
         scale, softcap, slopes_ptr, stride_ab, row_words_ptr, stride_rb, stride_rh, col_words_ptr, stride_cb, stride_ch,
         threshold, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, TANH, SCALE_LATE,
     )  # fmt: skip
-    result = Result(
+    epilogue = Epilogue(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, write_lse, sink_ptr,
         dropout_scale, DV, HAS_SINK, BY_TMA, STATES,
     )  # fmt: skip
@@ -508,11 +235,25 @@ def _forward_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, crew, call, scores, result, mail, queries, keys, values, states)),
-                (_consumer, (1, crew, call, scores, result, mail, queries, keys, values, states)),
+                (consume, (0, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
+                (consume, (1, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
                 (
                     _producer,
-                    (crew, call, result, order, counter, mail, queries, keys, values, states, q_desc, k_desc, v_desc),
+                    (
+                        config,
+                        seqlen,
+                        epilogue,
+                        scheduler,
+                        counter,
+                        channel,
+                        queries,
+                        keys,
+                        values,
+                        states,
+                        q_desc,
+                        k_desc,
+                        v_desc,
+                    ),
                 ),
             ],
             [4, 1],
@@ -521,12 +262,26 @@ def _forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, crew, call, scores, result, mail, queries, keys, values, states)),
-                (_consumer, (1, crew, call, scores, result, mail, queries, keys, values, states)),
-                (_consumer, (2, crew, call, scores, result, mail, queries, keys, values, states)),
+                (consume, (0, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
+                (consume, (1, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
+                (consume, (2, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
                 (
                     _producer,
-                    (crew, call, result, order, counter, mail, queries, keys, values, states, q_desc, k_desc, v_desc),
+                    (
+                        config,
+                        seqlen,
+                        epilogue,
+                        scheduler,
+                        counter,
+                        channel,
+                        queries,
+                        keys,
+                        values,
+                        states,
+                        q_desc,
+                        k_desc,
+                        v_desc,
+                    ),
                 ),
             ],
             [4, 4, 1],
@@ -602,9 +357,9 @@ def _sizes(
         "o_desc": rows_descriptor(out, ROWS.value, value_dim) if by_tma else q_desc,
         "k_desc": rows_descriptor(key, config.block_n, dim),
         "v_desc": rows_descriptor(value, config.block_n, value_dim),
-        "lines": lines,
+        "batch_heads": lines,
         "tiles_m": tiles_m,
-        "line_group": _lines_in_cache(problem, lines),
+        "head_group": _lines_in_cache(problem, lines),
         "tiles": tiles,
         "q_len": problem.q_len,
         "k_len": problem.k_len,
@@ -615,8 +370,8 @@ def _sizes(
         "k_rows": key.shape[-3],
         "HAS_LEFT": problem.left != UNBOUNDED,
         "HAS_RIGHT": problem.right != UNBOUNDED,
-        "MANY_CUTS": many_cuts(problem, config.block_n),
-        "UNSEEN": problem.packed or reads_unseen(problem),
+        "MASKS_BEYOND_FIRST_BLOCK": masks_beyond_first_block(problem, config.block_n),
+        "LOADS_MASKED_KV": problem.packed or loads_masked_kv(problem),
     }
 
 

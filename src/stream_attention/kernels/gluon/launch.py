@@ -40,7 +40,7 @@ def rows_descriptor(t: Any, rows: int, width: int) -> Descriptor:
     return Descriptor(dtype, (size, length, heads, dim), strides, (1, rows, 1, width), _rows_layout(dtype))
 
 
-def numbers_descriptor(count: int, box: int) -> Descriptor:
+def elements_descriptor(count: int, box: int) -> Descriptor:
     """How TMA reads `box` consecutive ones of `count` fp32 numbers."""
     return Descriptor(torch.float32, (count,), (1,), (box,), _shared_layout(0, 32, 1))
 

@@ -10,9 +10,8 @@ phase both sides wait for, so nobody keeps state but the number of uses.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
-from .versions import tma_load
+from .versions import aggregate, tma_load
 
 
 @aggregate
@@ -24,30 +23,23 @@ class Ring:
     empty: gl.shared_memory_descriptor
     SLOTS: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, SLOTS):
-        self.tiles = tiles
-        self.full = full
-        self.empty = empty
-        self.SLOTS = gl.constexpr(SLOTS)
+    @gluon.jit
+    def wait_full(self, iteration, pred=True):
+        mbarrier.wait(self.full.index(iteration % self.SLOTS), (iteration // self.SLOTS) & 1, pred=pred)
 
     @gluon.jit
-    def wait_full(self, use, pred=True):
-        mbarrier.wait(self.full.index(use % self.SLOTS), (use // self.SLOTS) & 1, pred=pred)
-
-    @gluon.jit
-    def release(self, use, pred=True):
+    def release(self, iteration, pred=True):
         """One consumer has no more use for the slot."""
-        mbarrier.arrive(self.empty.index(use % self.SLOTS), count=1, pred=pred)
+        mbarrier.arrive(self.empty.index(iteration % self.SLOTS), count=1, pred=pred)
 
     @gluon.jit
-    def wait_empty(self, use):
-        mbarrier.wait(self.empty.index(use % self.SLOTS), ((use // self.SLOTS) & 1) ^ 1)
+    def wait_empty(self, iteration):
+        mbarrier.wait(self.empty.index(iteration % self.SLOTS), ((iteration // self.SLOTS) & 1) ^ 1)
 
     @gluon.jit
-    def expect(self, use, nbytes: gl.constexpr):
+    def expect(self, iteration, nbytes: gl.constexpr):
         """Announce what will land in the slot; returns the barrier that counts it."""
-        barrier = self.full.index(use % self.SLOTS)
+        barrier = self.full.index(iteration % self.SLOTS)
         mbarrier.expect(barrier, nbytes)
         return barrier
 
@@ -65,11 +57,11 @@ def make_ring(desc, SLOTS: gl.constexpr, TILES: gl.constexpr, CONSUMERS: gl.cons
 
 
 @gluon.jit
-def load_rows(ring, desc, use, batch, row, head):
+def load_rows(ring, desc, iteration, batch, row, head):
     """Fill a slot with rows of one head, as soon as it is empty. Rows that do not exist come as zeros."""
-    ring.wait_empty(use)
-    barrier = ring.expect(use, desc.block_type.nbytes)
-    tma_load(desc, [batch, row, head, 0], barrier, ring.tiles.index(use % ring.SLOTS))
+    ring.wait_empty(iteration)
+    barrier = ring.expect(iteration, desc.block_type.nbytes)
+    tma_load(desc, [batch, row, head, 0], barrier, ring.tiles.index(iteration % ring.SLOTS))
 
 
 # Named barriers. Triton takes 0 for the first role and the next ones for the others; 8 and up are nobody's.

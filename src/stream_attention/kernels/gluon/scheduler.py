@@ -15,38 +15,32 @@ is one head, and its tiles read the same keys at the same time.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
+
+from .versions import aggregate
 
 
 @aggregate
-class Order:
-    """The numbering of tiles: `tiles_m` of queries for each of `lines` = batch * heads."""
+class TileScheduler:
+    """The numbering of tiles: `tiles_m` of queries for each of `batch_heads` = batch * heads."""
 
-    lines: gl.tensor
+    batch_heads: gl.tensor
     tiles_m: gl.tensor
     group: gl.tensor  # lines that are worked on together, the last queries of all of them first
     tiles: gl.tensor  # in all
-
-    @gluon.constexpr_function
-    def __init__(self, lines, tiles_m, group, tiles):
-        self.lines = lines
-        self.tiles_m = tiles_m
-        self.group = group
-        self.tiles = tiles
 
     @gluon.jit
     def place(self, tile):
         """(line, number of the tile of queries) of a tile."""
         section = tile // (self.group * self.tiles_m)
         rest = tile - section * (self.group * self.tiles_m)
-        size = gl.minimum(self.group, self.lines - section * self.group)
+        size = gl.minimum(self.group, self.batch_heads - section * self.group)
         row = rest // size
         return section * self.group + (rest - row * size), self.tiles_m - 1 - row
 
 
 @gluon.jit
-def draw(counter):
-    """Producer: ask for the number of a tile. The answer is on its way until `drawn` reads it."""
+def fetch_next(counter):
+    """Producer: ask for the number of a tile. The answer is on its way until `resolve` reads it."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; mov.b32 $0, 0; "
         "@p atom.global.relaxed.gpu.add.u32 $0, [$1], 1; }",
@@ -59,28 +53,22 @@ def draw(counter):
 
 
 @gluon.jit
-def drawn(answer):
+def resolve(pending_tile):
     """Producer: the number that was asked for. The first tiles are taken without asking."""
-    return of_lane_0(answer) + gl.num_programs(0)
+    return of_lane_0(pending_tile) + gl.num_programs(0)
 
 
 WORDS = gl.constexpr(7)
 
 
 @aggregate
-class Mailbox:
+class WorkTileChannel:
     """Two slots through which the producer tells the consumers where their next tile is, in `WORDS` numbers: the tile
     of queries (-1: no more; FP8 marks some), batch entry, head, first row and length of queries, and of keys."""
 
     words: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, words, full, empty):
-        self.words = words
-        self.full = full
-        self.empty = empty
 
     @gluon.jit
     def send(self, k, m, batch, head, q_first, q_len, k_first, k_len):
@@ -112,25 +100,25 @@ class Mailbox:
         return m, batch, head, q_first, q_len, k_first, k_len
 
     @gluon.jit
-    def _write(self, slot, word: gl.constexpr, number):
+    def _write(self, slot, word: gl.constexpr, value):
         place = self.words.index(slot * WORDS + word)
-        place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        place.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
     @gluon.jit
     def _read(self, WARPS: gl.constexpr, slot, word: gl.constexpr):
-        number = self.words.index(slot * WORDS + word).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
-        return of_lane_0(gl.sum(number, 0))
+        value = self.words.index(slot * WORDS + word).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
+        return of_lane_0(gl.sum(value, 0))
 
 
 @gluon.jit
-def make_mailbox(CONSUMERS: gl.constexpr):
+def make_channel(CONSUMERS: gl.constexpr):
     words = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(2):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=CONSUMERS)
-    return Mailbox(words, full, empty)
+    return WorkTileChannel(words, full, empty)
 
 
 @gluon.jit

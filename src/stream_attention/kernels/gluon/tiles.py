@@ -1,4 +1,4 @@
-"""The vocabulary of the Gluon kernels: what is done to a tile, each thing written once. Scores are in log2 units."""
+"""The vocabulary of the Gluon kernels: what is done to a tile, each thing written once. ScoreMod are in log2 units."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,8 +22,8 @@ def tanh(x, TANH: gl.constexpr):
     if TANH == "unit":
         return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
     else:
-        shrunk = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
-        magnitude = (1.0 - shrunk) / (1.0 + shrunk)
+        decay = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
+        magnitude = (1.0 - decay) / (1.0 + decay)
         return gl.where(x < 0, -magnitude, magnitude)
 
 
@@ -34,8 +34,8 @@ def log2(x):
 
 
 @gluon.jit
-def less_distance(scores, slope, distance):
-    """Scores less slope * |i - j|, `distance` being i less the first key of the tile.
+def subtract_alibi(scores, slope, distance):
+    """ScoreMod less slope * |i - j|, `distance` being i less the first key of the tile.
 
     Columns are numbered as 8 a + b. What a lane holds of a row has every a and two b, so that 8 a is a constant of the
     instruction and nothing is converted to a float in the loop; positions up to 2^24 apart are exact.
@@ -67,7 +67,7 @@ def dropout_keep(row_words, col_words, threshold):
 
 
 @gluon.jit
-def hide(scores, k_pos, floor, limit, HAS_LEFT: gl.constexpr):
+def mask_scores(scores, k_pos, floor, limit, HAS_LEFT: gl.constexpr):
     """-inf where a row does not see a key: keys from `floor` to before `limit` are seen."""
     visible = k_pos[None, :] < limit[:, None]
     if HAS_LEFT:
@@ -76,21 +76,21 @@ def hide(scores, k_pos, floor, limit, HAS_LEFT: gl.constexpr):
 
 
 @gluon.jit
-def row_sums(weights):
+def row_sums(p):
     """Sums of a row as eight partial sums that need no other lane; added up once, at the end."""
-    rows: gl.constexpr = weights.shape[0]
-    columns: gl.constexpr = weights.shape[1]
-    return gl.sum(weights.reshape([rows, columns // 8, 8]), 1)
+    rows: gl.constexpr = p.shape[0]
+    columns: gl.constexpr = p.shape[1]
+    return gl.sum(p.reshape([rows, columns // 8, 8]), 1)
 
 
 @gluon.jit
-def from_here(x):
+def opaque(x):
     """`x`, with which nothing is computed before this point of the program."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
 @gluon.jit
-def clear_unseen(values, use, start, floor, limit):
+def clear_masked_values(values, kv_iter, start, floor, limit):
     """Zero the rows of a block of V that no query sees, where it has any: their weight is 0, but 0 * NaN is NaN.
 
     Keys from `floor` to before `limit` are seen by some query. Every consumer writes the same, so nobody waits.
@@ -100,8 +100,8 @@ def clear_unseen(values, use, start, floor, limit):
     CHUNK: gl.constexpr = 16  # rows at a time, to need few registers
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if (start < floor) | (start + BLOCK_N > limit):
-        values.wait_full(use)
-        tile = values.tiles.index(use % values.SLOTS).reshape([BLOCK_N, BLOCK_DV])
+        values.wait_full(kv_iter)
+        tile = values.tiles.index(kv_iter % values.SLOTS).reshape([BLOCK_N, BLOCK_DV])
         for chunk in gl.static_range(BLOCK_N // CHUNK):
             part = tile.slice(chunk * CHUNK, CHUNK, 0)
             row = start + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))

@@ -3,11 +3,14 @@
 Functions are found by their names, so a later release that keeps them works; the assembler's options by the release.
 """
 
+from typing import Any, dataclass_transform
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.core import _aggregate
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -33,6 +36,24 @@ def _assembler_options() -> str | None:
 COMPILE_OPTIONS = {"ptx_options": _assembler_options()}
 
 
+@dataclass_transform()
+def aggregate(cls: type) -> Any:
+    """Triton's aggregate, with a constructor that takes the annotated fields in their order: 3.6 and 3.7 write none.
+
+    Triton caches kernels by a hash of sources, so the source of the constructor lists the fields.
+    """
+    kinds = cls.__annotations__
+
+    @gluon.constexpr_function
+    def __init__(self, *fields):
+        for name, field in zip(kinds, fields, strict=True):
+            setattr(self, name, gl.constexpr(field) if kinds[name] is gl.constexpr else field)
+
+    __init__._unsafe_update_src(f"{__init__.src}# {', '.join(kinds)}\n")
+    cls.__init__ = __init__  # type: ignore[misc]
+    return _aggregate(cls)
+
+
 @gluon.jit
 def as_tile_of(desc, memory):
     """The same shared memory as a tile of a descriptor; the beginning of it where a tile is smaller."""
@@ -56,7 +77,7 @@ def as_tiles_of(desc, memory, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def kept_in_loop(number):
+def opaque_in_loop(number):
     """`number`, from which nothing is computed ahead of a loop: the newer compiler keeps the descriptors of 256 columns
     of queries in registers otherwise, and spills them."""
     if COPIES_WGMMA_OPERANDS:

@@ -207,11 +207,11 @@ def _bias_kernel(
         )
         lse = tl.load(rows_lse_ptr + line * row_tiles * PAD + offs_m)
         delta = tl.load(rows_delta_ptr + line * row_tiles * PAD + offs_m)
-        products = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        d_weights = tl.dot(grad.to(v.dtype), v.T, input_precision=PRECISION)
-        weights, d_scores, _ = tile_gradients(
-            products,
-            d_weights,
+        qk = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        dp = tl.dot(grad.to(v.dtype), v.T, input_precision=PRECISION)
+        p, d_scores, _ = tile_gradients(
+            qk,
+            dp,
             lse[:, None],
             delta[:, None],
             (q_start + offs_m * Q_STRIDE)[:, None],
@@ -236,7 +236,7 @@ def _bias_kernel(
             HAS_DROPOUT=HAS_DROPOUT,
             TANH=TANH,
         )
-        acc += tl.where(weights == 0.0, 0.0, d_scores)  # what is hidden may have met NaN
+        acc += tl.where(p == 0.0, 0.0, d_scores)  # what is hidden may have met NaN
 
     # Store.
     if SUM_ROWS:

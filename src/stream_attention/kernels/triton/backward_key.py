@@ -248,13 +248,13 @@ def _key_kernel(
                 if HAS_DROPOUT:
                     row_words = tl.load(row_words_ptr + q_line + offs_m, mask=mask_m, other=0)
                     keep = dropout_keep(col_words, row_words, dropout_threshold)
-                products = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-                d_weights = products
+                qk = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+                dp = qk
                 if WANT_KEY:
-                    d_weights = tl.dot(v, grad.T, input_precision=PRECISION)
-                weights, _, d_products = tile_gradients(
-                    products,
-                    d_weights,
+                    dp = tl.dot(v, grad.T, input_precision=PRECISION)
+                p, _, d_qk = tile_gradients(
+                    qk,
+                    dp,
                     lse[None, :],
                     delta[None, :],
                     q_pos[None, :],
@@ -281,10 +281,10 @@ def _key_kernel(
                 )
                 if WANT_VALUE:
                     if HAS_DROPOUT:
-                        weights = tl.where(keep, weights, 0.0)
-                    dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision=PRECISION)
+                        p = tl.where(keep, p, 0.0)
+                    dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
                 if WANT_KEY:
-                    dk = tl.dot(d_products.to(q.dtype), q, dk, input_precision=PRECISION)
+                    dk = tl.dot(d_qk.to(q.dtype), q, dk, input_precision=PRECISION)
 
     # Store.
     if IS_SPLIT:

@@ -236,7 +236,7 @@ def _query_kernel(
         grad = grad.to(q.dtype)
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         d_slopes = tl.zeros([BLOCK_M], tl.float32)
-        sum_weights = tl.zeros([BLOCK_M], tl.float32)
+        sum_p = tl.zeros([BLOCK_M], tl.float32)
         sum_d_scores = tl.zeros([BLOCK_M], tl.float32)
         sum_distance = tl.zeros([BLOCK_M], tl.float32)
 
@@ -295,11 +295,11 @@ def _query_kernel(
                 if HAS_DROPOUT:
                     col_words = tl.load(col_words_ptr + offs_n, mask=mask_n, other=0)
                     keep = dropout_keep(row_words, col_words, dropout_threshold)
-                products = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-                d_weights = tl.dot(grad, v.T, input_precision=PRECISION)
-                weights, d_scores, d_products = tile_gradients(
-                    products,
-                    d_weights,
+                qk = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+                dp = tl.dot(grad, v.T, input_precision=PRECISION)
+                p, d_scores, d_qk = tile_gradients(
+                    qk,
+                    dp,
                     lse[:, None],
                     delta[:, None],
                     q_pos[:, None],
@@ -327,14 +327,14 @@ def _query_kernel(
                 if WANT_SLOPES:
                     distance = tl.abs(q_pos[:, None] - k_pos[None, :]).to(tl.float32)
                     d_slopes -= tl.sum(d_scores * distance, 1)
-                    sum_distance += tl.sum(weights * distance, 1)
+                    sum_distance += tl.sum(p * distance, 1)
                 if EXACT_DELTA:
-                    sum_weights += tl.sum(weights, 1)
+                    sum_p += tl.sum(p, 1)
                     sum_d_scores += tl.sum(d_scores, 1)
-                dq = tl.dot(d_products.to(k.dtype), k, dq, input_precision=PRECISION)
+                dq = tl.dot(d_qk.to(k.dtype), k, dq, input_precision=PRECISION)
 
         if EXACT_DELTA:
-            exact_delta = tl.where(sees_nothing, 0.0, sum_d_scores + delta * sum_weights - grad_lse)
+            exact_delta = tl.where(sees_nothing, 0.0, sum_d_scores + delta * sum_p - grad_lse)
             d_slopes -= (delta - exact_delta) * sum_distance
             delta = exact_delta
             tl.store(rows_delta_ptr + row_line + offs_m, delta)

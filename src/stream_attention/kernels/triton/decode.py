@@ -172,11 +172,11 @@ def _decode_kernel(
             parts: tl.constexpr = BLOCK_D // 64
             folded_q = q.reshape(BLOCK_R, parts, 64).permute(1, 0, 2)
             folded_k = k.reshape(BLOCK_N, parts, 64).permute(1, 2, 0)
-            products = tl.sum(tl.dot(folded_q, folded_k, input_precision=PRECISION), 0)
+            qk = tl.sum(tl.dot(folded_q, folded_k, input_precision=PRECISION), 0)
         else:
-            products = tl.dot(q, k.T, input_precision=PRECISION)
+            qk = tl.dot(q, k.T, input_precision=PRECISION)
         across = k_pos[None, :]
-        scores = modify_scores(products, scale, softcap, slopes, down, across, HAS_SOFTCAP, HAS_ALIBI, TANH)
+        scores = modify_scores(qk, scale, softcap, slopes, down, across, HAS_SOFTCAP, HAS_ALIBI, TANH)
         if PAGE != 0:
             scores = tl.where(exists[None, :], scores, float("nan"))
         scores = hide_scores(
@@ -185,8 +185,8 @@ def _decode_kernel(
         )  # fmt: skip
         if HAS_TREE:  # a new token that nobody sees may hold anything
             v = tl.where((tl.max(scores, 0) != float("-inf"))[:, None], v, 0.0)
-        weights, shrink, row_max, row_sum = online_softmax_step(scores, 1.0, row_max, row_sum, GUARD=True)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        p, rescale, row_max, row_sum = online_softmax_step(scores, 1.0, row_max, row_sum, GUARD=True)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
     out, lse = normalised(acc, row_max, row_sum)
     leave_out(

@@ -242,9 +242,9 @@ def _online_softmax_step(scores, row_max, row_sum):
     """That of tiles.py for a tile whose columns are rows."""
     new_max = tl.maximum(row_max, tl.max(scores, 0))
     finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - finite_max[None, :])
-    shrink = tl.exp2(row_max - finite_max)
-    return weights, shrink, new_max, row_sum * shrink + tl.sum(weights, 0)
+    p = tl.exp2(scores - finite_max[None, :])
+    rescale = tl.exp2(row_max - finite_max)
+    return p, rescale, new_max, row_sum * rescale + tl.sum(p, 0)
 
 
 @jit
@@ -326,7 +326,7 @@ def _codes_kernel(
     PER_CHANNEL: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_WV: tl.constexpr,
-    ALL_SEE: tl.constexpr,
+    ALL_VISIBLE: tl.constexpr,
     ALIGNED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -412,7 +412,7 @@ def _codes_kernel(
     for start in range(begin, end, step):
         start = tl.multiple_of(start, BLOCK_N)
         k_pos = start + tl.arange(0, BLOCK_N)
-        seen = k_pos >= first
+        visible = k_pos >= first
         at_k, at_v, at_ks, at_vs = b * 0, b * 0, b * 0, b * 0
         token = start
         exists = True
@@ -426,11 +426,11 @@ def _codes_kernel(
         k_at = k_ptr + at_k + (rows * stride_kn)[:, None] + offs_w[None, :]
         v_at = v_ptr + at_v + (rows * stride_vn)[None, :] + offs_wv[:, None]
         if HAS_LEFT or BLOCK_W != W:
-            k_words = tl.load(k_at, mask=seen[:, None] & (offs_w < W)[None, :], other=0)
+            k_words = tl.load(k_at, mask=visible[:, None] & (offs_w < W)[None, :], other=0)
         else:
             k_words = tl.load(k_at)
         if HAS_LEFT or BLOCK_WV != WV:
-            v_words = tl.load(v_at, mask=seen[None, :] & (offs_wv < WV)[:, None], other=0)
+            v_words = tl.load(v_at, mask=visible[None, :] & (offs_wv < WV)[:, None], other=0)
         else:
             v_words = tl.load(v_at)
         ks_ptr, vs_ptr = k_scale_ptr + at_ks, v_scale_ptr + at_vs
@@ -443,23 +443,23 @@ def _codes_kernel(
             s2, z2 = _scales_of_keys(ks_ptr, kz_ptr, token, stride_kss, 2, W, BLOCK_N, BLOCK_W, TOKENS, PER_CHANNEL)
             s3, z3 = _scales_of_keys(ks_ptr, kz_ptr, token, stride_kss, 3, W, BLOCK_N, BLOCK_W, TOKENS, PER_CHANNEL)
             k0, k1, k2, k3 = _numbers_of_4(k_words, s0, s1, s2, s3, z0, z1, z2, z3, INTERPRETED)
-            products = tl.dot(k3, h3, tl.dot(k2, h2, tl.dot(k1, h1, tl.dot(k0, h0))))
+            qk = tl.dot(k3, h3, tl.dot(k2, h2, tl.dot(k1, h1, tl.dot(k0, h0))))
         else:
             k0, k1 = _numbers_of_8(k_words, s0, s1, FORMAT, INTERPRETED)
-            products = tl.dot(k1, h1, tl.dot(k0, h0))
+            qk = tl.dot(k1, h1, tl.dot(k0, h0))
         down = k_pos[:, None]
-        scores = modify_scores(products, row_scale, softcap, slopes, across, down, HAS_SOFTCAP, HAS_ALIBI, TANH)
+        scores = modify_scores(qk, row_scale, softcap, slopes, across, down, HAS_SOFTCAP, HAS_ALIBI, TANH)
         if PAGE != 0:
             scores = tl.where(exists, scores, float("nan"))
-        if not ALL_SEE:
+        if not ALL_VISIBLE:
             scores = hide_scores(
-                scores, seen[:, None], across, down, left, right, tree_rows, length - q_len, mask_r[None, :],
+                scores, visible[:, None], across, down, left, right, tree_rows, length - q_len, mask_r[None, :],
                 HAS_LEFT, HAS_RIGHT, HAS_TREE,
             )  # fmt: skip
-        weights, shrink, row_max, row_sum = _online_softmax_step(scores, row_max, row_sum)
-        p = weights.to(tl.float16)
+        p, rescale, row_max, row_sum = _online_softmax_step(scores, row_max, row_sum)
+        p_operand = p.to(tl.float16)
         some = tl.full([1, BLOCK_N], True, tl.int1)
-        if HAS_TREE and not ALL_SEE:  # a new token that nobody sees may hold anything
+        if HAS_TREE and not ALL_VISIBLE:  # a new token that nobody sees may hold anything
             some = (tl.max(scores, 1) != float("-inf"))[None, :]
         hidden = first - start
         s0, z0 = _scales_of_values(vs_ptr, vz_ptr, token, stride_vss, hidden, 0, WV, BLOCK_N, TOKENS, HAS_LEFT)
@@ -468,16 +468,16 @@ def _codes_kernel(
             s2, z2 = _scales_of_values(vs_ptr, vz_ptr, token, stride_vss, hidden, 2, WV, BLOCK_N, TOKENS, HAS_LEFT)
             s3, z3 = _scales_of_values(vs_ptr, vz_ptr, token, stride_vss, hidden, 3, WV, BLOCK_N, TOKENS, HAS_LEFT)
             v0, v1, v2, v3 = _numbers_of_4(v_words, s0, s1, s2, s3, z0, z1, z2, z3, INTERPRETED)
-            if HAS_TREE and not ALL_SEE:
+            if HAS_TREE and not ALL_VISIBLE:
                 v2, v3 = tl.where(some, v2, 0.0), tl.where(some, v3, 0.0)
-            acc2 = tl.dot(v2, p, acc2 * shrink[None, :])
-            acc3 = tl.dot(v3, p, acc3 * shrink[None, :])
+            acc2 = tl.dot(v2, p_operand, acc2 * rescale[None, :])
+            acc3 = tl.dot(v3, p_operand, acc3 * rescale[None, :])
         else:
             v0, v1 = _numbers_of_8(v_words, s0, s1, FORMAT, INTERPRETED)
-        if HAS_TREE and not ALL_SEE:
+        if HAS_TREE and not ALL_VISIBLE:
             v0, v1 = tl.where(some, v0, 0.0), tl.where(some, v1, 0.0)
-        acc0 = tl.dot(v0, p, acc0 * shrink[None, :])
-        acc1 = tl.dot(v1, p, acc1 * shrink[None, :])
+        acc0 = tl.dot(v0, p_operand, acc0 * rescale[None, :])
+        acc1 = tl.dot(v1, p_operand, acc1 * rescale[None, :])
 
     # The latest tokens, as they came: position n in slot n % slots.
     if split == num_splits - 1:
@@ -490,26 +490,26 @@ def _codes_kernel(
             mask_k, mask_v = (offs_w < W)[None, :], (offs_wv < WV)[None, :]
             k_at = k_window_ptr + (slot * stride_kwn)[:, None] + offs_w[None, :]
             v_at = v_window_ptr + (slot * stride_vwn)[:, None] + offs_wv[None, :]
-            products = tl.dot(tl.load(k_at, mask=mask_k, other=0.0), q0)
-            products = tl.dot(tl.load(k_at + W, mask=mask_k, other=0.0), q1, products)
+            qk = tl.dot(tl.load(k_at, mask=mask_k, other=0.0), q0)
+            qk = tl.dot(tl.load(k_at + W, mask=mask_k, other=0.0), q1, qk)
             if PLANES == 4:
-                products = tl.dot(tl.load(k_at + 2 * W, mask=mask_k, other=0.0), q2, products)
-                products = tl.dot(tl.load(k_at + 3 * W, mask=mask_k, other=0.0), q3, products)
+                qk = tl.dot(tl.load(k_at + 2 * W, mask=mask_k, other=0.0), q2, qk)
+                qk = tl.dot(tl.load(k_at + 3 * W, mask=mask_k, other=0.0), q3, qk)
             down = k_pos[:, None]
-            scores = modify_scores(products, scale, softcap, slopes, across, down, HAS_SOFTCAP, HAS_ALIBI, TANH)
+            scores = modify_scores(qk, scale, softcap, slopes, across, down, HAS_SOFTCAP, HAS_ALIBI, TANH)
             scores = hide_scores(
                 scores, inside[:, None], across, down, left, right, tree_rows, length - q_len, mask_r[None, :],
                 HAS_LEFT, HAS_RIGHT, HAS_TREE,
             )  # fmt: skip
             if HAS_TREE:
                 mask_v = mask_v & (tl.max(scores, 1) != float("-inf"))[:, None]
-            weights, shrink, row_max, row_sum = _online_softmax_step(scores, row_max, row_sum)
-            p = weights.to(q0.dtype)
-            acc0 = tl.dot(tl.load(v_at, mask=mask_v, other=0.0).T, p, acc0 * shrink[None, :])
-            acc1 = tl.dot(tl.load(v_at + WV, mask=mask_v, other=0.0).T, p, acc1 * shrink[None, :])
+            p, rescale, row_max, row_sum = _online_softmax_step(scores, row_max, row_sum)
+            p_operand = p.to(q0.dtype)
+            acc0 = tl.dot(tl.load(v_at, mask=mask_v, other=0.0).T, p_operand, acc0 * rescale[None, :])
+            acc1 = tl.dot(tl.load(v_at + WV, mask=mask_v, other=0.0).T, p_operand, acc1 * rescale[None, :])
             if PLANES == 4:
-                acc2 = tl.dot(tl.load(v_at + 2 * WV, mask=mask_v, other=0.0).T, p, acc2 * shrink[None, :])
-                acc3 = tl.dot(tl.load(v_at + 3 * WV, mask=mask_v, other=0.0).T, p, acc3 * shrink[None, :])
+                acc2 = tl.dot(tl.load(v_at + 2 * WV, mask=mask_v, other=0.0).T, p_operand, acc2 * rescale[None, :])
+                acc3 = tl.dot(tl.load(v_at + 3 * WV, mask=mask_v, other=0.0).T, p_operand, acc3 * rescale[None, :])
 
     for plane in tl.static_range(PLANES):
         acc = acc0
@@ -574,7 +574,7 @@ def quantized_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
         "slots": cache.key_window.shape[1],
         "FORMAT": cache.coding.format,
         "TOKENS": cache.coding.group,
-        "ALL_SEE": all_see(call, cache),
+        "ALL_VISIBLE": all_see(call, cache),
     }
 
 

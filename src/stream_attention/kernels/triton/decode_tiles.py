@@ -60,7 +60,7 @@ def first_seen(length, q_len, left, HAS_LEFT: tl.constexpr):
 
 @triton.jit
 def modify_scores(
-    products,
+    qk,
     scale,
     softcap,
     slopes,
@@ -72,9 +72,9 @@ def modify_scores(
 ):
     """Scores in log2 units from q . k. The tile lies either way up: slopes and positions broadcast against it."""
     if HAS_SOFTCAP:
-        scores = softcap_scores(products * scale, softcap, TANH) * LOG2E
+        scores = softcap_scores(qk * scale, softcap, TANH) * LOG2E
     else:
-        scores = products * (scale * LOG2E)
+        scores = qk * (scale * LOG2E)
     if HAS_ALIBI:
         scores -= (slopes * LOG2E) * tl.abs(q_pos - k_pos).to(tl.float32)
     return scores
@@ -264,8 +264,8 @@ def _merge_parts_kernel(
         lse = tl.load(workspace_ptr + at, mask=there, other=float("-inf"))
         inside = there[:, None] & (offs_dv < DV)[None, :]
         out = tl.load(outs + at[:, None] * DV + offs_dv[None, :], mask=inside, other=0.0)
-        weights, shrink, row_max, row_sum = online_softmax_step(lse[None, :], 1.0, row_max, row_sum, GUARD=True)
-        acc = acc * shrink[:, None] + tl.sum(out * weights.reshape(AT_ONCE)[:, None], 0)[None, :]
+        p, rescale, row_max, row_sum = online_softmax_step(lse[None, :], 1.0, row_max, row_sum, GUARD=True)
+        acc = acc * rescale[:, None] + tl.sum(out * p.reshape(AT_ONCE)[:, None], 0)[None, :]
     out, lse = normalised(acc, row_max, row_sum)
     b, kv_head = (line // kv_heads).to(tl.int64), line % kv_heads
     offs_r = row + tl.arange(0, 1)

@@ -277,12 +277,12 @@ def _forward_kernel(
             if MASK:
                 scores = tl.where(attend != 0, scores, float("-inf"))
 
-            weights, shrink, row_max, row_sum = online_softmax_step(
+            p, rescale, row_max, row_sum = online_softmax_step(
                 scores, factor if SCALE_LATE else 1.0, row_max, row_sum, GUARD=phase != 1 or MASK or BIAS
             )
             if HAS_DROPOUT:
                 col_words = tl.load(col_words_ptr + offs_n, mask=mask_n, other=0)
-                weights = tl.where(dropout_keep(row_words, col_words, dropout_threshold), weights, 0.0)
+                p = tl.where(dropout_keep(row_words, col_words, dropout_threshold), p, 0.0)
             v_offs = offs_n[:, None] * stride_vn + offs_dv[None, :]
             if MASK or BIAS:
                 seen = tl.load(seen_ptr + offs_n, mask=mask_n, other=0)
@@ -293,13 +293,13 @@ def _forward_kernel(
                 v = tl.load(v_ptr + v_offs, mask=offs_dv[None, :] < DV, other=0.0)
             else:
                 v = tl.load(v_ptr + v_offs)
-            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
     # Finish: the sink is one more key without a value.
     if HAS_SINK:
         sink = tl.load(sink_ptr + offs_h).to(tl.float32) * LOG2E
-        _, shrink, row_max, row_sum = online_softmax_step(sink[:, None], 1.0, row_max, row_sum, GUARD=True)
-        acc = acc * shrink[:, None]
+        _, rescale, row_max, row_sum = online_softmax_step(sink[:, None], 1.0, row_max, row_sum, GUARD=True)
+        acc = acc * rescale[:, None]
     seen_any = row_sum != 0
     lse = tl.where(seen_any, (row_max + tl.log2(row_sum)) * LN2, float("-inf"))
     out = acc * (dropout_scale / tl.where(seen_any, row_sum, 1.0))[:, None]

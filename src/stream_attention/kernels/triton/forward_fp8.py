@@ -48,17 +48,17 @@ def place_of_key(column):
 
 
 @triton.jit
-def stepwise_softmax(scores, factor, row_top, row_sum, GUARD: tl.constexpr):
+def stepwise_softmax(scores, factor, row_max, row_sum, GUARD: tl.constexpr):
     """Take a block of scores, times a positive factor per row, into a running softmax whose maximum is an integer.
 
-    Returns weights, 2^8 times what they are beside the maximum, the factor by which older sums shrink, the new maximum
-    and the new sum. GUARD: a row may have seen nothing yet; its weights are 0 then, not NaN.
+    Returns p times 2^8, the rescale of older sums, the new row max and the new row sum. GUARD: all keys so far may be
+    masked for a row; its p are 0 then, not NaN.
     """
-    new_top = tl.maximum(row_top, tl.ceil(tl.max(scores, 1) * factor))
-    finite = tl.where(new_top == float("-inf"), 0.0, new_top) if GUARD else new_top
-    weights = tl.exp2(scores * factor[:, None] - (finite - RAISED)[:, None])
-    shrink = tl.exp2(row_top - finite)
-    return weights, shrink, new_top, row_sum * shrink + tl.sum(weights, 1)
+    new_max = tl.maximum(row_max, tl.ceil(tl.max(scores, 1) * factor))
+    finite = tl.where(new_max == float("-inf"), 0.0, new_max) if GUARD else new_max
+    p = tl.exp2(scores * factor[:, None] - (finite - RAISED)[:, None])
+    rescale = tl.exp2(row_max - finite)
+    return p, rescale, new_max, row_sum * rescale + tl.sum(p, 1)
 
 
 @jit
@@ -134,7 +134,7 @@ def _forward_fp8_kernel(
     block_rows = tl.full([], BLOCK_N, tl.int64)
 
     # Initial state.
-    row_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
 
@@ -177,13 +177,13 @@ def _forward_fp8_kernel(
                 if HAS_LEFT:
                     visible = visible & (offs_n[None, :] >= (q_pos - left)[:, None])
                 scores = tl.where(visible, scores, float("-inf"))
-            weights, shrink, row_top, row_sum = stepwise_softmax(scores, factor, row_top, row_sum, GUARD=phase != 1)
+            p, rescale, row_max, row_sum = stepwise_softmax(scores, factor, row_max, row_sum, GUARD=phase != 1)
             v = tl.load(v_ptrs + first)
-            acc = acc * shrink[:, None] + tl.dot(weights.to(tl.float8e4nv), v.T) * tl.load(scales + 1)
+            acc = acc * rescale[:, None] + tl.dot(p.to(tl.float8e4nv), v.T) * tl.load(scales + 1)
 
     # Finish.
     seen_any = row_sum != 0
-    lse = tl.where(seen_any, (row_top - RAISED + tl.log2(row_sum)) * LN2, float("-inf"))
+    lse = tl.where(seen_any, (row_max - RAISED + tl.log2(row_sum)) * LN2, float("-inf"))
     out = acc / tl.where(seen_any, row_sum, 1.0)[:, None]
 
     # Store.

@@ -50,12 +50,12 @@ def _merge_kernel(
     for split in range(num_splits):
         lse = tl.load(lses_ptr + split * rows + offs_r, mask=mask_r, other=float("-inf")) * LOG2E
         out = tl.load(outs_ptr + split * rows * DV + out_offs, mask=mask_out, other=0.0)
-        weight, shrink, row_max, row_sum = online_softmax_step(lse[:, None], 1.0, row_max, row_sum, GUARD=True)
-        acc = acc * shrink[:, None] + weight * out
+        weight, rescale, row_max, row_sum = online_softmax_step(lse[:, None], 1.0, row_max, row_sum, GUARD=True)
+        acc = acc * rescale[:, None] + weight * out
     if HAS_SINK:
         sink = tl.load(sink_ptr + offs_h, mask=mask_r, other=0.0).to(tl.float32) * LOG2E
-        _, shrink, row_max, row_sum = online_softmax_step(sink[:, None], 1.0, row_max, row_sum, GUARD=True)
-        acc = acc * shrink[:, None]
+        _, rescale, row_max, row_sum = online_softmax_step(sink[:, None], 1.0, row_max, row_sum, GUARD=True)
+        acc = acc * rescale[:, None]
 
     seen_any = row_sum != 0
     merged = acc / tl.where(seen_any, row_sum, 1.0)[:, None]

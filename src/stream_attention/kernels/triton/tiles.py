@@ -18,15 +18,15 @@ LN2 = tl.constexpr(0.6931471805599453)
 def online_softmax_step(scores, factor, row_max, row_sum, GUARD: tl.constexpr):
     """Take a tile of scores, times a positive factor, into a running softmax.
 
-    Returns the tile's weights, the factor by which older sums shrink, the new row max and the new row sum. The factor
-    is applied here so that scaling and subtracting the max are one FMA. GUARD: a row may have seen nothing yet; its
-    weights are 0 then, not NaN.
+    Returns the tile's probabilities p, the rescale of older sums, the new row max and the new row sum. The factor is
+    applied here so that scaling and subtracting the max are one FMA. GUARD: all keys so far may be masked for a row;
+    its p are 0 then, not NaN.
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
     finite_max = tl.where(new_max == float("-inf"), 0.0, new_max) if GUARD else new_max
-    weights = tl.exp2(scores * factor - finite_max[:, None])
-    shrink = tl.exp2(row_max - finite_max)
-    return weights, shrink, new_max, row_sum * shrink + tl.sum(weights, 1)
+    p = tl.exp2(scores * factor - finite_max[:, None])
+    rescale = tl.exp2(row_max - finite_max)
+    return p, rescale, new_max, row_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
@@ -96,8 +96,8 @@ def dropout_keep(row_words, col_words, threshold):
 
 @triton.jit
 def tile_gradients(
-    products,
-    d_weights,
+    qk,
+    dp,
     lse,
     delta,
     q_pos,
@@ -122,20 +122,20 @@ def tile_gradients(
     HAS_DROPOUT: tl.constexpr,
     TANH: tl.constexpr,
 ):
-    """From a tile of products q . k and of d_weights = dO . v: the weights (before dropout), d(scores), d(products).
+    """From tiles of qk = q . k and dp = dO . v: p (before dropout), d(scores), d(qk).
 
         p = exp(s - lse)        ds = p (dp - delta)
 
     The tile lies either way up: everything else broadcasts against it. The LSE comes in log2 units, +inf for a row that
-    sees nothing, whose weights are 0 then. EDGE: positions may hide elements, and `inside` says which exist. What is
-    hidden has weight 0 and gradient 0 * (dp - delta): rows that may be NaN there are not to be read. The scale of
-    d(products) is left to their sums.
+    is fully masked, whose p are 0 then. EDGE: positions may mask elements, and `inside` says which exist. What is
+    masked has p = 0 and gradient 0 * (dp - delta): rows that may be NaN there are not to be read. The scale of d(qk) is
+    left to their sums.
     """
     if HAS_SOFTCAP:
-        capped = softcap_scores(products * scale, softcap, TANH)
+        capped = softcap_scores(qk * scale, softcap, TANH)
         scores = capped * LOG2E
     else:
-        scores = products * (scale * LOG2E)
+        scores = qk * (scale * LOG2E)
     if HAS_ALIBI:
         scores -= (slopes * LOG2E) * tl.abs(q_pos - k_pos).to(tl.float32)
     if BIAS:
@@ -150,12 +150,12 @@ def tile_gradients(
         exponents = tl.where(visible, exponents, float("-inf"))
     if MASK:
         exponents = tl.where(attend != 0, exponents, float("-inf"))
-    weights = tl.exp2(exponents)
+    p = tl.exp2(exponents)
     if HAS_DROPOUT:
-        d_weights = tl.where(keep, d_weights * dropout_scale, 0.0)
-    d_scores = weights * (d_weights - delta)
-    d_products = d_scores
+        dp = tl.where(keep, dp * dropout_scale, 0.0)
+    d_scores = p * (dp - delta)
+    d_qk = d_scores
     if HAS_SOFTCAP:
         slope = capped / softcap
-        d_products = d_scores * (1.0 - slope * slope)
-    return weights, d_scores, d_products
+        d_qk = d_scores * (1.0 - slope * slope)
+    return p, d_scores, d_qk

@@ -1,23 +1,20 @@
-"""What a launch is told, bundled by who asks: who works how, where queries and keys are, what scores mean, what becomes
-of sums."""
+"""The parameters of a launch, in groups: warpgroups, sequence lengths and windows, score modifications, epilogue."""
 
 # No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
-# The constructors only list the fields again: Triton 3.6 asks for them, 3.9 writes them by itself.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
-from triton.language.core import _aggregate as aggregate
 
 from ..triton.arguments import UNIT as ELEMENTS_OF_A_UNIT
-from .tiles import LOG2E, less_distance, packed_rows, tanh
-from .versions import as_tile_of, tma_store
+from .tiles import LOG2E, packed_rows, subtract_alibi, tanh
+from .versions import aggregate, as_tile_of, tma_store
 
 UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
 
 
 @aggregate
-class Crew:
+class WarpgroupConfig:
     """The consumers: GluonConfig has the words."""
 
     WARPGROUPS: gl.constexpr
@@ -25,16 +22,9 @@ class Crew:
     RESCALE_LATE: gl.constexpr
     KEYS_FIRST: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, WARPGROUPS, IN_TURN, RESCALE_LATE, KEYS_FIRST):
-        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
-        self.IN_TURN = gl.constexpr(IN_TURN)
-        self.RESCALE_LATE = gl.constexpr(RESCALE_LATE)
-        self.KEYS_FIRST = gl.constexpr(KEYS_FIRST)
-
 
 @aggregate
-class Call:
+class SeqlenInfo:
     """The facts of a launch that every role reads."""
 
     q_heads: gl.tensor
@@ -51,51 +41,14 @@ class Call:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     IS_PACKED: gl.constexpr
-    MANY_CUTS: gl.constexpr  # more than a warpgroup's first block may hold keys that some of its rows do not see
-    UNSEEN: gl.constexpr  # TMA reads rows of V that no query sees
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        q_heads,
-        group,
-        q_len,
-        k_len,
-        offset,
-        left,
-        right,
-        cu_q,
-        cu_k,
-        q_rows,
-        k_rows,
-        HAS_LEFT,
-        HAS_RIGHT,
-        IS_PACKED,
-        MANY_CUTS,
-        UNSEEN,
-    ):
-        self.q_heads = q_heads
-        self.group = group
-        self.q_len = q_len
-        self.k_len = k_len
-        self.offset = offset
-        self.left = left
-        self.right = right
-        self.cu_q = cu_q
-        self.cu_k = cu_k
-        self.q_rows = q_rows
-        self.k_rows = k_rows
-        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
-        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
-        self.IS_PACKED = gl.constexpr(IS_PACKED)
-        self.MANY_CUTS = gl.constexpr(MANY_CUTS)
-        self.UNSEEN = gl.constexpr(UNSEEN)
+    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr  # not only a warpgroup's first block may be partially masked
+    LOADS_MASKED_KV: gl.constexpr  # TMA loads rows of V that are masked for every query
 
     @gluon.jit
-    def sequences(self, line):
+    def sequences(self, batch_head):
         """(batch entry, head, first row and length of the queries, of the keys) of a line."""
-        batch = line // self.q_heads
-        head = line - batch * self.q_heads
+        batch = batch_head // self.q_heads
+        head = batch_head - batch * self.q_heads
         if self.IS_PACKED:
             q_first, q_len = packed_rows(self.cu_q + batch, self.q_rows)
             k_first, k_len = packed_rows(self.cu_k + batch, self.k_rows)
@@ -125,7 +78,7 @@ class Call:
 
 
 @aggregate
-class Scores:
+class ScoreMod:
     """What is done to the products q . k, and where its operands are."""
 
     scale: gl.tensor
@@ -143,62 +96,23 @@ class Scores:
     HAS_ALIBI: gl.constexpr
     HAS_DROPOUT: gl.constexpr
     TANH: gl.constexpr
-    SCALE_LATE: (
-        gl.constexpr
-    )  # the softmax multiplies scores with `factor`, in the instruction that takes the maximum off
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        scale,
-        softcap,
-        slopes,
-        stride_ab,
-        row_words,
-        stride_rb,
-        stride_rh,
-        col_words,
-        stride_cb,
-        stride_ch,
-        threshold,
-        HAS_SOFTCAP,
-        HAS_ALIBI,
-        HAS_DROPOUT,
-        TANH,
-        SCALE_LATE,
-    ):
-        self.scale = scale
-        self.softcap = softcap
-        self.slopes = slopes
-        self.stride_ab = stride_ab
-        self.row_words = row_words
-        self.stride_rb = stride_rb
-        self.stride_rh = stride_rh
-        self.col_words = col_words
-        self.stride_cb = stride_cb
-        self.stride_ch = stride_ch
-        self.threshold = threshold
-        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
-        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
-        self.HAS_DROPOUT = gl.constexpr(HAS_DROPOUT)
-        self.TANH = gl.constexpr(TANH)
-        self.SCALE_LATE = gl.constexpr(SCALE_LATE)
+    SCALE_LATE: gl.constexpr  # the softmax multiplies scores by `factor`, in the instruction that subtracts the row max
 
     @gluon.jit
-    def of(self, products, slope, distance):
+    def apply(self, qk, slope, distance):
         """The scores of a tile of products, in log2 units; by `factor` less where `SCALE_LATE`.
 
         `distance`: of each row from the first key of the tile.
         """
-        scores = products
+        scores = qk
         if self.HAS_SOFTCAP:
-            scores = tanh(products * (self.scale / self.softcap), self.TANH)
+            scores = tanh(qk * (self.scale / self.softcap), self.TANH)
             if not self.SCALE_LATE:
                 scores = scores * (self.softcap * LOG2E)
         elif not self.SCALE_LATE:
-            scores = products * (self.scale * LOG2E)
+            scores = qk * (self.scale * LOG2E)
         if self.HAS_ALIBI:
-            scores = less_distance(scores, slope * LOG2E, distance)
+            scores = subtract_alibi(scores, slope * LOG2E, distance)
         return scores
 
     @gluon.jit
@@ -213,7 +127,7 @@ class Scores:
 
 
 @aggregate
-class Result:
+class Epilogue:
     """What the sums become, and where it is written."""
 
     o_desc: tma.tensor_descriptor
@@ -233,41 +147,6 @@ class Result:
     STATES: gl.constexpr  # warpgroups with a place for the state of other keys that they join; 0: nobody joins one
 
     @gluon.constexpr_function
-    def __init__(
-        self,
-        o_desc,
-        out,
-        stride_ob,
-        stride_om,
-        stride_oh,
-        lse,
-        stride_lb,
-        stride_lh,
-        write_lse,
-        sink,
-        dropout_scale,
-        DV,
-        HAS_SINK,
-        BY_TMA,
-        STATES,
-    ):
-        self.o_desc = o_desc
-        self.out = out
-        self.stride_ob = stride_ob
-        self.stride_om = stride_om
-        self.stride_oh = stride_oh
-        self.lse = lse
-        self.stride_lb = stride_lb
-        self.stride_lh = stride_lh
-        self.write_lse = write_lse
-        self.sink = sink
-        self.dropout_scale = dropout_scale
-        self.DV = gl.constexpr(DV)
-        self.HAS_SINK = gl.constexpr(HAS_SINK)
-        self.BY_TMA = gl.constexpr(BY_TMA)
-        self.STATES = gl.constexpr(STATES)
-
-    @gluon.constexpr_function
     def borrowed(self, WARPGROUPS):
         """Slots of keys that every tile takes for states without a place of their own, one at most."""
         return WARPGROUPS - self.STATES if self.STATES > 0 else 0
@@ -283,22 +162,22 @@ class Result:
     @gluon.jit
     def store_from_registers(self, out, entry, row, head, rows_left, first_column: gl.constexpr = 0):
         """Write the first `rows_left` rows of a tile."""
-        line = gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
+        batch_head = gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
         column = first_column + gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
         units = entry.to(gl.int64) * self.stride_ob + head * self.stride_oh
-        units += (row + line).to(gl.int64) * self.stride_om
-        inside = (line < rows_left)[:, None] & (column < self.DV)[None, :]
+        units += (row + batch_head).to(gl.int64) * self.stride_om
+        inside = (batch_head < rows_left)[:, None] & (column < self.DV)[None, :]
         pointers = self.out + units[:, None] * UNIT + column[None, :]
         gl.store(pointers, out.to(self.out.dtype.element_ty), mask=inside)
 
     @gluon.jit
-    def held_lse(self, rows, entry, row, head, rows_left):
+    def previous_lse(self, rows, entry, row, head, rows_left):
         """Of a state that is there already; that of rows beyond is empty."""
-        line = self.lse + entry.to(gl.int64) * self.stride_lb + head.to(gl.int64) * self.stride_lh
-        return gl.load(line + row + rows, mask=rows < rows_left, other=-float("inf"))
+        batch_head = self.lse + entry.to(gl.int64) * self.stride_lb + head.to(gl.int64) * self.stride_lh
+        return gl.load(batch_head + row + rows, mask=rows < rows_left, other=-float("inf"))
 
     @gluon.jit
-    def held(self, place, lse, layout: gl.constexpr):
+    def previous(self, place, lse, layout: gl.constexpr):
         """The sums that are there already, from shared memory. What an empty state holds is not looked at."""
         sums = place.reshape([place.shape[1], place.shape[3]]).load(layout)
         some = gl.convert_layout(lse != -float("inf"), gl.SliceLayout(1, layout), assert_trivial=True)
