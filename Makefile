@@ -24,15 +24,15 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu" -n $(WORKERS) --dist loadgroup \
 	--doctest-modules tests src/stream_attention/ops src/stream_attention/core src/stream_attention/distributed \
 	src/stream_attention/utils \
-	src/stream_attention/plan.py src/flash_attention
+	src/stream_attention/dispatch/plan.py src/flash_attention
 # Only files that have the word: to collect them all takes longer than these tests (conftest.py sees that none is missed).
 SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" $$(grep -rlw serial --include='test_*.py' tests)
 # triton.jit chooses between compiler and interpreter when it decorates, so interpreted kernels need their own process.
 INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
-	tests/kernels/triton/test_forward_interpreted.py tests/kernels/triton/test_backward_interpreted.py \
-	tests/kernels/triton/test_append_interpreted.py tests/kernels/triton/test_decode_interpreted.py \
-	tests/kernels/triton/test_few_interpreted.py tests/kernels/triton/test_quantize_fp8_interpreted.py \
-	tests/kernels/triton/test_forward_fp8_interpreted.py tests/ops/test_fp8_interpreted.py \
+	tests/backends/triton/test_forward_interpreted.py tests/backends/triton/test_backward_interpreted.py \
+	tests/backends/triton/test_append_interpreted.py tests/backends/triton/test_decode_interpreted.py \
+	tests/backends/triton/test_few_interpreted.py tests/backends/triton/test_quantize_fp8_interpreted.py \
+	tests/backends/triton/test_forward_fp8_interpreted.py tests/ops/test_fp8_interpreted.py \
 	tests/ops/test_launch_cache_interpreted.py tests/ops/test_launch_cache_interpreted.py \
 	tests/ops/test_merge_interpreted.py tests/test_interpreter.py \
 	tests/learn/test_02_triton_basics.py tests/learn/test_06_flash_forward.py tests/learn/test_07_causal.py \
@@ -57,11 +57,11 @@ test: $(DEV) ## run every CPU test: in parallel, interpreted, time and memory al
 
 .PHONY: gates
 gates: $(DEV) ## compile every kernel with the installed Triton, check the machine code, and record that it passed
-	$(BIN)/python tests/kernels/gates.py -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python tests/backends/gates.py -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 .PHONY: gates-all
 gates-all: $(DEV) ## the same with Triton 3.6, 3.7, 3.8 and 3.9 (4 GB under .venv)
-	$(BIN)/python tests/kernels/gates.py --all -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python tests/backends/gates.py --all -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 .PHONY: check
 check: $(DEV) ## lint, formatting and types
@@ -96,10 +96,10 @@ test-hf: $(DEV) ## run the tests of transformers' models with its oldest support
 
 .PHONY: sanitize
 sanitize: ## watch the memory accesses of a sample of Hopper kernels, on a GPU with CUDA's compute-sanitizer
-	PYTHONPATH=src:tests/kernels/triton:tests/kernels/gluon compute-sanitizer --tool memcheck --error-exitcode 1 \
-		$(PYTHON) tests/kernels/gluon/sanitized.py
-	PYTHONPATH=src:tests/kernels/triton:tests/kernels/gluon compute-sanitizer --tool memcheck --error-exitcode 1 \
-		$(PYTHON) tests/kernels/gluon/sanitized.py --backward
+	PYTHONPATH=src:tests/backends/triton:tests/backends/hopper compute-sanitizer --tool memcheck --error-exitcode 1 \
+		$(PYTHON) tests/backends/hopper/sanitized.py
+	PYTHONPATH=src:tests/backends/triton:tests/backends/hopper compute-sanitizer --tool memcheck --error-exitcode 1 \
+		$(PYTHON) tests/backends/hopper/sanitized.py --backward
 
 .PHONY: bench-cpu
 bench-cpu: $(DEV) ## measure this machine's CPU, some minutes, and keep the figures in out/cpu.json

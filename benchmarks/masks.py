@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stream_attention import ContiguousKV, attention, decode_attention
-from stream_attention.kernels import reference
+from stream_attention.backends.reference import attention as reference
 from stream_attention_tools.bench.results import conditions, save
 
 HEADS, DIM = 8, 64

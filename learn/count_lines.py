@@ -17,13 +17,13 @@ from pathlib import Path
 
 import measured
 
-from stream_attention.files import write_file
+from stream_attention.base.files import write_file
 from stream_attention_tools.count_lines import code_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "learn" / "languages.md"
-GLUON = "src/stream_attention/kernels/gluon/"
-TRITON = "src/stream_attention/kernels/triton/"
+GLUON = "src/stream_attention/backends/hopper/"
+TRITON = "src/stream_attention/backends/triton/"
 FILES = {
     "CUDA": ("cuda/src/flash_bf16.cu", "cuda/src/hardware.cuh"),
     "Triton": (TRITON + "forward.py", TRITON + "tiles.py"),

@@ -19,14 +19,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-sys.path.insert(0, str(Path(__file__).parent / "kernels"))
+sys.path.insert(0, str(Path(__file__).parent / "backends"))
 
 from gates import unchanged
 from tests.interpreter import quicken
 
-from stream_attention import device
 from stream_attention.backends import installed
-from stream_attention.plan import forget_plans
+from stream_attention.base import device
+from stream_attention.dispatch.plan import forget_plans
 
 try:
     from hypothesis import HealthCheck, settings
@@ -154,7 +154,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     files |= {name for name in FOLDERS if any(path.startswith(name) for path in paths)}
     for path in files:
         name = Path(path).stem.removeprefix("test_").removesuffix("_gpu")
-        name = f"gluon_{name}" if "gluon" in Path(path).parts else name
+        name = f"gluon_{name}" if "hopper" in Path(path).parts else name
         its = {outcome: [one for one in reports[outcome] if one.nodeid.startswith(path)] for outcome in outcomes}
         kept = Path(folder, f"kept_{name}.json")
         summary = {

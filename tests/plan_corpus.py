@@ -20,10 +20,10 @@ import torch
 
 from stream_attention import ContiguousKV, PagedKV
 from stream_attention.backends import installed
+from stream_attention.base.problem import Request
+from stream_attention.dispatch.plan import Plan, forget_plans, plan
 from stream_attention.ops.decode import decode_problem
 from stream_attention.ops.explain import problems_of_call
-from stream_attention.plan import Plan, forget_plans, plan
-from stream_attention.problem import Request
 
 FILE = Path(__file__).with_name("plans.json")
 RELEASE = "3.6"

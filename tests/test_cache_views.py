@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stream_attention.cache_views import ContiguousKV, PagedKV, QuantizedKV
-from stream_attention.cache_views.quantized_tensor import CHANNELS, TOKENS, Coding, quantize
+from stream_attention.base.kv_layouts import ContiguousKV, PagedKV, QuantizedKV
+from stream_attention.base.kv_layouts.quantized_tensor import CHANNELS, TOKENS, Coding, quantize
 from stream_attention.kvcache import quantize_kv
 
 HEADS, DIM, VALUE_DIM = 2, 8, 4

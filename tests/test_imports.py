@@ -20,18 +20,21 @@ PACKAGE = SRC / "stream_attention"
 TOOLS = "stream_attention_tools"
 
 LAYERS = (
-    # From the top: a module imports from its own layer and those below it.
-    ("__init__",),
-    ("core", "distributed", "kvcache", "utils", "integration", "compat"),
-    ("ops",),
-    ("plan", "validate"),
-    ("backends", "tuning"),
-    ("kernels",),
-    ("gpu",),
-    ("state", "cache_views", "problem"),
-    ("errors", "env", "device", "files", "moved"),
+    # One total order, from the top: a module imports from its own folder and from those below it.
+    "__init__",
+    "integration",
+    "utils",
+    "core",
+    "distributed",
+    "kvcache",
+    "ops",
+    "dispatch",
+    "backends",
+    "gpu",
+    "base",
+    "moved",
 )
-RANK = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}
+RANK = {name: -depth for depth, name in enumerate(LAYERS)}
 
 TOOL_LAYERS = (
     # The same of stream_attention_tools.
@@ -43,19 +46,13 @@ TOOL_LAYERS = (
 )
 TOOL_RANK = {name: -depth for depth, layer in enumerate(TOOL_LAYERS) for name in layer}
 
-UPWARD = {
-    # part -> part it may import although that stands higher, and why
-    ("kernels", "tuning"): "a kernel's configuration is a type of its table; tables import no kernel",
-    ("cache_views", "kernels"): "an Fp8KV is checked and read by kernels/fp8_layout.py and reference_fp8.py",
-}
-
 NAMES_TOOLS = {
     # file -> why it names stream_attention_tools outside of docstrings
     "moved.py": "what moved there is found under its old name",
     "utils/memory.py": "tells type checkers where the instruments are that users import from it",
 }
 
-REFERENCE = "stream_attention.kernels.reference"
+REFERENCE = "stream_attention.backends.reference."
 
 
 class Import(NamedTuple):
@@ -135,17 +132,17 @@ def test_the_walk_sees_relative_lazy_and_absolute_imports(tmp_path: Path, monkey
     source.parent.mkdir(parents=True)
     source.write_text(
         "import math\n"
-        "from .. import validate\n"
-        "from ..kernels.eager import forward\n"
+        "from ..dispatch import validate\n"
+        "from ..backends.eager import Eager\n"
         "from .merge import merge_states\n"
         "if TYPE_CHECKING:\n    from ..core import config\n"
-        "def f():\n    import stream_attention.kernels.reference\n"
+        "def f():\n    import stream_attention.backends.reference.attention\n"
     )
     assert [(one.imported.removeprefix("stream_attention."), one.line, one.lazy) for one in imports_of(source)] == [
-        ("validate", 2, False),
-        ("kernels.eager.forward", 3, False),
+        ("dispatch.validate", 2, False),
+        ("backends.eager.Eager", 3, False),
         ("ops.merge.merge_states", 4, False),
-        ("kernels.reference", 8, True),
+        ("backends.reference.attention", 8, True),
     ]
 
 
@@ -158,12 +155,7 @@ def test_every_part_of_the_package_has_a_layer() -> None:
 
 
 def test_imports_point_down_only() -> None:
-    upward = [
-        str(one)
-        for one in ALL
-        if RANK[part(one.importer)] < RANK[part(one.imported)]
-        and (part(one.importer), part(one.imported)) not in UPWARD
-    ]
+    upward = [str(one) for one in ALL if RANK[part(one.importer)] < RANK[part(one.imported)]]
     assert upward == []
 
 
@@ -172,25 +164,36 @@ def test_no_module_imports_the_package_itself() -> None:
     assert [str(one) for one in ALL if part(one.imported) == "__init__" and part(one.importer) != "__init__"] == []
 
 
-def test_tables_import_no_kernels_until_they_are_searched() -> None:
-    eager = [one for one in ALL if part(one.importer) == "tuning" and not one.lazy]
-    assert [str(one) for one in eager if part(one.imported) == "kernels"] == []
+def backend(module: str) -> str:
+    """The folder of a backend that a module lies in; "" for others."""
+    _, folder, name, *_ = (*module.split("."), "", "")
+    return name if folder == "backends" and name and (PACKAGE / folder / name).is_dir() else ""
+
+
+def test_backends_do_not_import_each_other() -> None:
+    """What they share lies below them: in gpu/ and base/."""
+    folders = {path.parent.name for path in (PACKAGE / "backends").glob("*/__init__.py")}
+    assert folders == {"eager", "hopper", "reference", "triton"}
+    inside = [one for one in ALL if backend(one.importer)]
+    assert [str(one) for one in inside if backend(one.imported) not in ("", backend(one.importer))] == []
+
+
+def test_a_backend_imports_no_kernel_until_it_is_used() -> None:
+    """Planning works on a machine that lacks what a backend needs."""
+    asked = [one for one in ALL if backend(one.importer) and one.importer.count(".") == 2 and not one.lazy]
+    tables = tuple(f".{name}" for name in ("tuning", "fp8_tuning", "base", "installed"))
+    kernels = [one for one in asked if backend(one.imported) and not one.imported.endswith(tables)]
+    assert [str(one) for one in kernels] == []
 
 
 def test_fast_code_does_not_import_the_reference() -> None:
     importers = [one for one in ALL if one.imported.startswith(REFERENCE)]
-    assert {one.importer.removeprefix("stream_attention.") for one in importers} == {
+    outside = [one for one in importers if not one.importer.startswith("stream_attention.backends")]
+    assert {one.importer.removeprefix("stream_attention.") for one in outside} == {
         "ops.attention",  # for backend="reference"
-        "ops.fp8",  # likewise, and where no kernel makes codes
+        "ops.fp8",  # likewise, and where no kernel quantises
     }
-    assert all(one.lazy for one in importers), "only inside the function that needs it"
-
-
-def test_kernels_are_reached_only_through_ops() -> None:
-    reached = {
-        part(one.importer) for one in ALL if part(one.imported) == "kernels" and not one.imported.startswith(REFERENCE)
-    }
-    assert reached <= {"kernels", "ops", "backends", "tuning", "cache_views"}
+    assert all(one.lazy for one in outside), "only inside the function that needs it"
 
 
 # The tools import the library, and it imports none of them
@@ -257,14 +260,15 @@ def test_the_import_brings_in_no_other_package(added: list[str]) -> None:
 
 def test_the_import_brings_in_no_kernel_and_no_extra(added: list[str]) -> None:
     parts = {name.split(".")[1] for name in added if name.startswith("stream_attention.")}
-    assert {"ops", "plan", "backends", "problem"} <= parts
-    assert not parts & {"kernels", "integration", "compat", "distributed"}
+    assert {"ops", "dispatch", "backends", "base"} <= parts
+    assert not parts & {"gpu", "integration", "distributed"} - {"gpu"}
+    assert not [name for name in added if name.endswith((".kernels", ".blocked", ".launch", "_sm90"))]
 
 
-@pytest.mark.parametrize("kernels", ["triton", "gluon"])
+@pytest.mark.parametrize("kernels", ["triton", "hopper"])
 def test_the_kernels_do_not_import_torch_dynamo(kernels: str) -> None:
     """It takes 2 s, which every first call on a GPU would wait."""
     pytest.importorskip("triton")
-    probe = f"import sys, stream_attention.kernels.{kernels}; print('torch._dynamo' in sys.modules)"
+    probe = f"import sys, stream_attention.backends.{kernels}.kernels; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False", done.stderr

@@ -206,8 +206,8 @@ assert set(asked) <= {"triton"}, f"the import asked for {asked}"  # is it there:
 added = set(sys.modules) - before
 foreign = {name.partition(".")[0] for name in added} - set(sys.stdlib_module_names) - {"torch", "stream_attention"}
 assert not foreign, f"the import brought in {sorted(foreign)}"
-lazy = [n for n in added if n.startswith(("stream_attention.kernels.triton", "stream_attention.kernels.gluon",
-        "stream_attention.integration"))]
+prefixes = "backends.triton.kernels", "backends.hopper.kernels", "integration"
+lazy = [n for n in added if n.startswith(tuple("stream_attention." + prefix for prefix in prefixes))]
 assert not lazy, f"the import brought in {lazy}"
 
 q = torch.randn(1, 5, 2, 8, requires_grad=True)

@@ -23,9 +23,10 @@ from stream_attention import (
     quantize_kv,
 )
 from stream_attention.backends import AUTO, BACKENDS, BY_NAME, HOPPER_TRITON, triton_release
-from stream_attention.ops.decode import decode_problem
-from stream_attention.plan import parse, plan, requested, spell
-from stream_attention.problem import (
+from stream_attention.backends.eager.tuning import EagerConfig
+from stream_attention.backends.hopper import fp8_tuning as hopper_fp8_tuning
+from stream_attention.backends.triton import fp8_tuning as triton_fp8_tuning
+from stream_attention.base.problem import (
     KV,
     UNBOUNDED,
     Hardware,
@@ -38,10 +39,9 @@ from stream_attention.problem import (
     Shape,
     state_problem,
 )
-from stream_attention.tuning import fp8 as hopper_fp8_tuning
-from stream_attention.tuning import fp8_triton as triton_fp8_tuning
-from stream_attention.tuning.decode import DecodeConfig, on_a_cache
-from stream_attention.tuning.eager import EagerConfig
+from stream_attention.dispatch.plan import parse, plan, requested, spell
+from stream_attention.gpu.decode_tuning import DecodeConfig, on_a_cache
+from stream_attention.ops.decode import decode_problem
 
 PlannedWith = Callable[[str | None], None]
 

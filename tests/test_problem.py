@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stream_attention.problem import KV, Hardware, Operands, Problem, Scores, Shape, Window
+from stream_attention.base.problem import KV, Hardware, Operands, Problem, Scores, Shape, Window
 
 PLAIN = Problem(
     Shape(2, 64, 8, 4, 32, 16), KV("dense", 96), Operands(torch.float16), Hardware(torch.device("cuda"), 90, 132)

@@ -16,7 +16,7 @@ from gpu_tools import assert_earned
 from tests.test_docs import runnable
 from tests.test_examples import ended, figures
 
-from stream_attention.kernels import reference
+from stream_attention.backends.reference import attention as reference
 
 pytestmark = pytest.mark.gpu
 

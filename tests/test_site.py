@@ -195,9 +195,9 @@ def test_search_has_the_pages_and_works_without_a_server(site: Path) -> None:
 
 @needs_site
 def test_code_that_a_page_links_to_is_a_page_too(site: Path) -> None:
-    assert 'href="src/stream_attention/kernels/reference.py.html"' in (site / "index.html").read_text()
+    assert 'href="src/stream_attention/backends/reference/attention.py.html"' in (site / "index.html").read_text()
     assert "def attention" in re.sub(
-        "<[^>]+>", "", (site / "src/stream_attention/kernels/reference.py.html").read_text()
+        "<[^>]+>", "", (site / "src/stream_attention/backends/reference/attention.py.html").read_text()
     )
 
 

@@ -15,8 +15,8 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stream_attention.kernels import reference
-from stream_attention.state import EMPTY, add_sink, logsumexp, merge, per_row
+from stream_attention.backends.reference import attention as reference
+from stream_attention.base.state import EMPTY, add_sink, logsumexp, merge, per_row
 
 State = tuple[Tensor, Tensor]
 NAN = math.nan

@@ -21,7 +21,7 @@ from stream_attention import (
     quantize_fp8,
     varlen_attention,
 )
-from stream_attention.cache_views import ContiguousKV
+from stream_attention.base.kv_layouts import ContiguousKV
 from stream_attention.core.fused_online_attention import FusedOnlineAttention
 from stream_attention.distributed import (
     query_sharded_attention,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 
-from stream_attention.files import check_writable
+from stream_attention.base.files import check_writable
 from stream_attention.integration.hf import register
 from stream_attention_tools.bench.progress import progress
 from stream_attention_tools.bench.results import aligned, conditions, save

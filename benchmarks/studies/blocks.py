@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stream_attention.tuning.triton import TritonConfig
+from stream_attention.backends.triton.tuning import TritonConfig
 from stream_attention_tools.bench.results import conditions, save
 from stream_attention_tools.tune import Cell, sweep
 

@@ -1,12 +1,12 @@
 """What an FP8 backward would lose, by kind of input: a study, no kernel does this.
 
 `python -m benchmarks.studies.fp8_backward_error` prints it, in some minutes. Three of the five products have
-e4m3 factors with the scales of kernels/fp8_layout.py:
+e4m3 factors with the scales of base/fp8_layout.py:
 
     S = Q K^T        dV = P^T dO        dK = dS^T Q        in FP8, P as 2^8 p, dS with a power of two for 64 x 128 of it
     dP = dO V^T      dQ = dS K                             in bf16
 
-lse and out are those of the forward in FP8 (kernels/reference_fp8.py), and delta is dO . out. Results are rounded to
+lse and out are those of the forward in FP8 (backends/reference/fp8.py), and delta is dO . out. Results are rounded to
 bf16; what is not said to be rounded is fp64. Sums of FP8 products are exact, or as Hopper's matrix units add them
 (testing/fp8.py), those over queries either to the end, or for 64 queries at a time, which are added in fp32.
 """
@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stream_attention.kernels.fp8_layout import BLOCK, LARGEST, QUERY_BLOCK, SHIFT, hadamard
-from stream_attention.kernels.reference_fp8 import power_of_two, to_e4m3
+from stream_attention.backends.reference.fp8 import power_of_two, to_e4m3
+from stream_attention.base.fp8_layout import BLOCK, LARGEST, QUERY_BLOCK, SHIFT, hadamard
 from stream_attention_tools.bench.summary import markdown_table
 from stream_attention_tools.testing.fp8 import matrix_unit_sums
 

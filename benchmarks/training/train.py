@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from stream_attention.dispatch.plan import plan
 from stream_attention.ops.explain import problems_of_call
-from stream_attention.plan import plan
 from stream_attention_tools.bench.progress import progress
 from stream_attention_tools.bench.results import aligned, conditions, save
 from stream_attention_tools.bench.timing import CLOCKS, Latency, paired_ratio

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stream_attention.tuning.triton import TritonConfig
+from stream_attention.backends.triton.tuning import TritonConfig
 from stream_attention_tools.testing.inputs import Case
 from stream_attention_tools.testing.offline import Report, compiling_for, launch_case, report
 

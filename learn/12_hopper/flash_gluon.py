@@ -10,7 +10,7 @@ A program has two roles, which run side by side:
 They meet at two mbarriers per slot. `full` turns when the announced bytes have landed, `empty` when the consumer is
 done with them.
 
-For any length, head dim and modifier: src/stream_attention/kernels/gluon/forward_sm90.py.
+For any length, head dim and modifier: src/stream_attention/backends/hopper/forward_sm90.py.
 """
 
 # No `from __future__ import annotations`: Gluon reads the annotations of constexprs.
@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from stream_attention.kernels.gluon.versions import tma_load
+from stream_attention.backends.hopper.versions import tma_load
 
 ROWS = gl.constexpr(64)  # queries of a program: what a warpgroup multiplies at once
 KEYS = gl.constexpr(64)  # of a tile

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from stream_attention import attention, validate
-from stream_attention.errors import refuse
+from stream_attention import attention
+from stream_attention.base.errors import refuse
+from stream_attention.dispatch import validate
 
 
 def flash_attention(

@@ -3,7 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .cache_views import ContiguousKV, Fp8KV, PagedKV, QuantizedKV, Rotary
+from .base.errors import UnsupportedProblem
+from .base.kv_layouts import ContiguousKV, Fp8KV, PagedKV, QuantizedKV, Rotary
 from .core import (
     FlashAttentionV3,
     FusedOnlineAttention,
@@ -13,7 +14,7 @@ from .core import (
     create_fused_online_attention,
     create_stream_attention,
 )
-from .errors import UnsupportedProblem
+from .dispatch.plan import Plan, force_backend
 from .kvcache import create_kv_compressor, quantize_kv
 from .moved import install as _find_old_names
 from .ops import append as _append  # noqa: F401  # caches append by its kernel
@@ -24,7 +25,6 @@ from .ops.fp8 import attention_fp8, explain_fp8, quantize_fp8
 from .ops.mass import attention_mass
 from .ops.merge import merge_states
 from .ops.varlen import varlen_attention
-from .plan import Plan, force_backend
 from .utils.checkpoint import gradient_checkpoint_sequential
 
 if TYPE_CHECKING:

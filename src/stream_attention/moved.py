@@ -15,7 +15,6 @@ from types import CodeType, ModuleType
 from warnings import warn
 
 RENAMED = {
-    "cache_views.codes": "quantized_tensor",
     "distributed.call": "autograd",
     "distributed.heads": "head_exchange",
     "distributed.local": "shard_attention",
@@ -30,6 +29,27 @@ RENAMED = {
     "kvcache.request": "compression_spec",
 }
 """Modules of this package with a new name in the same folder."""
+
+
+LAYERED = {
+    f"stream_attention.{old}": f"stream_attention.{new}"
+    for old, new in {
+        **{name: f"base.{name}" for name in ("device", "errors", "files", "problem", "state")},
+        "cache_views": "base.kv_layouts",
+        "cache_views.codes": "base.kv_layouts.quantized_tensor",
+        "kernels": "backends",
+        "kernels.gluon": "backends.hopper",
+        "kernels.reference": "backends.reference.attention",
+        "kernels.reference_fp8": "backends.reference.fp8",
+        "plan": "dispatch.plan",
+        "tuning": "backends",
+        "tuning.decode": "gpu.decode_tuning",
+        "tuning.gluon": "backends.hopper.tuning",
+        "tuning.triton": "backends.triton.tuning",
+        "validate": "dispatch.validate",
+    }.items()
+}
+"""What moved when the folders of this package became layers."""
 
 
 def _moved(old: str, new: str, names: str) -> dict[str, str]:
@@ -48,6 +68,7 @@ MOVED = {
     **_moved("distributed", "cluster", "calibrate planner speed traffic trial"),
     "stream_attention.distributed.demo": "stream_attention_tools.cli.demo",
     "stream_attention.testing": "stream_attention_tools.testing",
+    **LAYERED,
     "stream_attention.tuning.search": "stream_attention_tools.tune",
     **_moved("utils", "memory", "allocator estimate profiler timeline"),
 }

@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stream_attention.files import write_file
-from stream_attention.problem import Inputs, Problem, state_problem
-from stream_attention.tuning.triton import Tile, TritonConfig, configure_backward, configure_forward
+from stream_attention.backends.triton.tuning import Tile, TritonConfig, configure_backward, configure_forward
+from stream_attention.base.files import write_file
+from stream_attention.base.problem import Inputs, Problem, state_problem
 
 from .bench.summary import geometric_mean
 from .bench.timing import Latency, interleaved
@@ -132,12 +132,12 @@ class Bench(NamedTuple):
 
 def bench(kernel: str, problem: Problem, inputs: Inputs) -> Bench:
     """Set a kernel up. For kernels of the backward this runs those before it."""
-    from stream_attention.kernels.triton.backward_bias import prepare_bias_gradient
-    from stream_attention.kernels.triton.backward_key import bind_key
-    from stream_attention.kernels.triton.backward_query import bind_query
-    from stream_attention.kernels.triton.forward import bind_forward
-    from stream_attention.kernels.triton.prepass import Prepass
-    from stream_attention.kernels.triton.rows import Rows
+    from stream_attention.backends.triton.backward_bias import prepare_bias_gradient
+    from stream_attention.backends.triton.backward_key import bind_key
+    from stream_attention.backends.triton.backward_query import bind_query
+    from stream_attention.backends.triton.forward import bind_forward
+    from stream_attention.gpu.prepass import Prepass
+    from stream_attention.gpu.rows import Rows
 
     before = Prepass.of(problem, inputs, needs_queries=True)
     computed = before.run(inputs)
@@ -190,7 +190,7 @@ def output_gradient(out: torch.Tensor) -> torch.Tensor:
 
 def _compile_one(job: tuple[Cell, str, Any, int]) -> str:
     """Compile in a worker process, filling Triton's cache. Returns what went wrong, if anything."""
-    from stream_attention.kernels.offline import launching_for
+    from stream_attention.gpu.offline import launching_for
 
     cell, kernel, config, arch = job
     inputs = cell._replace(length=1024).inputs("cpu", batch=2)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import stream_attention
 from stream_attention import ContiguousKV, PagedKV, attention, decode_attention, quantize_kv, varlen_attention
-from stream_attention.ops import launch_cache
+from stream_attention.dispatch import launch_cache
 
 PACKAGE = f"{Path(stream_attention.__file__).parent}/"
 COLD_LENGTH, WARM_LENGTH, HEADS, DIM, PAGE = 256, 192, 4, 64, 64

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from benchmarks.studies import blocks
 
-from stream_attention.tuning.triton import FORCEABLE, TritonConfig
+from stream_attention.backends.triton.tuning import FORCEABLE, TritonConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "benchmarks" / "results" / "h200" / "block_sweep.json"

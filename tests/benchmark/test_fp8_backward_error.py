@@ -6,7 +6,7 @@ import torch
 from benchmarks.studies import fp8_backward_error as study
 from benchmarks.studies.fp8_backward_error import GRAD, KINDS, NORMAL, Inputs, losses
 
-from stream_attention.kernels import reference_fp8
+from stream_attention.backends.reference import fp8 as reference_fp8
 
 DQ, DK, DV = range(3)
 

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from stream_attention import StreamAttention, StreamAttentionConfig, device
+from stream_attention import StreamAttention, StreamAttentionConfig
+from stream_attention.base import device
 from stream_attention.core.config import VARIABLES
-from stream_attention.plan import plan
+from stream_attention.dispatch.plan import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stream_attention import FlashAttentionV3, FusedOnlineAttention, StreamAttentionConfig, attention, device
-from stream_attention.kernels import reference
+from stream_attention import FlashAttentionV3, FusedOnlineAttention, StreamAttentionConfig, attention
+from stream_attention.backends.reference import attention as reference
+from stream_attention.base import device
 
 HEADS, DIM = 4, 8
 

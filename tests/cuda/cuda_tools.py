@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stream_attention.kernels import reference
+from stream_attention.backends.reference import attention as reference
 from stream_attention_tools.testing import Case, check_case, make
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -12,7 +12,7 @@ import torch
 from tests.cuda.cuda_library import CudaLibrary, _Problem
 from tests.cuda.cuda_tools import BF16, F32, case, expect_within_bounds, inputs
 
-from stream_attention.kernels import reference
+from stream_attention.backends.reference import attention as reference
 from stream_attention_tools.testing import Case
 
 Emulated = Callable[..., CudaLibrary]

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from stream_attention import RingAttention, StreamAttentionConfig, attention, varlen_attention
+from stream_attention.backends.reference import attention as reference
 from stream_attention.distributed import Recorder, VirtualRanks, ring_attention, shard_sequence, unshard_sequence
 from stream_attention.distributed.shard import LAYOUTS
-from stream_attention.kernels import reference
 from stream_attention_tools.testing import Case
 
 ROTATIONS = ("p2p", "alltoall", "allgather")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stream_attention.backends.reference import attention as reference
 from stream_attention.distributed import (
     Processes,
     Recorder,
@@ -19,7 +20,6 @@ from stream_attention.distributed import (
     shard_sequence,
 )
 from stream_attention.distributed.shard import LAYOUTS
-from stream_attention.kernels import reference
 from stream_attention_tools.testing import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks")]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from stream_attention import ContiguousKV, attention
+from stream_attention.backends.reference import attention as reference
 from stream_attention.distributed import Recorder, VirtualRanks, ring_attention, shard_sequence
 from stream_attention.distributed.star import shard_context, star_cache, star_context_attention, star_rows
 from stream_attention.distributed.tree import tree_decode_attention
-from stream_attention.kernels import reference
 
 F64 = torch.float64
 

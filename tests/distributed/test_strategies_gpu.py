@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from stream_attention import ContiguousKV, FusedOnlineAttention, StreamAttentionConfig, attention
+from stream_attention.backends.reference import attention as reference
 from stream_attention.core.star_attention import StarAttention
 from stream_attention.distributed import VirtualRanks, shard_sequence, unshard_sequence
 from stream_attention.distributed.query_shard import query_sharded_attention
 from stream_attention.distributed.tree import tree_decode_attention
 from stream_attention.distributed.ulysses import ulysses_attention
-from stream_attention.kernels import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from stream_attention import ContiguousKV, PagedKV, attention, decode_attention, quantize_kv
+from stream_attention.backends.reference import attention as reference
 from stream_attention.distributed import Recorder, VirtualRanks
 from stream_attention.distributed.tree import tree_decode_attention
-from stream_attention.kernels import reference
 
 F64 = torch.float64
 

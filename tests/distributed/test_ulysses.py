@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stream_attention import attention
+from stream_attention.backends.reference import attention as reference
 from stream_attention.distributed import (
     CommunicationError,
     Processes,
@@ -20,7 +21,6 @@ from stream_attention.distributed import (
     unshard_sequence,
 )
 from stream_attention.distributed.ulysses import ulysses_attention
-from stream_attention.kernels import reference
 from stream_attention_tools.testing import Case
 
 BF16, F64 = torch.bfloat16, torch.float64

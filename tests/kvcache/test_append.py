@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stream_attention.cache_views import ContiguousKV, KVCache, PagedKV, QuantizedKV, Rotary
+from stream_attention.base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV, Rotary
 from stream_attention.kvcache import quantize_kv
 
 HEADS, DIM, VALUE_DIM = 2, 8, 4

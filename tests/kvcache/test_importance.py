@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stream_attention import attention, attention_mass
-from stream_attention.kernels import reference
+from stream_attention.backends.reference import attention as reference
 from stream_attention.kvcache import ImportanceBasedCompressor, StreamingCompressor
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stream_attention.cache_views import ContiguousKV, PagedKV, QuantizedKV
-from stream_attention.cache_views.quantized_tensor import BITS, CHANNELS, TOKENS
+from stream_attention.base.kv_layouts import ContiguousKV, PagedKV, QuantizedKV
+from stream_attention.base.kv_layouts.quantized_tensor import BITS, CHANNELS, TOKENS
 from stream_attention.kvcache import quantize_kv
 from stream_attention.ops.decode import decode_attention
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from stream_attention import state as production
+from stream_attention.base import state as production
 
 # The program
 

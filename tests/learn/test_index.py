@@ -137,11 +137,11 @@ def test_the_table_of_languages_is_that_of_the_files(tool: Any) -> None:
 def test_the_excerpts_are_in_the_kernels() -> None:
     page = (LEARN / "languages.md").read_text()
     excerpts = re.findall(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    kernels = ROOT / "src" / "stream_attention" / "kernels"
+    backends = ROOT / "src" / "stream_attention" / "backends"
     sources = [
         [ROOT / "cuda" / "src" / "flash_bf16.cu"],
-        [kernels / "triton" / "forward.py", kernels / "triton" / "tiles.py"],
-        [kernels / "gluon" / "forward_sm90.py"],
+        [backends / "triton" / "forward.py", backends.parent / "gpu" / "tiles.py"],
+        [backends / "hopper" / "forward_sm90.py"],
     ]
     assert len(excerpts) == 3
     for excerpt, files in zip(excerpts, sources, strict=True):

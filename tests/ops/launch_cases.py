@@ -35,7 +35,7 @@ from stream_attention import (
     quantize_kv,
     varlen_attention,
 )
-from stream_attention.ops import launch_cache
+from stream_attention.dispatch import launch_cache
 
 # Calls
 

@@ -33,9 +33,9 @@ from stream_attention import (
     merge_states,
     varlen_attention,
 )
-from stream_attention.kernels import reference
+from stream_attention.backends.reference import attention as reference
+from stream_attention.dispatch.plan import forget_plans
 from stream_attention.ops import attention as attention_module
-from stream_attention.plan import forget_plans
 from stream_attention_tools.testing import Case, Report, check_case, make, random_case, why_not
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -27,10 +27,10 @@ from stream_attention import (
     explain_decode,
     quantize_kv,
 )
-from stream_attention.cache_views import KVCache
-from stream_attention.kernels import reference
+from stream_attention.backends.eager.tuning import DECODE_KEYS, widened_keys
+from stream_attention.backends.reference import attention as reference
+from stream_attention.base.kv_layouts import KVCache
 from stream_attention.ops import decode as remembering
-from stream_attention.tuning.eager import DECODE_KEYS, widened_keys
 from stream_attention_tools.testing.memory import peak_bytes
 
 LENGTHS = (37, 0, 5, 100)

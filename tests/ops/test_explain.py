@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from stream_attention import UnsupportedProblem, attention, explain
-from stream_attention.kernels import eager
+from stream_attention.backends.eager import blocked as eager
+from stream_attention.dispatch.plan import plan
 from stream_attention.ops.explain import problems_of_call
-from stream_attention.plan import plan
 
 
 def qkv(**options: Any) -> list[Tensor]:

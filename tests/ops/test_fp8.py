@@ -1,6 +1,6 @@
 """Attention in FP8 by its specification: what it means, what it loses, and who refuses what.
 
-The kernels are held against the specification in tests/kernels; under Triton's interpreter the ops run on them in
+The kernels are held against the specification in tests/backends; under Triton's interpreter the ops run on them in
 test_fp8_interpreted.py.
 """
 
@@ -30,7 +30,7 @@ from stream_attention import (
     quantize_fp8,
     varlen_attention,
 )
-from stream_attention.kernels.fp8_layout import BLOCK, blocks_of, room_for_keys
+from stream_attention.base.fp8_layout import BLOCK, blocks_of, room_for_keys
 
 BF16, INF = torch.bfloat16, float("inf")
 HALF_AN_ULP = 2.0**-4

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stream_attention import UnsupportedProblem, attention, attention_fp8, quantize_fp8, varlen_attention
 from stream_attention.backends import interpreting
-from stream_attention.ops import launch_cache
+from stream_attention.dispatch import launch_cache
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="TRITON_INTERPRET=1 is not set: `make test` runs these")
 

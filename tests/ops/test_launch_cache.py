@@ -46,7 +46,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from stream_attention import ContiguousKV, PagedKV, attention, decode_attention, varlen_attention
-from stream_attention.ops import launch_cache
+from stream_attention.dispatch import launch_cache
 
 SIZES = Sizes()
 FORWARD, BACKWARD = torch.ops.stream_attention.forward.default, torch.ops.stream_attention.backward.default

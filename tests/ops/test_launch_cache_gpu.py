@@ -35,7 +35,7 @@ from launch_cases import (
 )
 
 from stream_attention import ContiguousKV, PagedKV, attention, decode_attention, varlen_attention
-from stream_attention.ops import launch_cache
+from stream_attention.dispatch import launch_cache
 
 pytestmark = pytest.mark.gpu
 

@@ -28,11 +28,12 @@ from stream_attention import (
     force_backend,
     varlen_attention,
 )
-from stream_attention.kernels import eager, reference
+from stream_attention.backends.eager import blocked as eager
+from stream_attention.backends.reference import attention as reference
+from stream_attention.base.problem import Inputs, Wanted
+from stream_attention.dispatch.torch_ops import backward_op, forward_op
 from stream_attention.ops.attention import prepare_attention
-from stream_attention.ops.library import backward_op, forward_op
 from stream_attention.ops.varlen import prepare_varlen
-from stream_attention.problem import Inputs, Wanted
 
 B, TQ, TK, HQ, HKV, D, DV = 2, 5, 7, 4, 2, 8, 6
 OFFSETS_Q, OFFSETS_K = torch.tensor([0, 3, 4, 9]), torch.tensor([0, 5, 6, 13])  # one row more than they cover

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from stream_attention import attention, attention_mass, force_backend
-from stream_attention.kernels import eager, reference
+from stream_attention.backends.eager import blocked as eager
+from stream_attention.backends.eager.tuning import EagerConfig
+from stream_attention.backends.reference import attention as reference
+from stream_attention.base.problem import Inputs
+from stream_attention.dispatch.prepare import problem_of
 from stream_attention.ops.attention import op_arguments
-from stream_attention.ops.prepare import problem_of
-from stream_attention.problem import Inputs
-from stream_attention.tuning.eager import EagerConfig
 from stream_attention_tools.testing import Case, make, peak_bytes, poisoned_memory
 
 NAN = math.nan

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stream_attention import attention, merge_states, varlen_attention
-from stream_attention.kernels import reference
+from stream_attention.backends.reference import attention as reference
+from stream_attention.base.problem import Inputs, Positions
 from stream_attention.ops.attention import forward_state
-from stream_attention.problem import Inputs, Positions
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
 

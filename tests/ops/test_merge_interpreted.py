@@ -27,7 +27,7 @@ def test_it_is_the_merge_in_place(shape: tuple[int, ...], monkeypatch: pytest.Mo
     more_lse.view(-1)[0] += 500  # far from the other
     out, lse = merge_states([whole[:, rows], more], [whole_lse[..., rows], more_lse])
     before = whole.clone(), whole_lse.clone()
-    from stream_attention.kernels.triton import merge as kernels
+    from stream_attention.gpu import merge as kernels
 
     launched: list[int] = []
     monkeypatch.setattr(kernels, "launch_fold", _noted(kernels.launch_fold, launched))

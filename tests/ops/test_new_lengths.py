@@ -19,8 +19,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton")
 
 from stream_attention import attention, varlen_attention
+from stream_attention.dispatch import launch_cache
 from stream_attention.gpu import driver
-from stream_attention.ops import launch_cache, varlen
+from stream_attention.ops import varlen
 from stream_attention_tools.testing.pretend_gpu import Launched, pretend_gpu
 
 BF16 = torch.bfloat16

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stream_attention import attention, merge_states, varlen_attention
-from stream_attention.kernels import reference
+from stream_attention.backends.reference import attention as reference
 from stream_attention_tools.testing import Case, Report, check_case, random_case, why_not
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -16,11 +16,11 @@ BOTH_TODAY = 28_373
 LONG_FILES = {
     f"{LIBRARY}/{name}"
     for name in (
-        "kernels/gluon/backward_block.py",
-        "kernels/gluon/backward_sm90.py",
-        "kernels/gluon/decode_codes.py",
-        "kernels/gluon/forward_fp8_sm90.py",
-        "kernels/gluon/forward_sm90.py",
+        "backends/hopper/backward_block.py",
+        "backends/hopper/backward_sm90.py",
+        "backends/hopper/decode_codes.py",
+        "backends/hopper/forward_fp8_sm90.py",
+        "backends/hopper/forward_sm90.py",
     )
 }
 """Files of more than `LONGEST_FILE` lines. None may join them; one that became shorter is taken off the list."""

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from stream_attention.tuning.triton import Tile, TritonConfig
+from stream_attention.backends.triton.tuning import Tile, TritonConfig
 from stream_attention_tools.testing.offline import compiling_for
 from stream_attention_tools.tune import KERNELS, MODIFIERS, Cell, bench, candidates, main, propose
 

@@ -15,9 +15,9 @@ class Group(NamedTuple):
 
 
 GROUPS = {
-    "functions": Group("Functions", "api", ("stream_attention",), ("ops", "plan", "errors")),
+    "functions": Group("Functions", "api", ("stream_attention",), ("ops", "dispatch.plan", "base.errors")),
     "modules": Group("Modules", "modules", ("stream_attention",), ("core",)),
-    "caches": Group("Caches", "kv_cache", ("stream_attention",), ("cache_views", "kvcache")),
+    "caches": Group("Caches", "kv_cache", ("stream_attention",), ("base.kv_layouts", "kvcache")),
     "distributed": Group("Several GPUs", "distributed", ("stream_attention.distributed",)),
     "memory": Group(
         "Memory", "memory", ("stream_attention.utils.memory",), ("checkpoint", "chunked", "stream_attention_tools")
@@ -29,7 +29,7 @@ GROUPS = {
 
 
 def public(source: Path, module: str) -> dict[str, str]:
-    """The names of a module's __all__, or what it defines, and the first part of where it imports each from.
+    """The names of a module's __all__, or what it defines, and the module that it imports each from.
 
     The file is read and not imported: the site is built without torch.
     """
@@ -39,10 +39,14 @@ def public(source: Path, module: str) -> dict[str, str]:
     origins = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            origins.update({alias.name: node.module.partition(".")[0] for alias in node.names})
+            origins.update({alias.name: node.module for alias in node.names})
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
             names = ast.literal_eval(node.value)
     return {name: origins.get(name, "") for name in names if not name.startswith("_")}
+
+
+def _is_in(module: str, folders: tuple[str, ...]) -> bool:
+    return any(module == folder or module.startswith(f"{folder}.") for folder in folders)
 
 
 def pages(source: Path) -> dict[str, str]:
@@ -52,7 +56,7 @@ def pages(source: Path) -> dict[str, str]:
         lines = [f"# {group.title}: reference", f"With words and examples: [{group.title}](../docs/{group.guide}.md)."]
         for module in group.modules:
             found = public(source, module)
-            names = [name for name, origin in found.items() if not group.folders or origin in group.folders]
+            names = [name for name, origin in found.items() if not group.folders or _is_in(origin, group.folders)]
             taken |= set(names)
             lines.append(f"From `{module}`:")
             lines += [f"::: {module}.{name}" for name in sorted(names, key=str.lower)]

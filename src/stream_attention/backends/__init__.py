@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..problem import AUTO
+from ..base.problem import AUTO
 from .base import FP8_HEAD_DIMS, Backend
 from .eager import Eager
 from .hopper import Hopper

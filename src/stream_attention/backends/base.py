@@ -12,7 +12,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..problem import Backward, DecodeInputs, Forward, Gradients, Inputs, Problem, Request, Wanted, distinct, dtype_name
+from ..base.problem import (
+    Backward,
+    DecodeInputs,
+    Forward,
+    Gradients,
+    Inputs,
+    Problem,
+    Request,
+    Wanted,
+    distinct,
+    dtype_name,
+)
 from . import installed
 
 PLAIN = Request()

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
-from ..device import arch
+from ..base.device import arch
 
 HAS_TRITON = find_spec("triton") is not None
 """Looked up once: torch.compile of torch 2.11 cannot trace the search."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import refuse
-from ..validate import is_tensor
+from ..base.errors import refuse
+from ..dispatch.validate import is_tensor
 from .config import StreamAttentionConfig
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import check_int
+from ..base.errors import check_int
 
 
 def check_counts(**counts: int) -> None:

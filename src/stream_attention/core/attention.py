@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import refuse
-from ..validate import DTYPES, flags, hint_about, refuses_foreign, unexpected
+from ..base.errors import refuse
+from ..dispatch.validate import DTYPES, flags, hint_about, refuses_foreign, unexpected
 from ._checks import check_length, copied_config
 from ._measure import check_counts, median_ms, random_qkv, rates
 from .config import StreamAttentionConfig

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedProblem, check_int, refuse
-from ..plan import plan, spell
-from ..problem import KV, Operands, Problem, Scores, Shape, Window, hardware_of
-from ..tuning.triton import FORCEABLE
+from ..backends.triton.tuning import FORCEABLE
+from ..base.errors import UnsupportedProblem, check_int, refuse
+from ..base.problem import KV, Operands, Problem, Scores, Shape, Window, hardware_of
+from ..dispatch.plan import plan, spell
 
 PLANNED = {"tile_size_q": 128, "tile_size_k": 64, "num_warps": 4, "num_stages": 2}
 """The values that mean "planned"."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import validate
-from ..device import arch
-from ..errors import refuse
+from ..base.device import arch
+from ..base.errors import refuse
+from ..dispatch import validate
 from ..ops.attention import in_autocast_dtype
 from ._checks import check_four_dims, check_heads, check_length, copied_config
 from ._masks import split_mask

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import validate
-from ..device import arch, processors
-from ..errors import refuse
+from ..base.device import arch, processors
+from ..base.errors import refuse
+from ..base.problem import addressable
+from ..dispatch import validate
+from ..dispatch.plan import Plan, check_backend, plan, requested
 from ..ops.attention import attention
 from ..ops.explain import problems_of_call
-from ..plan import Plan, check_backend, plan, requested
-from ..problem import addressable
 from ._checks import check_heads
 from ._masks import split_mask
 from ._measure import check_counts, self_attention_figures

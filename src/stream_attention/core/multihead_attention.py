@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import refuse
+from ..base.errors import refuse
+from ..dispatch.validate import is_tensor
 from ..ops.attention import attention, in_autocast_dtype
-from ..validate import is_tensor
 
 
 class StreamMultiheadAttention(nn.MultiheadAttention):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..base.errors import refuse
 from ..distributed.agreement import common_seed
 from ..distributed.call_spec import CallSpec, prepare
 from ..distributed.graph_break import graph_break
@@ -19,7 +20,6 @@ from ..distributed.processes import Group, transport_of
 from ..distributed.ring import Rotation, check_rotation, run_ring
 from ..distributed.shard import Layout, Run, check_layout
 from ..distributed.transport import Transport, VirtualRanks, unwrap_ranks
-from ..errors import refuse
 from ..ops.attention import seed_tensor
 from ._checks import check_heads, check_length, checked_config
 from ._masks import split_mask

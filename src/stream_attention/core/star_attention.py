@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.errors import refuse
+from ..dispatch.validate import attention_tensors
 from ..distributed.graph_break import graph_break
 from ..distributed.processes import Group, transport_of
 from ..distributed.shard import Run
@@ -15,10 +17,8 @@ from ..distributed.shard_attention import Attention, Rows, State
 from ..distributed.star import shard_context, star_cache, star_context_attention
 from ..distributed.transport import Transport, VirtualRanks, unwrap_ranks
 from ..distributed.tree import merge_ranks
-from ..errors import refuse
 from ..kvcache import CompressionStats, KVCompressor, create_kv_compressor
 from ..kvcache.compressor import Stored, decompress
-from ..validate import attention_tensors
 from ._checks import check_heads, check_length, checked_config
 from .config import StreamAttentionConfig
 

@@ -8,7 +8,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ..errors import refuse
+from ..base.errors import refuse
 from .transport import Agreement, CommunicationError, Strategy, Transport, all_gather
 
 NAME, WIDTH = 4, 48

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import validate
-from ..errors import check_int, refuse
+from ..base.errors import check_int, refuse
+from ..dispatch import validate
+from ..dispatch.plan import requested
 from ..ops.attention import in_autocast_dtype, leading_ones, seed_tensor
-from ..plan import requested
 from .agreement import agree, described
 from .autograd import Tensors
 from .processes import Group, transport_of

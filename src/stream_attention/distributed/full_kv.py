@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Wanted
+from ..base.problem import Wanted
 from .autograd import Tensors
 from .shard import Run
 from .shard_attention import Attention, RowGradients, Rows, Saved, State, sink_gradient

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ..ops.uncompiled import uncompiled
+from ..base.graph_break import uncompiled
 
 graph_break = uncompiled("it communicates with other ranks")

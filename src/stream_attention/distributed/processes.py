@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import refuse
+from ..base.errors import refuse
 from .transport import (
     Agreement,
     AllGather,

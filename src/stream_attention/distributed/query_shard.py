@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import validate
-from ..errors import refuse
+from ..base.errors import refuse
+from ..base.problem import UNBOUNDED
+from ..dispatch import validate
+from ..dispatch.plan import requested
 from ..ops.attention import attention, in_autocast_dtype, leading_ones, seed_tensor
-from ..plan import requested
-from ..problem import UNBOUNDED
 from .agreement import agree, common_seed, described
 from .autograd import Tensors, differentiable, in_dtypes_of
 from .full_kv import full_kv_backward, full_kv_forward

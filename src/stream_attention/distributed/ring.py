@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..errors import refuse
-from ..problem import Wanted
+from ..base.errors import refuse
+from ..base.problem import Wanted
 from .autograd import Tensors, differentiable, in_dtypes_of
 from .call_spec import CallSpec, Runs, prepare
 from .graph_break import graph_break

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..errors import check_int, refuse
+from ..base.errors import check_int, refuse
 from .agreement import agree
 from .autograd import differentiable
 from .graph_break import graph_break

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.problem import Inputs, Wanted
+from ..base.state import EMPTY, add_sink
+from ..dispatch.plan import requested
 from ..ops.attention import backward_step, forward_into
-from ..plan import requested
-from ..problem import Inputs, Wanted
-from ..state import EMPTY, add_sink
 from .shard import Run
 from .tiles import Sides, Tile, sides_of, tiles
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import validate
-from ..errors import check_int, refuse
+from ..base.errors import check_int, refuse
+from ..dispatch import validate
 from ..ops.attention import leading_ones
 from .graph_break import graph_break
 from .processes import Group, transport_of

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import gcd
 from typing import Literal, NamedTuple
 
-from ..problem import UNBOUNDED, Positions
+from ..base.problem import UNBOUNDED, Positions
 from .shard import Run
 
 Sides = tuple[int, int]

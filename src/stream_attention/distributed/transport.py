@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import check_int
+from ..base.errors import check_int
 
 T = TypeVar("T")
 

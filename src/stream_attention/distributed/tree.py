@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import validate
-from ..cache_views import ContiguousKV
-from ..errors import refuse
+from ..base.errors import refuse
+from ..base.kv_layouts import ContiguousKV
+from ..base.state import add_sink, merge, per_row
+from ..dispatch import validate
 from ..ops.decode import decode_attention
-from ..state import add_sink, merge, per_row
 from .agreement import agree, described
 from .graph_break import graph_break
 from .processes import Group, transport_of

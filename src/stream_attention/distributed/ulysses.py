@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import refuse
+from ..base.errors import refuse
 from .agreement import agree
 from .autograd import Tensors, differentiable, in_dtypes_of
 from .call_spec import CallSpec, prepare, runs_between

@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITCallable
 
-from ..problem import distinct
+from ..base.problem import distinct
 from . import driver
 
 

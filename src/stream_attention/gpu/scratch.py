@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Problem
-from ..state import EMPTY
+from ..base.problem import Problem
+from ..base.state import EMPTY
 from . import driver
 
 UNIT = 8

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..cache_views import KVCache
-from ..errors import refuse
+from ..base.errors import refuse
+from ..base.kv_layouts import KVCache
 from .placeholder import Observer, observed, placeholder_kv
 
 

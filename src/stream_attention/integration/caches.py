@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..cache_views import ContiguousKV
-from ..errors import check_int, refuse
+from ..base.errors import check_int, refuse
+from ..base.kv_layouts import ContiguousKV
 from ..kvcache import quantize_kv
 from .cache_layer import StreamLayer
 from .evicting_layer import Budget, EvictingLayer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cache_views import ContiguousKV
+from ..base.kv_layouts import ContiguousKV
 from ..ops.decode import decode_again, decode_attention
 
 _library = torch.library.Library("stream_attention", "FRAGMENT")

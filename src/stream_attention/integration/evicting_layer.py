@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache_views import ContiguousKV
-from ..errors import refuse
+from ..base.errors import refuse
+from ..base.kv_layouts import ContiguousKV
 from ..kvcache.key_norm import norms
 from ..kvcache.select import comparable, gather, in_order
 from ..ops.mass import attention_mass

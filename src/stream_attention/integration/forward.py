@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import refuse
+from ..base.errors import refuse
 from ..ops.attention import attention
 from ..ops.varlen import varlen_attention
 from .decode_op import decode

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..base.errors import refuse
 from ..core.config import StreamAttentionConfig
-from ..errors import refuse
 
 if TYPE_CHECKING:
     from .replace import Replaced

@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import masking_utils
 
-from ..errors import refuse
+from ..base.errors import refuse
 from .placeholder import MAX_DECODE_QUERIES, checked_once
 
 MODELS_ASK = "allow_is_causal_skip" in signature(masking_utils.create_causal_mask).parameters

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..cache_views import ContiguousKV, KVCache
-from ..errors import refuse
+from ..base.errors import refuse
+from ..base.kv_layouts import ContiguousKV, KVCache
 from ..ops.attention import attention
 from ..ops.decode import decode_attention
 

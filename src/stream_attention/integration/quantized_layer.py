@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cache_views import ContiguousKV, PagedKV, QuantizedKV
-from ..cache_views.quantized import quantized_lengths
-from ..cache_views.quantized_tensor import TOKENS, QuantizedTensor, quantize
+from ..base.kv_layouts import ContiguousKV, PagedKV, QuantizedKV
+from ..base.kv_layouts.quantized import quantized_lengths
+from ..base.kv_layouts.quantized_tensor import TOKENS, QuantizedTensor, quantize
 from ..kvcache import quantize_kv
 from .cache_layer import StreamLayer, rolled
 from .placeholder import MAX_DECODE_QUERIES

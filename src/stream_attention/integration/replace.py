@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..base.errors import refuse
 from ..core.config import StreamAttentionConfig
-from ..errors import refuse
 from .forward import ATTRIBUTE, Settings
 from .hf import NAME
 

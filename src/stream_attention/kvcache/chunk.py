@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import check_int, refuse
+from ..base.errors import check_int, refuse
 from .compression_spec import CompressionSpec
 from .compressor import KVCompressor
 from .importance import ImportanceBasedCompressor

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import refuse
-from ..validate import DTYPES
+from ..base.errors import refuse
+from ..dispatch.validate import DTYPES
 
 
 class CompressionSpec(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import refuse
+from ..base.errors import refuse
 from .compression_spec import CompressionSpec, checked
 from .quantize import QuantizedTensor
 from .select import everything, gather

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import refuse
+from ..base.errors import refuse
 from ..ops.mass import attention_mass
 from .compression_spec import CompressionSpec
 from .compressor import KVCompressor

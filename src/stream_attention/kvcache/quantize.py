@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cache_views import ContiguousKV, PagedKV, QuantizedKV
-from ..cache_views.checks import should_validate
-from ..cache_views.quantized import FORMATS, check_blocks, quantized_lengths, window_slots
-from ..cache_views.quantized_tensor import BITS, CHANNELS, SYMMETRIC, TOKENS, QuantizedTensor, quantize
-from ..cache_views.write import places, take
-from ..errors import check_int, refuse
+from ..base.errors import check_int, refuse
+from ..base.kv_layouts import ContiguousKV, PagedKV, QuantizedKV
+from ..base.kv_layouts.checks import should_validate
+from ..base.kv_layouts.quantized import FORMATS, check_blocks, quantized_lengths, window_slots
+from ..base.kv_layouts.quantized_tensor import BITS, CHANNELS, SYMMETRIC, TOKENS, QuantizedTensor, quantize
+from ..base.kv_layouts.write import places, take
 
 __all__ = ["ALONG", "BITS", "CHANNELS", "TOKENS", "QuantizedTensor", "quantize", "quantize_kv", "quantized_nbytes"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..errors import check_int, refuse
+from ..base.errors import check_int, refuse
 from .compression_spec import CompressionSpec
 from .compressor import CompressionStats, KVCompressor, Stored
 from .quantize import ALONG, BITS, QuantizedTensor, check_granularity, quantize, quantized_nbytes

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import refuse
+from ..base.errors import refuse
 from .compression_spec import CompressionSpec, number
 
 Heads = str | Sequence[float]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import check_int
+from ..base.errors import check_int
 from .compression_spec import CompressionSpec
 from .compressor import KVCompressor
 from .select import best

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..backends import runs_triton
-from ..cache_views import ContiguousKV, KVCache, PagedKV, Rotary, checks
-from ..cache_views.base import Cache
+from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, Rotary, checks
+from ..base.kv_layouts.base import Cache
 
 
 def append_by_kernel(kv: KVCache, key: Tensor, value: Tensor, rotary: Rotary | None) -> bool:
@@ -37,7 +37,7 @@ def _launcher(device: torch.device) -> Callable[..., None] | None:
     kernel supports, or on another device."""
     if not runs_triton(device):
         return None
-    from ..kernels.triton.append import launch_append
+    from ..gpu.append import launch_append
 
     return launch_append
 

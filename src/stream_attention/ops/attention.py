@@ -11,15 +11,14 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from .. import validate
 from ..backends import AUTO
-from ..plan import plan, requested
-from ..problem import UNBOUNDED, Gradients, Inputs, Positions, Wanted, gradient_of, state_problem
-from . import launch_cache
-from .flops import register_flop_formulas
-from .library import forward_op
+from ..base.problem import UNBOUNDED, Gradients, Inputs, Positions, Wanted, gradient_of, state_problem
+from ..dispatch import launch_cache, validate
+from ..dispatch.flops import register_flop_formulas
+from ..dispatch.plan import plan, requested
+from ..dispatch.prepare import problem_of, run_backward, run_forward, run_forward_into
+from ..dispatch.torch_ops import forward_op
 from .merge import fold_state
-from .prepare import problem_of, run_backward, run_forward, run_forward_into
 
 _FAR = 1 << 40
 """A window side beyond every position, which the ops' integers still hold."""
@@ -406,7 +405,7 @@ def call_fp8(arguments: tuple[Any, ...], rotate: bool) -> tuple[Tensor, Tensor]:
 
 
 def _call_reference(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    from ..kernels import reference
+    from ..backends.reference import attention as reference
 
     problem, inputs, _ = problem_of(arguments)
     options: dict[str, Any] = {

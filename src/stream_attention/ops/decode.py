@@ -10,18 +10,29 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import plan as planning
-from .. import validate
 from ..backends import BY_NAME
-from ..cache_views import ContiguousKV, KVCache
-from ..cache_views.base import Cache
-from ..plan import Plan, parse, requested
-from ..plan import plan as make_plan
-from ..problem import KV, UNBOUNDED, DecodeInputs, Operands, Positions, Problem, Scores, Shape, Window, hardware_of
-from ..tuning.decode import workspace_numbers
-from ..validate import unexpected as refuse_unexpected
-from .prepare import no_autocast
-from .uncompiled import uncompiled
+from ..base.graph_break import uncompiled
+from ..base.kv_layouts import ContiguousKV, KVCache
+from ..base.kv_layouts.base import Cache
+from ..base.problem import (
+    KV,
+    UNBOUNDED,
+    DecodeInputs,
+    Operands,
+    Positions,
+    Problem,
+    Scores,
+    Shape,
+    Window,
+    hardware_of,
+)
+from ..dispatch import plan as planning
+from ..dispatch import validate
+from ..dispatch.plan import Plan, parse, requested
+from ..dispatch.plan import plan as make_plan
+from ..dispatch.prepare import no_autocast
+from ..dispatch.validate import unexpected as refuse_unexpected
+from ..gpu.decode_tuning import workspace_numbers
 
 
 class DecodeOptions(TypedDict, total=False):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import refuse
+from ..base.errors import refuse
 
 _FROM_END = {
     "key": {"batch": 4, "heads": 2},

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import validate
-from ..plan import Plan, plan
-from ..problem import Inputs, Problem, gradient_of
+from ..base.problem import Inputs, Problem, gradient_of
+from ..dispatch import validate
+from ..dispatch.plan import Plan, plan
+from ..dispatch.prepare import problem_of
 from .attention import attention, prepare_attention
 from .dtensor import local_shards
 from .fp8 import in_fp8
 from .nested import packed as packed_nested
-from .prepare import problem_of
 from .varlen import prepare_varlen, varlen_attention
 
 

@@ -1,6 +1,6 @@
 """Attention in FP8: `attention(precision="fp8")` behind its checks, and the form that takes keys and values as codes.
 
-Codes are made by a pre-pass, one launch for queries, keys and values; `kernels/reference_fp8.py` specifies them and
+Codes are made by a pre-pass, one launch for queries, keys and values; `backends/reference/fp8.py` specifies them and
 what is computed from them. There is no gradient, and nothing here falls back to another precision.
 """
 
@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from .. import validate
 from ..backends import BY_NAME, makes_fp8_codes
-from ..cache_views.fp8 import Fp8KV
-from ..plan import Plan, plan, requested
-from ..problem import UNBOUNDED, Forward, Inputs, Problem, distinct
-from . import launch_cache
+from ..base.graph_break import uncompiled
+from ..base.kv_layouts.fp8 import Fp8KV
+from ..base.problem import UNBOUNDED, Forward, Inputs, Problem, distinct
+from ..dispatch import launch_cache, validate
+from ..dispatch.plan import Plan, plan, requested
+from ..dispatch.prepare import no_autocast, problem_of
 from .attention import in_autocast_dtype, op_arguments
-from .prepare import no_autocast, problem_of
-from .uncompiled import uncompiled
 from .varlen import longest
 
 if TYPE_CHECKING:
-    from ..kernels.fp8_layout import KeyCodes, QueryCodes
+    from ..base.fp8_layout import KeyCodes, QueryCodes
 
 REASON = "FP8 kernels are launched, not traced"
 
@@ -74,11 +73,11 @@ def _quantized(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | No
     with no_autocast(key.device.type), torch.no_grad():
         codes: Any
         if makes_fp8_codes(key.device) and key.numel():
-            from ..kernels.triton import quantize_fp8 as kernels
+            from ..gpu import quantize_fp8 as kernels
 
             codes = kernels.quantize_keys(key, value, cu_seqlens, most, rotate)
         else:
-            from ..kernels import reference_fp8
+            from ..backends.reference import fp8 as reference_fp8
 
             codes = reference_fp8.quantize_keys(key, value, cu_seqlens, rotate)
     return Fp8KV(codes, tuple(key.shape), key.dtype, rotate, cu_seqlens, most)
@@ -174,11 +173,11 @@ def _attended(query: Tensor, kv: Fp8KV, *options: Any) -> tuple[Tensor, Tensor]:
     with no_autocast(query.device.type), torch.no_grad():
         queries: Any
         if planned.backend == "reference":
-            from ..kernels import reference_fp8
+            from ..backends.reference import fp8 as reference_fp8
 
             queries = reference_fp8.quantize_queries(query, cu_q, kv.rotate)
         else:
-            from ..kernels.triton import quantize_fp8 as kernels
+            from ..gpu import quantize_fp8 as kernels
 
             queries = kernels.quantize_queries(query, cu_q, planned.problem.q_len, kv.rotate)
         return attend_to_codes(planned, queries, kv.codes, cu_q, cu_k)
@@ -242,8 +241,8 @@ def _prepare(planned: Plan, inputs: Inputs, rotate: bool) -> Forward:
 
         return by_reference
 
+    from ..gpu.quantize_fp8 import as_integers, bind_quantize, rooms
     from ..gpu.scratch import Scratch
-    from ..kernels.triton.quantize_fp8 import as_integers, bind_quantize, rooms
 
     query, key, value, cu_q, cu_k = distinct(*inputs[:3], inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     assert query is not None and key is not None and value is not None
@@ -279,12 +278,12 @@ def make_codes(planned: Plan, inputs: Inputs, rotate: bool) -> tuple[QueryCodes,
     """The pre-pass of a planned call."""
     problem, (query, key, value) = planned.problem, (t.resolve_neg() for t in inputs[:3])
     if planned.backend != "reference":
-        from ..kernels.triton.quantize_fp8 import quantize
+        from ..gpu.quantize_fp8 import quantize
 
         ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         return quantize(query, key, value, *ends, problem.q_len, problem.k_len, rotate, problem.left)
 
-    from ..kernels import reference_fp8
+    from ..backends.reference import fp8 as reference_fp8
 
     hidden = _hidden(problem, inputs)
     if hidden is not None:
@@ -301,8 +300,8 @@ def attend_to_codes(
     if planned.backend != "reference":
         return BY_NAME[planned.backend].forward_fp8(problem, queries, keys, *offsets, planned.config)
 
+    from ..backends.reference import fp8 as reference_fp8
     from ..gpu.scratch import Outputs
-    from ..kernels import reference_fp8
 
     rows, row_lses = reference_fp8.attention(problem, queries, keys, *offsets)
     out, lse = Outputs.of(problem, queries.rows).allocate(queries.scales)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import validate
 from ..backends import AUTO
-from ..plan import requested
-from ..problem import Inputs
-from ..tuning.eager import blocked
+from ..backends.eager.tuning import blocked
+from ..base.problem import Inputs
+from ..dispatch import validate
+from ..dispatch.plan import requested
+from ..dispatch.prepare import problem_of
 from .attention import call, in_autocast_dtype, leading_ones, op_arguments
-from .prepare import problem_of
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def attention_mass(
     if row_weights is not None:
         row_weights = row_weights.to(lse.dtype).expand_as(lse)
 
-    from ..kernels.eager import key_mass
+    from ..backends.eager.blocked import key_mass
 
     with torch.autocast(problem.device.type, enabled=False):
         return key_mass(problem, inputs, blocked(problem), lse, row_weights, per_query_head)

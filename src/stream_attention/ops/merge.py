@@ -1,4 +1,4 @@
-"""merge_states(): the public face of state.py; and, for distributed/, merging one state into another in place."""
+"""merge_states(): the public face of base/state.py; and, for distributed/, merging one state into another in place."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import validate
 from ..backends import runs_triton
-from ..state import merge
+from ..base.state import merge
+from ..dispatch import validate
 
 
 def merge_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def fold_state(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> 
     gradients. On a GPU one kernel, which reads and writes each number once."""
     readable = out.dtype is torch.float32 and out.numel() > 0 and out[0].is_contiguous() and lse.stride(-1) == 1
     if readable and runs_triton(out.device):
-        from ..kernels.triton.merge import launch_fold
+        from ..gpu.merge import launch_fold
 
         launch_fold(out, lse, more_out.contiguous(), more_lse.contiguous())
         return

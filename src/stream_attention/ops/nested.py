@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import validate
+from ..dispatch import validate
 from .varlen import varlen_attention
 
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .. import validate
-from ..plan import requested
-from ..problem import Inputs
-from . import launch_cache
+from ..base.problem import Inputs
+from ..dispatch import launch_cache, validate
+from ..dispatch.plan import requested
 from .attention import Options, call, call_fp8, in_autocast_dtype, leading_ones, look_up, op_arguments
 
 

@@ -2,7 +2,7 @@
 
 Attention is the most expensive part of a block to recompute, quadratic where everything else is linear, and the
 cheapest to save: one output and one LSE per row and head. So the policy here saves `(out, lse)` of every call of
-`attention` and `varlen_attention` and recomputes the rest. The forward is a library op (ops/library.py), which
+`attention` and `varlen_attention` and recomputes the rest. The forward is a library op (dispatch/torch_ops.py), which
 selective checkpointing sees; it would not see an autograd.Function.
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..errors import check_int, refuse
-from ..ops.library import forward_op
+from ..base.errors import check_int, refuse
+from ..dispatch.torch_ops import forward_op
 
 _OPTIONS = (
     *(name for name, one in signature(checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY),

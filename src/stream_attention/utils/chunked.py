@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..base.errors import refuse
 from ..core._checks import check_heads
 from ..core._masks import split_mask
 from ..core._measure import check_counts
-from ..errors import refuse
+from ..dispatch.validate import flags
 from ..ops.attention import attention
-from ..validate import flags
 
 
 class MemoryEfficientAttention(nn.Module):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stream_attention.kernels import reference
+from stream_attention.backends.reference import attention as reference
 
 from ..testing.inputs import Case
 from .providers import Provider

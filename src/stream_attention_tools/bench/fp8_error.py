@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stream_attention.kernels import reference, reference_fp8
-from stream_attention.kernels.fp8_layout import LARGEST
+from stream_attention.backends.reference import attention as reference
+from stream_attention.backends.reference import fp8 as reference_fp8
+from stream_attention.base.fp8_layout import LARGEST
 from stream_attention.ops.attention import attention
 from stream_attention.ops.explain import problems_of_call
 

@@ -20,10 +20,10 @@ from typing import Any, get_args
 
 import torch
 
+from stream_attention.base.errors import refuse
 from stream_attention.distributed.processes import Processes, initialize, launched
 from stream_attention.distributed.shard import Layout
 from stream_attention.distributed.transport import CommunicationError
-from stream_attention.errors import refuse
 
 from ..cluster.traffic import Scheme, Workload
 from ..cluster.trial import ClockedRanks, Measured, Trial

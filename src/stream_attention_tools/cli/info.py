@@ -28,12 +28,12 @@ import torch
 
 from stream_attention import __version__
 from stream_attention.backends import BACKENDS, HOPPER_TRITON, SEE_INFO, triton_release
-from stream_attention.device import arch, processors
+from stream_attention.base.device import arch, processors
+from stream_attention.base.problem import Problem
+from stream_attention.dispatch.plan import plan
 from stream_attention.integration.hf import OLDEST
 from stream_attention.ops.explain import problems_of_call
 from stream_attention.ops.fp8 import in_fp8
-from stream_attention.plan import plan
-from stream_attention.problem import Problem
 
 from ..bench.results import aligned, cpu_name, installed_version
 from .command import quiet

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from stream_attention.device import arch, processors
+from stream_attention.base.device import arch, processors
 from stream_attention.ops.explain import print_plans, problems_of_call
 
 from . import values

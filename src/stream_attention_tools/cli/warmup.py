@@ -25,7 +25,7 @@ import torch
 
 from stream_attention import __version__
 from stream_attention.backends import interpreting
-from stream_attention.device import arch, processors
+from stream_attention.base.device import arch, processors
 from stream_attention.ops.warmup import Call, FirstCall, Gpu, Kernel, Made, compile_ahead, first_calls, kernels_of
 
 from ..bench.progress import progress

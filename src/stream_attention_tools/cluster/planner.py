@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from stream_attention.base.errors import refuse
 from stream_attention.distributed.shard import Layout, Run, by_position, runs_of
 from stream_attention.distributed.star import star_rows
 from stream_attention.distributed.tiles import EVERYTHING, Sides, sides_of, tiles
-from stream_attention.errors import refuse
 
 from .speed import ADDED, FOLDED, MERGED, Curve, Direction, Speed, Tile
 from .traffic import HeadShare, Scheme, Workload, head_shares, sent

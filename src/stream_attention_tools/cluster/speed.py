@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from stream_attention.errors import refuse
+from stream_attention.base.errors import refuse
 
 Direction = Literal["forward", "backward"]
 FLOPS = {"forward": 2.0, "backward": 5.0}

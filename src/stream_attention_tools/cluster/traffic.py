@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from stream_attention.base.errors import refuse
 from stream_attention.distributed.shard import Layout, shard_length
-from stream_attention.errors import refuse
 
 SchemeName = Literal["ring", "allgather", "ulysses", "query", "star"]
 

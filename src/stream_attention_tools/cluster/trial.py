@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stream_attention.base.errors import refuse
 from stream_attention.distributed.query_shard import query_sharded_attention
 from stream_attention.distributed.ring import ring_attention
 from stream_attention.distributed.shard import shard_sequence, unshard_sequence
 from stream_attention.distributed.transport import Recorder, Strategy, Transport, VirtualRanks, all_gather
 from stream_attention.distributed.ulysses import ulysses_attention
-from stream_attention.errors import refuse
 from stream_attention.ops.attention import attention
 
 from .traffic import Scheme, Workload, sent

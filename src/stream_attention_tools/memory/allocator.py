@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._autograd import DeviceType
 
-from stream_attention.errors import refuse
+from stream_attention.base.errors import refuse
 
 _STATM, _MEMINFO = Path("/proc/self/statm"), Path("/proc/meminfo")
 

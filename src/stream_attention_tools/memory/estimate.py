@@ -19,17 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stream_attention.backends import COMPILED
-from stream_attention.cache_views import ContiguousKV, PagedKV
-from stream_attention.device import arch, processors
-from stream_attention.errors import check_int as count
-from stream_attention.errors import refuse
+from stream_attention.base.device import arch, processors
+from stream_attention.base.errors import check_int as count
+from stream_attention.base.errors import refuse
+from stream_attention.base.kv_layouts import ContiguousKV, PagedKV
+from stream_attention.base.problem import UNBOUNDED, Inputs, Problem, Wanted
+from stream_attention.dispatch.plan import Plan, plan
+from stream_attention.dispatch.prepare import problem_of, run_backward, run_forward
+from stream_attention.dispatch.validate import DTYPES
 from stream_attention.kvcache import quantize_kv
 from stream_attention.ops.attention import attention, prepare_attention
-from stream_attention.ops.prepare import problem_of, run_backward, run_forward
 from stream_attention.ops.warmup import Call, Gpu, kernels_of
-from stream_attention.plan import Plan, plan
-from stream_attention.problem import UNBOUNDED, Inputs, Problem, Wanted
-from stream_attention.validate import DTYPES
 
 CUDA_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds up. Large blocks that it kept for reuse may be up to 1 MiB larger."""

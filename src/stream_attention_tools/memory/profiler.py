@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stream_attention.errors import refuse
-from stream_attention.files import write_file
+from stream_attention.base.errors import refuse
+from stream_attention.base.files import write_file
 
 from .allocator import Reading, allocator_of
 

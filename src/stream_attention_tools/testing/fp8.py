@@ -2,7 +2,7 @@
 sums of FP8 products are on matrix units, and no more.
 
 With `exact` what the quantised values mean in fp64 and `spec` the same with weights rounded to e4m3
-(kernels/reference_fp8.py), a row's specified error, `spec_error`, is spec - exact. Rows are looked at one by one: one
+(backends/reference/fp8.py), a row's specified error, `spec_error`, is spec - exact. Rows are looked at one by one: one
 that sees a single key errs a hundred times more than one that averages thousands, and would hide whatever is wrong with
 it. Four things are asked:
 
@@ -58,9 +58,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stream_attention.kernels import reference_fp8
-from stream_attention.kernels.fp8_layout import BLOCK, SHIFT, KeyCodes, QueryCodes, first_block
-from stream_attention.problem import UNBOUNDED, Problem
+from stream_attention.backends.reference import fp8 as reference_fp8
+from stream_attention.base.fp8_layout import BLOCK, SHIFT, KeyCodes, QueryCodes, first_block
+from stream_attention.base.problem import UNBOUNDED, Problem
 
 ROW_FACTOR = 2.0
 ROW_SIGMAS = 4.0

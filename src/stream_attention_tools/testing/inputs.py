@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from stream_attention.backends import BY_NAME
+from stream_attention.base.problem import Inputs, Problem
+from stream_attention.dispatch.prepare import problem_of
 from stream_attention.ops.attention import attention, prepare_attention
-from stream_attention.ops.prepare import problem_of
 from stream_attention.ops.varlen import prepare_varlen, varlen_attention
-from stream_attention.problem import Inputs, Problem
 
 Layout = Literal["contiguous", "heads_first", "qkv_packed", "strided", "offset", "expanded"]
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "heads_first", "qkv_packed", "strided", "offset", "expanded")

@@ -27,8 +27,8 @@ import triton
 from triton.compiler import make_backend
 
 from stream_attention.backends import BY_NAME
-from stream_attention.kernels.offline import Form, launching_for
-from stream_attention.problem import Wanted
+from stream_attention.base.problem import Wanted
+from stream_attention.gpu.offline import Form, launching_for
 
 from .inputs import Case, make, stated
 

@@ -21,9 +21,10 @@ from unittest.mock import patch
 
 import torch
 
-from stream_attention import device, plan
+from stream_attention.base import device
+from stream_attention.dispatch import launch_cache, plan, prepare
 from stream_attention.gpu import driver, launch
-from stream_attention.ops import attention, launch_cache, prepare
+from stream_attention.ops import attention
 
 ARCH, PROCESSORS = 90, 132
 
@@ -143,7 +144,7 @@ def pretend_gpu(keep_launches: bool = True) -> Iterator[list[Launched]]:
     functions: dict[int, tuple[str, list[int]]] = {}
     library = _Driver(launches if keep_launches else None, functions)
     kernels: dict[int, _Compiled] = {}
-    from stream_attention.problem import state_problem
+    from stream_attention.base.problem import state_problem
 
     def compiled(self: launch.Kernel) -> _Compiled:
         if id(self) not in kernels:

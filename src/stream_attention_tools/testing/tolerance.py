@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stream_attention.errors import UnsupportedProblem
-from stream_attention.kernels import reference
+from stream_attention.backends.reference import attention as reference
+from stream_attention.base.errors import UnsupportedProblem
 
 from .inputs import Case, make, run
 from .poison import poisoned_memory

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from stream_attention.kernels import reference
+from stream_attention.backends.reference import attention as reference
 from stream_attention_tools.bench.accuracy import check
 from stream_attention_tools.bench.providers import by_name
 from stream_attention_tools.bench.providers.base import installed, tried, without_modifiers

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import stream_attention
-from stream_attention import device
 from stream_attention.backends import BACKENDS, installed
-from stream_attention.kernels import eager
+from stream_attention.backends.eager import blocked as eager
+from stream_attention.base import device
 from stream_attention_tools.cli import info as cli
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and it is the one that is checked")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stream_attention import explain
-from stream_attention.plan import plan
+from stream_attention.dispatch.plan import plan
 from stream_attention_tools.cli import plan as cli
 
 needs_triton = pytest.mark.usefixtures("_triton")

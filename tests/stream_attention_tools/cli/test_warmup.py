@@ -134,10 +134,10 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 from stream_attention.ops.attention import prepare_attention
-from stream_attention.ops.prepare import problem_of, run_backward, run_forward
+from stream_attention.dispatch.prepare import problem_of, run_backward, run_forward
 from stream_attention.ops.warmup import Call
-from stream_attention.plan import plan
-from stream_attention.problem import Wanted
+from stream_attention.dispatch.plan import plan
+from stream_attention.base.problem import Wanted
 from inspect import signature
 from stream_attention import attention
 
@@ -173,7 +173,7 @@ int cuLaunchKernelEx(void *config, void *function, void **arguments, void **extr
 
 def test_triton_launches_what_was_warmed_without_compiling_or_building(warmed: Path, tmp_path: Path) -> None:
     """Triton's own launch path, to the last call of a CUDA driver, of which there is none: one that does nothing."""
-    from stream_attention.kernels import launchers
+    from stream_attention.gpu import launchers
 
     if (reason := launchers.why_not()) is not None:
         pytest.skip(reason)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stream_attention.kernels import reference_fp8
-from stream_attention.kernels.fp8_layout import BLOCK, E4M3, ORDER, QUERY_BLOCK, KeyCodes, QueryCodes, first_block
-from stream_attention.problem import UNBOUNDED, Inputs, Problem, state_problem
+from stream_attention.backends.reference import fp8 as reference_fp8
+from stream_attention.base.fp8_layout import BLOCK, E4M3, ORDER, QUERY_BLOCK, KeyCodes, QueryCodes, first_block
+from stream_attention.base.problem import UNBOUNDED, Inputs, Problem, state_problem
 from stream_attention_tools.testing.fp8 import (
     FP32_BITS,
     MATRIX_UNIT_BITS,

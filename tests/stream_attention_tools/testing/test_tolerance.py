@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stream_attention import UnsupportedProblem, attention
-from stream_attention.kernels import eager
+from stream_attention.backends.eager import blocked as eager
 from stream_attention_tools.testing import (
     Case,
     check_case,

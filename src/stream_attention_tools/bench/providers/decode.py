@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stream_attention.cache_views import ContiguousKV, KVCache, PagedKV, Rotary
+from stream_attention.base.kv_layouts import ContiguousKV, KVCache, PagedKV, Rotary
 from stream_attention.kvcache.quantize import quantize_kv
 from stream_attention.ops.decode import decode_attention, decode_workspace, explain_decode
 

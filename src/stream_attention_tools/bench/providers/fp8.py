@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stream_attention.backends import AUTO, BACKENDS
-from stream_attention.kernels import reference_fp8
-from stream_attention.kernels.fp8_layout import BLOCK, SHIFT, first_block
+from stream_attention.backends.reference import fp8 as reference_fp8
+from stream_attention.base.fp8_layout import BLOCK, SHIFT, first_block
+from stream_attention.base.problem import UNBOUNDED, Inputs, Problem
+from stream_attention.dispatch.plan import Plan, plan
 from stream_attention.ops.attention import attention
 from stream_attention.ops.explain import problems_of_call
 from stream_attention.ops.fp8 import attend_to_codes, make_codes
 from stream_attention.ops.varlen import varlen_attention
-from stream_attention.plan import Plan, plan
-from stream_attention.problem import UNBOUNDED, Inputs, Problem
 
 from ..suites import Cell, Tensors, draw, shortened
 from .base import Provider, without_modifiers
@@ -118,7 +118,7 @@ def _gathered(rows: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _weights_rounded(x: Tensors) -> Tensor:
-    """Attention in fp64 but for the weights that multiply values, as kernels/reference_fp8.py rounds them."""
+    """Attention in fp64 but for the weights that multiply values, as backends/reference/fp8.py rounds them."""
     group = x.query.shape[2] // x.key.shape[2]
     query, key, value = (t[0].double().transpose(0, 1) for t in (x.query, x.key, x.value))
     key, value = (t.repeat_interleave(group, 0) for t in (key, value))

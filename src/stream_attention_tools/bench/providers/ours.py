@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from stream_attention.backends import AUTO, BY_NAME
+from stream_attention.backends.eager import tuning as eager_tuning
+from stream_attention.base.problem import Problem
+from stream_attention.dispatch.plan import Plan, plan
+from stream_attention.dispatch.prepare import run_forward
 from stream_attention.ops.attention import attention
-from stream_attention.ops.prepare import run_forward
 from stream_attention.ops.varlen import varlen_attention
-from stream_attention.plan import Plan, plan
-from stream_attention.problem import Problem
-from stream_attention.tuning import eager as eager_tuning
 
 from ...testing.inputs import Case, stated
 from ..suites import Cell, Tensors, draw, shortened

@@ -1,0 +1,568 @@
+"""What the consumers of backward_sm90.py do: a block of queries against a tile of keys, and the tile's end.
+
+Here is the shared memory of a program (`SharedStorage`), the scratch that accumulates dQ (`Scratch`), and which blocks
+of queries see which tiles of keys.
+"""
+
+# No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...gpu.rows import PAD as PADDED_ROWS
+from .pipeline import Ring, arrive, arrive_on, sync, sync_on
+from .tiles import LOG2E, dropout_keep, log2, subtract_alibi
+from .tuning import KEYS as KEYS_OF_A_WARPGROUP
+from .versions import aggregate, as_tiles_of, tma_store
+
+KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
+CHUNK = gl.constexpr(64)
+PAD = gl.constexpr(PADDED_ROWS.value)
+
+# Named barriers. Triton takes 0 to 6 for the roles.
+HALF_READY = gl.constexpr(8)  # + 2 w + b: warpgroup w has written its half of dS into buffer b
+CHUNK_FULL = gl.constexpr(12)  # + w
+CHUNK_EMPTY = gl.constexpr(14)  # + w
+BOTH = gl.constexpr(256)  # threads of the two consumers
+A_CONSUMER_AND_A_WARP = gl.constexpr(160)
+
+
+@aggregate
+class Part:
+    """Which gradients a launch makes, and how."""
+
+    LOADS_V: gl.constexpr
+    COUNTS: gl.constexpr  # the tiles of keys that were added to a chunk of dQ; else a launch has added them all
+    ORDERED: gl.constexpr  # chunks of dQ are added to in one order
+    HALVES: gl.constexpr  # exponentials and dS by halves of the columns, to need fewer registers
+    PEEL: gl.constexpr  # blocks that no edge cuts have a loop of their own
+    HAS_PARTIAL_BLOCKS: gl.constexpr  # there may be edges that cut blocks
+    LOADS_MASKED_ROWS: gl.constexpr  # TMA may read rows that belong to nobody, and that may be NaN
+
+
+@aggregate
+class SharedStorage:
+    """The shared memory of a program."""
+
+    queries: Ring  # blocks of Q ...
+    grads: Ring  # ... and of dO
+    lses: gl.shared_memory_descriptor  # [slots, BLOCK_M]: land with the queries
+    deltas: gl.shared_memory_descriptor  # and with the gradients
+    keys: gl.shared_memory_descriptor
+    values: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
+    d_scores: gl.shared_memory_descriptor  # [2, 128 keys, BLOCK_M]
+    staging: gl.shared_memory_descriptor  # [2, CHUNK, CHUNK]: a chunk of dQ of each consumer
+    landing: gl.shared_memory_descriptor  # [pieces, 8 or 16, 32]: where finished ones are read back to
+    landed: gl.shared_memory_descriptor
+    read: gl.shared_memory_descriptor  # flips when both consumers have read K, V and dS of a tile for the last time
+
+    @gluon.jit
+    def wait_both_read(self, tile_iter):
+        """Consumer: that the memory of the tile's keys and values may be written."""
+        mbarrier.arrive(self.read, count=1)
+        mbarrier.wait(self.read, tile_iter & 1)
+
+    @gluon.jit
+    def leave_chunk(self, WARPGROUP: gl.constexpr, dq):
+        """Consumer: leave a chunk of dQ for the reducer. Others see it from `chunk_is_written` on."""
+        sync(CHUNK_EMPTY + WARPGROUP, A_CONSUMER_AND_A_WARP)
+        self.staging.index(WARPGROUP).store(dq)
+
+    @gluon.jit
+    def chunk_is_written(self, WARPGROUP: gl.constexpr):
+        """Consumer: after a fence."""
+        arrive(CHUNK_FULL + WARPGROUP, A_CONSUMER_AND_A_WARP)
+
+    @gluon.jit
+    def wait_chunk_written(self, WARPGROUP: gl.constexpr):
+        """Reducer."""
+        sync(CHUNK_FULL + WARPGROUP, A_CONSUMER_AND_A_WARP)
+
+    @gluon.jit
+    def chunk_is_free(self, WARPGROUP: gl.constexpr):
+        """Reducer."""
+        arrive(CHUNK_EMPTY + WARPGROUP, A_CONSUMER_AND_A_WARP)
+
+
+@aggregate
+class Scratch:
+    """Where dQ grows: chunks of 64 x 64 fp32, rows padded as in gpu/rows.py, and a counter for each chunk.
+
+    A block of queries of D 64 is two chunks of rows, one of D 128 two of columns: one for each consumer.
+    """
+
+    desc: tma.tensor_descriptor  # [chunks * CHUNK, CHUNK]
+    ptr: gl.tensor
+    counts: gl.tensor
+    rows: gl.tensor  # of a head
+    first_batch_head: gl.tensor  # KV heads of all batch entries that another launch had before
+    skipped: gl.tensor  # their rows, of which there are none here
+
+    @gluon.jit
+    def first_row(self, seqlen, batch, head, q_first):
+        """The first row of a head of a sequence, among those of all heads."""
+        if seqlen.IS_PACKED:
+            return head * self.rows + (q_first + batch * PAD) // PAD * PAD
+        else:
+            return (batch * (seqlen.q_heads * seqlen.group) + head) * self.rows
+
+    @gluon.jit
+    def chunk(self, row, w, D: gl.constexpr):
+        """The number of the w-th chunk of the block at `row`."""
+        return (row - self.skipped) // CHUNK * (D // CHUNK) + w
+
+    @gluon.jit
+    def count(self, chunk):
+        """Reducer: one more tile of keys has been added to a chunk, as soon as its addition is done."""
+        gl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 l; cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 l, %laneid; "
+            "setp.eq.u32 p, l, 0; @p red.release.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0; }",
+            "=r,l",
+            [(self.counts + chunk).to(gl.int64)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @gluon.jit
+    def wait_for(self, chunk, tiles):
+        """Until so many tiles of keys have been added to a chunk; for what is read or added by TMA after it."""
+        place = (self.counts + chunk).to(gl.int64)
+        counted = _load(place, "relaxed")
+        while counted < tiles:
+            counted = _load(place, "relaxed")
+        # What others wrote before they counted: no fence for that, which would wait for this warp's own stores.
+        _load(place, "acquire")
+        gl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.constexpr_function
+def _load_asm(order):
+    return f"ld.{order}.gpu.global.b32 $0, [$1];"
+
+
+@gluon.jit
+def _load(place, ORDER: gl.constexpr):
+    asm: gl.constexpr = _load_asm(ORDER)
+    return gl.inline_asm_elementwise(asm, "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def query_blocks(seqlen, first, k_len, q_len, offset, BLOCK_M: gl.constexpr):
+    """(lowest, one past the highest) block of queries that see keys of the tile at `first`; may be none."""
+    low = q_len * 0
+    high = (q_len + BLOCK_M - 1) // BLOCK_M
+    if seqlen.HAS_RIGHT:  # row i sees key j if j <= i + offset + right
+        low = gl.maximum(first - offset - seqlen.right, 0) // BLOCK_M
+    if seqlen.HAS_LEFT:  # and if j >= i + offset - left
+        last = gl.minimum(first + (2 * KEYS - 1), k_len - 1) + seqlen.left - offset
+        high = gl.minimum(high, gl.maximum(last + BLOCK_M, 0) // BLOCK_M)
+    return low, gl.maximum(high, low)
+
+
+@gluon.jit
+def key_tiles(seqlen, row, k_len, offset, BLOCK_M: gl.constexpr):
+    """(lowest, one past the highest) tile of keys for which `query_blocks` has the block at `row`; may be none."""
+    TILE: gl.constexpr = 2 * KEYS
+    low = k_len * 0
+    high = (k_len + TILE - 1) // TILE
+    if seqlen.HAS_RIGHT:
+        high = gl.minimum(high, gl.maximum(row + (BLOCK_M + TILE - 1) + offset + seqlen.right, 0) // TILE)
+    if seqlen.HAS_LEFT:
+        floor = gl.maximum(row + offset - seqlen.left, 0)
+        low = gl.where(floor < k_len, floor // TILE, high)
+    return low, gl.maximum(high, low)
+
+
+@gluon.jit
+def opaque_zero():
+    """0, which nothing is computed ahead of a loop with: descriptors of tiles that stay would fill the registers."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def mask_pairs(x, seqlen, own, row, offset, k_len, FILL: gl.constexpr):
+    """`FILL` where a query does not see a key: keys from `own`, of which there are `k_len`, by queries from `row`."""
+    BLOCK_M: gl.constexpr = x.shape[1]
+    is_partial = own + KEYS > k_len
+    if seqlen.HAS_RIGHT:
+        is_partial = is_partial | (row + offset + seqlen.right < own + (KEYS - 1))
+    if seqlen.HAS_LEFT:
+        is_partial = is_partial | (row + (BLOCK_M - 1) + offset - seqlen.left > own)
+    if is_partial:
+        key = own + gl.arange(0, KEYS, gl.SliceLayout(1, x.type.layout))
+        query = row + offset + gl.arange(0, BLOCK_M, gl.SliceLayout(0, x.type.layout))
+        visible = (key < k_len)[:, None]
+        if seqlen.HAS_RIGHT:
+            visible = visible & (key[:, None] <= (query + seqlen.right)[None, :])
+        if seqlen.HAS_LEFT:
+            visible = visible & (key[:, None] >= (query - seqlen.left)[None, :])
+        x = gl.where(visible, x, FILL)
+    return x
+
+
+@gluon.jit
+def clear_rows(tile, start, floor, limit):
+    """Zero the rows of a tile before `floor` and from `limit` on, where it has any; its first row is `start`.
+
+    Their weight is 0, but they may be NaN, and 0 * NaN is NaN. Every consumer writes the same, so nobody waits.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    AT_ONCE: gl.constexpr = 16  # rows, to need few registers
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if (start < floor) | (start + ROWS > limit):
+        for part in gl.static_range(ROWS // AT_ONCE):
+            rows = tile.slice(part * AT_ONCE, AT_ONCE, dim=0)
+            row = start + part * AT_ONCE + gl.arange(0, AT_ONCE, gl.SliceLayout(1, layout))
+            rows.store(gl.where(((row >= floor) & (row < limit))[:, None], rows.load(layout), 0.0))
+        fence_async_shared()
+
+
+@gluon.jit
+def visible_keys(seqlen, q_len, k_len, offset):
+    """(first, one past the last) key that some query sees."""
+    floor = k_len * 0
+    limit = k_len
+    if seqlen.HAS_LEFT:
+        floor = gl.maximum(offset - seqlen.left, 0)
+    if seqlen.HAS_RIGHT:
+        limit = gl.minimum(limit, q_len + offset + seqlen.right)
+    return floor, limit
+
+
+@gluon.jit
+def queries_with_keys(seqlen, q_len, k_len, offset):
+    """(first, one past the last) query that sees some key."""
+    floor = q_len * 0
+    limit = q_len
+    if seqlen.HAS_RIGHT:
+        floor = gl.maximum(-offset - seqlen.right, 0)
+    if seqlen.HAS_LEFT:
+        limit = gl.minimum(limit, k_len + seqlen.left - offset)
+    return floor, limit
+
+
+@gluon.jit
+def issue_dq(WARPGROUP: gl.constexpr, d_scores, keys, none, BY_ROWS: gl.constexpr):
+    """This warpgroup's chunk of dS K: its half of the queries, or of the columns."""
+    if BY_ROWS:
+        mine = d_scores.slice(WARPGROUP * CHUNK, CHUNK, dim=1)
+        return warpgroup_mma(mine.permute((1, 0)), keys, none, use_acc=False, is_async=True)
+    else:
+        mine = keys.slice(WARPGROUP * CHUNK, CHUNK, dim=1)
+        return warpgroup_mma(d_scores.permute((1, 0)), mine, none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of a tile's columns. Nothing moves between registers."""
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def join_halves(a, b, LAYOUT: gl.constexpr):
+    joined = gl.join(a, b).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
+    return gl.convert_layout(joined, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def of_columns(elements, x):
+    """Numbers of queries, as they stand beside the columns of a tile."""
+    return gl.convert_layout(elements, gl.SliceLayout(0, x.type.layout), assert_trivial=True)[None, :]
+
+
+@aggregate
+class Tile:
+    """Where a consumer's keys are, and what belongs to their current query head."""
+
+    own: gl.tensor  # the first of its 64 keys
+    q_len: gl.tensor
+    k_len: gl.tensor
+    offset: gl.tensor  # position of query 0 less that of key 0
+    slope: gl.tensor  # ALiBi's
+    key_words: gl.tensor  # dropout's: of the head's keys ...
+    query_words: gl.tensor  # ... and of its queries
+
+    @gluon.jit
+    def mask_qk(self, seqlen, score_mod, qk, row):
+        """-inf where a query does not see a key, if scores are products times a positive number: one select less."""
+        if score_mod.SCALE_LATE and not score_mod.HAS_SOFTCAP:
+            qk = mask_pairs(qk, seqlen, self.own, row, self.offset, self.k_len, float("-inf"))
+        return qk
+
+    @gluon.jit
+    def probabilities(self, IS_PARTIAL: gl.constexpr, seqlen, score_mod, qk, lse, row, factor):
+        """P of a piece of products, keys by queries from `row`. The sign of distances does not matter."""
+        distance = self.own - row - self.offset + gl.arange(0, KEYS, gl.SliceLayout(1, qk.type.layout))
+        s = score_mod.apply(qk, self.slope, distance)
+        p = gl.exp2(s * factor - of_columns(lse, s))
+        if IS_PARTIAL and (score_mod.HAS_SOFTCAP or not score_mod.SCALE_LATE):
+            p = mask_pairs(p, seqlen, self.own, row, self.offset, self.k_len, 0.0)
+        return p
+
+    @gluon.jit
+    def keep(self, score_mod, p, row):
+        """Which weights of a piece dropout keeps."""
+        key = self.own + gl.arange(0, KEYS, gl.SliceLayout(1, p.type.layout))
+        query = row + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))
+        of_keys = gl.load(self.key_words + key, mask=key < self.k_len, other=0)
+        of_queries = gl.load(self.query_words + query, mask=query < self.q_len, other=0)
+        return dropout_keep(of_keys, of_queries, score_mod.threshold)
+
+    @gluon.jit
+    def grad_scores(self, score_mod, p, dp, lse, delta, row):
+        """dS of a piece, of the products where scores are capped."""
+        d_scores = p * (dp - of_columns(delta, dp))
+        if score_mod.HAS_SOFTCAP:
+            # The cap's tanh, out of the weight: the products are gone. A weight of 0 has no gradient anyway.
+            s = log2(p) + of_columns(lse, p)
+            if score_mod.HAS_ALIBI:
+                distance = self.own - row - self.offset + gl.arange(0, KEYS, gl.SliceLayout(1, p.type.layout))
+                s = subtract_alibi(s, self.slope * (-LOG2E), distance)
+            capped = gl.minimum(gl.maximum(s * (1.0 / (score_mod.softcap * LOG2E)), -1.0), 1.0)
+            d_scores = d_scores * (1.0 - capped * capped)
+        return d_scores
+
+
+@gluon.jit
+def make_tile(score_mod, own, q_len, k_len, offset, batch, head, q_first, k_first):
+    """The tile of keys from `own`, with what belongs to a query head."""
+    slope = score_mod.scale * 0.0
+    if score_mod.HAS_ALIBI:
+        slope = gl.load(score_mod.slopes + batch * score_mod.stride_ab + head).to(gl.float32)
+    key_words = score_mod.col_words
+    query_words = score_mod.row_words
+    if score_mod.HAS_DROPOUT:
+        key_words += batch.to(gl.int64) * score_mod.stride_cb + head.to(gl.int64) * score_mod.stride_ch + k_first
+        query_words += batch.to(gl.int64) * score_mod.stride_rb + head.to(gl.int64) * score_mod.stride_rh + q_first
+    return Tile(own, q_len, k_len, offset, slope, key_words, query_words)
+
+
+@aggregate
+class Sum:
+    """Where dK or dV is written: contiguous, `[B, Tk, Hkv, D]` or packed."""
+
+    desc: tma.tensor_descriptor  # 64 rows of a head
+    ptr: gl.tensor
+    heads: gl.tensor
+    D: gl.constexpr
+
+    @gluon.jit
+    def store(self, WARPGROUP: gl.constexpr, sums, memory, batch, head, k_first, own, k_len, IS_PACKED: gl.constexpr):
+        """Write 64 rows through `memory`. The copy runs until it is waited for.
+
+        fp32, of a shard and so of no pack, has no room there, and leaves from registers; so do rows of a pack behind
+        which those of another sequence lie.
+        """
+        FP32: gl.constexpr = self.ptr.dtype.element_ty == gl.float32
+        elements = sums.to(self.ptr.dtype.element_ty)
+        first = k_first
+        if FP32:
+            first = batch.to(gl.int64) * k_len
+        if FP32 or (IS_PACKED and own + KEYS > k_len):
+            key = gl.arange(0, KEYS, gl.SliceLayout(1, sums.type.layout))
+            column = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
+            batch_head = ((first + own + key).to(gl.int64) * self.heads + head) * self.D
+            inside = (own + key < k_len)[:, None] & (column < self.D)[None, :]
+            gl.store(self.ptr + batch_head[:, None] + column[None, :], elements, mask=inside)
+        else:
+            entry = batch
+            if IS_PACKED:
+                entry = batch * 0
+            place = as_tiles_of(self.desc, memory, 2).index(WARPGROUP)
+            place.reshape([KEYS, sums.shape[1]]).store(elements)
+            fence_async_shared()
+            tma_store(self.desc, [entry, k_first + own, head, 0], place)
+
+
+@gluon.jit
+def _block(
+    WARPGROUP: gl.constexpr,
+    IS_PARTIAL: gl.constexpr,
+    part,
+    seqlen,
+    score_mod,
+    smem,
+    tile,
+    dk,
+    dv,
+    q_iter,
+    began,
+    i,
+    dropout_scale,
+):
+    """A block of queries: take it into dK and dV, write its dS, and leave the dQ of the block before."""
+    queries = smem.queries
+    grads = smem.grads
+    BLOCK_M: gl.constexpr = queries.tiles.shape[2]
+    D: gl.constexpr = queries.tiles.shape[4]
+    dtype: gl.constexpr = queries.tiles.dtype
+    HALF: gl.constexpr = BLOCK_M // 2
+    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    A_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P_TILE: gl.constexpr = gl.DotOperandLayout(0, A_TILE, 2)
+    OF_HALF: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
+    none = gl.zeros((KEYS, BLOCK_M), gl.float32, S_TILE)
+    no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16]))
+    row = i * BLOCK_M
+    factor = score_mod.factor()
+    z = opaque_zero()
+    slot = q_iter % queries.SLOTS
+    q = queries.tiles.index(slot).reshape([BLOCK_M, D])
+    do = grads.tiles.index(slot).reshape([BLOCK_M, D])
+    k = smem.keys.index(z).reshape([2 * KEYS, D])
+    own_k = k.slice(WARPGROUP * KEYS, KEYS, dim=0)
+    own_v = smem.values.index(z).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
+    lses = smem.lses.index(slot)
+    deltas = smem.deltas.index(slot)
+
+    queries.wait_full(q_iter)
+    if IS_PARTIAL and part.LOADS_MASKED_ROWS:
+        grads.wait_full(q_iter)
+        floor, limit = queries_with_keys(seqlen, tile.q_len, tile.k_len, tile.offset)
+        clear_rows(q, row, floor, limit)
+        clear_rows(do, row, floor, limit)
+    s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+    # Before the wait: else every exponential queues behind the other consumer's traffic in shared memory.
+    if part.HALVES:
+        lse_a = lses.slice(0, HALF).load(OF_HALF)
+    else:
+        lse = lses.load(gl.SliceLayout(0, S_TILE))
+    grads.wait_full(q_iter)
+    dp_issued = warpgroup_mma(own_v, do.permute((1, 0)), none, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s_issued,))
+    if IS_PARTIAL:
+        s = tile.mask_qk(seqlen, score_mod, s, row)
+    if part.HALVES:
+        lse_b = lses.slice(HALF, HALF).load(OF_HALF)
+        s_a, s_b = halves(s)
+        p_a = tile.probabilities(IS_PARTIAL, seqlen, score_mod, s_a, lse_a, row, factor)
+        p_b = tile.probabilities(IS_PARTIAL, seqlen, score_mod, s_b, lse_b, row + HALF, factor)
+        delta_a = deltas.slice(0, HALF).load(OF_HALF)
+        grads.wait_full(q_iter)  # once more: the assembler does not move the next wait before this one
+        dp = warpgroup_mma_wait(0, deps=(dp_issued,))
+        delta_b = deltas.slice(HALF, HALF).load(OF_HALF)
+        dp_a, dp_b = halves(dp)
+        kept_a = p_a
+        kept_b = p_b
+        if score_mod.HAS_DROPOUT:
+            keep = tile.keep(score_mod, p_a, row)
+            kept_a = gl.where(keep, p_a * dropout_scale, 0.0)
+            dp_a = gl.where(keep, dp_a * dropout_scale, 0.0)
+            keep = tile.keep(score_mod, p_b, row + HALF)
+            kept_b = gl.where(keep, p_b * dropout_scale, 0.0)
+            dp_b = gl.where(keep, dp_b * dropout_scale, 0.0)
+        ds_a = tile.grad_scores(score_mod, p_a, dp_a, lse_a, delta_a, row).to(dtype)
+        ds_b = tile.grad_scores(score_mod, p_b, dp_b, lse_b, delta_b, row + HALF).to(dtype)
+        ds = join_halves(ds_a, ds_b, S_TILE)
+        # After dS: P and dP make room for what becomes of them.
+        p_operand = gl.convert_layout(
+            join_halves(kept_a.to(dtype), kept_b.to(dtype), S_TILE), P_TILE, assert_trivial=True
+        )
+    else:
+        p = tile.probabilities(IS_PARTIAL, seqlen, score_mod, s, lse, row, factor)
+        grads.wait_full(q_iter)  # once more: the assembler does not move the next wait before this one
+        dp = warpgroup_mma_wait(0, deps=(dp_issued,))
+        p_kept = p
+        if score_mod.HAS_DROPOUT:
+            keep = tile.keep(score_mod, p, row)
+            p_kept = gl.where(keep, p * dropout_scale, 0.0)
+            dp = gl.where(keep, dp * dropout_scale, 0.0)
+        p_operand = gl.convert_layout(p_kept.to(dtype), P_TILE, assert_trivial=True)
+        delta = deltas.load(gl.SliceLayout(0, S_TILE))
+        ds = tile.grad_scores(score_mod, p, dp, lse, delta, row).to(dtype)
+
+    dv_issued = warpgroup_mma(p_operand, do, dv, use_acc=True, is_async=True)
+    d_scores = gl.convert_layout(ds, P_TILE, assert_trivial=True)
+    sync_on(HALF_READY + 2 * (1 - WARPGROUP) + ((q_iter + 1) & 1), BOTH)
+    dq_issued = issue_dq(WARPGROUP, smem.d_scores.index((q_iter + 1) & 1), k, no_dq, BLOCK_M == 2 * CHUNK)
+    dk_issued = warpgroup_mma(d_scores, q, dk, use_acc=True, is_async=True)
+    dv = warpgroup_mma_wait(2, deps=(dv_issued,))
+    grads.release(q_iter)
+    dq = warpgroup_mma_wait(1, deps=(dq_issued,))
+    smem.d_scores.index(q_iter & 1).slice(WARPGROUP * KEYS, KEYS, dim=0).store(ds)
+    if q_iter > began:
+        smem.leave_chunk(WARPGROUP, dq)
+    fence_async_shared()
+    arrive_on(HALF_READY + 2 * WARPGROUP + (q_iter & 1), BOTH)
+    if q_iter > began:
+        smem.chunk_is_written(WARPGROUP)
+    dk = warpgroup_mma_wait(0, deps=(dk_issued,))
+    queries.release(q_iter)
+    return dk, dv
+
+
+@gluon.jit
+def consume(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, smem, dk_sum, dv_sum, dropout_scale):
+    """64 keys of every tile."""
+    BLOCK_M: gl.constexpr = smem.queries.tiles.shape[2]
+    D: gl.constexpr = smem.queries.tiles.shape[4]
+    A_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    Q_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    q_iter = 0
+    tile_iter = 0
+    n, batch, kv_head, q_first, q_len, k_first, k_len = channel.receive(0)
+    while n >= 0:
+        first = n * (2 * KEYS)
+        own = first + WARPGROUP * KEYS
+        offset = seqlen.offset_of(q_len, k_len)
+        low, high = query_blocks(seqlen, first, k_len, q_len, offset, BLOCK_M)
+        dk = gl.zeros((KEYS, D), gl.float32, A_TILE)
+        dv = gl.zeros((KEYS, D), gl.float32, A_TILE)
+        arrive_on(HALF_READY + 2 * WARPGROUP + ((q_iter + 1) & 1), BOTH)  # for dS of the block before the first
+        mbarrier.wait(smem.kv_full, tile_iter & 1)
+        if part.LOADS_MASKED_ROWS:
+            floor, limit = visible_keys(seqlen, q_len, k_len, offset)
+            clear_rows(smem.keys.index(0).reshape([2 * KEYS, D]), first, floor, limit)
+            clear_rows(smem.values.index(0).reshape([2 * KEYS, D]), first, floor, limit)
+        began = q_iter
+        for g in range(seqlen.group):
+            head = kv_head * seqlen.group + g
+            tile = make_tile(score_mod, own, q_len, k_len, offset, batch, head, q_first, k_first)
+            first_full = low
+            if part.PEEL:  # rows from here on see all keys of the tile, if it has all
+                first_full = gl.maximum(first + (2 * KEYS - 1) - offset - seqlen.right + (BLOCK_M - 1), 0) // BLOCK_M
+                first_full = gl.minimum(gl.maximum(first_full, low), high)
+                if first + 2 * KEYS > k_len:
+                    first_full = high
+                for i in range(low, first_full):
+                    dk, dv = _block(
+                        WARPGROUP, True, part, seqlen, score_mod, smem, tile, dk, dv, q_iter, began, i, dropout_scale
+                    )
+                    q_iter += 1
+            IS_PARTIAL: gl.constexpr = part.HAS_PARTIAL_BLOCKS and not part.PEEL
+            for i in range(first_full, high):
+                dk, dv = _block(
+                    WARPGROUP, IS_PARTIAL, part, seqlen, score_mod, smem, tile, dk, dv, q_iter, began, i, dropout_scale
+                )
+                q_iter += 1
+        # dQ of the last block.
+        sync_on(HALF_READY + 2 * (1 - WARPGROUP) + ((q_iter + 1) & 1), BOTH)
+        if q_iter > began:
+            no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, Q_TILE)
+            k = smem.keys.index(opaque_zero()).reshape([2 * KEYS, D])
+            dq_issued = issue_dq(WARPGROUP, smem.d_scores.index((q_iter + 1) & 1), k, no_dq, BLOCK_M == 2 * CHUNK)
+            dq = warpgroup_mma_wait(0, deps=(dq_issued,))
+            smem.leave_chunk(WARPGROUP, dq)
+            fence_async_shared()
+            smem.chunk_is_written(WARPGROUP)
+        next_tile = channel.receive(tile_iter + 1)
+        # dK and dV leave through the memory of K and V, when both consumers have read it for the last time.
+        smem.wait_both_read(tile_iter)
+        dk_sum.store(WARPGROUP, dk * score_mod.scale, smem.keys, batch, kv_head, k_first, own, k_len, seqlen.IS_PACKED)
+        dv_sum.store(WARPGROUP, dv, smem.values, batch, kv_head, k_first, own, k_len, seqlen.IS_PACKED)
+        tma.store_wait(pendings=0)
+        mbarrier.arrive(smem.kv_empty, count=1)
+        tile_iter += 1
+        n, batch, kv_head, q_first, q_len, k_first, k_len = next_tile

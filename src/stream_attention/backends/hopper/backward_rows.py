@@ -1,0 +1,176 @@
+"""Before the Hopper backward, in Triton: what belongs to a query row.
+
+Delta = dO . O - dLSE and the LSE in log2 units, padded (gpu/rows.py), and a cleared scratch with its
+counters. One read of O and dO, one write of the scratch: what it costs is memory traffic.
+
+Grid: one program per (batch, head, block of rows).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+from torch import Tensor
+
+from ...base.problem import Inputs, Problem
+from ...gpu.arguments import UNIT, line_strides, named, row_strides
+from ...gpu.launch import Kernel, Launch, jit
+from ...gpu.rows import PAD, Rows, padded_row
+from ...gpu.tiles import LOG2E, packed_rows
+from .tuning import tile_widths
+
+CHUNK = tl.constexpr(64)
+
+
+@jit
+def _prepare_kernel(
+    out_ptr,
+    grad_out_ptr,
+    lse_ptr,
+    grad_lse_ptr,
+    cu_q_ptr,
+    rows_lse_ptr,
+    rows_delta_ptr,
+    scratch_ptr,
+    counts_ptr,
+    counter_ptr,
+    stride_ob: tl.int64,
+    stride_om: tl.int64,
+    stride_oh: tl.int64,
+    stride_gb: tl.int64,
+    stride_gm: tl.int64,
+    stride_gh: tl.int64,
+    stride_lb: tl.int64,
+    stride_lh: tl.int64,
+    stride_eb: tl.int64,
+    stride_eh: tl.int64,
+    heads: tl.int32,
+    q_len: tl.int32,
+    q_rows: tl.int32,
+    rows: tl.int32,
+    blocks: tl.int32,
+    first_head: tl.int32,
+    first_count: tl.int32,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    HAS_LSE_GRAD: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if pid == 0:  # of tiles, one for each launch that follows
+        tl.store(counter_ptr + tl.arange(0, 2), first_count)
+    block = pid % blocks
+    head = (first_head + pid // blocks) % heads
+    batch = ((first_head + pid // blocks) // heads).to(tl.int64)
+    line = (batch * heads + head) * rows
+    lse_line = batch * stride_lb + head * stride_lh
+    lse_grad_line = batch * stride_eb + head * stride_eh
+    out_ptr += (batch * stride_ob + head * stride_oh) * 8
+    grad_out_ptr += (batch * stride_gb + head * stride_gh) * 8
+    if IS_PACKED:
+        first, q_len = packed_rows(cu_q_ptr + batch, q_rows)
+        line = head.to(tl.int64) * rows + padded_row(first, batch)
+        lse_line += first
+        lse_grad_line += first
+        out_ptr += first * stride_om * 8
+        grad_out_ptr += first * stride_gm * 8
+    if block * BLOCK_M < (q_len + PAD - 1) // PAD * PAD:
+        offs = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        cols = tl.arange(0, BLOCK_DV)
+        lse = tl.load(lse_ptr + lse_line + offs, mask=offs < q_len, other=float("-inf")) * LOG2E
+        has_keys = lse != float("-inf")  # the gradient of a row that sees nothing may be NaN, and is not read
+        mask = has_keys[:, None] & (cols < DV)[None, :]
+        out = tl.load(out_ptr + offs[:, None] * (stride_om * 8) + cols[None, :], mask=mask, other=0.0)
+        grad = tl.load(grad_out_ptr + offs[:, None] * (stride_gm * 8) + cols[None, :], mask=mask, other=0.0)
+        delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+        if HAS_LSE_GRAD:
+            delta -= tl.load(grad_lse_ptr + lse_grad_line + offs, mask=has_keys, other=0.0)
+        lse = tl.where(has_keys, lse, float("inf"))
+        tl.store(rows_lse_ptr + line + offs, lse)
+        tl.store(rows_delta_ptr + line + offs, delta)
+        start = line + block * BLOCK_M - first_head.to(tl.int64) * rows  # in the scratch
+        tl.store(scratch_ptr + start * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D), 0.0)
+        if block * BLOCK_M % CHUNK == 0:
+            chunks: tl.constexpr = BLOCK_D // CHUNK
+            tl.store(counts_ptr + start // CHUNK * chunks + tl.arange(0, chunks), 0)
+
+
+def rows_sizes(
+    problem: Problem,
+    inputs: Inputs,
+    lines: range,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    rows: Rows,
+    first_count: int,
+) -> tuple[int, dict[str, Any]]:
+    """The grid and the arguments that depend on lengths."""
+    packed, block_m = problem.packed, max(16, 4096 // tile_widths(problem)[0])
+    blocks = -(-problem.q_len // PAD.value) * PAD.value // block_m
+    return len(lines) * problem.group * blocks, {
+        **named("stride_ob stride_om stride_oh", row_strides(out, packed, UNIT)),
+        **named("stride_gb stride_gm stride_gh", row_strides(grad_out, packed, UNIT)),
+        **named("stride_lb stride_lh", line_strides(lse, packed)),
+        **named("stride_eb stride_eh", line_strides(grad_lse, packed)),
+        "q_len": problem.q_len,
+        "q_rows": inputs.query.shape[-3],
+        "rows": rows.lse.shape[-1],
+        "blocks": blocks,
+        "first_count": first_count,
+    }
+
+
+def bind_rows(
+    problem: Problem,
+    inputs: Inputs,
+    lines: range,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    rows: Rows,
+    scratch: Tensor,
+    counts: Tensor,
+    counter: Tensor,
+    first_count: int,
+) -> Launch:
+    """For some KV heads of all batch entries: fills rows, clears the scratch and its counts, and sets the counters of
+    tiles to `first_count`. A function of out, grad_out, lse, grad_lse, cu_seqlens_q and what it writes.
+
+    `out` and `grad_out` are aligned.
+    """
+    block_d, block_dv = tile_widths(problem)
+    cu_q = inputs.cu_seqlens_q
+    grid, sizes = rows_sizes(problem, inputs, lines, out, lse, grad_out, grad_lse, rows, first_count)
+    return _prepare.bind(
+        grid,
+        (out, grad_out, lse, grad_lse, cu_q, *rows, scratch, counts, counter),
+        {"num_warps": 4},
+        out_ptr=out,
+        grad_out_ptr=grad_out,
+        lse_ptr=lse,
+        grad_lse_ptr=grad_lse,
+        cu_q_ptr=cu_q,
+        rows_lse_ptr=rows.lse,
+        rows_delta_ptr=rows.delta,
+        scratch_ptr=scratch,
+        counts_ptr=counts,
+        counter_ptr=counter,
+        **sizes,
+        heads=problem.q_heads,
+        first_head=lines.start * problem.group,
+        DV=problem.value_dim,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        BLOCK_M=max(16, 4096 // block_d),
+        IS_PACKED=problem.packed,
+        HAS_LSE_GRAD=grad_lse is not None,
+    )
+
+
+_prepare = Kernel(_prepare_kernel)

@@ -1,0 +1,542 @@
+"""The backward for Hopper (sm_90), in Gluon: dQ, dK and dV from one pass over the tiles of scores, five products each.
+
+    p_ij = 2^(s_ij - lse_i)        dp_ij = dO_i . v_j        ds_ij = p_ij (dp_ij - delta_i)
+    dV_j = sum_i p_ij dO_i         dK_j = scale sum_i ds_ij q_i        dQ_i = scale sum_j ds_ij k_j
+
+A program owns 128 keys of one KV head, 64 for each of two consumer warpgroups, and streams the queries that see them,
+of every query head of the group. Its tiles are transposed, keys by queries, so that P and dS are first factors from
+registers for dV and dK. Those stay in registers until the end: heads of a group add up there, without atomics.
+dQ is the one sum that several programs share. It grows in an fp32 scratch in global memory, in chunks of 64 x 64.
+
+- Producer (one warp): fills rings of Q with its LSE and of dO with its delta, by TMA.
+- Consumers (two warpgroups): backward_block.py. The dQ of a block is computed in the iteration after it, because it
+  takes the dS of both: so they may drift apart by almost an iteration.
+- Reducers (one warp for each consumer): add the chunk of dQ that a consumer left in shared memory to the scratch, by
+  TMA, and count it. With `deterministic` a chunk waits for its turn: key tiles add to it from the last to the first.
+- Finisher (one warp): scales, converts and stores the chunks of dQ to which every key tile has added, while the others
+  compute on. That saves a launch which reads the scratch back from memory.
+
+Waiting for another program is safe without knowing how many run at a time: all tiles are drawn, those that are waited
+for were drawn before, and consumers never wait for finishers.
+
+At D 256 there are registers for one sum over queries alone: backward_wide.py has two passes. The first adds to dQ from
+registers, and warps of the second finish it. Before everything, backward_rows.py makes delta.
+
+Not here: mask and bias, gradients of slopes and sinks, strided positions, and `deterministic`
+beyond D 128. Triton's backward has them (`why_not`). Parity with the reference:
+tests/backends/hopper/test_backward_gpu.py.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ...base.problem import UNBOUNDED, Backward, Gradients, Inputs, Problem, Wanted, addressable
+from ...gpu.arguments import FAR, line_strides, named, sample, scale_of, slope_stride, tanh
+from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
+from ...gpu.launch import Kernel, Launch
+from ...gpu.prepass import Prepass
+from ...gpu.rows import Rows
+from ...gpu.scratch import Scratch as ScratchMemory
+from .backward_block import CHUNK, Part, Scratch, SharedStorage, Sum, consume, query_blocks
+from .backward_query_grad import finisher, reducer
+from .backward_rows import bind_rows, rows_sizes
+from .backward_wide import consume_for_key, consume_for_value
+from .launch import chunks_descriptor, elements_descriptor, even_group, jit, rows_descriptor, scales_late
+from .parameters import ScoreMod, SeqlenInfo
+from .pipeline import make_ring
+from .scheduler import TileScheduler, fetch_next, make_channel, resolve
+from .tuning import KEYS as KEYS_OF_A_WARPGROUP
+from .tuning import GluonBackwardConfig, has_edges, has_idle_queries, loads_masked_kv, tile_widths
+from .versions import COMPILE_OPTIONS, aggregate, tma_load
+
+KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
+UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
+
+
+@aggregate
+class Sources:
+    """What the producer copies from: blocks of 64 or 128 queries, tiles of 128 keys."""
+
+    query: tma.tensor_descriptor
+    key: tma.tensor_descriptor
+    value: tma.tensor_descriptor
+    grad: tma.tensor_descriptor
+    lse: tma.tensor_descriptor
+    delta: tma.tensor_descriptor
+
+
+@gluon.jit
+def _load_keys(part, smem, sources, entry, row, head, tile_iter):
+    """The keys and values of a tile, as soon as the gradients of the one before have left their memory."""
+    mbarrier.wait(smem.kv_empty, (tile_iter & 1) ^ 1)
+    if part.LOADS_V:
+        mbarrier.expect(smem.kv_full, sources.key.block_type.nbytes + sources.value.block_type.nbytes)
+        tma_load(sources.value, [entry, row, head, 0], smem.kv_full, smem.values.index(0))
+    else:
+        mbarrier.expect(smem.kv_full, sources.key.block_type.nbytes)
+    tma_load(sources.key, [entry, row, head, 0], smem.kv_full, smem.keys.index(0))
+
+
+@gluon.jit
+def _producer(part, seqlen, scheduler, counter, channel, smem, scratch, sources):
+    BLOCK_M: gl.constexpr = sources.query.block_type.shape[1]
+    OF_QUERIES: gl.constexpr = sources.query.block_type.nbytes + sources.lse.block_type.nbytes
+    AHEAD: gl.constexpr = 1 if part.ORDERED else 2  # blocks before the end: who holds a tile keeps others waiting
+    OF_GRADS: gl.constexpr = sources.grad.block_type.nbytes + sources.delta.block_type.nbytes
+    queries = smem.queries
+    grads = smem.grads
+    q_iter = 0
+    tile_iter = 0
+    tile = resolve(fetch_next(counter))
+    while tile < scheduler.tiles:
+        batch_head, m = scheduler.place(tile)
+        n = m
+        if not part.ORDERED:
+            n = scheduler.tiles_m - 1 - m  # causal: key tile 0 is seen by most queries, and comes first
+        batch, kv_head, q_first, q_len, k_first, k_len = seqlen.sequences(scratch.first_batch_head + batch_head)
+        first = n * (2 * KEYS)
+        pending_tile = tile
+        if first < k_len:
+            channel.send(tile_iter, n, batch, kv_head, q_first, q_len, k_first, k_len)
+            entry = batch
+            if seqlen.IS_PACKED:
+                entry = batch * 0
+            offset = seqlen.offset_of(q_len, k_len)
+            low, high = query_blocks(seqlen, first, k_len, q_len, offset, BLOCK_M)
+            for g in range(seqlen.group):
+                head = kv_head * seqlen.group + g
+                at = scratch.first_row(seqlen, batch, head, q_first)
+                for i in range(low, high):
+                    row = i * BLOCK_M
+                    queries.wait_empty(q_iter)
+                    landing = queries.expect(q_iter, OF_QUERIES)
+                    place = queries.tiles.index(q_iter % queries.SLOTS)
+                    tma_load(sources.query, [entry, q_first + row, head, 0], landing, place)
+                    tma_load(sources.lse, [at + row], landing, smem.lses.index(q_iter % queries.SLOTS))
+                    if (g == 0) & (i == low):  # behind the first queries, which need not wait for the tile before
+                        _load_keys(part, smem, sources, entry, k_first + first, kv_head, tile_iter)
+                    if (g == seqlen.group - 1) & (i == gl.maximum(high - AHEAD, low)):
+                        pending_tile = fetch_next(counter)
+                    grads.wait_empty(q_iter)
+                    landing = grads.expect(q_iter, OF_GRADS)
+                    place = grads.tiles.index(q_iter % grads.SLOTS)
+                    tma_load(sources.grad, [entry, q_first + row, head, 0], landing, place)
+                    tma_load(sources.delta, [at + row], landing, smem.deltas.index(q_iter % grads.SLOTS))
+                    q_iter += 1
+            if low == high:  # nobody sees these keys
+                _load_keys(part, smem, sources, entry, k_first + first, kv_head, tile_iter)
+                pending_tile = fetch_next(counter)
+            tile_iter += 1
+        else:
+            pending_tile = fetch_next(counter)
+        tile = resolve(pending_tile)
+    zero = q_iter * 0
+    channel.send(tile_iter, zero - 1, zero, zero, zero, zero, zero, zero)
+
+
+@jit
+def _backward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    dk_desc,
+    dv_desc,
+    lse_desc,
+    delta_desc,
+    scratch_desc,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    scratch_ptr,
+    counts_ptr,
+    counter_ptr,
+    slopes_ptr,
+    row_words_ptr,
+    col_words_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    batch_heads: gl.int32,
+    tiles_n: gl.int32,
+    group_n: gl.int32,
+    blocks_m: gl.int32,
+    kv_heads: gl.int32,
+    group: gl.int32,
+    q_len: gl.int32,
+    k_len: gl.int32,
+    offset: gl.int32,
+    left: gl.int32,
+    right: gl.int32,
+    q_rows: gl.int32,
+    k_rows: gl.int32,
+    rows: gl.int32,
+    first_batch_head: gl.int32,
+    skipped: gl.int32,
+    stride_ab: gl.int64,
+    stride_rb: gl.int64,
+    stride_rh: gl.int64,
+    stride_cb: gl.int64,
+    stride_ch: gl.int64,
+    dropout_threshold: gl.uint32,
+    scale,
+    softcap,
+    dropout_scale,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    PART: gl.constexpr,
+    SLOTS: gl.constexpr,
+    PLACES: gl.constexpr,
+    HALVES: gl.constexpr,
+    PEEL: gl.constexpr,
+    ORDERED: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    HAS_ALIBI: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_DROPOUT: gl.constexpr,
+    IS_PACKED: gl.constexpr,
+    HAS_PARTIAL_BLOCKS: gl.constexpr,
+    LOADS_MASKED_ROWS: gl.constexpr,
+    SCALE_LATE: gl.constexpr,
+    TANH: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    WARP_REGISTERS: gl.constexpr,
+):
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[1]
+    BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
+    IS_ALL: gl.constexpr = PART == "all"
+    queries = make_ring(q_desc, SLOTS, 1, 2)
+    grads = make_ring(do_desc, SLOTS, 1, 2)
+    lses = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_M], lse_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_M], delta_desc.layout)
+    keys = gl.allocate_shared_memory(k_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout)
+    values = keys
+    d_scores = keys
+    if PART != "value":
+        DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        values = gl.allocate_shared_memory(v_desc.dtype, [1] + v_desc.block_type.shape, v_desc.layout)
+        d_scores = gl.allocate_shared_memory(q_desc.dtype, [2 if IS_ALL else 1, 2 * KEYS, BLOCK_M], DS)
+    staging = keys
+    landing = keys
+    if IS_ALL:
+        staging = gl.allocate_shared_memory(gl.float32, [2, CHUNK, CHUNK], scratch_desc.layout)
+        landing = gl.allocate_shared_memory(gl.float32, [PLACES * 2 * CHUNK // 8, 8, 32], scratch_desc.layout)
+    elif PART == "value":
+        landing = gl.allocate_shared_memory(gl.float32, [PLACES * 2 * CHUNK // 16, 16, 32], scratch_desc.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    landed = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(read, count=2)
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_empty, count=2)
+    for w in gl.static_range(PLACES):
+        mbarrier.init(landed.index(w), count=1)
+    channel = make_channel(4 if IS_ALL else 2)
+    smem = SharedStorage(
+        queries, grads, lses, deltas, keys, values, kv_full, kv_empty, d_scores, staging, landing, landed, read
+    )
+    part = Part(PART != "value", IS_ALL, ORDERED, HALVES, PEEL, HAS_PARTIAL_BLOCKS, LOADS_MASKED_ROWS)
+    seqlen = SeqlenInfo(
+        *(kv_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows),
+        *(HAS_LEFT, HAS_RIGHT, IS_PACKED, True, LOADS_MASKED_ROWS),
+    )
+    score_mod = ScoreMod(
+        *(scale, softcap, slopes_ptr, stride_ab, row_words_ptr, stride_rb, stride_rh),
+        *(col_words_ptr, stride_cb, stride_ch, dropout_threshold),
+        *(HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, TANH, SCALE_LATE),
+    )
+    sources = Sources(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
+    scratch = Scratch(scratch_desc, scratch_ptr, counts_ptr, rows, first_batch_head, skipped)
+    dk_sum = Sum(dk_desc, dk_ptr, kv_heads, D)
+    dv_sum = Sum(dv_desc, dv_ptr, kv_heads, DV)
+    by_keys = TileScheduler(batch_heads, tiles_n, group_n, batch_heads * tiles_n)
+    by_queries = TileScheduler(batch_heads, blocks_m, group_n, batch_heads * blocks_m)
+    if PART == "all":
+        gl.warp_specialize(
+            [
+                (consume, (0, part, seqlen, score_mod, channel, smem, dk_sum, dv_sum, dropout_scale)),
+                (consume, (1, part, seqlen, score_mod, channel, smem, dk_sum, dv_sum, dropout_scale)),
+                (_producer, (part, seqlen, by_keys, counter_ptr, channel, smem, scratch, sources)),
+                (reducer, (0, part, seqlen, channel, smem, scratch, BLOCK_M, BLOCK_D)),
+                (reducer, (1, part, seqlen, channel, smem, scratch, BLOCK_M, BLOCK_D)),
+                (finisher, (0, 1, part, seqlen, by_queries, smem, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
+            ],
+            [4, 1, 1, 1, 1],
+            [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS],
+        )
+    elif PART == "key":
+        gl.warp_specialize(
+            [
+                (consume_for_key, (0, part, seqlen, score_mod, channel, smem, scratch, dk_sum, dropout_scale)),
+                (consume_for_key, (1, part, seqlen, score_mod, channel, smem, scratch, dk_sum, dropout_scale)),
+                (_producer, (part, seqlen, by_keys, counter_ptr, channel, smem, scratch, sources)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, WARP_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume_for_value, (0, part, seqlen, score_mod, channel, smem, dv_sum, dropout_scale)),
+                (consume_for_value, (1, part, seqlen, score_mod, channel, smem, dv_sum, dropout_scale)),
+                (_producer, (part, seqlen, by_keys, counter_ptr + 1, channel, smem, scratch, sources)),
+                (finisher, (0, 2, part, seqlen, by_queries, smem, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
+                (finisher, (1, 2, part, seqlen, by_queries, smem, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
+            ],
+            [4, 1, 1, 1],
+            [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS],
+        )
+
+
+SCRATCH_BYTES = 256 << 20
+"""Of the scratch in which dQ grows. Heads for which it would be larger are computed by launch after launch."""
+
+
+def prepare_backward(
+    problem: Problem,
+    inputs: Inputs,
+    config: GluonBackwardConfig,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Wanted,
+) -> Backward:
+    """The backward of calls whose tensors lie as these do, as a function of inputs, out, lse and their gradients: those
+    gradients of queries, keys and values that are `wanted`."""
+    assert not any(wanted[3:]), "why_not has said so"
+    layout = _Layout.of(problem, inputs, out, lse, grad_out, grad_lse)
+    before = Prepass.of(problem, inputs)
+    launches: list[tuple[Launch, list[Launch]]] = []
+    for some, programs in layout.shares:
+        of_rows = bind_rows(problem, inputs, some, *layout.saved, layout.rows, *layout.workspace, -programs)
+        parts = [_bind(problem, inputs, config, part, some, before, layout, programs) for part in config.parts]
+        launches.append((of_rows, parts))
+    return _Backward(layout, before, launches, wanted)
+
+
+class _Layout(NamedTuple):
+    """Samples of what a backward reads and writes besides its inputs, and how its heads are shared out."""
+
+    saved: tuple[Tensor, Tensor, Tensor, Tensor | None]  # out, lse and their gradients, as kernels read them
+    copies: tuple[bool, bool]  # whether out and its gradient are copied to lie so
+    rows: Rows
+    workspace: tuple[Tensor, Tensor, Tensor]  # in which dQ grows, its counts, the counter of tiles
+    grads: list[Any]  # samples of dq, dk and dv
+    shares: list[tuple[range, int]]  # KV heads of all batch entries that are computed together, by how many programs
+
+    @classmethod
+    def of(
+        cls, problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> "_Layout":
+        copies = not addressable(out), not addressable(grad_out)
+        saved = (
+            sample(out.shape, out.dtype) if copies[0] else out,
+            lse,
+            sample(grad_out.shape, grad_out.dtype) if copies[1] else grad_out,
+            grad_lse,
+        )
+        rows = Rows.samples(problem, inputs.query)
+        lines = problem.batch * problem.kv_heads
+        at_once, numbers = lines, rows.lse.numel() * tile_widths(problem)[0]
+        if not problem.packed:
+            of_line = numbers // lines
+            at_once = min(lines, max(1, SCRATCH_BYTES // (4 * of_line)))
+            numbers = at_once * of_line
+        counts = sample((numbers // CHUNK.value**2,), torch.int32)
+        workspace = sample((numbers,), torch.float32), counts, sample((2,), torch.int32)
+        dtype = torch.float32 if problem.partial else problem.dtype
+        shares = []
+        for first in range(0, lines, at_once):
+            some = range(first, min(first + at_once, lines))
+            shares.append((some, min(problem.processors, len(some) * -(-problem.k_len // (2 * KEYS.value)))))
+        return cls(saved, copies, rows, workspace, [sample(t.shape, dtype) for t in inputs[:3]], shares)
+
+
+class _Backward:
+    def __init__(
+        self,
+        layout: _Layout,
+        before: Prepass,
+        launches: list[tuple[Launch, list[Launch]]],
+        wanted: Wanted,
+    ) -> None:
+        self._before, self._launches, self._wanted = before, launches, wanted
+        self._copies, self._grads = layout.copies, layout.grads
+        self._scratch = ScratchMemory.of(*layout.rows, *layout.workspace)
+        self._all = [launch for of_rows, parts in launches for launch in (of_rows, *parts)]
+
+    def __call__(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        if self._copies[0]:  # contiguous() would leave one as it is that starts off 16 bytes
+            out = out.clone(memory_format=torch.contiguous_format)
+        if self._copies[1]:
+            grad_out = grad_out.clone(memory_format=torch.contiguous_format)
+        query, cu_q = inputs.query, inputs.cu_seqlens_q
+        is_compiled = all([launch.is_compiled for launch in self._all])  # noqa: C419
+        if cu_q is not None:  # rows that belong to no sequence are written by no program
+            dq, dk, dv = [grad.filled(query, 0.0, is_compiled) for grad in self._grads]
+        else:
+            dq, dk, dv = [grad.empty(query) for grad in self._grads]
+        computed = self._before.run(inputs)
+        memory, pieces = self._scratch.allocate(query, is_compiled)
+        for of_rows, parts in self._launches:
+            of_rows(out, grad_out, lse, grad_lse, cu_q, *pieces)
+            for launch in parts:
+                launch(*inputs, *computed, grad_out, *pieces, dq, dk, dv)
+        del memory  # all that reads it is queued
+        wanted = self._wanted
+        return Gradients(dq if wanted.query else None, dk if wanted.key else None, dv if wanted.value else None)
+
+    def resized(self, problem: Problem, inputs: Inputs, config: GluonBackwardConfig, *saved: Any) -> Backward | None:
+        """The same backward of tensors of other lengths; None where other kernels compute it."""
+        if self._before.steps or len(self._launches) > 1:
+            return None
+        layout = _Layout.of(problem, inputs, *saved)
+        if len(layout.shares) > 1:
+            return None
+        (some, programs), (of_rows, parts) = layout.shares[0], self._launches[0]
+        grid, sizes = rows_sizes(problem, inputs, some, *layout.saved, layout.rows, -programs)
+        resized_rows = of_rows.resized(grid, sizes)
+        sizes = _sizes(problem, inputs, config, some, layout)
+        resized = [launch.resized(programs, sizes) for launch in parts]
+        if resized_rows is None or None in resized:
+            return None
+        found = [(resized_rows, [launch for launch in resized if launch is not None])]
+        return _Backward(layout, self._before, found, self._wanted)
+
+
+def _sizes(
+    problem: Problem, inputs: Inputs, config: GluonBackwardConfig, lines: range, layout: _Layout
+) -> dict[str, Any]:
+    """The kernel's arguments that depend on lengths."""
+    query, key, value = inputs[:3]
+    _, dk, dv = layout.grads
+    dim, value_dim = tile_widths(problem)
+    tile, rows = 2 * KEYS.value, layout.rows
+    row_values = elements_descriptor(rows.lse.numel(), config.block_m)
+    return {
+        "q_desc": rows_descriptor(query, config.block_m, dim),
+        "k_desc": rows_descriptor(key, tile, dim),
+        "v_desc": rows_descriptor(value, tile, value_dim),
+        "do_desc": rows_descriptor(layout.saved[2], config.block_m, value_dim),
+        "dk_desc": rows_descriptor(key if problem.partial else dk, KEYS.value, dim),  # fp32 is written without
+        "dv_desc": rows_descriptor(value if problem.partial else dv, KEYS.value, value_dim),
+        "lse_desc": row_values,
+        "delta_desc": row_values,
+        "scratch_desc": chunks_descriptor(layout.workspace[0].numel(), CHUNK.value),
+        "batch_heads": len(lines),
+        "tiles_n": -(-problem.k_len // tile),
+        "group_n": _lines_in_cache(problem, len(lines)),
+        "blocks_m": -(-problem.q_len // config.block_m),
+        "q_len": problem.q_len,
+        "k_len": problem.k_len,
+        "offset": problem.q_start - problem.k_start,
+        "left": min(problem.left, FAR),
+        "right": min(problem.right, FAR),
+        "q_rows": query.shape[-3],
+        "k_rows": key.shape[-3],
+        "rows": rows.lse.shape[-1],
+        "first_batch_head": lines.start,
+        "skipped": lines.start * problem.group * rows.lse.shape[-1],
+        "HAS_LEFT": problem.left != UNBOUNDED,
+        "HAS_RIGHT": problem.right != UNBOUNDED,
+        "HAS_PARTIAL_BLOCKS": has_edges(problem),
+        "LOADS_MASKED_ROWS": problem.packed or loads_masked_kv(problem) or has_idle_queries(problem),
+    }
+
+
+def _bind(
+    problem: Problem,
+    inputs: Inputs,
+    config: GluonBackwardConfig,
+    part: tuple[str, int, int, int],
+    lines: range,
+    before: Prepass,
+    layout: _Layout,
+    programs: int,
+) -> Launch:
+    """The kernel as a function of inputs, of what is computed before, of grad_out, the pieces of scratch memory, dq, dk
+    and dv. Where there is no tensor, the counter stands in for it, unread."""
+    slopes, _, _, cu_q, cu_k = inputs[5:]
+    _, _, row_words, col_words = before.samples
+    (dq, dk, dv), (scratch, counts, counter) = layout.grads, layout.workspace
+    packed = problem.packed
+    what, slots, consumer_registers, warp_registers = part
+    return _kernel.bind(
+        programs,
+        (*inputs, *before.samples, layout.saved[2], *layout.rows, *layout.workspace, dq, dk, dv),
+        {"num_warps": 4},
+        described={
+            "q_desc": inputs.query,
+            "k_desc": inputs.key,
+            "v_desc": inputs.value,
+            "do_desc": layout.saved[2],
+            "dk_desc": inputs.key if problem.partial else dk,
+            "dv_desc": inputs.value if problem.partial else dv,
+            "lse_desc": layout.rows.lse,
+            "delta_desc": layout.rows.delta,
+            "scratch_desc": scratch,
+        },
+        **_sizes(problem, inputs, config, lines, layout),
+        dq_ptr=dq,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        scratch_ptr=scratch,
+        counts_ptr=counts,
+        counter_ptr=counter,
+        slopes_ptr=counter if slopes is None else slopes,
+        row_words_ptr=counter if row_words is None else row_words,
+        col_words_ptr=counter if col_words is None else col_words,
+        cu_q_ptr=counter if cu_q is None else cu_q,
+        cu_k_ptr=counter if cu_k is None else cu_k,
+        kv_heads=problem.kv_heads,
+        group=problem.group,
+        stride_ab=slope_stride(slopes),
+        **named("stride_rb stride_rh", line_strides(row_words, packed)),
+        **named("stride_cb stride_ch", line_strides(col_words, packed)),
+        dropout_threshold=int(problem.dropout_p * 2**32),
+        scale=scale_of(problem),
+        softcap=problem.softcap,
+        dropout_scale=1.0 / (1.0 - problem.dropout_p),
+        D=problem.head_dim,
+        DV=problem.value_dim,
+        PART=what,
+        SLOTS=slots,
+        PLACES=config.places,
+        HALVES=config.halves,
+        PEEL=config.peel,
+        ORDERED=problem.deterministic,
+        HAS_ALIBI=slopes is not None,
+        HAS_SOFTCAP=problem.softcap != 0.0,
+        HAS_DROPOUT=problem.dropout_p != 0.0,
+        IS_PACKED=packed,
+        SCALE_LATE=scales_late(problem),
+        TANH=tanh(problem),
+        CONSUMER_REGISTERS=consumer_registers,
+        WARP_REGISTERS=warp_registers,
+    )
+
+
+def _lines_in_cache(problem: Problem, lines: int) -> int:
+    """KV heads (of all batch entries) that are worked on together, in groups of about the same size."""
+    if problem.right == UNBOUNDED:
+        # In one order, key tiles of a head that run at the same time wait for each other: fewer of them do.
+        tiles_n = -(-problem.k_len // (2 * KEYS.value))
+        together = (256 if problem.head_dim <= 64 else 128) // tiles_n if problem.deterministic else 1
+        return min(max(together, 1), lines)
+    wide = max(problem.head_dim, problem.value_dim) > 128
+    cached = (16 if problem.q_len > 1024 else 8) << (21 if wide else 20)  # the best of 8, 16 and 32 MB
+    size = problem.q_len * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize * problem.group
+    fitting = max(1, cached // max(1, size))
+    return even_group(lines, fitting)
+
+
+_kernel = Kernel(_backward_kernel, **COMPILE_OPTIONS)

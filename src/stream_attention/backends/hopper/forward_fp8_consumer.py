@@ -1,0 +1,443 @@
+"""What a consumer warpgroup of forward_fp8_sm90.py does, and the numbers of FP8 that it works with."""
+
+# No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...base.fp8_layout import BLOCK as ROWS_OF_A_BLOCK
+from ...base.fp8_layout import SHIFT as SHIFT_OF_WEIGHTS
+from .pipeline import pass_turn, take_turn
+from .tiles import LN2, log2, mask_scores, opaque, row_sums
+from .tuning import ROWS as ROWS_OF_A_WARPGROUP
+from .versions import aggregate, barrier
+
+ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
+BLOCK = gl.constexpr(ROWS_OF_A_BLOCK)
+SHIFT = gl.constexpr(SHIFT_OF_WEIGHTS)
+NO_KEY_MAX = gl.constexpr(-3e38)  # the top of a row that has seen no key
+RECOMPUTE = gl.constexpr(1 << 28)  # what a message adds to the number of a tile that is computed again
+
+
+@aggregate
+class Fp8Scales:
+    """Where the scales are, and how the products P V are added up."""
+
+    query_scales: gl.tensor
+    query_scales_of_head: gl.tensor  # how many
+    scales: gl.tensor  # of a block's keys and of its values, as one word of 64 bits
+    blocks_of_head: gl.tensor
+    factor: gl.tensor  # of the softmax, in log2 units
+    TWO_LEVEL: gl.constexpr  # GluonFp8Config has the words
+    APART: gl.constexpr
+    PARTS: gl.constexpr
+    LAZY: gl.constexpr
+    SUMS_FIRST: gl.constexpr
+
+    @gluon.jit
+    def of_queries(self, head, row):
+        """What products of 64 queries from `row` on are multiplied with. Behind the last one there is some number."""
+        place = gl.minimum(row // ROWS, self.query_scales_of_head - 1)
+        return gl.load(self.query_scales + head * self.query_scales_of_head + place) * self.factor
+
+    @gluon.jit
+    def of_keys(self, head, row):
+        """(the scale of keys, the bits of that of values) of the block from `row` on."""
+        word = gl.load(self.scales + head * self.blocks_of_head + row // BLOCK)
+        return word.to(gl.int32).to(gl.float32, bitcast=True), (word >> 32).to(gl.int32)
+
+
+@gluon.jit
+def first_row(seqlen, batch, first, rows):
+    """Where the codes of a sequence begin: `fp8_layout.first_block`."""
+    if seqlen.IS_PACKED:
+        return (first // BLOCK + batch) * BLOCK
+    else:
+        return batch * ((rows + (BLOCK - 1)) // BLOCK * BLOCK)
+
+
+# A tile is lost where a sum of weights is infinite. A consumer says so by a bit of the program's word in global memory,
+# before it lets go of the tile's queries. The producer waits for that in any case, before it loads others into their
+# place; then it looks, and has the tile computed again. Three tiles at most are on their way, so four bits tell them
+# apart; the rest of the word counts tiles that were lost, for tests.
+
+
+@gluon.jit
+def bit(tile_iter):
+    """That of the `tile_iter`-th tile of a program."""
+    return 1 << (tile_iter % 4)
+
+
+@gluon.jit
+def _report_overflow(word, tile_iter, total, exist, recompute):
+    """Consumer: whether a tile is lost, by rows that exist: others may be of the next sequence. One that was computed
+    again is not lost; where it has such sums, inputs had them."""
+    overflowed = (total == float("inf")) & exist & (recompute == 0)
+    none = gl.zeros_like(total).to(gl.int32)
+    gl.atomic_or(word + none, none + bit(tile_iter), mask=overflowed, sem="relaxed")
+
+
+@gluon.jit
+def overflowed_tiles(word):
+    """Producer: the bits. The answer is on its way until `of_lane_0` reads it."""
+    return gl.load(word, volatile=True)
+
+
+@gluon.jit
+def _runs(tile):
+    """Columns of S as four tiles, of columns that a lane has and that follow each other in `ORDER`. Nothing moves."""
+    R: gl.constexpr = tile.shape[0]
+    N: gl.constexpr = tile.shape[1]
+    ordered = tile.reshape([R, N // 32, 2, 2, 4, 2]).permute([0, 1, 2, 4, 3, 5])  # a b q e -> a q b e
+    even, odd = gl.split(ordered.reshape([R, N // 4, 2, 2]))
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    return x0, x1, x2, x3
+
+
+@gluon.jit
+def _row_max(s, BLOCK_D: gl.constexpr):
+    """The largest of each row. By fours three of four comparisons wait for no other, where a chain waits for each:
+    x1.02. At D 64, where three warpgroups have enough else to do, x0.90-0.995."""
+    if BLOCK_D == 64:
+        return gl.max(s, 1)
+    else:
+        x0, x1, x2, x3 = _runs(s)
+        largest = gl.max(gl.maximum(gl.maximum(x0, x1), gl.maximum(x2, x3)), 1)
+        return gl.convert_layout(largest, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def _pack_e4m3(p):
+    """Weights as words of four e4m3 codes."""
+    w0, w1, w2, w3 = _runs(p)
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
+        "mov.b32 $0, {lo, hi}; }",
+        "=r,r,r,r,r",
+        [w0, w1, w2, w3],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _unpack_e4m3(p_packed, LAYOUT: gl.constexpr):
+    """The words as an operand; no instruction is left of it."""
+    R: gl.constexpr = p_packed.shape[0]
+    N: gl.constexpr = p_packed.shape[1] * 4
+    b0 = p_packed.to(gl.int8)
+    b1 = (p_packed >> 8).to(gl.int8)
+    b2 = (p_packed >> 16).to(gl.int8)
+    b3 = (p_packed >> 24).to(gl.int8)
+    fp8 = gl.join(gl.join(b0, b2), gl.join(b1, b3)).reshape([R, N]).to(gl.float8e4nv, bitcast=True)
+    return gl.convert_layout(fp8, LAYOUT, assert_trivial=True)
+
+
+# Tops are integers, and what is done to them goes by the adders: the unit of exponentials, which also rounds and
+# converts, is the busiest. A number beside 1.5 * 2**23 has no place for bits behind the point, and its last bits are
+# those of an integer.
+
+
+@gluon.jit
+def _up(x):
+    """An integer, as a float, that is not smaller: the next one for |x| up to 2**22."""
+    asm: gl.constexpr = "{ .reg .f32 a; add.rp.f32 a, $1, 0f4B400000; sub.rn.f32 $0, a, 0f4B400000; }"
+    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _two_to(x):
+    """2**x of an integer of at most 0; 0 below -126."""
+    beside = gl.maximum(x, -127.0) + (12582912.0 + 127.0)
+    return (beside.to(gl.int32, bitcast=True) << 23).to(gl.float32, bitcast=True)
+
+
+# Whether a weight may be too large is for a warp to say. Gluon has branches by scalars only, and makes one of a tile
+# through shared memory; so the vote is left in a register of PTX's own, and read from it.
+
+
+@gluon.jit
+def declare_vote():
+    asm: gl.constexpr = ".reg .pred too_large; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _too_large(sums):
+    """Whether this warp has a sum, and so perhaps a weight, of more than 448, the largest number of e4m3."""
+    asm: gl.constexpr = (
+        "{ .reg .pred p; .reg .f32 a, b; max.f32 a, $1, $2; max.f32 b, $3, $4; max.f32 a, a, b; "
+        "setp.gt.f32 p, a, 0f43E00000; vote.sync.any.pred too_large, p, -1; mov.b32 $0, 0; }"
+    )
+    gl.inline_asm_elementwise(asm, "=r,r,r,r,r", [sums], dtype=gl.int8, is_pure=False, pack=4)  # four sums to a lane
+    said: gl.constexpr = "selp.b32 $0, 1, 0, too_large;"
+    return gl.inline_asm_elementwise(said, "=r", [], dtype=gl.int32, is_pure=False, pack=1) != 0
+
+
+@gluon.jit
+def _raise_max(row_max, sums):
+    """A top beside which no sum is 2**SHIFT or more, and what weights shrink by: (top, shrink)."""
+    largest = gl.convert_layout(gl.max(sums, 1), row_max.type.layout, assert_trivial=True)
+    raised = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) - (127 + SHIFT - 1), 0)  # by the exponent
+    return row_max + raised.to(gl.float32), ((127 - raised) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _broadcast_rows(tile, x):
+    """Numbers of rows beside the columns of a tile."""
+    return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _issue_values(fp8, p_operand, v, acc, part: gl.constexpr):
+    """Begin the product of weights and a part of the columns of V."""
+    WIDTH: gl.constexpr = v.shape[0] // fp8.PARTS
+    columns = v.slice(part * WIDTH, WIDTH, 0).permute((1, 0))
+    if fp8.TWO_LEVEL:
+        LAYOUT: gl.constexpr = acc[part].type.layout
+        nothing = gl.zeros((ROWS, WIDTH), gl.float32, LAYOUT)
+        return warpgroup_mma(p_operand, columns, nothing, use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(p_operand, columns, acc[part], use_acc=True, is_async=True)
+
+
+@gluon.jit
+def _add_values(fp8, p_operand, v, acc, issued, pending, rescale):
+    """Accumulate P V part by part; the product of the first part has been issued. With two levels the accumulator is
+    multiplied by `pending` before the product is added in fp32, else the sum is multiplied by `rescale`."""
+    sums = ()
+    for part in gl.static_range(fp8.PARTS):
+        product = warpgroup_mma_wait(0, deps=(issued,))
+        if part + 1 < fp8.PARTS:
+            issued = _issue_values(fp8, p_operand, v, acc, part + 1)
+        if fp8.TWO_LEVEL:
+            added = acc[part] * _broadcast_rows(product, pending) + product
+        else:
+            added = product * _broadcast_rows(product, rescale)
+        sums = sums + (added,)  # type: ignore[assignment]
+    return sums
+
+
+@gluon.jit
+def _finished(parts):
+    """Sums that are finished at this point. Else the assembler adds at the end of the loop: faster at D 128, not 64."""
+    sums = ()
+    for part in gl.static_range(len(parts)):
+        sums = sums + (opaque(parts[part]),)  # type: ignore[assignment]
+    return sums
+
+
+@gluon.jit
+def _wait_written():
+    """Until what this warpgroup copied to global memory is there: it is about to be written again."""
+    asm: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, counter, queries, keys, values, staging):
+    """Compute 64 rows of every tile."""
+    TILE_ROWS: gl.constexpr = config.WARPGROUPS * ROWS
+    AFTER: gl.constexpr = (WARPGROUP + 1) % config.WARPGROUPS
+    BLOCK_N: gl.constexpr = keys.tiles.shape[2]
+    BLOCK_D: gl.constexpr = keys.tiles.shape[3]
+    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    WIDTH: gl.constexpr = BLOCK_D // fp8.PARTS
+    O_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    P_TILE: gl.constexpr = gl.DotOperandLayout(0, O_TILE, 4)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
+
+    no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
+    rows = gl.arange(0, ROWS, S_ROWS)
+    if config.IN_TURN:
+        if WARPGROUP == 0:
+            pass_turn(0)
+    word = counter + (1 + gl.program_id(0))
+    kv_iter = 0
+    tile_iter = 0
+    m, batch, head, q_first, q_len, k_first, k_len = channel.receive(0)
+    while m >= 0:
+        # Where am I.
+        recompute = m // RECOMPUTE
+        m = m % RECOMPUTE
+        first = m * TILE_ROWS
+        offset = seqlen.offset_of(q_len, k_len)
+        low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), k_len, offset, BLOCK_N)
+        r0 = first + WARPGROUP * ROWS
+        skipped_blocks = k_len * 0  # blocks that other warpgroups see and this one does not
+        if seqlen.HAS_RIGHT:
+            _, own_high = seqlen.blocks(r0, r0 + (ROWS - 1), k_len, offset, BLOCK_N)
+            skipped_blocks = gl.maximum(high - own_high, 0)
+        blocks = high - low - skipped_blocks
+        limit = gl.full([ROWS], 0, gl.int32, S_ROWS) + k_len
+        safe_limit = k_len
+        if seqlen.HAS_RIGHT:
+            limit = gl.minimum(limit, (r0 + offset + seqlen.right + 1) + rows)
+            safe_limit = gl.minimum(k_len, r0 + offset + seqlen.right + 1)
+        floor = limit
+        safe_floor = k_len
+        if seqlen.HAS_LEFT:
+            floor = (r0 + offset - seqlen.left) + rows
+            safe_floor = r0 + (ROWS - 1) + offset - seqlen.left
+        kv_head = head // seqlen.group
+        begin = first_row(seqlen, batch, k_first, k_len)
+        q_factor = fp8.of_queries(head, first_row(seqlen, batch, q_first, q_len) + r0)
+        start = (high - 1 - skipped_blocks) * BLOCK_N
+        k_scale, unit = fp8.of_keys(kv_head, begin + start)
+
+        # The first block: no older sums, and no product P V beside it.
+        for x in range(skipped_blocks):
+            keys.wait_full(kv_iter + x)
+            keys.release(kv_iter + x)
+        queries.wait_full(tile_iter)
+        q = queries.tiles.index((tile_iter % queries.SLOTS) * config.WARPGROUPS + WARPGROUP).reshape([ROWS, BLOCK_D])
+        keys.wait_full(kv_iter + skipped_blocks)
+        k = keys.tiles.index((kv_iter + skipped_blocks) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
+        s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        keys.release(kv_iter + skipped_blocks)
+        is_partial = start + BLOCK_N > safe_limit
+        if seqlen.HAS_LEFT:
+            is_partial = is_partial | (start < safe_floor)
+        if is_partial:
+            s = mask_scores(s, start + columns, floor, limit, seqlen.HAS_LEFT)
+        factor = q_factor * k_scale
+        row_max = gl.maximum(_up(_row_max(s, BLOCK_D) * factor), NO_KEY_MAX)
+        p = gl.exp2(s * factor - (row_max - SHIFT)[:, None])
+        row_sum = row_sums(p)
+        if not fp8.APART:
+            keys.wait_full(kv_iter + skipped_blocks + 1, pred=blocks > 1)
+        for x in range(skipped_blocks):
+            values.wait_full(kv_iter + x)
+            values.release(kv_iter + x)
+            if config.IN_TURN:
+                take_turn(WARPGROUP)
+                pass_turn(AFTER)
+        kv_iter += skipped_blocks
+        acc = ()
+        for _ in gl.static_range(fp8.PARTS):
+            acc = acc + (gl.zeros((ROWS, WIDTH), gl.float32, O_TILE),)  # type: ignore[assignment]
+        p_packed = _pack_e4m3(p)
+        next_scale, next_unit = fp8.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
+
+        # Stream.
+        pending = gl.zeros((ROWS,), gl.float32, S_ROWS)  # two levels: what the sums are still to be multiplied with
+        for j in range(1, blocks):
+            k = keys.tiles.index((kv_iter + 1) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
+            v = values.tiles.index(kv_iter % values.SLOTS).reshape([BLOCK_D, BLOCK_N])
+            factor = q_factor * next_scale
+            ratio = unit.to(gl.float32, bitcast=True) * (0x7F000000 - next_unit).to(gl.float32, bitcast=True)
+            unit = next_unit
+            careful = (recompute != 0) | (start >= safe_limit)  # or else a row may have seen no key yet
+            start -= BLOCK_N
+            next_scale, next_unit = fp8.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
+            if config.IN_TURN:
+                take_turn(WARPGROUP)
+            if fp8.APART:
+                values.wait_full(kv_iter)
+                p_operand = _unpack_e4m3(p_packed, P_TILE)
+                acc = _add_values(fp8, p_operand, v, acc, _issue_values(fp8, p_operand, v, acc, 0), pending, pending)
+                values.release(kv_iter)
+                keys.wait_full(kv_iter + 1)  # not earlier: ptxas then frees the sums' registers before S needs them
+                s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                if config.IN_TURN:
+                    pass_turn(AFTER)
+                s = warpgroup_mma_wait(0, deps=(s,))
+            else:
+                s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                values.wait_full(kv_iter)
+                p_operand = _unpack_e4m3(p_packed, P_TILE)
+                issued = _issue_values(fp8, p_operand, v, acc, 0)
+                if config.IN_TURN:
+                    pass_turn(AFTER)
+                s = warpgroup_mma_wait(1, deps=(s_issued,))
+            keys.release(kv_iter + 1)
+            if seqlen.MASKS_BEYOND_FIRST_BLOCK:
+                is_partial = start + BLOCK_N > safe_limit
+                if seqlen.HAS_LEFT:
+                    is_partial = is_partial | (start < safe_floor)
+                if fp8.APART:  # noqa: SIM114 - in every block: a branch would spill what it does not touch
+                    s = mask_scores(s, start + columns, floor, limit, seqlen.HAS_LEFT)
+                elif is_partial:
+                    s = mask_scores(s, start + columns, floor, limit, seqlen.HAS_LEFT)
+            rescale = gl.full((ROWS,), 1.0, gl.float32, S_ROWS)
+            if not fp8.LAZY or careful:
+                new_max = gl.maximum(row_max, _up(_row_max(s, BLOCK_D) * factor))
+                rescale = _two_to(row_max - new_max)
+                row_sum = row_sum * _broadcast_rows(row_sum, rescale)
+                row_max = new_max
+            if not fp8.APART:
+                keys.wait_full(kv_iter + 2, pred=j + 1 < blocks)
+                acc = _add_values(fp8, p_operand, v, acc, issued, pending, rescale * ratio)
+                values.release(kv_iter)
+                if fp8.SUMS_FIRST:
+                    acc = _finished(acc)
+            p = gl.exp2(s * factor - (row_max - SHIFT)[:, None])
+            sums = row_sums(p)
+            p_packed = _pack_e4m3(p)
+            if fp8.LAZY:
+                if _too_large(sums):
+                    row_max, rescale_again = _raise_max(row_max, sums)
+                    p_packed = _pack_e4m3(p * rescale_again[:, None])
+                    sums = sums * _broadcast_rows(sums, rescale_again)
+                    row_sum = row_sum * _broadcast_rows(row_sum, rescale_again)
+                    rescale = rescale * rescale_again
+            row_sum = row_sum + sums
+            pending = rescale * ratio
+            kv_iter += 1
+
+        # The last product, and where the next tile is while it runs.
+        values.wait_full(kv_iter)
+        v = values.tiles.index(kv_iter % values.SLOTS).reshape([BLOCK_D, BLOCK_N])
+        p_operand = _unpack_e4m3(p_packed, P_TILE)
+        issued = _issue_values(fp8, p_operand, v, acc, 0)
+        total = gl.convert_layout(gl.sum(row_sum, 1), S_ROWS, assert_trivial=True)
+        if fp8.LAZY:
+            _report_overflow(word, tile_iter, total, r0 + rows < q_len, recompute)
+            barrier()
+        queries.release(tile_iter)
+        next_m, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = channel.receive(tile_iter + 1)
+        acc = _add_values(fp8, p_operand, v, acc, issued, pending, pending * 0.0 + 1.0)
+        values.release(kv_iter)
+        kv_iter += 1
+
+        # Finish.
+        visible = total != 0  # a NaN is seen
+        inverse = unit.to(gl.float32, bitcast=True) / gl.where(visible, total, 1.0)
+        entry = batch
+        if seqlen.IS_PACKED:
+            entry = batch * 0
+        lse = gl.where(visible, (row_max + (log2(total) - SHIFT)) * LN2, -float("inf"))
+        lse_row = epilogue.lse + entry.to(gl.int64) * epilogue.stride_lb + head.to(gl.int64) * epilogue.stride_lh
+        gl.store(lse_row + (q_first + r0) + rows, lse, mask=r0 + rows < q_len)
+        tma.store_wait(pendings=0)  # of the tile before, long since drained
+        if fp8.LAZY:
+            if recompute != 0:
+                _wait_written()
+        for part in gl.static_range(fp8.PARTS):
+            out = acc[part] * _broadcast_rows(acc[part], inverse)
+            place = staging.index(WARPGROUP * fp8.PARTS + part)
+            if seqlen.IS_PACKED:
+                if r0 + ROWS <= q_len:
+                    epilogue.store_by_tma(out, place, entry, q_first + r0, head, part * WIDTH)
+                else:
+                    epilogue.store_from_registers(out, entry, q_first + r0, head, q_len - r0, part * WIDTH)
+            else:
+                epilogue.store_by_tma(out, place, entry, r0, head, part * WIDTH)
+        tile_iter += 1
+        m = next_m
+        batch = next_batch
+        head = next_head
+        q_first = next_q
+        q_len = next_q_len
+        k_first = next_k
+        k_len = next_k_len
+    tma.store_wait(pendings=0)

@@ -1,0 +1,380 @@
+"""The streaming forward in FP8 for Hopper (sm_90), in Gluon: twice the rate of products, from e4m3 codes.
+
+What is computed is backends/reference/fp8.py; how codes lie in memory, base/fp8_layout.py. Roles, rings, overlap and
+the order of tiles are those of forward_sm90.py, which explains them. Different here:
+
+- Scales. A block of keys has a scale; scores of a block are multiplied with it, the query's and the softmax's in the
+  one instruction that takes the top off. The sums o are kept in units of the scale of the values that were added last,
+  so a new block costs one multiplication of the factor that they are rescaled with anyway.
+- Tops. Weights are 2**(score - top + SHIFT), scores in log2 units, and a row's top need not be its maximum: it is there
+  to keep weights within what e4m3 can hold. It is an integer, so that rescaling by it rounds nothing, and it is lazy
+  (at D 64 and 128): a block is weighed beside the top of the blocks before, without a look at its maximum. The sums of
+  16 weights, which are computed anyway, say whether that was too low; if so each row of the warp raises its top by the
+  exponent of its largest sum and divides its weights by the same power of two. Maxima are taken in a first block, and
+  until all rows have seen a key. Where weights were too large even for fp32, 2**120 above the top or 2**116 for 16 of
+  them, the sum is infinite, and the whole tile is computed again, with maxima.
+- Two levels. The FP8 matrix units keep about 14 bits of a sum. So the product P V of a block begins at zero, and is
+  added to o in fp32, by the instruction that rescales o.
+- Weights. A lane has pairs of columns of S in its registers, and needs runs of four of P. Which columns a sum goes
+  over first does not matter, so the lane takes what it has, and V lies in that order (`ORDER`). From one iteration to
+  the next weights go as words of four codes: a tile of bytes the compiler would take apart and put together again.
+
+Hidden keys need no care beyond their scores: values that do not exist, or that no query sees, are codes of 0.
+Grid: one program per processor, or fewer. Parity with the reference: tests/backends/hopper/test_forward_fp8_gpu.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...base.fp8_layout import KeyCodes, QueryCodes
+from ...base.problem import UNBOUNDED, Problem, distinct
+from ...gpu.arguments import FAR, UNIT, line_strides, named, row_strides
+from ...gpu.launch import Descriptor, Kernel, Launch
+from ...gpu.scratch import Outputs, Sample
+from .forward_fp8_consumer import RECOMPUTE, Fp8Scales, bit, consume, declare_vote, first_row, overflowed_tiles
+from .fp8_tuning import GluonFp8Config
+from .launch import even_group, jit, rows_descriptor
+from .parameters import Epilogue, SeqlenInfo, WarpgroupConfig
+from .pipeline import make_ring
+from .scheduler import TileScheduler, fetch_next, make_channel, of_lane_0, resolve
+from .tiles import LOG2E
+from .tuning import ROWS as ROWS_OF_A_WARPGROUP
+from .tuning import masks_beyond_first_block
+from .versions import COMPILE_OPTIONS, tma_load
+
+ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
+
+
+@gluon.jit
+def _load(ring, desc, kv_iter, head, row, column):
+    """Fill a slot, as soon as it is empty."""
+    ring.wait_empty(kv_iter)
+    barrier = ring.expect(kv_iter, desc.block_type.nbytes)
+    tma_load(desc, [head, row, column], barrier, ring.tiles.index(kv_iter % ring.SLOTS))
+
+
+@gluon.jit
+def _producer(config, seqlen, fp8, scheduler, counter, channel, queries, keys, values, q_desc, k_desc, v_desc):
+    """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ..."""
+    TILE_ROWS: gl.constexpr = config.WARPGROUPS * ROWS
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
+    AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
+    kv_iter = 0
+    tile_iter = 0
+    tile = gl.program_id(0)
+    zero = tile * 0
+    word = counter + (1 + tile)
+    gl.static_assert(queries.SLOTS <= 2, "three tiles on their way have a name and a bit each, four have not")
+    # Each is computed for itself: names that are bound to one tensor before a loop are one variable in it.
+    recompute = tile * 0  # or RECOMPUTE
+    looked_at = tile * 0  # tiles of which it is known whether they are lost
+    next_tile = tile * 1  # what was drawn
+    last = tile * 1  # the tiles that were loaded last
+    second_last = tile * 1
+    third_last = tile * 1
+    while tile < scheduler.tiles:
+        batch_head, m = scheduler.place(tile)
+        batch, head, q_first, q_len, k_first, k_len = seqlen.sequences(batch_head)
+        first = m * TILE_ROWS
+        pending_tile = tile
+        overflowed = zero
+        if first < q_len:
+            channel.send(tile_iter, m + recompute, batch, head, q_first, q_len, k_first, k_len)
+            kv_head = head // seqlen.group
+            low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), k_len, seqlen.offset_of(q_len, k_len), BLOCK_N)
+            blocks = high - low
+            begin = first_row(seqlen, batch, k_first, k_len)
+            row = begin + (high - 1) * BLOCK_N  # of the last block
+            _load(keys, k_desc, kv_iter, kv_head, row, 0)
+            queries.wait_empty(tile_iter)  # so all tiles before this one but `SLOTS` - 1 are done
+            if fp8.LAZY:
+                overflowed = overflowed_tiles(word)
+            landing = queries.expect(tile_iter, config.WARPGROUPS * q_desc.block_type.nbytes)
+            slot = (tile_iter % queries.SLOTS) * config.WARPGROUPS
+            q_row = first_row(seqlen, batch, q_first, q_len) + first
+            for w in gl.static_range(config.WARPGROUPS):
+                tma_load(q_desc, [head, q_row + w * ROWS, 0], landing, queries.tiles.index(slot + w))
+            near_end = gl.maximum(blocks - AHEAD, 1)
+            for j in range(1, near_end):
+                _load(keys, k_desc, kv_iter + j, kv_head, row - j * BLOCK_N, 0)
+                _load(values, v_desc, kv_iter + j - 1, kv_head, 0, row - (j - 1) * BLOCK_N)
+            if recompute == 0:
+                pending_tile = fetch_next(counter)
+            for j in range(near_end, blocks):
+                _load(keys, k_desc, kv_iter + j, kv_head, row - j * BLOCK_N, 0)
+                _load(values, v_desc, kv_iter + j - 1, kv_head, 0, row - (j - 1) * BLOCK_N)
+            _load(values, v_desc, kv_iter + blocks - 1, kv_head, 0, begin + low * BLOCK_N)
+            kv_iter += blocks
+            tile_iter += 1
+            third_last = second_last
+            second_last = last
+            last = tile
+            overflowed = of_lane_0(overflowed)
+        else:  # a sequence of the pack that is shorter
+            pending_tile = fetch_next(counter)
+        if recompute == 0:
+            next_tile = resolve(pending_tile)
+        tile = next_tile
+        recompute = zero
+        if fp8.LAZY:
+            done = tile_iter - queries.SLOTS
+            if tile >= scheduler.tiles:  # nothing else is left to do: wait for all of them
+                queries.wait_empty(tile_iter - 1 + queries.SLOTS)
+                overflowed = of_lane_0(overflowed_tiles(word))
+                done = tile_iter
+            for _ in gl.static_range(queries.SLOTS + 1):
+                if (looked_at < done) & (recompute == 0):
+                    if (overflowed & bit(looked_at)) != 0:
+                        gl.atomic_add(word, 16 - bit(looked_at), sem="relaxed")
+                        older = gl.where(looked_at == tile_iter - 2, second_last, third_last)
+                        tile = gl.where(looked_at == tile_iter - 1, last, older)
+                        recompute = zero + RECOMPUTE
+                    looked_at += 1
+    channel.send(tile_iter, zero - 1, zero, zero, zero, zero, zero, zero)
+
+
+@jit
+def _forward_fp8_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    out_ptr,
+    lse_ptr,
+    query_scales_ptr,
+    scales_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    count_ptr,
+    batch_heads: gl.int32,
+    tiles_m: gl.int32,
+    head_group: gl.int32,
+    tiles: gl.int32,
+    q_heads: gl.int32,
+    group: gl.int32,
+    q_len: gl.int32,
+    k_len: gl.int32,
+    offset: gl.int32,
+    left: gl.int32,
+    right: gl.int32,
+    q_rows: gl.int32,
+    k_rows: gl.int32,
+    query_scales_of_head: gl.int32,
+    blocks_of_head: gl.int32,
+    stride_ob: gl.int64,
+    stride_om: gl.int64,
+    stride_oh: gl.int64,
+    stride_lb: gl.int64,
+    stride_lh: gl.int64,
+    scale,
+    D: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    Q_SLOTS: gl.constexpr,
+    K_SLOTS: gl.constexpr,
+    V_SLOTS: gl.constexpr,
+    IN_TURN: gl.constexpr,
+    TWO_LEVEL: gl.constexpr,
+    APART: gl.constexpr,
+    PARTS: gl.constexpr,
+    LAZY: gl.constexpr,
+    SUMS_FIRST: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    IS_PACKED: gl.constexpr,
+    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    queries = make_ring(q_desc, Q_SLOTS, WARPGROUPS, WARPGROUPS)
+    keys = make_ring(k_desc, K_SLOTS, 1, WARPGROUPS)
+    values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
+    staging = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS * PARTS] + o_desc.block_type.shape, o_desc.layout)
+    channel = make_channel(WARPGROUPS)
+    gl.static_assert(TWO_LEVEL or not LAZY, "sums in the matrix units are rescaled before weights are known")
+    if LAZY:
+        declare_vote()
+    config = WarpgroupConfig(WARPGROUPS, IN_TURN, False, False)
+    scheduler = TileScheduler(batch_heads, tiles_m, head_group, tiles)
+    seqlen = SeqlenInfo(
+        q_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows,
+        HAS_LEFT, HAS_RIGHT, IS_PACKED, MASKS_BEYOND_FIRST_BLOCK, False,
+    )  # fmt: skip
+    fp8 = Fp8Scales(
+        query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E,
+        TWO_LEVEL, APART, PARTS, LAZY, SUMS_FIRST,
+    )  # fmt: skip
+    epilogue = Epilogue(
+        o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, batch_heads, lse_ptr, scale,
+        D, False, True, False,
+    )  # fmt: skip
+    # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
+                (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
+                (
+                    _producer,
+                    (config, seqlen, fp8, scheduler, count_ptr, channel, queries, keys, values, q_desc, k_desc, v_desc),
+                ),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
+                (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
+                (consume, (2, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
+                (
+                    _producer,
+                    (config, seqlen, fp8, scheduler, count_ptr, channel, queries, keys, values, q_desc, k_desc, v_desc),
+                ),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+def prepare_fp8(
+    problem: Problem,
+    queries: QueryCodes,
+    keys: KeyCodes,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    config: GluonFp8Config,
+    device: torch.device | None = None,
+) -> tuple[Launch, Callable[..., tuple[Tensor, Tensor]]]:
+    """The kernel, and the forward of codes that lie as these do: a function of codes (of queries, keys and values, then
+    scales of queries and keys), cu_seqlens, and a tensor on their device, which returns out `[B, Tq, Hq, D]` and lse
+    `[B, Hq, Tq]`; packed: `[Nq, Hq, D]` and `[Hq, Nq]`."""
+    # From which the launch draws its tiles, and a word for each of its programs.
+    words: Any = Sample((1 + problem.processors,), torch.int32)
+    outputs = Outputs.of(problem, queries.rows)
+    out, lse = outputs.samples()
+    launch = bind_fp8(problem, queries, keys, cu_seqlens_q, cu_seqlens_k, config, out, lse, words, device)
+
+    def run(*codes_and_ends: Any) -> tuple[Tensor, Tensor]:
+        *given, like = codes_and_ends
+        if isinstance(given[4], Tensor):
+            given[4] = given[4].view(torch.int64)  # the scales of a block's keys and values, as one word
+        out, lse = outputs.allocate(like, launch.is_compiled)
+        counter = words.filled(like, 0.0, launch.is_compiled)
+        launch(*given, out, lse, counter)
+        return out, lse
+
+    return launch, run
+
+
+def forward_fp8(
+    problem: Problem,
+    queries: QueryCodes,
+    keys: KeyCodes,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    config: GluonFp8Config,
+) -> tuple[Tensor, Tensor]:
+    """What `prepare_fp8` prepares, at once."""
+    if problem.empty:
+        return Outputs.of(problem, queries.rows).allocate(queries.scales)
+    ends = cu_seqlens_q, cu_seqlens_k
+    codes = queries.query, keys.key, keys.value, queries.scales, keys.scales
+    _, run = prepare_fp8(problem, queries, keys, *ends, config)
+    return run(*codes, *ends, queries.scales)
+
+
+def bind_fp8(
+    problem: Problem,
+    queries: QueryCodes,
+    keys: KeyCodes,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    config: GluonFp8Config,
+    out: Tensor,
+    lse: Tensor,
+    counter: Tensor,
+    device: torch.device | None = None,
+) -> Launch:
+    """The kernel as a function of query, key and value codes, scales of queries and keys, cu_seqlens, out, lse and the
+    counter of tiles. Where there is no tensor, the LSE stands in for it, unread."""
+    dim, packed = problem.head_dim, problem.packed
+    lines, tiles_m = problem.batch * problem.q_heads, -(-problem.q_len // (config.warpgroups * ROWS.value))
+    tiles = lines * tiles_m
+    scales = keys.scales.view(torch.int64)
+    cu_seqlens_q, cu_seqlens_k = distinct(cu_seqlens_q, cu_seqlens_k)
+    return _kernel.bind(
+        min(problem.processors, tiles),
+        (queries.query, keys.key, keys.value, queries.scales, scales, cu_seqlens_q, cu_seqlens_k, out, lse, counter),
+        {"num_warps": 4},
+        device,
+        described={"q_desc": queries.query, "k_desc": keys.key, "v_desc": keys.value, "o_desc": out},
+        q_desc=_codes_descriptor(queries.query, ROWS.value, dim),
+        k_desc=_codes_descriptor(keys.key, config.block_n, dim),
+        v_desc=_codes_descriptor(keys.value, dim, config.block_n),
+        o_desc=rows_descriptor(out, ROWS.value, dim // config.parts),
+        out_ptr=out,
+        lse_ptr=lse,
+        query_scales_ptr=queries.scales,
+        scales_ptr=scales,
+        cu_q_ptr=lse if cu_seqlens_q is None else cu_seqlens_q,
+        cu_k_ptr=lse if cu_seqlens_k is None else cu_seqlens_k,
+        count_ptr=counter,
+        batch_heads=lines,
+        tiles_m=tiles_m,
+        head_group=_lines_in_cache(problem, lines),
+        tiles=tiles,
+        q_heads=problem.q_heads,
+        group=problem.group,
+        q_len=problem.q_len,
+        k_len=problem.k_len,
+        offset=problem.q_start - problem.k_start,
+        left=min(problem.left, FAR),
+        right=min(problem.right, FAR),
+        q_rows=queries.rows,
+        k_rows=keys.rows,
+        query_scales_of_head=queries.scales.shape[1],
+        blocks_of_head=keys.scales.shape[1],
+        **named("stride_ob stride_om stride_oh", row_strides(out, packed, UNIT)),
+        **named("stride_lb stride_lh", line_strides(lse, packed)),
+        scale=problem.scale,
+        D=dim,
+        WARPGROUPS=config.warpgroups,
+        Q_SLOTS=config.q_slots,
+        K_SLOTS=config.k_slots,
+        V_SLOTS=config.v_slots,
+        IN_TURN=config.in_turn,
+        TWO_LEVEL=config.two_level,
+        APART=config.apart,
+        PARTS=config.parts,
+        LAZY=config.lazy,
+        SUMS_FIRST=config.sums_first,
+        HAS_LEFT=problem.left != UNBOUNDED,
+        HAS_RIGHT=problem.right != UNBOUNDED,
+        IS_PACKED=packed,
+        MASKS_BEYOND_FIRST_BLOCK=masks_beyond_first_block(problem, config.block_n),
+        CONSUMER_REGISTERS=config.consumer_registers,
+        PRODUCER_REGISTERS=config.producer_registers,
+    )
+
+
+def _codes_descriptor(t: Tensor, rows: int, columns: int) -> Descriptor:
+    """How TMA reads tiles of codes of one head."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns), element_bitwidth=8, rank=3)
+    return Descriptor(t.dtype, tuple(t.shape), t.stride(), (1, rows, columns), layout)
+
+
+def _lines_in_cache(problem: Problem, lines: int) -> int:
+    """Heads (of all batch entries) that are worked on together, in groups of about the same size."""
+    if problem.right == UNBOUNDED:
+        return 1
+    size = problem.k_len * 2 * problem.head_dim
+    return even_group(lines, max(1, (32 << 20) // max(1, size)) * problem.group)
+
+
+_kernel = Kernel(_forward_fp8_kernel, **COMPILE_OPTIONS)

@@ -1,0 +1,446 @@
+"""The streaming forward for Hopper (sm_90), in Gluon: what its Triton twin computes, with the machine made explicit.
+
+For a tile of queries, with running max m, sum l and accumulator o (scores in log2 units):
+
+    m' = max(m, max_j s_j)      l' = l 2^(m - m') + sum_j 2^(s_j - m')      o' = o 2^(m - m') + sum_j 2^(s_j - m') v_j
+
+Explicit here, and left to the compiler in backends/triton/forward.py:
+
+- Roles. One producer warp copies tiles of Q, K and V into rings of shared memory by TMA (pipeline.py); two or three
+  consumer warpgroups of 64 query rows each compute. The producer gives its registers to them.
+- Overlap. A consumer issues the product Q K of one block, then the product P V of the block before, and takes the
+  maxima of the first while the second runs. Its exponentials run beside the products of the other consumers: taken
+  after the wait for P V, the assembler mixes the rescaling and the conversion of the weights in between, which else
+  follow them and leave the matrix units idle (docs/performance.md: 3-6 %).
+- Edges. Blocks go from the right to the left, so that those that are cut by the causal edge or the end of the keys come
+  first. Where that is one block, as in causal calls of aligned lengths, the loop over the others has no code for edges.
+- Tile scheduler. A program stays on its processor and takes tile after tile (scheduler.py).
+- What is hidden. TMA reads rows that do not exist as zeros, per batch entry. Rows of V that exist and that no query
+  sees (in a pack those of the next sequence, else those outside every window) are cleared by the consumers, as their
+  weight of 0 times NaN would be NaN.
+
+Grid: one program per processor, or fewer. Reads Q, K, V through 4-D descriptors [B, T, H, D] with their own strides;
+writes O through one, or from registers (fp32 states, the ends of packed sequences), and the LSE. A state may be joined
+to that of other keys where it lies: the producer copies that into shared memory while the tile is computed, and the sum
+leaves from there while the next one is. So a shard of a ring costs no pass over its rows.
+Not here: mask and bias, strided positions, few queries against many keys: the Triton kernel has them (`why_not`).
+Parity with the reference: tests/backends/hopper/test_forward_gpu.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...base.problem import UNBOUNDED, Forward, Inputs, Problem
+from ...gpu.arguments import FAR, UNIT, line_strides, named, row_strides, sample, scale_of, slope_stride, tanh
+from ...gpu.launch import Kernel, Launch
+from ...gpu.prepass import Prepass
+from ...gpu.scratch import Outputs, Sample
+from .forward_consumer import consume
+from .launch import even_group, jit, rows_descriptor, scales_late
+from .parameters import Epilogue, ScoreMod, SeqlenInfo, WarpgroupConfig
+from .pipeline import load_rows, make_ring
+from .scheduler import TileScheduler, fetch_next, make_channel, resolve
+from .tuning import ROWS as ROWS_OF_A_WARPGROUP
+from .tuning import GluonConfig, joining, loads_masked_kv, masks_beyond_first_block, tile_widths
+from .versions import COMPILE_OPTIONS, as_tile_of, tma_load
+
+ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
+
+JOINED_WIDTH = 128
+"""Columns of values up to which a tile and the state that it joins fit into registers together."""
+
+
+@gluon.jit
+def _load_pairs(first, last, k_iter, v_iter, keys, values, k_desc, v_desc, entry, row, kv_head):
+    """Blocks `first` to before `last` of K, and of V those before them; `row` is that of block 0."""
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
+    for j in range(first, last):
+        load_rows(keys, k_desc, k_iter + j, entry, row - j * BLOCK_N, kv_head)
+        load_rows(values, v_desc, v_iter + j - 1, entry, row - (j - 1) * BLOCK_N, kv_head)
+
+
+@gluon.jit
+def _producer(
+    config, seqlen, epilogue, scheduler, counter, channel, queries, keys, values, states, q_desc, k_desc, v_desc
+):
+    """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ...
+
+    States that are joined come in the middle of a tile, when everybody is done with those of the tile before and nobody
+    waits for them. One that takes a slot of keys comes behind the last of them.
+    """
+    TILE_ROWS: gl.constexpr = config.WARPGROUPS * ROWS
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
+    BORROWED: gl.constexpr = epilogue.borrowed(config.WARPGROUPS)
+    SKIPPED: gl.constexpr = (TILE_ROWS - ROWS + BLOCK_N - 1) // BLOCK_N  # blocks of a tile that not all see, at most
+    AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
+    kv_iter = 0  # slots of K and V filled so far
+    tile_iter = 0  # tiles
+    tile = gl.program_id(0)
+    while tile < scheduler.tiles:
+        batch_head, m = scheduler.place(tile)
+        batch, head, q_first, q_len, k_first, k_len = seqlen.sequences(batch_head)
+        first = m * TILE_ROWS
+        pending_tile = tile
+        if first < q_len:
+            channel.send(tile_iter, m, batch, head, q_first, q_len, k_first, k_len)
+            kv_head = head // seqlen.group
+            entry = batch
+            if seqlen.IS_PACKED:
+                entry = batch * 0
+            offset = seqlen.offset_of(q_len, k_len)
+            low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), k_len, offset, BLOCK_N)
+            blocks = high - low
+            row = k_first + (high - 1) * BLOCK_N  # of the last block
+            k_iter = kv_iter + tile_iter * BORROWED
+            load_rows(keys, k_desc, k_iter, entry, row, kv_head)
+            queries.wait_empty(tile_iter)
+            landing = queries.expect(tile_iter, config.WARPGROUPS * q_desc.block_type.nbytes)
+            slot = (tile_iter % queries.SLOTS) * config.WARPGROUPS
+            for w in gl.static_range(config.WARPGROUPS):
+                tma_load(q_desc, [entry, q_first + first + w * ROWS, head, 0], landing, queries.tiles.index(slot + w))
+            near_end = gl.maximum(blocks - AHEAD, 1)
+            loaded = 1
+            if epilogue.STATES > 0:
+                # Not before the keys that a consumer waits for until it lets go of the state of the tile before.
+                middle = gl.minimum(gl.maximum(blocks // 2, SKIPPED + 1), blocks)
+                near_end = gl.maximum(near_end, middle)
+                _load_pairs(1, middle, k_iter, kv_iter, keys, values, k_desc, v_desc, entry, row, kv_head)
+                states.wait_empty(tile_iter)
+                landing = states.expect(tile_iter, epilogue.STATES * epilogue.o_desc.block_type.nbytes)
+                for w in gl.static_range(epilogue.STATES):
+                    tma_load(epilogue.o_desc, [entry, first + w * ROWS, head, 0], landing, states.tiles.index(w))
+                loaded = middle
+            _load_pairs(loaded, near_end, k_iter, kv_iter, keys, values, k_desc, v_desc, entry, row, kv_head)
+            pending_tile = fetch_next(counter)
+            _load_pairs(near_end, blocks, k_iter, kv_iter, keys, values, k_desc, v_desc, entry, row, kv_head)
+            if BORROWED > 0:
+                keys.wait_empty(k_iter + blocks)
+                landing = keys.expect(k_iter + blocks, epilogue.o_desc.block_type.nbytes)
+                place = as_tile_of(epilogue.o_desc, keys.tiles.index((k_iter + blocks) % keys.SLOTS))
+                tma_load(epilogue.o_desc, [entry, first + epilogue.STATES * ROWS, head, 0], landing, place)
+            load_rows(values, v_desc, kv_iter + blocks - 1, entry, k_first + low * BLOCK_N, kv_head)
+            kv_iter += blocks
+            tile_iter += 1
+        else:  # a sequence of the pack that is shorter
+            pending_tile = fetch_next(counter)
+        tile = resolve(pending_tile)
+    zero = kv_iter * 0
+    channel.send(tile_iter, zero - 1, zero, zero, zero, zero, zero, zero)
+
+
+@jit
+def _forward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    out_ptr,
+    lse_ptr,
+    sink_ptr,
+    slopes_ptr,
+    row_words_ptr,
+    col_words_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    counter_ptr,
+    write_lse: gl.int32,
+    batch_heads: gl.int32,
+    tiles_m: gl.int32,
+    head_group: gl.int32,
+    tiles: gl.int32,
+    q_heads: gl.int32,
+    group: gl.int32,
+    q_len: gl.int32,
+    k_len: gl.int32,
+    offset: gl.int32,
+    left: gl.int32,
+    right: gl.int32,
+    q_rows: gl.int32,
+    k_rows: gl.int32,
+    stride_ob: gl.int64,
+    stride_om: gl.int64,
+    stride_oh: gl.int64,
+    stride_lb: gl.int64,
+    stride_lh: gl.int64,
+    stride_ab: gl.int64,
+    stride_rb: gl.int64,
+    stride_rh: gl.int64,
+    stride_cb: gl.int64,
+    stride_ch: gl.int64,
+    threshold: gl.uint32,
+    scale,
+    softcap,
+    dropout_scale,
+    DV: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    Q_SLOTS: gl.constexpr,
+    K_SLOTS: gl.constexpr,
+    V_SLOTS: gl.constexpr,
+    BY_TMA: gl.constexpr,
+    IN_TURN: gl.constexpr,
+    RESCALE_LATE: gl.constexpr,
+    KEYS_FIRST: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    HAS_ALIBI: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_DROPOUT: gl.constexpr,
+    IS_PACKED: gl.constexpr,
+    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr,
+    LOADS_MASKED_KV: gl.constexpr,
+    SCALE_LATE: gl.constexpr,
+    TANH: gl.constexpr,
+    STATES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    queries = make_ring(q_desc, Q_SLOTS, WARPGROUPS, WARPGROUPS)
+    keys = make_ring(k_desc, K_SLOTS, 1, WARPGROUPS)
+    values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
+    states = queries
+    if STATES > 0:
+        states = make_ring(o_desc, 1, STATES, STATES)
+    channel = make_channel(WARPGROUPS)
+    config = WarpgroupConfig(WARPGROUPS, IN_TURN, RESCALE_LATE, KEYS_FIRST)
+    scheduler = TileScheduler(batch_heads, tiles_m, head_group, tiles)
+    counter = counter_ptr
+    seqlen = SeqlenInfo(
+        q_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows,
+        HAS_LEFT, HAS_RIGHT, IS_PACKED, MASKS_BEYOND_FIRST_BLOCK, LOADS_MASKED_KV,
+    )  # fmt: skip
+    score_mod = ScoreMod(
+        scale, softcap, slopes_ptr, stride_ab, row_words_ptr, stride_rb, stride_rh, col_words_ptr, stride_cb, stride_ch,
+        threshold, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, TANH, SCALE_LATE,
+    )  # fmt: skip
+    epilogue = Epilogue(
+        o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, write_lse, sink_ptr,
+        dropout_scale, DV, HAS_SINK, BY_TMA, STATES,
+    )  # fmt: skip
+    # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
+                (consume, (1, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
+                (
+                    _producer,
+                    (
+                        config,
+                        seqlen,
+                        epilogue,
+                        scheduler,
+                        counter,
+                        channel,
+                        queries,
+                        keys,
+                        values,
+                        states,
+                        q_desc,
+                        k_desc,
+                        v_desc,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
+                (consume, (1, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
+                (consume, (2, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
+                (
+                    _producer,
+                    (
+                        config,
+                        seqlen,
+                        epilogue,
+                        scheduler,
+                        counter,
+                        channel,
+                        queries,
+                        keys,
+                        values,
+                        states,
+                        q_desc,
+                        k_desc,
+                        v_desc,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+def prepare(problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward:
+    """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs: `(out, lse)`."""
+    outputs = Outputs.of(problem, inputs.query.shape[-3])
+    before = Prepass.of(problem, inputs)
+    return _Forward(outputs, before, _bind(problem, inputs, config, before, *outputs.samples()))
+
+
+_COUNTER = Sample((1,), torch.int32)
+
+
+class _Forward:
+    def __init__(self, outputs: Outputs, before: Prepass, launch: Launch) -> None:
+        self._outputs, self._before, self._launch = outputs, before, launch
+        self._without_lse: Launch | None = None
+
+    def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        outputs, launch, query = self._outputs, self._launch, inputs.query
+        is_compiled, computed = launch.is_compiled, self._before.run(inputs)
+        counter = _COUNTER.filled(query, 0.0, is_compiled)  # may be freed once the launch is queued
+        if with_lse or not is_compiled:
+            out, lse = outputs.allocate(query, is_compiled)
+            launch(*inputs, *computed, out, lse, counter)
+            return out, lse
+        if self._without_lse is None:
+            self._without_lse = launch.replaced(write_lse=0)
+        out = outputs.allocate_out(query, is_compiled)
+        self._without_lse(*inputs, *computed, out, 0, counter)
+        return out, None
+
+    def resized(self, problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward | None:
+        """The same call on tensors of other lengths; None where another kernel computes it."""
+        if self._before.steps:
+            return None
+        outputs = Outputs.of(problem, inputs.query.shape[-3])
+        grid, sizes = _sizes(problem, inputs, config, outputs.samples()[0], config.by_tma)
+        launch = self._launch.resized(grid, sizes | outputs.strides(problem.packed))
+        return None if launch is None else _Forward(outputs, self._before, launch)
+
+
+def forward_into(
+    problem: Problem, inputs: Inputs, config: GluonConfig, out: Tensor, lse: Tensor, resumes: bool
+) -> bool:
+    """Write a partial problem's state where `out [B, Tq, Hq, Dv]` and `lse [B, Hq, Tq]` lie, fp32, rows of larger
+    tensors, or merge it into the state of other keys that is there; False if that is not possible, and nothing done."""
+    if problem.empty or (resumes and tile_widths(problem)[1] > JOINED_WIDTH):
+        return False
+    config, states = joining(problem, config) if resumes else (config, 0)
+    before = Prepass.of(problem, inputs)
+    counter = lse.new_zeros(1, dtype=torch.int32)
+    launch = _bind(problem, inputs, config, before, out, lse, states)
+    launch(*inputs, *before.run(inputs), out, lse, counter)
+    return True
+
+
+def _sizes(
+    problem: Problem, inputs: Inputs, config: GluonConfig, out: Tensor, by_tma: bool
+) -> tuple[int, dict[str, Any]]:
+    """The grid and the arguments that depend on lengths, but for strides of results."""
+    query, key, value = inputs[:3]
+    dim, value_dim = tile_widths(problem)
+    lines, tiles_m = problem.batch * problem.q_heads, -(-problem.q_len // (config.warpgroups * ROWS.value))
+    tiles = lines * tiles_m
+    q_desc = rows_descriptor(query, ROWS.value, dim)
+    return min(problem.processors, tiles), {
+        "q_desc": q_desc,
+        "o_desc": rows_descriptor(out, ROWS.value, value_dim) if by_tma else q_desc,
+        "k_desc": rows_descriptor(key, config.block_n, dim),
+        "v_desc": rows_descriptor(value, config.block_n, value_dim),
+        "batch_heads": lines,
+        "tiles_m": tiles_m,
+        "head_group": _lines_in_cache(problem, lines),
+        "tiles": tiles,
+        "q_len": problem.q_len,
+        "k_len": problem.k_len,
+        "offset": problem.q_start - problem.k_start,
+        "left": min(problem.left, FAR),
+        "right": min(problem.right, FAR),
+        "q_rows": query.shape[-3],
+        "k_rows": key.shape[-3],
+        "HAS_LEFT": problem.left != UNBOUNDED,
+        "HAS_RIGHT": problem.right != UNBOUNDED,
+        "MASKS_BEYOND_FIRST_BLOCK": masks_beyond_first_block(problem, config.block_n),
+        "LOADS_MASKED_KV": problem.packed or loads_masked_kv(problem),
+    }
+
+
+def _bind(
+    problem: Problem,
+    inputs: Inputs,
+    config: GluonConfig,
+    before: Prepass,
+    out: Tensor,
+    lse: Tensor,
+    states: int = 0,
+) -> Launch:
+    """The kernel as a function of inputs, of what is computed before, of results and a counter of tiles, which is 0.
+
+    Where there is no tensor, the LSE stands in for it, unread."""
+    slopes, sink, _, cu_q, cu_k = inputs[5:]
+    _, _, row_words, col_words = before.samples
+    packed = problem.packed
+    counter = sample((1,), torch.int32)
+    by_tma = config.by_tma or states > 0
+    grid, sizes = _sizes(problem, inputs, config, out, by_tma)
+    query, key, value = inputs[:3]
+    return _kernel.bind(
+        grid,
+        (*inputs, *before.samples, out, lse, counter),
+        {"num_warps": 4},
+        described={"q_desc": query, "k_desc": key, "v_desc": value, "o_desc": out if by_tma else query},
+        **sizes,
+        out_ptr=out,
+        lse_ptr=lse,
+        sink_ptr=lse if sink is None else sink,
+        slopes_ptr=lse if slopes is None else slopes,
+        row_words_ptr=lse if row_words is None else row_words,
+        col_words_ptr=lse if col_words is None else col_words,
+        cu_q_ptr=lse if cu_q is None else cu_q,
+        cu_k_ptr=lse if cu_k is None else cu_k,
+        counter_ptr=counter,
+        write_lse=1,
+        q_heads=problem.q_heads,
+        group=problem.group,
+        **named("stride_ob stride_om stride_oh", row_strides(out, packed, UNIT)),
+        **named("stride_lb stride_lh", line_strides(lse, packed)),
+        stride_ab=slope_stride(slopes),
+        **named("stride_rb stride_rh", line_strides(row_words, packed)),
+        **named("stride_cb stride_ch", line_strides(col_words, packed)),
+        threshold=int(problem.dropout_p * 2**32),
+        scale=scale_of(problem),
+        softcap=problem.softcap,
+        dropout_scale=1.0 / (1.0 - problem.dropout_p),
+        DV=problem.value_dim,
+        WARPGROUPS=config.warpgroups,
+        Q_SLOTS=config.q_slots,
+        K_SLOTS=config.k_slots,
+        V_SLOTS=config.v_slots,
+        BY_TMA=config.by_tma,
+        IN_TURN=config.in_turn,
+        RESCALE_LATE=config.rescale_late,
+        KEYS_FIRST=config.keys_first,
+        HAS_ALIBI=slopes is not None,
+        HAS_SINK=sink is not None,
+        HAS_SOFTCAP=problem.softcap != 0.0,
+        HAS_DROPOUT=problem.dropout_p != 0.0,
+        IS_PACKED=packed,
+        SCALE_LATE=scales_late(problem),
+        TANH=tanh(problem),
+        STATES=states,
+        CONSUMER_REGISTERS=config.consumer_registers,
+        PRODUCER_REGISTERS=config.producer_registers,
+    )
+
+
+def _lines_in_cache(problem: Problem, lines: int) -> int:
+    """Heads (of all batch entries) that are worked on together, in groups of about the same size."""
+    if problem.right == UNBOUNDED:
+        return 1
+    cached = (16 if problem.k_len <= 1024 else 32) << 20  # 7 % faster than 32 at 512 keys of D 128, slower from 2k on
+    size = problem.k_len * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+    fitting = max(1, cached // max(1, size)) * problem.group
+    return even_group(lines, fitting)
+
+
+_kernel = Kernel(_forward_kernel, **COMPILE_OPTIONS)

@@ -1,0 +1,109 @@
+"""The vocabulary of the Gluon kernels: what is done to a tile, each thing written once. ScoreMod are in log2 units."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def packed_rows(cu_ptr, rows):
+    """First row and length of a packed sequence, held within the pack whatever the offsets say."""
+    first = gl.minimum(gl.maximum(gl.load(cu_ptr).to(gl.int32), 0), rows)
+    last = gl.minimum(gl.maximum(gl.load(cu_ptr + 1).to(gl.int32), first), rows)
+    return first, last - first
+
+
+@gluon.jit
+def tanh(x, TANH: gl.constexpr):
+    """gpu/tiles.py, softcap_scores, has the errors of the two ways."""
+    if TANH == "unit":
+        return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    else:
+        decay = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
+        magnitude = (1.0 - decay) / (1.0 + decay)
+        return gl.where(x < 0, -magnitude, magnitude)
+
+
+@gluon.jit
+def log2(x):
+    """One instruction, as exact as that of exp2."""
+    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def subtract_alibi(scores, slope, distance):
+    """ScoreMod less slope * |i - j|, `distance` being i less the first key of the tile.
+
+    Columns are numbered as 8 a + b. What a lane holds of a row has every a and two b, so that 8 a is a constant of the
+    instruction and nothing is converted to a float in the loop; positions up to 2^24 apart are exact.
+    """
+    ROWS: gl.constexpr = scores.shape[0]
+    COLUMNS: gl.constexpr = scores.shape[1]
+    folded = scores.reshape([ROWS, COLUMNS // 8, 8])
+    layout: gl.constexpr = folded.type.layout
+    of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    a = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    b = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    i = gl.convert_layout(distance.to(gl.float32), of_rows, assert_trivial=True)
+    from_b = i[:, None, None] - b.to(gl.float32)[None, None, :]
+    apart = gl.abs(from_b - (a * 8).to(gl.float32)[None, :, None])
+    less = folded - slope * apart
+    return gl.convert_layout(less.reshape([ROWS, COLUMNS]), scores.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def dropout_keep(row_words, col_words, threshold):
+    """Which elements of a tile dropout keeps, as tiles.dropout_keep."""
+    x = (row_words[:, None] ^ col_words[None, :]).to(gl.uint32, bitcast=True)
+    x = x ^ (x >> 16)
+    x = x * gl.full_like(x, 0x7FEB352D)
+    x = x ^ (x >> 15)
+    x = x * gl.full_like(x, 0x846CA68B)
+    x = x ^ (x >> 16)
+    return x >= threshold
+
+
+@gluon.jit
+def mask_scores(scores, k_pos, floor, limit, HAS_LEFT: gl.constexpr):
+    """-inf where a row does not see a key: keys from `floor` to before `limit` are seen."""
+    visible = k_pos[None, :] < limit[:, None]
+    if HAS_LEFT:
+        visible = visible & (k_pos[None, :] >= floor[:, None])
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def row_sums(p):
+    """Sums of a row as eight partial sums that need no other lane; added up once, at the end."""
+    rows: gl.constexpr = p.shape[0]
+    columns: gl.constexpr = p.shape[1]
+    return gl.sum(p.reshape([rows, columns // 8, 8]), 1)
+
+
+@gluon.jit
+def opaque(x):
+    """`x`, with which nothing is computed before this point of the program."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@gluon.jit
+def clear_masked_values(values, kv_iter, start, floor, limit):
+    """Zero the rows of a block of V that no query sees, where it has any: their weight is 0, but 0 * NaN is NaN.
+
+    Keys from `floor` to before `limit` are seen by some query. Every consumer writes the same, so nobody waits.
+    """
+    BLOCK_N: gl.constexpr = values.tiles.shape[2]
+    BLOCK_DV: gl.constexpr = values.tiles.shape[4]
+    CHUNK: gl.constexpr = 16  # rows at a time, to need few registers
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if (start < floor) | (start + BLOCK_N > limit):
+        values.wait_full(kv_iter)
+        tile = values.tiles.index(kv_iter % values.SLOTS).reshape([BLOCK_N, BLOCK_DV])
+        for chunk in gl.static_range(BLOCK_N // CHUNK):
+            part = tile.slice(chunk * CHUNK, CHUNK, 0)
+            row = start + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+            part.store(gl.where(((row >= floor) & (row < limit))[:, None], part.load(layout), 0.0))
+        fence_async_shared()

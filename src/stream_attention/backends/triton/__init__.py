@@ -1,0 +1,118 @@
+"""The portable GPU kernels in Triton, sm_80 and newer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...base.problem import Problem, Request
+from ...gpu import decode_tuning
+from .. import installed
+from ..base import NO_DECODING, PLAIN, Backend, Reasons, cache_reasons, dims_of, far_positions, fp8_reasons
+from . import fp8_tuning, tuning
+
+
+class Triton(Backend):
+    name = "triton"
+    kernels = ".triton.kernels"
+    decode_kernels = ".triton.decode"
+    fp8_kernels = ".triton.forward_fp8"
+    compiles = True
+    forceable = tuning.FORCEABLE
+    dim_multiple = 8
+
+    def reasons(self, problem: Problem, request: Request) -> Reasons:
+        if problem.cached:
+            return ((True, NO_DECODING),) if request.forced else _decode_reasons(problem)
+        return _fp8_reasons(problem, request) if problem.fp8 else _reasons(problem)
+
+    def why_named_only(self, problem: Problem) -> tuple[str, ...]:
+        if problem.device.type == "cpu":
+            return ('the Triton interpreter is for tests; to use it, pass backend="triton"',)
+        return ()
+
+    def configure(self, problem: Problem, request: Request = PLAIN) -> Any:
+        if problem.cached:
+            return decode_tuning.configure(problem, request.num_splits, request.batch_invariant)
+        if request.forced and not problem.backward:
+            tiles: Any = fp8_tuning.configure if problem.fp8 else tuning.configure_forward
+            return tiles(problem)._replace(**dict(request.forced))
+        return fp8_tuning.configure(problem) if problem.fp8 else tuning.configure(problem)
+
+
+def _on_device(problem: Problem) -> tuple[bool, str]:
+    kind = problem.device.type
+    hint = " (for tests, set TRITON_INTERPRET=1 before importing Triton)" if kind == "cpu" else ""
+    return kind != "cuda" and not installed.interpreting(), f"requires a CUDA device; got {kind}{hint}"
+
+
+def _gpu_reasons(problem: Problem) -> Reasons:
+    """What no Triton kernel supports but those of FP8."""
+    return (
+        _on_device(problem),
+        (
+            problem.device.type == "cuda" and 0 < problem.arch < 80,
+            f"requires compute capability 8.0 or newer; got {problem.arch / 10}",
+        ),
+        (problem.dtype is torch.float64, "does not support float64"),
+    )
+
+
+def _reasons(problem: Problem) -> Reasons:
+    dims = (problem.head_dim, problem.value_dim)
+    return (
+        *_gpu_reasons(problem),
+        far_positions(problem),
+        (any(not 0 < dim <= 256 for dim in dims), f"supports head dims from 1 to 256; got {dims_of(problem)}"),
+        (problem.q_heads == 0, "does not support inputs without heads"),
+    )
+
+
+def _fp8_reasons(problem: Problem, request: Request) -> Reasons:
+    from ...base.fp8_layout import BLOCK
+
+    largest = max((size for field, size in request.forced if field in ("block_m", "block_n")), default=0)
+    return (
+        _on_device(problem),
+        (
+            problem.device.type == "cuda" and problem.arch < 89,
+            f"FP8 requires compute capability 8.9 or newer; got {problem.arch / 10}",
+        ),
+        *fp8_reasons(problem),
+        (largest > BLOCK, f"FP8 supports block_m and block_n up to {BLOCK}; got {largest}"),  # rows of a scale
+    )
+
+
+def _decode_reasons(problem: Problem) -> Reasons:
+    dims = (problem.head_dim, problem.value_dim)
+    return (
+        *_gpu_reasons(problem),
+        (max(dims) > 256, f"supports head dims up to 256; got {dims_of(problem)}"),
+        *cache_reasons(problem),
+        *_quantised_reasons(problem),
+    )
+
+
+def _quantised_reasons(problem: Problem) -> Reasons:
+    """What the kernel for quantised caches does not support."""
+    coding = problem.coding
+    if coding is None:
+        return ()
+    planes = 4 if coding.format == "int4" else 2
+    dims = (problem.value_dim,) if coding.keys_per_channel else (problem.head_dim, problem.value_dim)
+    cut = sorted({dim // planes for dim in dims if dim > coding.group and coding.group % (dim // planes)})
+    return (
+        (
+            coding.format == "fp8" and problem.device.type == "cuda" and 0 < problem.arch < 89,
+            f"an fp8 cache requires compute capability 8.9 or newer; got {problem.arch / 10}",
+        ),
+        (coding.values_per_channel, 'supports only values="token"; got values="channel"'),
+        (coding.group not in (16, 32, 64, 128), f"supports only groups of 16, 32, 64 or 128; got {coding.group}"),
+        (
+            bool(cut),
+            f"per-token scales of {coding.format} require a group that is a multiple of {', '.join(map(str, cut))}, "
+            f"or at least the head dim; got {coding.group}",
+        ),
+        (not coding.in_order, "requires contiguous per-token scales, as quantize_kv returns them"),
+    )

@@ -1,0 +1,301 @@
+"""Few queries against a cache of 16- or 32-bit numbers in Triton, contiguous or paged: parts of the keys side by side.
+
+Grid: one program per (KV head, split of the keys, tile of rows, batch entry), heads first: those of a token lie side by
+side in memory. The rows of a tile are the queries of all heads that share a KV head, so that keys and values are read
+once for all of them. A program streams its keys with the online softmax of forward.py.
+
+A row's length and its pages are read on the device, so nothing here waits for them. Blocks that reach beyond the last
+key read that one again, and nothing that nobody sees: it may be NaN.
+
+Not here: codes of quantised caches (decode_codes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ...base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV
+from ...base.problem import DecodeInputs, Inputs, Problem
+from ...gpu.arguments import UNIT, is_aligned, qkv_strides, tile_width
+from ...gpu.decode_call import DecodeCall, side_by_side
+from ...gpu.decode_tiles import (
+    first_seen,
+    hide_scores,
+    keys_of_split,
+    leave_lse,
+    leave_out,
+    merge_kernel,
+    modify_scores,
+    normalised,
+    wait_for_kernels_ahead,
+)
+from ...gpu.decode_tuning import DecodeConfig, workspace_numbers
+from ...gpu.launch import Kernel, Launch, jit
+from ...gpu.tiles import online_softmax_step
+from .decode_codes import codes_arguments, codes_kernel
+
+
+@jit
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    lengths_ptr,
+    tree_ptr,
+    slopes_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    workspace_ptr,
+    stride_qb: tl.int64,
+    stride_qm: tl.int64,
+    stride_qh: tl.int64,
+    stride_kb: tl.int64,
+    stride_kn: tl.int64,
+    stride_kh: tl.int64,
+    stride_vb: tl.int64,
+    stride_vn: tl.int64,
+    stride_vh: tl.int64,
+    stride_tb: tl.int64,
+    stride_rb: tl.int64,
+    stride_rm: tl.int64,
+    stride_ab: tl.int64,
+    stride_ob: tl.int64,
+    stride_om: tl.int64,
+    stride_oh: tl.int64,
+    stride_od: tl.int64,
+    batch: tl.int32,
+    kv_heads: tl.int32,
+    capacity: tl.int32,
+    pages: tl.int32,
+    q_len: tl.int32,
+    num_splits: tl.int32,
+    split_keys: tl.int32,
+    left: tl.int32,
+    right: tl.int32,
+    scale,
+    softcap,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
+    TANH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    if ALIGNED:
+        stride_qb, stride_qm, stride_qh = stride_qb * 8, stride_qm * 8, stride_qh * 8
+        stride_kb, stride_kn, stride_kh = stride_kb * 8, stride_kn * 8, stride_kh * 8
+        stride_vb, stride_vn, stride_vh = stride_vb * 8, stride_vn * 8, stride_vh * 8
+    if EARLY:
+        wait_for_kernels_ahead()
+    HAS_TREE: tl.constexpr = tree_ptr is not None
+    HAS_ALIBI: tl.constexpr = slopes_ptr is not None
+
+    # Where am I.
+    tiles_r = tl.cdiv(GROUP * q_len, BLOCK_R)
+    pid = tl.program_id(0)
+    kv_head = pid % kv_heads
+    split = pid // kv_heads % num_splits
+    tile_r = pid // kv_heads // num_splits % tiles_r
+    b = (pid // kv_heads // num_splits // tiles_r).to(tl.int64)
+    length = capacity
+    if lengths_ptr is not None:
+        length = tl.minimum(tl.load(lengths_ptr + b), capacity)
+    offs_r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_r = offs_r < GROUP * q_len
+    head, t = kv_head * GROUP + offs_r // q_len, offs_r % q_len
+    down = (length - q_len + t)[:, None]  # where the queries stand
+    offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    q_rows = q_ptr + b * stride_qb + t * stride_qm + head * stride_qh
+
+    first = first_seen(length, q_len, left, HAS_LEFT)
+    begin, end, step = keys_of_split(first, length, split, num_splits, split_keys, BLOCK_N, PAGE == 0)
+    k_ptr += kv_head * stride_kh
+    v_ptr += kv_head * stride_vh
+    if PAGE == 0:
+        k_ptr += b * stride_kb
+        v_ptr += b * stride_vb
+    else:
+        table_ptr += b * stride_tb
+        # A block's pages are looked up an iteration ahead.
+        page = tl.load(table_ptr + tl.maximum(tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1), 0) // PAGE)
+    q = tl.load(q_rows[:, None] + offs_d[None, :], mask=mask_r[:, None] & (offs_d < D)[None, :], other=0.0)
+    slopes = 0.0
+    if HAS_ALIBI:
+        slopes = tl.load(slopes_ptr + b * stride_ab + head, mask=mask_r, other=0.0).to(tl.float32)[:, None]
+    tree_rows = q_rows
+    if HAS_TREE:
+        tree_rows = (tree_ptr + b * stride_rb + t * stride_rm)[:, None]
+
+    row_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    for start in range(begin, end, step):
+        k_pos = start + tl.arange(0, BLOCK_N)
+        inside = k_pos < end
+        token = tl.minimum(k_pos, end - 1)
+        if PAGE == 0:
+            k_rows, v_rows = token * stride_kn, token * stride_vn
+        else:
+            exists = (page >= 0) & (page < pages)
+            place = tl.where(exists, page, 0).to(tl.int64)
+            slot = token % PAGE
+            k_rows = place * stride_kb + slot * stride_kn
+            v_rows = place * stride_vb + slot * stride_vn
+            page = tl.load(table_ptr + tl.minimum(k_pos + step, end - 1) // PAGE)
+        if BLOCK_D == D:
+            k = tl.load(k_ptr + k_rows[:, None] + offs_d[None, :])
+        else:
+            k = tl.load(k_ptr + k_rows[:, None] + offs_d[None, :], mask=(offs_d < D)[None, :], other=0.0)
+        if BLOCK_DV == DV:
+            v = tl.load(v_ptr + v_rows[:, None] + offs_dv[None, :])
+        else:
+            v = tl.load(v_ptr + v_rows[:, None] + offs_dv[None, :], mask=(offs_dv < DV)[None, :], other=0.0)
+        if PRECISION == "ieee" and BLOCK_D > 64:
+            # Sums of 64 products, added up: 256 one after the other are off by more than torch's, which adds in a tree.
+            parts: tl.constexpr = BLOCK_D // 64
+            folded_q = q.reshape(BLOCK_R, parts, 64).permute(1, 0, 2)
+            folded_k = k.reshape(BLOCK_N, parts, 64).permute(1, 2, 0)
+            qk = tl.sum(tl.dot(folded_q, folded_k, input_precision=PRECISION), 0)
+        else:
+            qk = tl.dot(q, k.T, input_precision=PRECISION)
+        across = k_pos[None, :]
+        scores = modify_scores(qk, scale, softcap, slopes, down, across, HAS_SOFTCAP, HAS_ALIBI, TANH)
+        if PAGE != 0:
+            scores = tl.where(exists[None, :], scores, float("nan"))
+        scores = hide_scores(
+            scores, inside[None, :], down, across, left, right, tree_rows, length - q_len, mask_r[:, None],
+            HAS_LEFT, HAS_RIGHT, HAS_TREE,
+        )  # fmt: skip
+        if HAS_TREE:  # a new token that nobody sees may hold anything
+            v = tl.where((tl.max(scores, 0) != float("-inf"))[:, None], v, 0.0)
+        p, rescale, row_max, row_sum = online_softmax_step(scores, 1.0, row_max, row_sum, GUARD=True)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+
+    out, lse = normalised(acc, row_max, row_sum)
+    leave_out(
+        out, lse, 0, DV, out_ptr, sink_ptr, workspace_ptr, stride_ob, stride_om, stride_oh, stride_od,
+        batch, kv_heads, q_len, num_splits, split, b, kv_head, offs_r, GROUP, DV, BLOCK_DV, IS_SPLIT,
+    )  # fmt: skip
+    leave_lse(
+        lse, lse_ptr, sink_ptr, workspace_ptr, kv_heads, q_len, num_splits, split, b, kv_head, offs_r, GROUP, IS_SPLIT
+    )
+
+
+def decode(
+    problem: Problem, inputs: DecodeInputs, config: DecodeConfig, *, computed_by: KernelOf | None = None
+) -> tuple[Tensor, Tensor | None, Repeat | None]:
+    """out `[B, Tq, Hq, Dv]` in the query's dtype; lse `[B, Hq, Tq]`, fp32, if wanted; and the call as a function, if it
+    can be made again at once."""
+    query, cache, tree, slopes, sink, out, return_lse, workspace = inputs
+    batch, q_len, q_heads, _ = query.shape
+    tree, slopes, sink = (side_by_side(t) for t in (tree, slopes, sink))
+    query = query.resolve_neg()
+    given = query
+    if query.stride(-1) != 1 and query.shape[-1] != 1:
+        query = query.contiguous()
+    if out is None:
+        out = query.new_empty(batch, q_len, q_heads, problem.value_dim)
+    lse = query.new_empty(batch, q_heads, q_len, dtype=torch.float32) if return_lse else None
+    if out.numel() == 0:
+        return out, lse, None
+    if config.num_splits == 1:
+        workspace = None
+    elif workspace is None:
+        workspace = query.new_empty(workspace_numbers(problem, config), dtype=torch.float32)
+    asked = side_by_side(cache.lengths), tree, slopes, sink, *problem.window, problem.scale, problem.softcap
+    call = DecodeCall(problem, config, query, *asked, out, lse, workspace)
+    kernel, arguments = (computed_by or kernel_of)(call, cache)
+    launch = kernel.bind_addresses(call.grid, call.options, **arguments)
+    addresses = [arguments[name] for name in kernel.addresses]
+    launch(*addresses)
+    merge = None if workspace is None else call.bind_merge(merge_kernel)
+    if merge is not None:
+        merge(workspace, sink, out, lse)
+    if given is not query or call.lengths is not cache.lengths or tree is not None:
+        return out, lse, None
+    return out, lse, _repeat(call, cache, launch, merge, addresses)
+
+
+KernelOf = Callable[[DecodeCall, KVCache], tuple[Kernel, dict[str, Any]]]
+"""The kernel that computes a call, or its parts, and its arguments by name."""
+
+Repeat = Callable[[Tensor, tuple[int, ...], Tensor, Tensor | None, Tensor | None], None]
+"""Computes a call anew: query, addresses of the cache, out, lse, workspace."""
+
+
+def _repeat(
+    call: DecodeCall, cache: KVCache, launch: Launch, merge: Launch | None, pointers: list[Tensor | None]
+) -> Repeat | None:
+    """A plain call that was computed, as a function of a query, results and a workspace of the same layout, and of the
+    cache's addresses: a `ContiguousKV` may lie elsewhere, of others it keeps those that they had. None where that
+    cannot be: there are slopes or sinks, a table was copied, or the interpreter runs."""
+    table = getattr(cache, "page_table", None)
+    if call.slopes is not None or call.sink is not None or table is not side_by_side(table) or not launch.is_compiled:
+        return None
+    fixed = tuple(None if t is None else t.data_ptr() for t in pointers[1:-3])
+    held = _held_by_rows if isinstance(cache, ContiguousKV) else lambda _: fixed
+
+    def again(
+        query: Tensor, addresses: tuple[int, ...], out: Tensor, lse: Tensor | None, workspace: Tensor | None
+    ) -> None:
+        launch(query, *held(addresses), out, lse, workspace)
+        if merge is not None:
+            merge(workspace, None, out, lse)
+
+    return again
+
+
+def _held_by_rows(addresses: tuple[int, ...]) -> tuple[int | None, ...]:
+    """From k_ptr to sink_ptr, of a `ContiguousKV` in a plain call."""
+    key, value, lengths = addresses
+    return key, value, None, lengths or None, None, None, None
+
+
+def kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
+    if isinstance(cache, QuantizedKV):
+        return codes_kernel, codes_arguments(call, cache)
+    if isinstance(cache, PagedKV):
+        return rows_kernel, row_arguments(call, cache.key_pages, cache.value_pages, side_by_side(cache.page_table))
+    return rows_kernel, row_arguments(call, cache.key, cache.value)
+
+
+def row_arguments(call: DecodeCall, key: Tensor, value: Tensor, table: Tensor | None = None) -> dict[str, Any]:
+    """Arguments of the kernel for keys and values `[B, T, Hkv, D]` or, with a table, `[pages, page, Hkv, D]`."""
+    return {
+        **call.arguments(table),
+        "k_ptr": key,
+        "v_ptr": value,
+        **row_sizes(call, key, value),
+        "BLOCK_D": tile_width(call.problem.head_dim),
+        "PRECISION": "ieee" if call.query.dtype is torch.float32 else "tf32",
+    }
+
+
+def row_sizes(call: DecodeCall, key: Tensor, value: Tensor) -> dict[str, Any]:
+    """Those of `row_arguments` that depend on lengths."""
+    aligned = is_aligned(call.query, key, value)
+    return {
+        **call.sizes(key.shape[0]),
+        **qkv_strides(Inputs(call.query, key, value), False, UNIT if aligned else 1),
+        "ALIGNED": aligned,
+    }
+
+
+rows_kernel = Kernel(_decode_kernel)

@@ -1,0 +1,271 @@
+"""The streaming forward from FP8 codes, in Triton: for GPUs with FP8 matrix units, sm_89 and newer.
+
+What it computes is in reference_fp8.py. For a tile of queries, with the running maximum M, an integer, so that every
+rescaling is by a power of two and rounds nothing (scores x in log2 units):
+
+    x = (q . k) qs ks scale / ln 2        M' = max(M, ceil(max_j x_j))        w_j = 2^(x_j - M' + 8)
+    l' = l 2^(M - M') + sum_j w_j         o' = o 2^(M - M') + vs sum_j e4m3(w_j) v_j
+
+Each block's product with values begins at zero and is added in fp32: matrix units of Ada and Hopper keep 13 bits of a
+sum of FP8 products, which a long row would use up. Rows of K are read in the order in which V has its keys, so that
+columns of scores are already columns of V.
+
+Grid: one program per (batch, head, tile of queries), in one dimension, as in forward.py. Blocks that no row of a tile
+sees are never read; blocks that every row sees whole pay for no mask. Codes are read without asking what exists: rows
+behind a sequence's end have codes of 0, and so have values that no query of the call sees (fp8_layout.py).
+
+Not here: splits of keys, and whatever is more than positions and a scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...base.fp8_layout import BLOCK, QUERY_BLOCK, SHIFT, KeyCodes, QueryCodes
+from ...base.problem import UNBOUNDED, Problem
+from ...gpu.arguments import FAR, scale_of
+from ...gpu.launch import Kernel, Launch, jit
+from ...gpu.scratch import Outputs
+from ...gpu.tiles import LN2, LOG2E, packed_rows
+from .fp8_tuning import TritonFp8Config
+
+ROWS = tl.constexpr(BLOCK)
+QUERY_ROWS = tl.constexpr(QUERY_BLOCK)
+RAISED = tl.constexpr(SHIFT)
+TINY = tl.constexpr(1e-37)
+
+
+@triton.jit
+def place_of_key(column):
+    """Which key of a block stands in a column of V: ORDER of fp8_layout.py, bit by bit."""
+    return (column & ~14) | ((column >> 1) & 6) | ((column & 2) << 2)
+
+
+@triton.jit
+def stepwise_softmax(scores, factor, row_max, row_sum, GUARD: tl.constexpr):
+    """Take a block of scores, times a positive factor per row, into a running softmax whose maximum is an integer.
+
+    Returns p times 2^8, the rescale of older sums, the new row max and the new row sum. GUARD: all keys so far may be
+    masked for a row; its p are 0 then, not NaN.
+    """
+    new_max = tl.maximum(row_max, tl.ceil(tl.max(scores, 1) * factor))
+    finite = tl.where(new_max == float("-inf"), 0.0, new_max) if GUARD else new_max
+    p = tl.exp2(scores * factor[:, None] - (finite - RAISED)[:, None])
+    rescale = tl.exp2(row_max - finite)
+    return p, rescale, new_max, row_sum * rescale + tl.sum(p, 1)
+
+
+@jit
+def _forward_fp8_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_scales_ptr,
+    k_scales_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    out_ptr,
+    lse_ptr,
+    q_blocks: tl.int32,
+    k_blocks: tl.int32,
+    q_len: tl.int32,
+    k_len: tl.int32,
+    q_rows: tl.int32,
+    k_rows: tl.int32,
+    q_heads: tl.int32,
+    left: tl.int32,
+    right: tl.int32,
+    offset: tl.int32,
+    scale,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    SCALE_LATE: tl.constexpr,
+):
+    # Where am I: tile of queries fastest, the longest first where later queries see more keys.
+    tiles_m = tl.cdiv(q_len, BLOCK_M)
+    pid = tl.program_id(0)
+    tile_m = pid % tiles_m
+    if HAS_RIGHT:
+        tile_m = tiles_m - 1 - tile_m
+    head = (pid // tiles_m % q_heads).to(tl.int64)
+    batch = (pid // tiles_m // q_heads).to(tl.int64)
+    kv_head = head // GROUP
+    if IS_PACKED:  # rows of the pack before this sequence; its keys and queries end together
+        q_row, q_len = packed_rows(cu_q_ptr + batch, q_rows)
+        longest = k_len
+        k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
+        q_block, k_block = q_row // ROWS + batch, k_row // ROWS + batch
+        offset = k_len - q_len
+        k_len = tl.minimum(k_len, longest)  # keys behind what the caller called the longest have no codes
+        if tile_m * BLOCK_M >= q_len:
+            return
+        out_ptr += (q_row * q_heads + head) * D
+        lse_ptr += head * q_rows + q_row
+    else:
+        q_block, k_block = batch * tl.cdiv(q_len, ROWS), batch * tl.cdiv(k_len, ROWS)
+        out_ptr += (batch * q_len * q_heads + head) * D
+        lse_ptr += (batch * q_heads + head) * q_len
+    offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_pos = offset + offs_m
+    offs_d = tl.arange(0, D)
+    offs_c = tl.arange(0, BLOCK_N)
+    place = place_of_key(offs_c)
+
+    # Load Q, and what its rows are multiplied with.
+    q_first = (head * q_blocks + q_block) * ROWS
+    q = tl.load(q_ptr + (q_first + offs_m)[:, None] * D + offs_d[None, :])
+    row_factor = tl.load(q_scales_ptr + q_first // QUERY_ROWS + offs_m // QUERY_ROWS) * (scale * LOG2E)
+    k_ptr += (kv_head * k_blocks + k_block) * (ROWS * D)
+    k_offs = place[:, None] * D + offs_d[None, :]
+    v_stride = k_blocks.to(tl.int64) * ROWS
+    v_ptrs = v_ptr + k_block * ROWS + (kv_head * D + offs_d)[:, None] * v_stride + offs_c[None, :]
+    k_scales_ptr += (kv_head * k_blocks + k_block) * 2
+    block_rows = tl.full([], BLOCK_N, tl.int64)
+
+    # Initial state.
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+
+    # Keys [key_lo, key_hi) are seen by some row of the tile, those in [whole_lo, whole_hi) by every row.
+    first_pos = offset + tile_m * BLOCK_M
+    last_pos = offset + tl.minimum(tile_m * BLOCK_M + BLOCK_M, q_len) - 1
+    key_lo, key_hi, whole_lo, whole_hi = 0, k_len, 0, k_len
+    if HAS_LEFT:
+        key_lo, whole_lo = tl.maximum(first_pos - left, 0), tl.maximum(last_pos - left, 0)
+    if HAS_RIGHT:
+        key_hi = tl.minimum(k_len, tl.maximum(last_pos + right + 1, 0))
+        whole_hi = tl.minimum(k_len, tl.maximum(first_pos + right + 1, 0))
+    begin, end = key_lo // BLOCK_N, tl.cdiv(key_hi, BLOCK_N)  # in blocks from here on
+    whole_begin = tl.minimum(tl.maximum(tl.cdiv(whole_lo, BLOCK_N), begin), tl.maximum(end, begin))
+    whole_end = tl.maximum(tl.minimum(whole_hi // BLOCK_N, end), whole_begin)
+
+    # Stream blocks. Phase 0: those the left edge cuts; 1: those seen whole; 2: those the right edge or last key cuts.
+    for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
+        if phase == 0:
+            blocks_begin, blocks_end = begin, whole_begin
+        elif phase == 1:
+            blocks_begin, blocks_end = whole_begin, whole_end
+        else:
+            blocks_begin, blocks_end = whole_end, end
+        for block in tl.range(blocks_begin, blocks_end):
+            first = block * block_rows
+            k = tl.load(k_ptr + first * D + k_offs)
+            scales = k_scales_ptr + first // ROWS * 2
+            scores = tl.dot(q, k.T)  # [BLOCK_M, BLOCK_N]
+            factor = row_factor * tl.load(scales)
+            if SCALE_LATE:
+                factor = tl.maximum(factor, TINY)  # -inf times 0 would be NaN
+            else:
+                scores, factor = scores * factor[:, None], tl.full([BLOCK_M], 1.0, tl.float32)
+            if phase != 1:
+                offs_n = block * BLOCK_N + place
+                visible = (offs_n < k_len)[None, :]
+                if HAS_RIGHT:
+                    visible = visible & (offs_n[None, :] <= (q_pos + right)[:, None])
+                if HAS_LEFT:
+                    visible = visible & (offs_n[None, :] >= (q_pos - left)[:, None])
+                scores = tl.where(visible, scores, float("-inf"))
+            p, rescale, row_max, row_sum = stepwise_softmax(scores, factor, row_max, row_sum, GUARD=phase != 1)
+            v = tl.load(v_ptrs + first)
+            acc = acc * rescale[:, None] + tl.dot(p.to(tl.float8e4nv), v.T) * tl.load(scales + 1)
+
+    # Finish.
+    seen_any = row_sum != 0
+    lse = tl.where(seen_any, (row_max - RAISED + tl.log2(row_sum)) * LN2, float("-inf"))
+    out = acc / tl.where(seen_any, row_sum, 1.0)[:, None]
+
+    # Store.
+    mask_m = offs_m < q_len
+    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * (q_heads * D) + offs_d[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_m[:, None])
+    tl.store(lse_ptr + offs_m, lse, mask=mask_m)
+
+
+def prepare_fp8(
+    problem: Problem,
+    queries: QueryCodes,
+    keys: KeyCodes,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    config: TritonFp8Config,
+    device: torch.device | None = None,
+) -> tuple[Launch, Callable[..., tuple[Tensor, Tensor]]]:
+    """The kernel, and the forward of codes that lie as these do: a function of codes (of queries, keys and values, then
+    scales of queries and keys), cu_seqlens, and a tensor on their device, which returns out `[B, Tq, Hq, D]` and lse
+    `[B, Hq, Tq]`; packed: `[Nq, Hq, D]` and `[Hq, Nq]`."""
+    scale = scale_of(problem)
+    outputs = Outputs.of(problem, queries.rows)
+    out, lse = outputs.samples()
+    launch = _kernel.bind_addresses(
+        -(-problem.q_len // config.block_m) * problem.q_heads * problem.batch,
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        device,
+        q_ptr=queries.query,
+        k_ptr=keys.key,
+        v_ptr=keys.value,
+        q_scales_ptr=queries.scales,
+        k_scales_ptr=keys.scales,
+        cu_q_ptr=cu_seqlens_q,
+        cu_k_ptr=cu_seqlens_k,
+        out_ptr=out,
+        lse_ptr=lse,
+        q_blocks=queries.query.shape[1] // BLOCK,
+        k_blocks=keys.key.shape[1] // BLOCK,
+        q_len=problem.q_len,
+        k_len=problem.k_len,
+        q_rows=queries.rows,
+        k_rows=keys.rows,
+        q_heads=problem.q_heads,
+        left=min(problem.left, FAR),
+        right=min(problem.right, FAR),
+        offset=problem.q_start - problem.k_start,
+        scale=scale,
+        GROUP=problem.group,
+        D=problem.head_dim,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        HAS_LEFT=problem.left != UNBOUNDED,
+        HAS_RIGHT=problem.right != UNBOUNDED,
+        IS_PACKED=problem.packed,
+        SCALE_LATE=scale > 0,
+    )
+
+    def run(*codes_and_ends: Any) -> tuple[Tensor, Tensor]:
+        *given, like = codes_and_ends
+        out, lse = outputs.allocate(like, launch.is_compiled)
+        launch(*given, out, lse)
+        return out, lse
+
+    return launch, run
+
+
+def forward_fp8(
+    problem: Problem,
+    queries: QueryCodes,
+    keys: KeyCodes,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    config: TritonFp8Config,
+) -> tuple[Tensor, Tensor]:
+    """What `prepare_fp8` prepares, at once."""
+    if problem.empty:
+        return Outputs.of(problem, queries.rows).allocate(queries.scales)
+    ends = cu_seqlens_q, cu_seqlens_k
+    codes = queries.query, keys.key, keys.value, queries.scales, keys.scales
+    _, run = prepare_fp8(problem, queries, keys, *ends, config)
+    return run(*codes, *ends, queries.scales)
+
+
+_kernel = Kernel(_forward_fp8_kernel)

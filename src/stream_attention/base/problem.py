@@ -1,0 +1,431 @@
+"""The facts of one attention call, and the tensors it works on.
+
+`Problem` is everything that a plan may depend on but for the `Request`, what the caller asks for: hashable values, so
+plans are cached by them. `Inputs` are the tensors, already in the form kernels read. A kernel is a function of
+(problem, inputs, config).
+
+Legend used everywhere: B batch, Tq/Tk lengths, Hq/Hkv heads, D/Dv head dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from warnings import warn
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import pad
+
+from .device import arch, processors
+
+if TYPE_CHECKING:
+    from .kv_layouts import KVCache
+    from .kv_layouts.quantized_tensor import Coding
+
+AUTO = "auto"
+"""The backend of a call that names none."""
+
+UNBOUNDED = -1
+"""A window side that hides nothing."""
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call, as kernels read them. What is absent is None."""
+
+    query: Tensor  # [B, Tq, Hq, D], packed: [Nq, Hq, D]
+    key: Tensor  # [B, Tk, Hkv, D], packed: [Nk, Hkv, D]
+    value: Tensor  # [B, Tk, Hkv, Dv], packed: [Nk, Hkv, Dv]
+    mask: Tensor | None = None  # bool, 4-D, each dim 1 or that of [B, Hq, Tq, Tk]; True = attend
+    bias: Tensor | None = None  # float, 4-D, likewise
+    alibi_slopes: Tensor | None = None  # [B, Hq] or [1, Hq]
+    sink: Tensor | None = None  # [Hq]
+    seed: Tensor | None = None  # int64 [2] on the query's device: (seed, offset)
+    cu_seqlens_q: Tensor | None = None  # int32 or int64 [B + 1], packed only
+    cu_seqlens_k: Tensor | None = None
+
+
+class DecodeInputs(NamedTuple):
+    """The same of a call on a cache, with what its results are written to."""
+
+    query: Tensor  # [B, Tq, Hq, D]
+    cache: KVCache
+    tree: Tensor | None = None  # bool [B, Tq, Tq]
+    alibi_slopes: Tensor | None = None  # [B, Hq] or [1, Hq]
+    sink: Tensor | None = None  # [Hq]
+    out: Tensor | None = None  # [B, Tq, Hq, Dv]; None: a new one
+    return_lse: bool = False
+    workspace: Tensor | None = None  # of `workspace_numbers` in gpu/decode_tuning.py; None: a new one
+
+
+class Wanted(NamedTuple):
+    """Which gradients a backward computes."""
+
+    query: bool = True
+    key: bool = True
+    value: bool = True
+    bias: bool = False
+    alibi_slopes: bool = False
+    sink: bool = False
+
+
+class Gradients(NamedTuple):
+    """What a backward returns, each of its input's shape; None where it was not wanted."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+
+
+Forward = Callable[[Inputs, bool], tuple[Tensor, Tensor | None]]
+"""A prepared forward: of inputs, and of whether the LSE is wanted; it may come all the same."""
+
+Backward = Callable[..., Gradients]
+"""A prepared backward: of inputs, out, lse and their gradients; that of the LSE may be None."""
+
+
+class Shape(NamedTuple):
+    """Sizes of the tensors, but for the length of the keys."""
+
+    batch: int  # packed: how many sequences
+    q_len: int  # packed: the longest
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+class KV(NamedTuple):
+    """How keys and values lie. One type for all layouts: NamedTuples of two types are equal where their fields are."""
+
+    layout: Literal["dense", "packed", "cache"]
+    k_len: int  # packed: the longest; of a cache: what a row can hold
+    page: int = 0  # tokens of a page of a cache; 0: none
+    coding: Coding | None = None  # of a quantised cache
+
+
+class Operands(NamedTuple):
+    """How query, key and value enter the products."""
+
+    dtype: torch.dtype
+    addressable: bool = True  # by TMA: rows of query, key and value on 16 bytes, and whole 16 bytes apart
+    tf32: bool = False  # fp32 products may be rounded to TF32, as torch.backends.cuda.matmul allows
+    fp8: bool = False  # computed from e4m3 codes with block-wise scales; `dtype` is what they were made of
+
+
+class Hardware(NamedTuple):
+    device: torch.device
+    arch: int = 0  # compute capability of a CUDA device: 90 is 9.0
+    processors: int = 0  # and how many multiprocessors it has
+
+
+class Window(NamedTuple):
+    left: int = UNBOUNDED  # a key is visible from this many positions before the query ...
+    right: int = UNBOUNDED  # ... to this many after it; causal is right = 0
+
+
+class Positions(NamedTuple):
+    """Where the rows of a shard stand in the whole call; see `Problem`."""
+
+    q_start: int = 0
+    q_stride: int = 1
+    k_start: int = 0
+    k_stride: int = 1
+    q_base: int = 0
+
+
+class Scores(NamedTuple):
+    """What is done to scores and probabilities, beside the window."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    mask: bool = False
+    bias: torch.dtype | None = None
+    alibi: bool = False
+    sink: bool = False
+    dropout_p: float = 0.0
+    batch_start: int = 0  # index of batch entry 0 in the whole call, for dropout
+
+
+class Direction(NamedTuple):
+    """Which results are wanted: of the forward, or gradients."""
+
+    backward: bool = False  # the problem is the gradient of the call
+    lse_grad: bool = False  # backward only: a gradient arrives through the LSE too
+    row_grad: bool = False  # backward only: gradients that are sums over rows are wanted: of ALiBi slopes or sinks
+    partial: bool = False  # one of several shards: emit the output and the gradients in state_dtype, to be summed
+    deterministic: bool = False
+
+
+class _Parts(NamedTuple):
+    shape: Shape
+    kv: KV
+    operands: Operands
+    hardware: Hardware
+    window: Window = Window()
+    positions: Positions = Positions()
+    scores: Scores = Scores()
+    direction: Direction = Direction()
+
+
+_KINDS: tuple[Any, ...] = (Shape, KV, Operands, Hardware, Window, Positions, Scores, Direction)
+_PLACES = {name: (part, at) for part, kind in enumerate(_KINDS) for at, name in enumerate(kind._fields)}
+"""Of each fact the part that has it, and its place there."""
+
+_read: Any = property
+
+
+class Problem(_Parts):
+    """The frozen facts of one call, on tensors or on a cache: each part is a value, and so is the whole.
+
+    Query row i stands at position `q_start + i * q_stride`, key j at `k_start + j * k_stride`; `q_base` is the position
+    of row 0 of the whole call. Causal, window and ALiBi are functions of these positions, and dropout of (query
+    position - q_base, key position), so they mean the same on any shard of a call. Packed sequences stand bottom-right
+    one by one, and so do the rows of a cache, each at its own length.
+
+    Every fact is read, and changed by `replace`, under its own name, whatever part it is in.
+    """
+
+    __slots__ = ()
+
+    batch: int = _read(lambda self: self.shape.batch)
+    q_len: int = _read(lambda self: self.shape.q_len)
+    q_heads: int = _read(lambda self: self.shape.q_heads)
+    kv_heads: int = _read(lambda self: self.shape.kv_heads)
+    head_dim: int = _read(lambda self: self.shape.head_dim)
+    value_dim: int = _read(lambda self: self.shape.value_dim)
+    k_len: int = _read(lambda self: self.kv.k_len)
+    packed: bool = _read(lambda self: self.kv.layout == "packed")
+    cached: bool = _read(lambda self: self.kv.layout == "cache")
+    page: int = _read(lambda self: self.kv.page)
+    coding: Coding | None = _read(lambda self: self.kv.coding)
+    dtype: torch.dtype = _read(lambda self: self.operands.dtype)
+    addressable: bool = _read(lambda self: self.operands.addressable)
+    tf32: bool = _read(lambda self: self.operands.tf32)
+    fp8: bool = _read(lambda self: self.operands.fp8)
+    device: torch.device = _read(lambda self: self.hardware.device)
+    arch: int = _read(lambda self: self.hardware.arch)
+    processors: int = _read(lambda self: self.hardware.processors)
+    left: int = _read(lambda self: self.window.left)
+    right: int = _read(lambda self: self.window.right)
+    q_start: int = _read(lambda self: self.positions.q_start)
+    q_stride: int = _read(lambda self: self.positions.q_stride)
+    k_start: int = _read(lambda self: self.positions.k_start)
+    k_stride: int = _read(lambda self: self.positions.k_stride)
+    q_base: int = _read(lambda self: self.positions.q_base)
+    scale: float = _read(lambda self: self.scores.scale)
+    softcap: float = _read(lambda self: self.scores.softcap)
+    mask: bool = _read(lambda self: self.scores.mask)
+    bias: torch.dtype | None = _read(lambda self: self.scores.bias)
+    alibi: bool = _read(lambda self: self.scores.alibi)
+    sink: bool = _read(lambda self: self.scores.sink)
+    dropout_p: float = _read(lambda self: self.scores.dropout_p)
+    batch_start: int = _read(lambda self: self.scores.batch_start)
+    backward: bool = _read(lambda self: self.direction.backward)
+    lse_grad: bool = _read(lambda self: self.direction.lse_grad)
+    row_grad: bool = _read(lambda self: self.direction.row_grad)
+    partial: bool = _read(lambda self: self.direction.partial)
+    deterministic: bool = _read(lambda self: self.direction.deterministic)
+    kind: str = _read(lambda self: "decode" if self.cached else "backward" if self.backward else "forward")
+    group: int = _read(lambda self: self.q_heads // max(self.kv_heads, 1))  # query heads per KV head
+    out_dtype: torch.dtype = _read(lambda self: self.state_dtype if self.partial else self.dtype)
+
+    def replace(self, **facts: Any) -> Problem:
+        """The same problem but for these facts: `problem.replace(q_len=1, arch=90)`."""
+        parts: list[Any] = list(self)
+        changed: dict[int, list[Any]] = {}
+        for name, value in facts.items():
+            part, at = _PLACES[name]
+            changed.setdefault(part, list(parts[part]))[at] = value
+        for part, values in changed.items():
+            parts[part] = _KINDS[part]._make(values)
+        return Problem._make(parts)
+
+    def _replace(self, **facts: Any) -> Problem:
+        """The old name of `replace`."""
+        warn("Problem._replace is deprecated; use Problem.replace", DeprecationWarning, stacklevel=2)
+        return self.replace(**facts)
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Dtype of the LSE, of partial outputs and of everything that is summed."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    @property
+    def last_position(self) -> int:
+        """The largest position of a query or a key."""
+        last_query = self.q_start + (self.q_len - 1) * self.q_stride
+        return max(last_query, self.k_start + (self.k_len - 1) * self.k_stride)
+
+    @property
+    def empty(self) -> bool:
+        """There is no score to compute."""
+        return min(self.batch, self.q_len, self.k_len, self.q_heads) <= 0
+
+    def __str__(self) -> str:
+        sides, sizes = tuple(self.window), f"B={self.batch} Tq={self.q_len}"
+        dims = f"Hq={self.q_heads} Hkv={self.kv_heads} D={self.head_dim} Dv={self.value_dim} {dtype_name(self.dtype)}"
+        if self.cached:
+            kind = f"pages of {self.page}" if self.page else "contiguous"
+            quantised = f"quantised to {self.coding.format}, " if self.coding else ""
+            return f"{sizes} {dims} on {self.device}, {kind}, {quantised}up to {self.k_len} keys"
+        features = [
+            "causal" if sides == (UNBOUNDED, 0) else f"window={sides}" if sides != (UNBOUNDED, UNBOUNDED) else "",
+            "mask" if self.mask else "",
+            f"bias={dtype_name(self.bias)}" if self.bias else "",
+            "alibi" if self.alibi else "",
+            "sink" if self.sink else "",
+            f"softcap={self.softcap:g}" if self.softcap else "",
+            f"dropout={self.dropout_p:g}" if self.dropout_p else "",
+            "deterministic" if self.deterministic else "",
+            "in fp8" if self.fp8 else "",
+        ]
+        return (
+            f"{self.kv.layout} {sizes} Tk={self.k_len} {dims} on {self.device} "
+            f"scale={self.scale:g} {' '.join(filter(None, features))}"
+        ).rstrip()
+
+
+class Request(NamedTuple):
+    """What a caller asks for, beside the problem."""
+
+    backend: str = AUTO
+    forced: tuple[tuple[str, int], ...] = ()  # fields of a forward's configuration, of a backend that is named
+    num_splits: int | None = None  # parts that the keys of a cache are computed in
+    batch_invariant: bool = False  # of a call on a cache: a row has the same bits in any batch
+
+
+def hardware_of(device: torch.device) -> Hardware:
+    """What plans look at of a device that is here."""
+    return Hardware(device, arch(device), processors(device))
+
+
+def gradient_of(problem: Problem, inputs: Inputs, lse_grad: bool = False) -> Problem:
+    """The backward of a forward problem whose gradients are those that `inputs` require."""
+    row_grad = any(t is not None and t.requires_grad for t in (inputs.alibi_slopes, inputs.sink))
+    return problem.replace(backward=True, lse_grad=lse_grad, row_grad=row_grad)
+
+
+def addressable(t: Tensor) -> bool:
+    """Whether TMA can read rows of `[..., T, H, D]` where they lie. Asked on GPUs that have it alone: looking costs."""
+    if t.device.type != "cuda" or arch(t.device) < 90:
+        return True
+    return aligned(t) and all(size == 1 or stride > 0 for size, stride in zip(t.shape, t.stride(), strict=True))
+
+
+def aligned(t: Tensor) -> bool:
+    """Whether rows of `[..., D]` start on 16 bytes, and whole 16 bytes apart."""
+    unit = 16 // t.element_size()
+    return _address(t) % 16 == 0 and all(
+        size == 1 or stride % unit == 0 for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
+    )
+
+
+def padded_to(t: Tensor, dim: int) -> Tensor:
+    """`t` with zeros behind its last dim, up to `dim`: scores stay as they are, and outputs get columns of zeros."""
+    return t if t.shape[-1] == dim else pad(t, (0, dim - t.shape[-1]))
+
+
+def distinct(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The same tensors, each an object of its own. A prepared launch tells by the object which tensor an argument is;
+    two that are one object now may be two in a later call."""
+    seen: set[int] = set()
+    apart = []
+    for t in tensors:
+        if t is not None and id(t) in seen:
+            t = t.detach()
+        seen.add(id(t))
+        apart.append(t)
+    return tuple(apart)
+
+
+def _address(t: Tensor) -> int:
+    """Where a tensor begins; 0, aligned as allocations are, for one without memory: fake, or inside torch.func."""
+    if isinstance(t, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return 0
+    return t.data_ptr()
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _window(q_len: int, k_len: int, positions: Positions, causal: bool, left: int, right: int, packed: bool) -> Window:
+    """The sides of the window, causal included. A side that hides nothing is no side: one query against a cache is not
+    causal any more."""
+    if causal:
+        right = 0 if right == UNBOUNDED else min(right, 0)
+    if packed or not q_len or not k_len:
+        return Window(left, right)
+    q_start, q_stride, k_start, k_stride, _ = positions
+    if right != UNBOUNDED and k_start + (k_len - 1) * k_stride <= q_start + right:
+        right = UNBOUNDED
+    if left != UNBOUNDED and k_start >= q_start + (q_len - 1) * q_stride - left:
+        left = UNBOUNDED
+    return Window(left, right)
+
+
+def resized(problem: Problem, inputs: Inputs, q_len: int, k_len: int, causal: bool, left: int, right: int) -> Problem:
+    """The problem of `inputs` which differ from those of `problem` in lengths alone; other arguments are the op's."""
+    packed = problem.packed
+    if not packed:
+        q_len, k_len = inputs.query.shape[1], inputs.key.shape[1]
+    positions = Positions(k_len - q_len, q_base=k_len - q_len)
+    window = _window(q_len, k_len, positions, causal, left, right, packed)
+    (batch, _, *sizes), (layout, *_), operands, hardware, _, _, scores, direction = problem
+    shape, kv = Shape(batch, q_len, *sizes), KV(layout, k_len)
+    return Problem(shape, kv, operands, hardware, window, positions, scores, direction)
+
+
+def state_problem(
+    inputs: Inputs,
+    *,
+    q_len: int,
+    k_len: int,
+    causal: bool,
+    window: tuple[int, int],
+    softcap: float,
+    scale: float,
+    dropout_p: float,
+    deterministic: bool,
+    positions: Positions | None = None,
+    batch_start: int = 0,
+    partial: bool = False,
+) -> Problem:
+    """State the problem that `inputs` pose. `q_len` and `k_len` are the longest sequences where inputs are packed.
+
+    `positions` None aligns the last query with the last key.
+    """
+    query, value, packed = inputs.query, inputs.value, inputs.cu_seqlens_q is not None
+    if not packed:
+        q_len, k_len = query.shape[1], inputs.key.shape[1]
+    offset = k_len - q_len
+    positions = positions or Positions(offset, q_base=offset)
+    batch = inputs.cu_seqlens_q.shape[0] - 1 if inputs.cu_seqlens_q is not None else query.shape[0]
+    return Problem(
+        Shape(batch, q_len, query.shape[-2], inputs.key.shape[-2], query.shape[-1], value.shape[-1]),
+        KV("packed" if packed else "dense", k_len),
+        Operands(
+            query.dtype,
+            addressable=addressable(query) and addressable(inputs.key) and addressable(value),
+            tf32=query.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+        ),
+        hardware_of(query.device),
+        _window(q_len, k_len, positions, causal, *window, packed=packed),
+        positions,
+        Scores(
+            scale=float(scale),
+            softcap=float(softcap),
+            mask=inputs.mask is not None,
+            bias=None if inputs.bias is None else inputs.bias.dtype,
+            alibi=inputs.alibi_slopes is not None,
+            sink=inputs.sink is not None,
+            dropout_p=float(dropout_p),
+            batch_start=batch_start,
+        ),
+        Direction(partial=partial, deterministic=deterministic),
+    )

@@ -1,0 +1,1 @@
+"""From a public call to its launches: checks, plan, the launch cache, and the ops that torch.compile sees."""

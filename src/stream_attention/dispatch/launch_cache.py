@@ -1,0 +1,639 @@
+"""One cache of prepared calls, above the dispatcher.
+
+Checking a call, stating its problem, planning it and binding its kernels takes the host longer than a short kernel
+takes a GPU, and depends on nothing but the metadata of its tensors, its options and a few global switches. These are
+the key. A call whose key was seen before goes straight to its launches; with gradients inside one autograd.Function,
+which finds the backward by the forward and the layout of the incoming gradient.
+
+Where something must see an op, the call passes the dispatcher and comes back here below it: torch.compile, torch.func,
+dispatch and function modes, tracing, forward-mode AD and tensor subclasses. A profiler sees the same road, labelled.
+
+Entries hold no tensor and no address. What depends on values (offsets of a pack on a CPU) is checked in every call.
+
+`STREAM_ATTENTION_LAUNCH_CACHE=0` turns the cache off; `=compare` also computes each call the ordinary way and raises if
+a bit differs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import lru_cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from ..backends import AUTO
+from ..base.problem import UNBOUNDED, Backward, Forward, Gradients, Inputs, Wanted, gradient_of, resized
+from . import plan as planning
+from . import validate
+from .plan import Plan, plan, rounded_length
+from .prepare import plan_backward, prepare_backward, prepare_forward, problem_of
+
+LIMIT = 256
+"""Calls that are kept. One more drops the oldest: lengths that never come back must not pile up, and every object that
+lives on is one more for the garbage collector. A call that was dropped is made from another of its family."""
+
+_setting = os.environ.get("STREAM_ATTENTION_LAUNCH_CACHE", "1").lower()
+ENABLED = _setting not in ("0", "false", "off", "no")
+"""Whether calls are looked up at all."""
+
+COMPARE = _setting == "compare"
+"""Whether each cached call is also computed the ordinary way, and compared bit for bit."""
+
+_MOST_BACKWARDS = 64
+"""Backwards that one call keeps: gradients come in a few layouts."""
+
+_INPUTS = len(Inputs._fields)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_DIFFERENTIABLE = tuple(Inputs._fields.index(name) for name in Wanted._fields)
+
+
+def _watchers() -> tuple[Callable[[], Any], ...]:
+    """Who must see the op, each false when asked unless it is there."""
+    return (
+        torch._C._functorch.peek_interpreter_stack,  # torch.func
+        torch._C._len_torch_dispatch_stack,  # modes: fake tensors, flop counters, selective checkpointing
+        torch._C._len_torch_function_stack,
+        torch._C._get_tracing_state,  # torch.jit.trace
+        torch._C._autograd._profiler_enabled,
+    )
+
+
+try:
+    _transforms, _dispatch_modes, _function_modes, _trace, _profiler = _watchers()
+except AttributeError:  # another torch: every call takes the ordinary way
+    ENABLED = False
+
+
+def is_watched() -> bool:
+    """Whether something must see the op of a call."""
+    return bool(
+        torch.compiler.is_compiling()
+        or _dispatch_modes()
+        or _function_modes()
+        or forward_ad._current_level >= 0
+        or _transforms() is not None
+        or _trace() is not None
+    )
+
+
+def options_of(
+    head_dim: int,
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    scale: Any,
+    dropout_p: Any,
+    seed: Any,
+    deterministic: Any,
+    return_lse: Any,
+    backend: Any,
+) -> tuple[Any, ...] | None:
+    """The arguments of an op behind its tensors and lengths; None where a call must be checked first. Types are looked
+    at because 1 equals True as a key, but is refused."""
+    if (
+        type(causal) is not bool
+        or type(return_lse) is not bool
+        or type(softcap) is not float
+        or type(dropout_p) is not float
+        or type(backend) is not str
+        or (scale is not None and type(scale) is not float)
+        or (deterministic is not None and type(deterministic) is not bool)
+        or (seed is not None and (not dropout_p or not _is_seed(seed)))
+    ):
+        return None
+    left = right = UNBOUNDED
+    if window is not None:
+        if type(window) is not tuple or len(window) != 2 or type(window[0]) is not int or type(window[1]) is not int:
+            return None
+        left, right = window
+    if backend == AUTO:
+        backend = planning._forced
+    if backend == "reference":
+        return None
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    scale = max(head_dim, 1) ** -0.5 if scale is None else scale
+    return causal, left, right, softcap, scale, dropout_p, deterministic, backend
+
+
+def _is_seed(seed: Any) -> bool:
+    return type(seed) is Tensor or (type(seed) is int and -(1 << 63) <= seed < 1 << 63)
+
+
+class Key(NamedTuple):
+    """All that decides how a call is computed. Calls that differ in `lengths` alone are a family."""
+
+    family: Hashable
+    lengths: Hashable
+
+
+def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options: tuple[Any, ...]) -> Key | None:
+    """The key of a call: of its tensors, as the op takes them, the longest sequences of a pack (else 0), and its other
+    arguments. None where a tensor is more than its memory, has none, or lies on another device than the current one."""
+    query, key, value = inputs[:3]
+    if type(query) not in PLAIN_TYPES or type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
+        return None
+    assert query is not None and key is not None and value is not None
+    try:
+        device, q_at, k_at, v_at = query.get_device(), query.data_ptr(), key.data_ptr(), value.data_ptr()
+        *q_batch, q_rows, q_heads, dim = query.shape
+        *k_batch, k_rows, k_heads, k_dim = key.shape
+        *v_batch, v_rows, v_heads, v_dim = value.shape
+        found = q_rows, k_rows, v_rows, query.stride(), key.stride(), value.stride(), lengths
+    except (RuntimeError, ValueError):  # sparse and nested tensors have no address or strides; too few dims
+        return None
+    family: tuple[Any, ...] = (
+        options,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        *q_batch,
+        q_heads,
+        dim,
+        *k_batch,
+        k_heads,
+        k_dim,
+        *v_batch,
+        v_heads,
+        v_dim,
+        device,
+        key.get_device(),
+        value.get_device(),
+        q_at % 16,
+        k_at % 16,
+        v_at % 16,
+    )
+    if (
+        not (q_at and k_at and v_at)  # empty, or a tensor that stands for zeros or for another
+        or query.is_neg()
+        or key.is_neg()
+        or value.is_neg()
+        or (device >= 0 and device != torch._C._cuda_getDevice())
+    ):
+        return None
+    others = [None if t is None else _layout(t) for t in inputs[3:]]  # no `==`: of tensors that is an op
+    if others != _ABSENT:
+        if _NO_LAYOUT in others:
+            return None
+        family += (*others,)
+    if query.dtype is torch.float32:
+        family += (torch.backends.cuda.matmul.allow_tf32,)
+    return Key(family, found)
+
+
+_ABSENT = [None] * (_INPUTS - 3)
+_NO_LAYOUT = ()
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    """How an optional tensor lies; `_NO_LAYOUT` where it is more than its memory, or has none."""
+    try:
+        if type(t) not in PLAIN_TYPES or t.is_neg() or not t.data_ptr():
+            return _NO_LAYOUT
+        return t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() % 16
+    except RuntimeError:  # a sparse tensor
+        return _NO_LAYOUT
+
+
+@lru_cache(maxsize=4096)
+def _are_aligned(strides: tuple[int, ...]) -> bool:
+    """Whether rows that begin on 16 bytes are apart, and lie on 16 bytes, element after element."""
+    if strides[-1] != 1:
+        return False
+    return not any([stride % 8 or not stride for stride in strides[:-1]])  # noqa: C419
+
+
+class PreparedCall:
+    """How calls with one key are computed."""
+
+    __slots__ = (
+        "_backwards", "_checked", "_family", "_lengths", "_options", "_places", "_planned", "_problem", "_wanted",
+        "anew", "forward", "looks_transposed",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        planned: Plan,
+        problem: Any,
+        forward: Forward,
+        places: tuple[int, ...],
+        options: tuple[Any, ...],
+        anew: Any = None,
+    ) -> None:
+        self._places = places  # of the inputs that are there
+        self.anew: Callable[..., PreparedCall] = anew or prepare  # prepares a call with these arguments, for `COMPARE`
+        self._planned = planned  # of these lengths, or of some that share their plan
+        self._problem = problem
+        self.forward = forward
+        self.looks_transposed = False  # whether a caller is to be warned of the layout
+        self._options = options  # of the op, behind its tensors
+        self._backwards: dict[Hashable, Backward] = {}
+        self._wanted: dict[tuple[bool, ...], tuple[bool, ...]] = {}  # by ctx.needs_input_grad
+        self._family: _Family | None = None
+        self._lengths: Hashable = None  # as its family rounds them
+        self._checked: set[Hashable] = set()
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether gradients have the same bits in every run. Those of a GPU need not, unless it was asked for."""
+        return self._problem.device.type == "cpu" or self._problem.deterministic
+
+    def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """`(out, lse)`, with gradients if they are on and some input wants one."""
+        if _profiler():
+            with torch.profiler.record_function("stream_attention::forward"):
+                return self._compute(inputs, with_lse)
+        return self._compute(inputs, with_lse)
+
+    def _compute(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        if torch.is_grad_enabled():
+            wanted = tuple([(t := inputs[place]) is not None and t.requires_grad for place in _DIFFERENTIABLE])
+            if True in wanted:
+                if wanted not in self._checked:
+                    self._check_backward(inputs, wanted)
+                if self._places == _QKV:
+                    return _apply(self, *inputs[:3])
+                return _apply(self, *[inputs[place] for place in self._places])
+        result = self.forward(inputs, with_lse)
+        if COMPARE:
+            _compare(result, self.anew(self.arguments(inputs)).forward(inputs, with_lse))
+        return result
+
+    def _check_backward(self, inputs: Inputs, wanted: Hashable) -> None:
+        """Refuse now, not in the backward, where the backend that was named has none."""
+        plan(gradient_of(self._problem, inputs), self._options[-1])
+        self._checked.add(wanted)
+
+    def arguments(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        """Those of the op."""
+        return (*tensors, *self._options)
+
+    def inputs_of(self, tensors: Sequence[Tensor]) -> Inputs:
+        """All inputs, given those that are there."""
+        if self._places == _QKV:
+            return Inputs(*tensors)
+        found: list[Tensor | None] = [None] * _INPUTS
+        for place, tensor in zip(self._places, tensors, strict=True):
+            found[place] = tensor
+        return Inputs._make(found)
+
+    def wanted(self, needed: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Which gradients are needed, in the order of `Wanted`, given those of the inputs that are there."""
+        found = self._wanted.get(needed)
+        if found is None:
+            by_place = dict(zip(self._places, needed, strict=True))
+            found = self._wanted[needed] = tuple(by_place.get(place, False) for place in _DIFFERENTIABLE)
+        return found
+
+    def backward(
+        self,
+        inputs: Inputs,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        wanted: tuple[bool, ...],
+    ) -> Gradients:
+        """The gradients that are wanted, contiguous."""
+        key = _backward_key(inputs, out, lse, grad_out, grad_lse, wanted)
+        known = self._backwards.get(key)
+        if known is None:
+            known = self._prepare_backward(inputs, out, lse, grad_out, grad_lse, Wanted(*wanted))
+            with _lock:
+                while len(self._backwards) >= _MOST_BACKWARDS:
+                    del self._backwards[next(iter(self._backwards))]
+                self._backwards[key] = known
+        if _profiler():
+            with torch.profiler.record_function("stream_attention::backward"):
+                return known(inputs, out, lse, grad_out, grad_lse)
+        return known(inputs, out, lse, grad_out, grad_lse)
+
+    def _prepare_backward(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+    ) -> Backward:
+        saved, family = (out, lse, grad_out, grad_lse), self._family
+        read = (*inputs[:3], out, grad_out)
+        if grad_lse is not None or not all(t.data_ptr() % 16 == 0 and _are_aligned(t.stride()) for t in read):
+            family = None
+        if family is not None:
+            found = family.backward(self, inputs, saved, wanted)
+            if found is not None:
+                return found
+        planned, tensors = plan_backward(self.arguments(inputs), grad_lse, wanted)
+        made = prepare_backward(planned, tensors, *saved, wanted)
+        if family is not None and hasattr(made, "resized"):
+            family.add_backward(wanted, planned, made)
+        return made
+
+    def gradients_of(self, grads: Sequence[Tensor | None], needed: tuple[bool, ...]) -> list[Tensor | None]:
+        """Those of the inputs that are there, None where one is not needed, given all in the order of `Wanted`."""
+        if self._places == _QKV:
+            return [grad if need else None for grad, need in zip(grads, needed, strict=False)]
+        by_place = dict(zip(_DIFFERENTIABLE, grads, strict=True))
+        return [by_place.get(place) if need else None for place, need in zip(self._places, needed, strict=True)]
+
+
+_QKV = 0, 1, 2
+
+
+def places_of(inputs: Iterable[Tensor | None]) -> tuple[int, ...]:
+    return tuple([place for place, t in enumerate(inputs) if t is not None])
+
+
+def _backward_key(
+    inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: tuple[bool, ...]
+) -> Hashable:
+    """What a backward depends on beside the key of its forward: how its tensors lie. Those that were saved may lie
+    anew, by hooks on saved tensors."""
+    query, key, value = inputs[:3]
+    addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr() | lse.data_ptr()
+    if (addresses | grad_out.data_ptr()) % 16 or grad_lse is not None or query.dtype is torch.float32:
+        layouts = [None if t is None else _layout(t) for t in (*inputs, out, lse, grad_out, grad_lse)]
+        return (wanted, torch.backends.cuda.matmul.allow_tf32, *layouts)
+    found = (
+        wanted,
+        query.stride(),
+        key.stride(),
+        value.stride(),
+        out.stride(),
+        lse.stride(),
+        grad_out.stride(),
+        grad_out.dtype,
+        query.get_device(),
+        key.get_device(),
+        value.get_device(),
+        out.get_device(),
+        lse.get_device(),
+        grad_out.get_device(),
+    )
+    others = [_layout(t) for t in inputs[3:] if t is not None]  # which ones they are, the forward's key says
+    return (*found, *others) if others else found
+
+
+class _Family:
+    """Calls that differ in their lengths and strides alone: what was prepared for some of them makes the others.
+
+    Lengths choose the backend and its configuration, and may change a constexpr, such as whether a window hides
+    anything. So templates are kept by the first two, a few for each, and found by lengths as plans round them.
+    """
+
+    __slots__ = ("_backwards", "_plans", "_problem", "_templates", "calls", "key", "latest")
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self.latest: tuple[Hashable, Any] = None, None  # lengths and call that were made last
+        self.calls: dict[Hashable, PreparedCall] = {}  # by lengths and strides
+        self._problem: Any = None  # of a call that can be resized
+        self._plans: dict[Hashable, Plan] = {}  # by rounded lengths; of a backward also by the gradients wanted
+        self._templates: dict[Hashable, list[PreparedCall]] = {}  # by backend and configuration
+        self._backwards: dict[Hashable, list[Any]] = {}  # likewise, and by the gradients wanted and TF32
+
+    def add_template(self, call: PreparedCall) -> None:
+        """Make others from a call that was prepared, if it can be resized and its tensors are aligned."""
+        planned = call._planned
+        self._problem = call._problem
+        call._family, call._lengths = self, _rounded_lengths(call._problem)
+        _keep_newest(self._templates.setdefault((planned.backend, planned.config), []), call)
+
+    def resized(self, inputs: Inputs, lengths: tuple[int, int], options: tuple[Any, ...]) -> PreparedCall | None:
+        """The call of the family with these inputs; None where there is no template for it."""
+        if self._problem is None or not _can_resize(inputs):
+            return None
+        problem = resized(self._problem, inputs, *lengths, *options[:3])
+        rounded = _rounded_lengths(problem)
+        planned = self._plan(rounded, problem, options[-1])
+        for template in self._templates.get((planned.backend, planned.config), ()):
+            forward = template.forward.resized(problem, inputs, planned.config)  # type: ignore[attr-defined]
+            if forward is not None:
+                call = PreparedCall(planned, problem, forward, template._places, (*lengths, *options))
+                call._family, call._lengths, call._checked = self, rounded, template._checked
+                call._wanted = template._wanted
+                if not problem.packed and problem.q_heads > min(problem.q_len, validate.MOST_HEADS):
+                    call.looks_transposed = validate.looks_transposed(inputs.query, inputs.key)
+                return call
+        return None
+
+    def backward(self, call: PreparedCall, inputs: Inputs, saved: tuple[Any, ...], wanted: Wanted) -> Backward | None:
+        """The backward of a call of the family; None where there is no template for it."""
+        problem = call._problem.replace(backward=True, row_grad=wanted.alibi_slopes or wanted.sink)
+        if problem.dtype is torch.float32:
+            problem = problem.replace(tf32=torch.backends.cuda.matmul.allow_tf32)
+        planned = self._plan((call._lengths, wanted, problem.tf32), problem, call._options[-1])
+        for template in self._backwards.get((wanted, problem.tf32, planned.backend, planned.config), ()):
+            found: Backward | None = template.resized(problem, inputs, planned.config, *saved)
+            if found is not None:
+                return found
+        return None
+
+    def add_backward(self, wanted: Wanted, planned: Plan, made: Any) -> None:
+        key = wanted, planned.problem.tf32, planned.backend, planned.config
+        _keep_newest(self._backwards.setdefault(key, []), made)
+
+    def _plan(self, rounded: Hashable, problem: Any, backend: str) -> Plan:
+        planned = self._plans.get(rounded)
+        if planned is None:
+            planned = plan(problem, backend)
+            with _lock:
+                while len(self._plans) >= LIMIT:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[rounded] = planned
+        return planned
+
+
+def _can_resize(inputs: Inputs) -> bool:
+    """Whether lengths and strides are all that may differ between a call and the others of its family: there is memory
+    for keys and values alike, on 16 bytes as that of the template is, and rows are aligned."""
+    query, key, value = inputs[:3]
+    return (
+        key.shape[-3] == value.shape[-3]
+        and _are_aligned(query.stride())
+        and _are_aligned(key.stride())
+        and _are_aligned(value.stride())
+    )
+
+
+def _is_template(call: PreparedCall, inputs: Inputs) -> bool:
+    """Whether calls of other lengths can be made from one that was prepared. A mask, a bias and the words of dropout
+    have lengths of their own."""
+    others = inputs.mask is None and inputs.bias is None and inputs.seed is None
+    aligned = all(t.data_ptr() % 16 == 0 for t in inputs[:3])
+    return others and aligned and hasattr(call.forward, "resized") and _can_resize(inputs)
+
+
+def _rounded_lengths(problem: Any) -> Hashable:
+    """All that a plan looks at which may differ in a family."""
+    return rounded_length(problem.q_len), rounded_length(problem.k_len), problem.left, problem.right
+
+
+_MOST_TEMPLATES = 4
+
+
+def _keep_newest(templates: list[Any], one: Any) -> None:
+    """Put a template before the others, and drop the oldest."""
+    templates[:] = [one, *templates[: _MOST_TEMPLATES - 1]]
+
+
+class _Attention(_SingleLevelFunction):
+    """A prepared call with gradients. Of torch's two kinds of Function this is the one without torch.func's handling,
+    which takes the op; `ctx` in forward: a separate setup_context would cost 20 us more."""
+
+    @staticmethod
+    def forward(ctx: Any, call: PreparedCall, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+        inputs = call.inputs_of(tensors)
+        # Below what tracks views: torch's CPU op returns one, of which autograd would refuse a change in place at once.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            out, lse = call.forward(inputs, True)
+            if COMPARE:
+                _compare((out, lse), call.anew(call.arguments(inputs)).forward(inputs, True))
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        if grad_out is None and grad_lse is None:
+            return (None,) * (len(needed) + 1)
+        call = ctx.call
+        *tensors, out, lse = ctx.saved_tensors
+        inputs, wanted = call.inputs_of(tensors), call.wanted(needed)
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        if torch.is_grad_enabled() or not ENABLED or is_watched() or not _has_memory(grad_out, grad_lse):
+            backward_op = torch.ops.stream_attention.backward.default
+            grads = backward_op(grad_out, grad_lse, out, lse, list(wanted), *call.arguments(inputs))
+        else:
+            given = inputs, out, lse, grad_out, grad_lse, wanted
+            grads = call.backward(*given)
+            if COMPARE and call.is_deterministic:
+                _compare(grads, call.anew(call.arguments(inputs)).backward(*given))
+        return None, *call.gradients_of(grads, needed)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise AssertionError("forward mode takes the op")
+
+
+_apply: Callable[..., Any] = _Attention.apply  # type: ignore[attr-defined]
+
+
+def _has_memory(grad_out: Tensor, grad_lse: Tensor | None) -> bool:
+    """Whether gradients are plain tensors: no subclass, not batched by vmap, negated or a stand-in for zeros."""
+    try:
+        if type(grad_out) not in PLAIN_TYPES or not grad_out.data_ptr() or grad_out.is_neg():
+            return False
+        if grad_lse is None:
+            return True
+        return type(grad_lse) in PLAIN_TYPES and bool(grad_lse.data_ptr()) and not grad_lse.is_neg()
+    except RuntimeError:
+        return False
+
+
+def _compare(cached: Iterable[Tensor | None], fresh: Iterable[Tensor | None]) -> None:
+    for one, other in zip(cached, fresh, strict=True):
+        if one is not None and other is not None and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+            raise RuntimeError(
+                "launch cache: a cached call and one that was prepared anew differ. Please report the call; "
+                "STREAM_ATTENTION_LAUNCH_CACHE=0 computes without the cache"
+            )
+
+
+def prepared(arguments: tuple[Any, ...]) -> PreparedCall:
+    """The call of an op with these arguments: as it was prepared before, or prepared now."""
+    inputs, lengths, options = (
+        Inputs._make(arguments[:_INPUTS]),
+        arguments[_INPUTS : _INPUTS + 2],
+        arguments[_INPUTS + 2 :],
+    )
+    key = key_of(inputs, lengths, options) if ENABLED else None
+    call = None if key is None else find(key, inputs, lengths, options)
+    if call is None:
+        call = prepare(arguments)
+        if key is not None:
+            keep(key, call, inputs)
+    return call
+
+
+def prepare(arguments: tuple[Any, ...]) -> PreparedCall:
+    """Plan a call and bind its kernels."""
+    problem, inputs, backend = problem_of(arguments)
+    planned = plan(problem, backend)
+    forward = prepare_forward(planned, inputs)
+    call = PreparedCall(planned, planned.problem, forward, places_of(inputs), arguments[_INPUTS:])
+    call.looks_transposed = not problem.packed and validate.looks_transposed(inputs.query, inputs.key)
+    return call
+
+
+_families: dict[Hashable, _Family] = {}
+_order: deque[tuple[_Family, Hashable]] = deque()
+"""The calls that are kept, oldest first, each by its family and its lengths."""
+
+_lock = Lock()
+
+
+def find(
+    key: Key, inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options: tuple[Any, ...]
+) -> PreparedCall | None:
+    """The prepared call with a key: as it was prepared before or, where its lengths are new, made from one of its
+    family; else None.
+
+    One that was made is kept from its second use on, as in the next layer of a model. Lengths that never come back
+    leave nothing behind."""
+    family = _families.get(key.family)
+    if family is None:
+        return None
+    call = family.calls.get(key.lengths)
+    if call is None:
+        made_for, call = family.latest
+        if made_for == key.lengths:
+            _add(family, key.lengths, call)
+        else:
+            call = family.resized(Inputs._make(inputs), lengths, options)
+            if call is not None:
+                family.latest = key.lengths, call
+    return call
+
+
+def keep(key: Key, call: PreparedCall, inputs: Inputs) -> None:
+    """Keep a call that was prepared, also as a template of its family."""
+    with _lock:
+        family = _families.get(key.family)
+        if family is None:
+            family = _families[key.family] = _Family(key.family)
+    _add(family, key.lengths, call)
+    if _is_template(call, inputs):
+        with _lock:
+            family.add_template(call)
+
+
+def _add(family: _Family, lengths: Hashable, call: PreparedCall) -> None:
+    with _lock:
+        while len(_order) >= LIMIT:
+            oldest, dropped = _order.popleft()
+            del oldest.calls[dropped]
+            if not oldest.calls and oldest is not family:
+                _families.pop(oldest.key, None)
+        if lengths not in family.calls:
+            _order.append((family, lengths))
+        family.calls[lengths] = call
+        _families[family.key] = family  # which another thread may have dropped
+
+
+def size() -> int:
+    """How many calls are kept."""
+    return len(_order)
+
+
+def clear() -> None:
+    """Forget all calls."""
+    with _lock:
+        _families.clear()
+        _order.clear()

@@ -1,0 +1,168 @@
+"""From the arguments of an op to prepared launches: the problem, its plan, and what a backend makes of both."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import BY_NAME
+from ..base.problem import Backward, Forward, Gradients, Inputs, Problem, Wanted, padded_to, state_problem
+from .plan import Plan, plan
+
+_INPUTS = len(Inputs._fields)
+
+
+def problem_of(arguments: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
+    """Split the flat arguments of an op into the problem they state, its tensors, and the backend asked for."""
+    q_len, k_len, causal, left, right, softcap, scale, dropout_p, deterministic, backend = arguments[_INPUTS:]
+    inputs = Inputs(*arguments[:_INPUTS])
+    problem = state_problem(
+        inputs,
+        q_len=q_len,
+        k_len=k_len,
+        causal=causal,
+        window=(left, right),
+        softcap=softcap,
+        scale=scale,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+    )
+    return problem, inputs, backend
+
+
+def prepare_forward(planned: Plan, inputs: Inputs) -> Forward:
+    """The planned forward of every call whose tensors lie as these `inputs` do."""
+    problem, value_dim = planned.problem, inputs.value.shape[-1]
+    is_padded = planned.padded_from is not None
+    backend = BY_NAME[planned.backend]
+    forward = backend.prepare(problem, _padded(inputs, problem) if is_padded else inputs, planned.config)
+    if not backend.compiles:
+        forward = _without_autocast(forward, problem.device.type)
+    if not is_padded:
+        return forward
+
+    def run(inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        out, lse = forward(_padded(inputs, problem), with_lse)
+        return out[..., :value_dim].contiguous(), lse
+
+    return run
+
+
+def run_forward(planned: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Compute a planned forward."""
+    out, lse = prepare_forward(planned, inputs)(inputs, True)
+    assert lse is not None
+    return out, lse
+
+
+def run_forward_into(planned: Plan, inputs: Inputs, out: Tensor, lse: Tensor, resumes: bool) -> bool:
+    """Write the state of a partial problem, or merge it into the one that is there; False if the kernels cannot, and
+    nothing was done."""
+    if planned.padded_from:
+        return False
+    backend = BY_NAME[planned.backend]
+    with no_autocast(planned.problem.device.type):
+        return backend.forward_into(planned.problem, inputs, planned.config, out, lse, resumes)
+
+
+def plan_backward(arguments: tuple[Any, ...], grad_lse: Tensor | None, wanted: Wanted) -> tuple[Plan, Inputs]:
+    """The plan of the backward of an op with these arguments."""
+    problem, inputs, backend = problem_of(arguments)
+    row_grad = wanted.alibi_slopes or wanted.sink
+    return plan(problem.replace(backward=True, lse_grad=grad_lse is not None, row_grad=row_grad), backend), inputs
+
+
+def prepare_backward(
+    planned: Plan,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Wanted,
+) -> Backward:
+    """The planned backward of every call whose tensors lie as these do. Kernels read rows of `out` and `grad_out`
+    element after element; an expanded gradient, such as that of sum(), is copied."""
+    problem = planned.problem
+    saved = _as_kernels_read(problem, planned, out, lse, grad_out, grad_lse)
+    padded = _padded(inputs, problem) if planned.padded_from else inputs
+    backend = BY_NAME[planned.backend]
+    backward = backend.prepare_backward(problem, padded, planned.config, *saved, wanted=wanted)
+    if not backend.compiles:
+        backward = _contiguous(_without_autocast(backward, problem.device.type))
+    as_it_lies = (out, lse, grad_out, grad_lse)
+    if not planned.padded_from and all(given is read for given, read in zip(as_it_lies, saved, strict=True)):
+        return backward
+
+    def run(inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
+        saved = _as_kernels_read(problem, planned, out, lse, grad_out, grad_lse)
+        if not planned.padded_from:
+            return backward(inputs, *saved)
+        grads = backward(_padded(inputs, problem), *saved)
+        head_dim, value_dim = planned.padded_from
+        query, key, value = (
+            None if grad is None else grad[..., :dim].contiguous()
+            for grad, dim in zip(grads[:3], (head_dim, head_dim, value_dim), strict=True)
+        )
+        return grads._replace(query=query, key=key, value=value)
+
+    return run
+
+
+def run_backward(
+    planned: Plan,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    """Compute a planned backward."""
+    saved = out, lse, grad_out, grad_lse
+    return prepare_backward(planned, inputs, *saved, wanted)(inputs, *saved)
+
+
+def _padded(inputs: Inputs, problem: Problem) -> Inputs:
+    """Query, key and value with zeros behind them, as wide as the problem's."""
+    query, key = (padded_to(t, problem.head_dim) for t in inputs[:2])
+    return inputs._replace(query=query, key=key, value=padded_to(inputs.value, problem.value_dim))
+
+
+def _as_kernels_read(
+    problem: Problem, planned: Plan, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    if out.stride(-1) != 1:
+        out = out.contiguous()
+    if grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()
+    if planned.padded_from:
+        out, grad_out = (padded_to(t, problem.value_dim) for t in (out, grad_out))
+    return out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
+
+
+def _contiguous(backward: Backward) -> Backward:
+    """Gradients as the op declares them: torch's kernels return them as the inputs lie."""
+
+    def run(*arguments: Any) -> Gradients:
+        return Gradients._make([None if grad is None else grad.contiguous() for grad in backward(*arguments)])
+
+    return run
+
+
+def _without_autocast(function: Any, device: str) -> Any:
+    def run(*arguments: Any) -> Any:
+        with no_autocast(device):
+            return function(*arguments)
+
+    return run
+
+
+def no_autocast(device: str) -> AbstractContextManager[Any]:
+    """Kernels choose their own precision. Entering torch.autocast costs 3 us even where it is off already."""
+    if torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()

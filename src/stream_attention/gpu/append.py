@@ -1,0 +1,300 @@
+"""Appending to a cache in Triton: every new token goes to the slot of its position, its key turned on the way.
+
+The rule is that of kv_layouts/write.py, bit for bit: products and sums of a rotation are rounded one by one as torch
+does it, so the compiler may not fuse them.
+
+Grid: `parts` programs for each row of the cache. A line is one head of one new token; of a row's lines, in blocks of
+BLOCK_R, a program takes every `parts`-th block. A program that has its row to itself also advances its length, so that
+a step of decoding is one launch. Where programs share a row, a second launch advances the lengths, after all have read
+them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..base.kv_layouts.write import Rotary
+from .arguments import UNIT, cdiv, named
+from .launch import Kernel, jit
+
+TILE = 2048
+"""Elements of a tile, 16 for each thread: no layout spills. A guess of what is fast."""
+
+ALONE = 4
+"""How many blocks of lines one program takes before a row is shared, which costs the second launch. A guess."""
+
+
+@triton.jit
+def tile_of(ptr, line_offs, mask_r, FIRST: tl.constexpr, STOP: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to channels FIRST to STOP of lines, [BLOCK_R, BLOCK], and the mask of those that there are."""
+    offs_d = FIRST + tl.arange(0, BLOCK)
+    return ptr + line_offs[:, None] + offs_d[None, :], mask_r[:, None] & (offs_d < STOP)[None, :]
+
+
+@triton.jit
+def load_channels(ptr, line_offs, mask_r, FIRST: tl.constexpr, STOP: tl.constexpr, BLOCK: tl.constexpr):
+    ptrs, mask = tile_of(ptr, line_offs, mask_r, FIRST, STOP, BLOCK)
+    return tl.load(ptrs, mask=mask)
+
+
+@triton.jit
+def store_channels(ptr, line_offs, mask_r, tile, FIRST: tl.constexpr, STOP: tl.constexpr, BLOCK: tl.constexpr):
+    ptrs, mask = tile_of(ptr, line_offs, mask_r, FIRST, STOP, BLOCK)
+    tl.store(ptrs, tile, mask=mask)
+
+
+@triton.jit
+def load_pairs(ptr, line_offs, mask_r, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """x and y of the pairs of lines, [BLOCK_R, BLOCK_P] each."""
+    if INTERLEAVED:
+        both = load_channels(ptr, line_offs, mask_r, 0, 2 * PAIRS, 2 * BLOCK_P)
+        x, y = tl.split(tl.reshape(both, [both.shape[0], BLOCK_P, 2]))
+    else:
+        x = load_channels(ptr, line_offs, mask_r, 0, PAIRS, BLOCK_P)
+        y = load_channels(ptr, line_offs, mask_r, PAIRS, 2 * PAIRS, BLOCK_P)
+    return x, y
+
+
+@triton.jit
+def store_pairs(ptr, line_offs, mask_r, x, y, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    if INTERLEAVED:
+        both = tl.reshape(tl.join(x, y), [x.shape[0], 2 * BLOCK_P])
+        store_channels(ptr, line_offs, mask_r, both, 0, 2 * PAIRS, 2 * BLOCK_P)
+    else:
+        store_channels(ptr, line_offs, mask_r, x, 0, PAIRS, BLOCK_P)
+        store_channels(ptr, line_offs, mask_r, y, PAIRS, 2 * PAIRS, BLOCK_P)
+
+
+@triton.jit
+def load_angles(ptr, positions, stride_t, stride_p, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, UNIT: tl.constexpr):
+    """The rows of cos or sin, [BLOCK_R, BLOCK_P]. In an aligned layout their columns lie side by side."""
+    offs_p = tl.arange(0, BLOCK_P)
+    if UNIT == 1:
+        ptrs = ptr + (positions * stride_t)[:, None] + (offs_p * stride_p)[None, :]
+    else:
+        ptrs = ptr + (positions * stride_t * UNIT)[:, None] + offs_p[None, :]
+    return tl.load(ptrs, mask=(offs_p < PAIRS)[None, :], other=0.0).to(tl.float32)
+
+
+@jit
+def _append_kernel(
+    key_ptr,
+    value_ptr,
+    key_store_ptr,
+    value_store_ptr,
+    cos_ptr,
+    sin_ptr,
+    page_table_ptr,
+    lengths_ptr,
+    stride_kb: tl.int64,
+    stride_kn: tl.int64,
+    stride_kh: tl.int64,
+    stride_vb: tl.int64,
+    stride_vn: tl.int64,
+    stride_vh: tl.int64,
+    stride_key_i: tl.int64,
+    stride_key_j: tl.int64,
+    stride_key_h: tl.int64,
+    stride_value_i: tl.int64,
+    stride_value_j: tl.int64,
+    stride_value_h: tl.int64,
+    stride_ct: tl.int64,
+    stride_cp: tl.int64,
+    stride_st: tl.int64,
+    stride_sp: tl.int64,
+    last_position: tl.int64,
+    n: tl.int32,
+    parts: tl.int32,
+    stride_pb: tl.int64,
+    stride_pc: tl.int64,
+    pages: tl.int64,
+    stride_l: tl.int64,
+    capacity: tl.int64,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    UNIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    # Where am I.
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    part = tl.program_id(0) % parts
+    length_ptr = lengths_ptr + row * stride_l
+    length = tl.load(length_ptr).to(tl.int64)
+    lines = n * HEADS
+    for first in range(part * BLOCK_R, lines, parts * BLOCK_R):
+        # New tokens, which wait for nothing: not for the length, nor for what they are turned by.
+        offs_r = first + tl.arange(0, BLOCK_R)
+        offs_t, offs_h = (offs_r // HEADS).to(tl.int64), (offs_r % HEADS).to(tl.int64)
+        mask_r = offs_r < lines
+        key_offs = (row * stride_kb + offs_t * stride_kn + offs_h * stride_kh) * UNIT
+        value_offs = (row * stride_vb + offs_t * stride_vn + offs_h * stride_vh) * UNIT
+        if PAIRS:
+            x, y = load_pairs(key_ptr, key_offs, mask_r, PAIRS, BLOCK_P, INTERLEAVED)
+        if 2 * PAIRS < D:
+            key = load_channels(key_ptr, key_offs, mask_r, 2 * PAIRS, D, BLOCK_D)
+        value = load_channels(value_ptr, value_offs, mask_r, 0, DV, BLOCK_DV)
+
+        # Turn the first channels of keys.
+        position = length + offs_t
+        if PAIRS:
+            turned_by = tl.minimum(tl.maximum(position, 0), last_position)
+            cos = load_angles(cos_ptr, turned_by, stride_ct, stride_cp, PAIRS, BLOCK_P, UNIT)
+            sin = load_angles(sin_ptr, turned_by, stride_st, stride_sp, PAIRS, BLOCK_P, UNIT)
+            x, y = x.to(tl.float32), y.to(tl.float32)
+            x, y = x * cos - y * sin, y * cos + x * sin
+
+        # Row or page `i` and slot `j` of the stores; what has neither is dropped.
+        mask_r = mask_r & (position >= 0) & (position < capacity)
+        if PAGE:
+            column = position // PAGE
+            entry = tl.load(page_table_ptr + row * stride_pb + column * stride_pc, mask=mask_r, other=-1)
+            mask_r = mask_r & (entry >= 0) & (entry < pages)
+            i, j = entry.to(tl.int64), position - column * PAGE
+        else:
+            i, j = row, position
+        key_offs = (i * stride_key_i + j * stride_key_j + offs_h * stride_key_h) * UNIT
+        value_offs = (i * stride_value_i + j * stride_value_j + offs_h * stride_value_h) * UNIT
+        if PAIRS:
+            dtype = key_store_ptr.dtype.element_ty
+            store_pairs(key_store_ptr, key_offs, mask_r, x.to(dtype), y.to(dtype), PAIRS, BLOCK_P, INTERLEAVED)
+        if 2 * PAIRS < D:
+            store_channels(key_store_ptr, key_offs, mask_r, key, 2 * PAIRS, D, BLOCK_D)
+        store_channels(value_store_ptr, value_offs, mask_r, value, 0, DV, BLOCK_DV)
+
+    if parts == 1:
+        tl.debug_barrier()  # until every thread has read the length
+        tl.store(length_ptr, tl.minimum(length + n, capacity).to(tl.int32))
+
+
+@jit
+def _advance_kernel(
+    lengths_ptr, stride_l: tl.int64, rows: tl.int32, n: tl.int32, capacity: tl.int64, BLOCK: tl.constexpr
+):
+    offs_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ptrs, mask = lengths_ptr + offs_b * stride_l, offs_b < rows
+    length = tl.load(ptrs, mask=mask, other=0).to(tl.int64)
+    tl.store(ptrs, tl.minimum(length + n, capacity).to(tl.int32), mask=mask)
+
+
+def launch_append(
+    key: Tensor,
+    value: Tensor,
+    key_store: Tensor,
+    value_store: Tensor,
+    page_table: Tensor | None,
+    lengths: Tensor,
+    capacity: int,
+    rotary: Rotary | None,
+) -> None:
+    """Write key `[B, n, Hkv, D]` and value `[B, n, Hkv, Dv]` to stores of rows `[B, T, ...]` or, with a page table, of
+    pages `[P, page, ...]`, and advance `lengths`."""
+    batch = key.shape[0]
+    if batch == 0:
+        return
+    cos, sin, interleaved = (None, None, False) if rotary is None else rotary
+    tables = () if rotary is None else (rotary.cos, rotary.sin)
+    laid = (key, value, key_store, value_store, *tables)
+    how = layout(*[(t.shape, t.stride(), t.data_ptr() % 16 == 0) for t in laid])
+    table = (0, 0, 0) if page_table is None else (*page_table.stride(), key_store.shape[0])
+    page = 0 if page_table is None else key_store.shape[1]
+    _append.launch(
+        batch * how.parts,
+        {"num_warps": 4, "enable_fp_fusion": False},
+        key_ptr=key,
+        value_ptr=value,
+        key_store_ptr=key_store,
+        value_store_ptr=value_store,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        page_table_ptr=page_table,
+        lengths_ptr=lengths,
+        **how.numbers,
+        **named("stride_pb stride_pc pages", table),
+        stride_l=lengths.stride(0),
+        capacity=capacity,
+        **how.constants,
+        INTERLEAVED=bool(interleaved),
+        PAGE=page,
+    )
+    if how.parts > 1:
+        _advance.launch(
+            cdiv(batch, 256),
+            {"num_warps": 4},
+            lengths_ptr=lengths,
+            stride_l=lengths.stride(0),
+            rows=batch,
+            n=key.shape[1],
+            capacity=capacity,
+            BLOCK=256,
+        )
+    torch.autograd.graph.increment_version((key_store, value_store, lengths))
+
+
+class Layout(NamedTuple):
+    """How a launch is cut, and what it is told of where tensors lie."""
+
+    parts: int
+    numbers: dict[str, int]
+    constants: dict[str, int]
+
+
+Side = tuple[tuple[int, ...], tuple[int, ...], bool]
+"""Shape and strides of a tensor, and whether it starts on 16 bytes."""
+
+
+@lru_cache(maxsize=1024)
+def layout(
+    key: Side, value: Side, key_store: Side, value_store: Side, cos: Side | None = None, sin: Side | None = None
+) -> Layout:
+    """Kept, as this costs more on the host than all else: a step of decoding is laid out as the one before."""
+    (_, n, heads, dim), value_dim = key[0], value[0][3]
+    tables = () if cos is None or sin is None else (cos, sin)
+    pairs, last_position = (0, 0) if cos is None else (cos[0][1], cos[0][0] - 1)
+    sides = (key, value, key_store, value_store)
+    unit = UNIT if all(map(_aligned, (*sides, *tables))) and all(table[1][1] == 1 for table in tables) else 1
+    strides = [stride // unit for side in sides for stride in side[1][:3]]
+    table_strides = [stride for table in tables for stride in (table[1][0] // unit, table[1][1])] or [0, 0, 0, 0]
+    lines = n * heads
+    widths = [triton.next_power_of_2(max(1, width)) for width in (dim - 2 * pairs, value_dim, pairs)]
+    most = max(widths[0], widths[1], 2 * widths[2])
+    block_r = max(1, min(triton.next_power_of_2(max(1, lines)), TILE // most))
+    blocks = cdiv(lines, block_r)
+    parts = blocks if blocks > ALONE else 1
+    strides_of = "stride_kb stride_kn stride_kh stride_vb stride_vn stride_vh stride_key_i stride_key_j stride_key_h"
+    strides_of += " stride_value_i stride_value_j stride_value_h stride_ct stride_cp stride_st stride_sp"
+    return Layout(
+        parts,
+        {
+            **named(strides_of, (*strides, *table_strides)),
+            "last_position": last_position,
+            "n": n,
+            "parts": parts,
+        },
+        {
+            **named("HEADS D DV PAIRS BLOCK_R", (heads, dim, value_dim, pairs, block_r)),
+            **named("BLOCK_D BLOCK_DV BLOCK_P", widths),
+            "UNIT": unit,
+        },
+    )
+
+
+def _aligned(side: Side) -> bool:
+    """As `arguments.is_aligned`, of a tensor's facts."""
+    shape, strides, starts_aligned = side
+    return starts_aligned and all(s % UNIT == 0 for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1)
+
+
+_append, _advance = Kernel(_append_kernel), Kernel(_advance_kernel)

@@ -1,0 +1,136 @@
+"""How a call on a cache is told to the decode kernels: what they have in common of arguments, results and workspace."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..base.problem import UNBOUNDED, Problem
+from .arguments import FAR, in_fp32, named, slope_stride, tanh, tile_width
+from .decode_tuning import DecodeConfig, batch_heads, block_r, rows, tiles_r
+from .launch import Kernel, Launch
+
+
+class DecodeCall(NamedTuple):
+    """One call: its problem and its tensors, but for the cache."""
+
+    problem: Problem
+    config: DecodeConfig
+    query: Tensor
+    lengths: Tensor | None
+    tree: Tensor | None
+    slopes: Tensor | None  # [B or 1, Hq]
+    sink: Tensor | None
+    left: int
+    right: int
+    scale: float
+    softcap: float
+    out: Tensor
+    lse: Tensor | None
+    workspace: Tensor | None  # None: one split
+
+    @property
+    def early(self) -> bool:
+        """Whether kernels are launched before those ahead of them end (decode_tiles.py)."""
+        return self.problem.arch >= 90
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Triton's, of the kernel that computes."""
+        config = self.config
+        options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        return options | {"launch_pdl": True} if self.early else options
+
+    @property
+    def grid(self) -> int:
+        return batch_heads(self.problem) * self.config.num_splits * tiles_r(self.problem)
+
+    def arguments(self, table: Tensor | None) -> dict[str, Any]:
+        """Of the kernel that computes, those that depend neither on the format of the cache nor on lengths."""
+        problem = self.problem
+        return {
+            "q_ptr": self.query,
+            "table_ptr": table,
+            "lengths_ptr": self.lengths,
+            "tree_ptr": self.tree,
+            "slopes_ptr": self.slopes,
+            "sink_ptr": self.sink,
+            "out_ptr": self.out,
+            "lse_ptr": self.lse,
+            "workspace_ptr": self.workspace,
+            "stride_tb": 0 if table is None else table.stride(0),
+            **named("stride_rb stride_rm", (0, 0) if self.tree is None else self.tree.stride()[:2]),
+            "stride_ab": slope_stride(self.slopes),
+            "batch": problem.batch,
+            "kv_heads": problem.kv_heads,
+            "scale": in_fp32(self.scale),
+            "softcap": self.softcap,
+            "GROUP": problem.group,
+            "D": problem.head_dim,
+            "DV": problem.value_dim,
+            "BLOCK_DV": tile_width(problem.value_dim),
+            "PAGE": problem.page,
+            "HAS_SOFTCAP": self.softcap != 0.0,
+            "EARLY": self.early,
+            "TANH": tanh(problem),
+        }
+
+    def sizes(self, pages: int) -> dict[str, Any]:
+        """Those that depend on lengths."""
+        problem, config = self.problem, self.config
+        return {
+            **named("stride_ob stride_om stride_oh stride_od", self.out.stride()),
+            "capacity": problem.k_len,
+            "pages": pages,
+            "q_len": problem.q_len,
+            "num_splits": config.num_splits,
+            "split_keys": config.split_keys,
+            "left": min(self.left, FAR),
+            "right": min(self.right, FAR),
+            "BLOCK_R": block_r(problem),
+            "BLOCK_N": config.block_n,
+            "HAS_LEFT": self.left != UNBOUNDED,
+            "HAS_RIGHT": self.right != UNBOUNDED,
+            "IS_SPLIT": config.num_splits > 1,
+        }
+
+    @property
+    def merge_grid(self) -> int:
+        return batch_heads(self.problem) * rows(self.problem)
+
+    def merge_sizes(self) -> dict[str, int]:
+        """Arguments of the kernel that merges parts which depend on lengths."""
+        return {
+            **named("stride_ob stride_om stride_oh stride_od", self.out.stride()),
+            "q_len": self.problem.q_len,
+            "num_splits": self.config.num_splits,
+        }
+
+    def bind_merge(self, kernel: Kernel) -> Launch:
+        """The kernel that merges parts, as a function of workspace, sink, out and lse."""
+        problem = self.problem
+        width = tile_width(problem.value_dim)
+        options: dict[str, Any] = {"num_warps": 4, "launch_pdl": True} if self.early else {"num_warps": 4}
+        return kernel.bind_addresses(
+            self.merge_grid,
+            options,
+            self.query.device,
+            workspace_ptr=self.workspace,
+            sink_ptr=self.sink,
+            out_ptr=self.out,
+            lse_ptr=self.lse,
+            **self.merge_sizes(),
+            batch=problem.batch,
+            kv_heads=problem.kv_heads,
+            GROUP=problem.group,
+            DV=problem.value_dim,
+            BLOCK_DV=width,
+            AT_ONCE=min(32, 4096 // width),
+            EARLY=self.early,
+        )
+
+
+def side_by_side(t: Tensor | None) -> Tensor | None:
+    """A tensor whose last dim is contiguous: itself, if it is."""
+    return t if t is None or t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()

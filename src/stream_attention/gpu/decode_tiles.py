@@ -1,0 +1,282 @@
+"""What the decode kernels share: which keys a program streams, what of them its rows see, and how parts become one.
+
+Rows of a tile are the queries of all heads that share a KV head, head by head: row r is query `r % q_len` of head
+`r // q_len`. A line is one KV head of one batch entry.
+
+Parts of a line's keys that run side by side leave their states in a workspace, fp32:
+
+    lses [lines, splits, rows], log2 units | outs [lines, splits, rows, DV]
+
+the second from a multiple of four numbers on. A second kernel merges them, in their order, a fixed number at a time, so
+that empty parts at the end change no bit. (The last program of a line could do it in the first launch: measured, that
+took 1 to 2 us longer on an H200, where the second kernel has started before the first one ends.)
+
+From Hopper on (`EARLY`), kernels of a stream are launched before those ahead of them end, and wait on the device:
+everything that a kernel reads or writes it touches after that wait.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .launch import Kernel, jit
+from .tiles import LN2, LOG2E, online_softmax_step, softcap_scores
+
+
+@triton.jit
+def wait_for_kernels_ahead():
+    """Let the kernel behind this one be launched, and wait for those before it."""
+    gdc_launch_dependents()
+    gdc_wait()
+
+
+@triton.jit
+def keys_of_split(first, end, split, num_splits, split_keys, BLOCK_N: tl.constexpr, IN_TURN: tl.constexpr):
+    """Where a split of the keys from `first` to `end` begins and ends, and how far its blocks lie apart.
+
+    IN_TURN: splits take blocks in turn, so that what runs at a time reads from one place in memory; else each has its
+    share in one run. Where `split_keys` is not 0, that is the share.
+    """
+    share = split_keys
+    if share == 0:
+        share = tl.cdiv(tl.cdiv(end - first, BLOCK_N), num_splits) * BLOCK_N
+    begin, step = first + split * share, BLOCK_N
+    last = tl.minimum(begin + share, end)
+    if IN_TURN and split_keys == 0:
+        begin, step, last = first + split * BLOCK_N, num_splits * BLOCK_N, end
+    return begin, last, step
+
+
+@triton.jit
+def first_seen(length, q_len, left, HAS_LEFT: tl.constexpr):
+    """The first key that some row sees."""
+    first = 0
+    if HAS_LEFT:
+        first = tl.maximum(length - q_len - left, 0)
+    return first
+
+
+@triton.jit
+def modify_scores(
+    qk,
+    scale,
+    softcap,
+    slopes,
+    q_pos,
+    k_pos,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    TANH: tl.constexpr,
+):
+    """Scores in log2 units from q . k. The tile lies either way up: slopes and positions broadcast against it."""
+    if HAS_SOFTCAP:
+        scores = softcap_scores(qk * scale, softcap, TANH) * LOG2E
+    else:
+        scores = qk * (scale * LOG2E)
+    if HAS_ALIBI:
+        scores -= (slopes * LOG2E) * tl.abs(q_pos - k_pos).to(tl.float32)
+    return scores
+
+
+@triton.jit
+def hide_scores(
+    scores,
+    inside,
+    q_pos,
+    k_pos,
+    left,
+    right,
+    tree_ptr,
+    first_new,
+    mask_r,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_TREE: tl.constexpr,
+):
+    """-inf for what a row does not see. The tile lies either way up. `tree_ptr` points to each row's line of the tree,
+    `first_new` is the position of its first column; with a tree, a query before position 0 sees nothing."""
+    visible = inside
+    if HAS_RIGHT:
+        visible = visible & (k_pos <= q_pos + right)
+    if HAS_LEFT:
+        visible = visible & (k_pos >= q_pos - left)
+    if HAS_TREE:
+        new = k_pos - first_new
+        named = tl.load(tree_ptr + new, mask=mask_r & inside & (new >= 0), other=1) != 0
+        visible = visible & mask_r & (q_pos >= 0) & named
+    return tl.where(visible, scores, float("-inf"))
+
+
+@triton.jit
+def _join_sink(lse, sink_ptr, head, mask_r):
+    """The factor of the outputs, and the LSE, of rows that have met all their keys and meet a sink, a key without a
+    value, if there are sinks. Log2 units."""
+    factor = tl.full(lse.shape, 1.0, tl.float32)
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + head, mask=mask_r, other=0.0).to(tl.float32) * LOG2E
+        peak = tl.maximum(lse, sink)
+        peak = tl.where(peak == float("-inf"), 0.0, peak)
+        weight = tl.exp2(lse - peak)
+        total = weight + tl.exp2(sink - peak)
+        factor = weight / tl.where(total != 0, total, 1.0)
+        lse = peak + tl.log2(total)
+    return factor, lse
+
+
+@triton.jit
+def _store_out(
+    out, column, columns, out_ptr, stride_ob, stride_om, stride_oh, stride_od, b, t, head, mask_r, BLOCK: tl.constexpr
+):
+    """`columns` of the answer, from `column` on."""
+    offs = tl.arange(0, BLOCK)
+    to = out_ptr + b * stride_ob + (t * stride_om + head * stride_oh)[:, None] + ((column + offs) * stride_od)[None, :]
+    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=mask_r[:, None] & (offs < columns)[None, :])
+
+
+@triton.jit
+def _store_lse(lse, lse_ptr, b, t, head, heads, q_len, mask_r):
+    if lse_ptr is not None:
+        tl.store(lse_ptr + (b * heads + head) * q_len + t, lse * LN2, mask=mask_r)
+
+
+@triton.jit
+def _outs(workspace_ptr, lines, num_splits, rows):
+    """Where outputs begin in a workspace, behind the LSEs."""
+    return workspace_ptr + tl.cdiv(lines.to(tl.int64) * num_splits * rows, 4) * 4
+
+
+@triton.jit
+def normalised(acc, row_max, row_sum):
+    """The state of rows, 0 and -inf for one that has seen nothing."""
+    seen_any = row_sum != 0  # NaN is: what a row sees shows
+    out = acc / tl.where(seen_any, row_sum, 1.0)[:, None]
+    return out, tl.where(seen_any, row_max + tl.log2(row_sum), float("-inf"))
+
+
+@triton.jit
+def leave_out(
+    out,
+    lse,
+    column,
+    columns,
+    out_ptr,
+    sink_ptr,
+    workspace_ptr,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_od,
+    batch,
+    kv_heads,
+    q_len,
+    num_splits,
+    split,
+    b,
+    kv_head,
+    offs_r,
+    GROUP: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Leave `columns` of a program's outputs, from `column` on, as the answer or as a part of it."""
+    rows = GROUP * q_len
+    mask_r = offs_r < rows
+    head, t = kv_head * GROUP + offs_r // q_len, offs_r % q_len
+    if IS_SPLIT:
+        at = ((b * kv_heads + kv_head) * num_splits + split) * rows + offs_r
+        offs = tl.arange(0, BLOCK)
+        inside = mask_r[:, None] & (offs < columns)[None, :]
+        to = _outs(workspace_ptr, batch * kv_heads, num_splits, rows) + at[:, None] * DV + (column + offs)[None, :]
+        tl.store(to, out, mask=inside)
+    else:
+        factor, _ = _join_sink(lse, sink_ptr, head, mask_r)
+        _store_out(
+            out * factor[:, None], column, columns, out_ptr, stride_ob, stride_om, stride_oh, stride_od,
+            b, t, head, mask_r, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def leave_lse(
+    lse,
+    lse_ptr,
+    sink_ptr,
+    workspace_ptr,
+    kv_heads,
+    q_len,
+    num_splits,
+    split,
+    b,
+    kv_head,
+    offs_r,
+    GROUP: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Leave a program's LSEs likewise."""
+    rows = GROUP * q_len
+    mask_r = offs_r < rows
+    head, t = kv_head * GROUP + offs_r // q_len, offs_r % q_len
+    if IS_SPLIT:
+        at = ((b * kv_heads + kv_head) * num_splits + split) * rows + offs_r
+        tl.store(workspace_ptr + at, lse, mask=mask_r)
+    else:
+        _, lse = _join_sink(lse, sink_ptr, head, mask_r)
+        _store_lse(lse, lse_ptr, b, t, head, kv_heads * GROUP, q_len, mask_r)
+
+
+@jit
+def _merge_parts_kernel(
+    workspace_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_ob: tl.int64,
+    stride_om: tl.int64,
+    stride_oh: tl.int64,
+    stride_od: tl.int64,
+    batch: tl.int32,
+    kv_heads: tl.int32,
+    q_len: tl.int32,
+    num_splits: tl.int32,
+    GROUP: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Grid: one program per row."""
+    if EARLY:
+        wait_for_kernels_ahead()
+    rows = GROUP * q_len
+    line, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    outs = _outs(workspace_ptr, batch * kv_heads, num_splits, rows)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    row_max = tl.full([1], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    for first in range(0, num_splits, AT_ONCE):
+        part = first + tl.arange(0, AT_ONCE)
+        there = part < num_splits
+        at = (line.to(tl.int64) * num_splits + part) * rows + row
+        lse = tl.load(workspace_ptr + at, mask=there, other=float("-inf"))
+        inside = there[:, None] & (offs_dv < DV)[None, :]
+        out = tl.load(outs + at[:, None] * DV + offs_dv[None, :], mask=inside, other=0.0)
+        p, rescale, row_max, row_sum = online_softmax_step(lse[None, :], 1.0, row_max, row_sum, GUARD=True)
+        acc = acc * rescale[:, None] + tl.sum(out * p.reshape(AT_ONCE)[:, None], 0)[None, :]
+    out, lse = normalised(acc, row_max, row_sum)
+    b, kv_head = (line // kv_heads).to(tl.int64), line % kv_heads
+    offs_r = row + tl.arange(0, 1)
+    head, t = kv_head * GROUP + offs_r // q_len, offs_r % q_len
+    mask_r = offs_r < rows
+    factor, lse = _join_sink(lse, sink_ptr, head, mask_r)
+    _store_out(
+        out * factor[:, None], 0, DV, out_ptr, stride_ob, stride_om, stride_oh, stride_od,
+        b, t, head, mask_r, BLOCK_DV,
+    )  # fmt: skip
+    _store_lse(lse, lse_ptr, b, t, head, kv_heads * GROUP, q_len, mask_r)
+
+
+merge_kernel = Kernel(_merge_parts_kernel)

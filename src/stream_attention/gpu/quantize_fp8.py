@@ -1,0 +1,425 @@
+"""The pre-pass of attention in FP8: Q, K and V become e4m3 codes with block-wise scales, in one launch.
+
+Codes and scales lie as fp8_layout.py says and are those of reference_fp8.py bit for bit: scales are powers of two, so
+nothing is rounded but the codes. Rotated queries and keys are sums, in fp32 as there but in another order: where one
+lies at the boundary of two codes, it may become either.
+
+Grid: a program for every block of 128 rows of a head of V, K and Q, in this order, as those of V work longest. Heads
+are innermost, since those of a row lie side by side. In a pack every sequence has programs for the longest one; those
+behind its end do nothing. It reads every number once and writes every code once, and memory is what it waits for.
+
+Blocks that a pack leaves free are not written, nor are their scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..base.fp8_layout import (
+    BLOCK,
+    LARGEST,
+    SMALLEST,
+    KeyCodes,
+    QueryCodes,
+    blocks_of,
+    room_for_keys,
+    room_for_queries,
+)
+from ..base.problem import UNBOUNDED
+from . import interpreter
+from .arguments import FAR, UNIT, cdiv, is_aligned, named, row_strides
+from .launch import Kernel, Launch, jit
+from .tiles import packed_rows
+
+WARPS = {64: 4, 128: 4, 256: 8}
+"""By head dim. 64 or 128 numbers of a block for each thread: by the compiler's report there is room for blocks of 128
+KiB on a multiprocessor at a time. With twice as many warps, of half as many registers, as much is on its way, and it
+takes 1.10 (D 128) and 1.16 (D 256) times as long (H200, sweep 16)."""
+
+ROTATED_WARPS = {64: 4, 128: 8, 256: 8}
+"""16 would have the halves of a row in different warps."""
+
+ROWS = tl.constexpr(BLOCK)
+LARGER_BF16 = tl.constexpr("{ .reg .b32 a, b; abs.bf16x2 a, $1; abs.bf16x2 b, $2; max.bf16x2 $0, a, b; }")
+LARGER_FP16 = tl.constexpr("{ .reg .b32 a, b; abs.f16x2 a, $1; abs.f16x2 b, $2; max.f16x2 $0, a, b; }")
+LEAST = tl.constexpr(SMALLEST)
+INVERSE = tl.constexpr(1.0 / LARGEST)
+
+
+@triton.jit
+def load_tile(ptr, stride, rows, first, floor, limit, COLUMNS: tl.constexpr):
+    """Channels of rows, [.., COLUMNS], from `first` on; zeros for rows that are not in floor to limit."""
+    offs = (rows.to(tl.int64) * stride + first)[:, None] + tl.arange(0, COLUMNS)[None, :]
+    return tl.load(ptr + offs, mask=((rows >= floor) & (rows < limit))[:, None], other=0.0)
+
+
+@triton.jit
+def larger(a, b, HARDWARE: tl.constexpr):
+    """The larger of |a| and |b|, in their dtype; of a number and NaN, the number. It is found of pairs in one word, so
+    that all of a block waits in 16 bits for its scale: as fp32 it would fill the registers."""
+    if HARDWARE:
+        asm: tl.constexpr = LARGER_BF16 if a.dtype == tl.bfloat16 else LARGER_FP16
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
+    else:
+        return tl.maximum(magnitude(a.to(tl.float32), HARDWARE), magnitude(b.to(tl.float32), HARDWARE)).to(a.dtype)
+
+
+@triton.jit
+def magnitude(x, HARDWARE: tl.constexpr):
+    """|x|. A GPU's maximum of a number and NaN is the number; NumPy's is NaN, so there is none in the interpreter."""
+    x = tl.abs(x)
+    if not HARDWARE:
+        x = tl.where(x == x, x, 0.0)
+    return x
+
+
+@triton.jit
+def power_of_two(largest):
+    """The scale of a block with this largest magnitude, and what to multiply by instead of dividing by it: 0 for inf.
+    A block of NaN alone has that of zeros."""
+    largest = tl.maximum(largest, 0.0)
+    bits = (tl.maximum(largest, LEAST) * INVERSE).to(tl.int32, bitcast=True)
+    bits = tl.where(largest == 0.0, 0x3F800000, (bits + 0x7FFFFF) & 0x7F800000)
+    return bits.to(tl.float32, bitcast=True), tl.maximum(0x7F000000 - bits, 0).to(tl.float32, bitcast=True)
+
+
+FOUR = tl.constexpr(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+    "mov.b32 $0, {low, high}; }"
+)
+"""Four codes. Triton's own conversion goes by fp16 on sm_89, which it truncates to."""
+
+
+@triton.jit
+def code_of(x, HARDWARE: tl.constexpr):
+    """The nearest e4m3 number to one of at most 448, as uint8."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(FOUR, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return tl.where(x == x, code, 0x7F).to(tl.uint8)  # the interpreter makes a number of NaN
+
+
+@triton.jit
+def word_of(a, b, c, d, HARDWARE: tl.constexpr):
+    """The codes of four numbers, a's in the lowest byte."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(FOUR, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        low = code_of(a, HARDWARE).to(tl.int32) | code_of(b, HARDWARE).to(tl.int32) << 8
+        return low | code_of(c, HARDWARE).to(tl.int32) << 16 | code_of(d, HARDWARE).to(tl.int32) << 24
+
+
+@triton.jit
+def hadamard(dtype: tl.constexpr, N: tl.constexpr):
+    """reference_fp8.hadamard, [N, N]: -1 where i & j has an odd number of ones."""
+    ones = tl.arange(0, N)[:, None] & tl.arange(0, N)[None, :]
+    ones ^= ones >> 4
+    odd = (0x6996 >> (ones & 15)) & 1  # bit n of it is the parity of n
+    return tl.where(odd == 1, -1.0, 1.0).to(dtype)
+
+
+@triton.jit
+def quantize_rows(
+    ptr, stride, floor, limit, codes_ptr, scales_ptr, D: tl.constexpr, IS_QUERY: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """A block of queries, which has two scales, or of keys, which has one."""
+    rows = tl.arange(0, 32)
+    a = load_tile(ptr, stride, rows, 0, floor, limit, D)  # [32, D]
+    b = load_tile(ptr, stride, rows + 32, 0, floor, limit, D)
+    c = load_tile(ptr, stride, rows + 64, 0, floor, limit, D)
+    d = load_tile(ptr, stride, rows + 96, 0, floor, limit, D)
+    first, second = larger(a, b, HARDWARE).to(tl.float32), larger(c, d, HARDWARE).to(tl.float32)
+    if IS_QUERY:
+        scales, factors = power_of_two(tl.max(tl.reshape(tl.join(first, second), [32 * D, 2]), 0))
+        tl.store(scales_ptr + tl.arange(0, 2), scales)
+        factor, second_factor = tl.split(factors)
+    else:
+        scale, factor = power_of_two(tl.max(tl.maximum(first, second)))
+        tl.store(scales_ptr, scale)
+        second_factor = factor
+    ptrs = codes_ptr + rows[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(ptrs, code_of(a.to(tl.float32) * factor, HARDWARE))
+    tl.store(ptrs + 32 * D, code_of(b.to(tl.float32) * factor, HARDWARE))
+    tl.store(ptrs + 64 * D, code_of(c.to(tl.float32) * second_factor, HARDWARE))
+    tl.store(ptrs + 96 * D, code_of(d.to(tl.float32) * second_factor, HARDWARE))
+
+
+@triton.jit
+def quantize_rotated(
+    ptr, stride, floor, limit, codes_ptr, scales_ptr, D: tl.constexpr, IS_QUERY: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """The same of rows times H. H of D channels is [[H, H], [H, -H]] of half as many, so half the products do: both
+    halves of a row are rows of one product, 128 rows apart, where a thread has the same channel of both."""
+    C: tl.constexpr = D // 2
+    lines = tl.arange(0, 2 * ROWS)
+    x = load_tile(ptr, stride, lines % ROWS, lines // ROWS * C, floor, limit, C)
+    sums = tl.reshape(tl.dot(x, hadamard(x.dtype, C)), [2, ROWS, C])
+    low, high = tl.split(tl.permute(sums, [1, 2, 0]))
+    x = tl.permute(tl.join(low + high, low - high), [0, 2, 1])  # [128, 2, C]
+    x = tl.reshape(x, [2, 64 * D])
+    largest = tl.max(magnitude(x, HARDWARE), 1)
+    if IS_QUERY:
+        scales, factors = power_of_two(largest)
+        tl.store(scales_ptr + tl.arange(0, 2), scales)
+    else:
+        scales, factors = power_of_two(tl.maximum(largest, tl.max(largest, 0)))
+        tl.store(scales_ptr, tl.max(scales, 0) * (1.0 / D))
+    codes = tl.reshape(code_of(x * factors[:, None], HARDWARE), [ROWS, D])
+    tl.store(codes_ptr + tl.arange(0, ROWS)[:, None] * D + tl.arange(0, D)[None, :], codes)
+
+
+@triton.jit
+def quantize_values(
+    ptr, stride, floor, limit, words_ptr, stride_word, scale_ptr, D: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """A block of values, transposed: 32 words of four keys for every channel. A word has keys 16 a + 2 q of a block and
+    those 1, 8 and 9 behind it: places 16 a + 4 q to 16 a + 4 q + 3 of ORDER."""
+    offs_w = tl.arange(0, ROWS // 4)
+    rows = offs_w // 4 * 16 + offs_w % 4 * 2
+    a = load_tile(ptr, stride, rows, 0, floor, limit, D)  # [32, D]
+    b = load_tile(ptr, stride, rows + 1, 0, floor, limit, D)
+    c = load_tile(ptr, stride, rows + 8, 0, floor, limit, D)
+    d = load_tile(ptr, stride, rows + 9, 0, floor, limit, D)
+    largest = larger(larger(a, b, HARDWARE), larger(c, d, HARDWARE), HARDWARE)
+    scale, factor = power_of_two(tl.max(largest.to(tl.float32)))
+    tl.store(scale_ptr, scale)
+    a, b = a.to(tl.float32) * factor, b.to(tl.float32) * factor
+    words = word_of(a, b, c.to(tl.float32) * factor, d.to(tl.float32) * factor, HARDWARE)
+    offs = (tl.arange(0, D).to(tl.int64) * stride_word)[:, None] + offs_w[None, :]
+    tl.store(words_ptr + offs, tl.trans(words))
+
+
+@triton.jit
+def place_of(index, heads, tiles, length, cu_ptr, PACKED: tl.constexpr):
+    """Head, sequence and block of a program; and of the sequence: its first row in memory, its first block, length."""
+    head, rest = index % heads, index // heads
+    tile, sequence = rest % tiles, rest // tiles
+    if PACKED:
+        row, count = packed_rows(cu_ptr + sequence, length)
+        first = (row // ROWS).to(tl.int32) + sequence
+    else:
+        row, count = sequence.to(tl.int64) * 0, length
+        first = sequence * tiles
+    return head.to(tl.int64), sequence, tile, row, first, count
+
+
+@jit
+def _quantize_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_codes_ptr,
+    k_codes_ptr,
+    v_words_ptr,
+    q_scales_ptr,
+    k_scales_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    stride_qb: tl.int64,
+    stride_qm: tl.int64,
+    stride_qh: tl.int64,
+    stride_kb: tl.int64,
+    stride_kn: tl.int64,
+    stride_kh: tl.int64,
+    stride_vb: tl.int64,
+    stride_vn: tl.int64,
+    stride_vh: tl.int64,
+    q_len: tl.int32,
+    k_len: tl.int32,
+    q_heads: tl.int32,
+    kv_heads: tl.int32,
+    q_tiles: tl.int32,
+    k_tiles: tl.int32,
+    q_blocks: tl.int64,
+    k_blocks: tl.int64,
+    k_programs: tl.int32,
+    k_floor: tl.int32,
+    left: tl.int64,
+    D: tl.constexpr,
+    UNIT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    PACKED: tl.constexpr,
+    ROTATE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program >= 2 * k_programs:
+        head, sequence, tile, row, first, count = place_of(
+            program - 2 * k_programs, q_heads, q_tiles, q_len, cu_q_ptr, PACKED
+        )
+        if tile * ROWS < count:
+            row += tile * ROWS
+            ptr = q_ptr + (sequence * stride_qb + row * stride_qm + head * stride_qh) * UNIT
+            block = head * q_blocks + first + tile
+            codes_ptr, scales_ptr = q_codes_ptr + block * (ROWS * D), q_scales_ptr + block * 2
+            rows = count - tile * ROWS
+            if ROTATE:
+                quantize_rotated(ptr, stride_qm * UNIT, 0, rows, codes_ptr, scales_ptr, D, True, HARDWARE)
+            else:
+                quantize_rows(ptr, stride_qm * UNIT, 0, rows, codes_ptr, scales_ptr, D, True, HARDWARE)
+    else:
+        head, sequence, tile, row, first, count = place_of(
+            program % k_programs, kv_heads, k_tiles, k_len, cu_k_ptr, PACKED
+        )
+        # A sequence without keys has a block too, of zeros: a kernel that computes a block for it finds no NaN.
+        if (tile == 0) | (tile * ROWS < count):
+            # Keys that some query of the call sees, counted from this block's first.
+            if PACKED:
+                floor = tile * 0
+                if HAS_LEFT:
+                    _, queries = packed_rows(cu_q_ptr + sequence, q_len)
+                    floor = tl.maximum(count - queries - left, 0).to(tl.int32)
+            else:
+                floor = k_floor
+            floor, limit = floor - tile * ROWS, count - tile * ROWS
+            row += tile * ROWS
+            block = head * k_blocks + first + tile
+            if program < k_programs:
+                ptr = v_ptr + (sequence * stride_vb + row * stride_vn + head * stride_vh) * UNIT
+                words_ptr = v_words_ptr + (head * D * k_blocks + first + tile) * (ROWS // 4)
+                scale_ptr, stride_word = k_scales_ptr + block * 2 + 1, k_blocks * (ROWS // 4)
+                quantize_values(ptr, stride_vn * UNIT, floor, limit, words_ptr, stride_word, scale_ptr, D, HARDWARE)
+            else:
+                ptr = k_ptr + (sequence * stride_kb + row * stride_kn + head * stride_kh) * UNIT
+                codes_ptr, scale_ptr = k_codes_ptr + block * (ROWS * D), k_scales_ptr + block * 2
+                if ROTATE:
+                    quantize_rotated(ptr, stride_kn * UNIT, floor, limit, codes_ptr, scale_ptr, D, False, HARDWARE)
+                else:
+                    quantize_rows(ptr, stride_kn * UNIT, floor, limit, codes_ptr, scale_ptr, D, False, HARDWARE)
+
+
+def quantize_queries(
+    query: Tensor, cu_seqlens: Tensor | None = None, longest: int = 0, rotate: bool = False
+) -> QueryCodes:
+    """Codes of query `[B, T, H, D]`, or of a pack `[N, H, D]` whose longest sequence has `longest` rows."""
+    queries = room_for_queries(query, _blocks(query, cu_seqlens))
+    no_heads, nowhere = query[..., :0, :], KeyCodes(queries.query, queries.query, queries.scales, 0)
+    _launch(query, no_heads, no_heads, queries, nowhere, cu_seqlens, cu_seqlens, longest, 0, rotate)
+    return queries
+
+
+def quantize_keys(
+    key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None, longest: int = 0, rotate: bool = False
+) -> KeyCodes:
+    """Codes of key and value `[B, T, H, D]`, or of packs `[N, H, D]` whose longest sequence has `longest` rows."""
+    keys = room_for_keys(key, _blocks(key, cu_seqlens))
+    no_heads, nowhere = key[..., :0, :], QueryCodes(keys.key, keys.scales, 0)
+    _launch(no_heads, key, value, nowhere, keys, cu_seqlens, cu_seqlens, 0, longest, rotate)
+    return keys
+
+
+def quantize(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    q_longest: int = 0,
+    k_longest: int = 0,
+    rotate: bool = False,
+    left: int = UNBOUNDED,
+) -> tuple[QueryCodes, KeyCodes]:
+    """Codes of all three, in one launch; `left` as in `bind_quantize`."""
+    queries, keys = rooms(query, key, cu_seqlens_q, cu_seqlens_k)
+    ends = cu_seqlens_q, cu_seqlens_k, q_longest, k_longest
+    _launch(query, key, value, queries, keys, *ends, rotate, left)
+    return queries, keys
+
+
+def rooms(
+    query: Tensor, key: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None
+) -> tuple[QueryCodes, KeyCodes]:
+    """Room for the codes of all three."""
+    return room_for_queries(query, _blocks(query, cu_seqlens_q)), room_for_keys(key, _blocks(key, cu_seqlens_k))
+
+
+def bind_quantize(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: QueryCodes,
+    keys: KeyCodes,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    q_longest: int,
+    k_longest: int,
+    rotate: bool,
+    left: int = UNBOUNDED,
+) -> Launch | None:
+    """The kernel as a function of query, key, value, codes (of queries, keys and values, then scales of queries and
+    keys) and cu_seqlens; None where there is nothing to do.
+
+    `left` is that side of the call's window: keys and values that no query sees by it become zeros, whatever they are.
+    The last query stands at the last key, so those are the first ones.
+    """
+    packed, dim = cu_seqlens_q is not None, query.shape[-1]
+    batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    (q_len, q_heads), (k_len, kv_heads) = query.shape[-3:-1], key.shape[-3:-1]
+    q_tiles, k_tiles = (cdiv(n, BLOCK) for n in ((q_longest, k_longest) if packed else (q_len, k_len)))
+    q_programs, k_programs = batch * q_tiles * q_heads, batch * k_tiles * kv_heads
+    if q_programs + k_programs == 0:
+        return None
+    unit = UNIT if is_aligned(query, key, value) else 1
+    codes = as_integers(*_all(queries, keys))
+    return _quantize.bind_addresses(
+        q_programs + 2 * k_programs,
+        {"num_warps": (ROTATED_WARPS if rotate else WARPS)[dim]},
+        q_ptr=query,
+        k_ptr=key,
+        v_ptr=value,
+        **named("q_codes_ptr k_codes_ptr v_words_ptr q_scales_ptr k_scales_ptr", codes),
+        cu_q_ptr=cu_seqlens_q,
+        cu_k_ptr=cu_seqlens_k,
+        **named("stride_qb stride_qm stride_qh", row_strides(query, packed, unit)),
+        **named("stride_kb stride_kn stride_kh", row_strides(key, packed, unit)),
+        **named("stride_vb stride_vn stride_vh", row_strides(value, packed, unit)),
+        q_len=q_len,
+        k_len=k_len,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        q_tiles=q_tiles,
+        k_tiles=k_tiles,
+        q_blocks=queries.query.shape[1] // BLOCK,
+        k_blocks=keys.key.shape[1] // BLOCK,
+        k_programs=k_programs,
+        k_floor=0 if left == UNBOUNDED else max(k_len - q_len - left, 0),
+        left=min(left, FAR),
+        D=dim,
+        UNIT=unit,
+        HAS_LEFT=packed and left != UNBOUNDED,
+        PACKED=packed,
+        ROTATE=rotate,
+        HARDWARE=not interpreter.active(),
+    )
+
+
+def _blocks(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return blocks_of(x.shape[-3], batch, cu_seqlens is not None)
+
+
+def as_integers(q_codes: Any, k_codes: Any, v_codes: Any, q_scales: Any, k_scales: Any) -> tuple[Any, ...]:
+    """Codes as the kernel writes them; addresses as they are."""
+    if type(q_codes) is int:
+        return q_codes, k_codes, v_codes, q_scales, k_scales
+    codes = q_codes.view(torch.uint8), k_codes.view(torch.uint8), v_codes.view(-1).view(torch.int32)
+    return (*codes, q_scales, k_scales)
+
+
+def _all(queries: QueryCodes, keys: KeyCodes) -> tuple[Tensor, ...]:
+    return queries.query, keys.key, keys.value, queries.scales, keys.scales
+
+
+def _launch(query: Tensor, key: Tensor, value: Tensor, queries: QueryCodes, keys: KeyCodes, *others: Any) -> None:
+    launch = bind_quantize(query, key, value, queries, keys, *others)
+    if launch is not None:
+        launch(query, key, value, *as_integers(*_all(queries, keys)), *others[:2])
+
+
+_quantize = Kernel(_quantize_kernel)

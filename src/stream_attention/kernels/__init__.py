@@ -1,1 +1,0 @@
-"""Private: how states are computed. Reached through `ops` and `plan` only."""
