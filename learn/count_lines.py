@@ -26,10 +26,13 @@ GLUON = "src/stream_attention/backends/hopper/"
 TRITON = "src/stream_attention/backends/triton/"
 FILES = {
     "CUDA": ("cuda/src/flash_bf16.cu", "cuda/src/hardware.cuh"),
-    "Triton": (TRITON + "forward.py", TRITON + "tiles.py"),
+    "Triton": (TRITON + "forward.py", "src/stream_attention/gpu/tiles.py"),
     "Gluon": (
         GLUON + "forward_sm90.py",
-        *(GLUON + name for name in ("pipeline.py", "scheduler.py", "facts.py", "tiles.py", "versions.py")),
+        *(
+            GLUON + f"{name}.py"
+            for name in ("forward_consumer", "pipeline", "scheduler", "parameters", "tiles", "versions")
+        ),
     ),
     "Triton, step 06": ("learn/06_flash_forward/flash.py",),
     "Gluon, step 12": ("learn/12_hopper/flash_gluon.py",),

@@ -141,7 +141,7 @@ def test_the_excerpts_are_in_the_kernels() -> None:
     sources = [
         [ROOT / "cuda" / "src" / "flash_bf16.cu"],
         [backends / "triton" / "forward.py", backends.parent / "gpu" / "tiles.py"],
-        [backends / "hopper" / "forward_sm90.py"],
+        [backends / "hopper" / "forward_consumer.py"],
     ]
     assert len(excerpts) == 3
     for excerpt, files in zip(excerpts, sources, strict=True):
