@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from ..problem import DecodeInputs, Problem, Request
 from ..tuning import decode as decode_tuning
 from ..tuning import eager as tuning
@@ -29,7 +27,7 @@ class Eager(Backend):
             return decode_tuning.configure_eager(problem, request.batch_invariant)
         return tuning.configure(problem)
 
-    def decode(self, problem: Problem, inputs: DecodeInputs, config: Any) -> tuple[Tensor, Tensor | None, Any]:
+    def prepare_decode(self, problem: Problem, inputs: DecodeInputs, config: Any) -> Any:
         from ..kernels.eager_decode import decode  # a statement: torch.compile traces through it
 
-        return decode(problem, inputs, config)
+        return lambda inputs: decode(problem, inputs, config)

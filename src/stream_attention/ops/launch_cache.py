@@ -83,6 +83,11 @@ def is_watched() -> bool:
     )
 
 
+def is_profiled() -> bool:
+    """Whether a profiler is to see a label."""
+    return bool(_profiler())
+
+
 def options_of(
     head_dim: int,
     causal: Any,
@@ -178,9 +183,9 @@ def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options:
         or (device >= 0 and device != torch._C._cuda_getDevice())
     ):
         return None
-    others = [None if t is None else _layout(t) for t in inputs[3:]]  # no `==`: of tensors that is an op
+    others = [None if t is None else layout_of(t) for t in inputs[3:]]  # no `==`: of tensors that is an op
     if others != _ABSENT:
-        if _NO_LAYOUT in others:
+        if NO_LAYOUT in others:
             return None
         family += (*others,)
     if query.dtype is torch.float32:
@@ -189,17 +194,17 @@ def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options:
 
 
 _ABSENT = [None] * (_INPUTS - 3)
-_NO_LAYOUT = ()
+NO_LAYOUT: tuple[()] = ()
 
 
-def _layout(t: Tensor) -> tuple[Any, ...]:
-    """How an optional tensor lies; `_NO_LAYOUT` where it is more than its memory, or has none."""
+def layout_of(t: Tensor) -> tuple[Any, ...]:
+    """How a tensor lies; `NO_LAYOUT` where it is more than its memory, or has none."""
     try:
-        if type(t) not in PLAIN_TYPES or t.is_neg() or not t.data_ptr():
-            return _NO_LAYOUT
-        return t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() % 16
+        if type(t) not in PLAIN_TYPES or t.is_neg() or not (at := t.data_ptr()):
+            return NO_LAYOUT
+        return t.dtype, t.shape, t.stride(), t.get_device(), at % 16
     except RuntimeError:  # a sparse tensor
-        return _NO_LAYOUT
+        return NO_LAYOUT
 
 
 @lru_cache(maxsize=4096)
@@ -263,7 +268,7 @@ class PreparedCall:
                 return _apply(self, *[inputs[place] for place in self._places])
         result = self.forward(inputs, with_lse)
         if COMPARE:
-            _compare(result, self.anew(self.arguments(inputs)).forward(inputs, with_lse))
+            compare(result, self.anew(self.arguments(inputs)).forward(inputs, with_lse))
         return result
 
     def _check_backward(self, inputs: Inputs, wanted: Hashable) -> None:
@@ -355,7 +360,7 @@ def _backward_key(
     query, key, value = inputs[:3]
     addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr() | lse.data_ptr()
     if (addresses | grad_out.data_ptr()) % 16 or grad_lse is not None or query.dtype is torch.float32:
-        layouts = [None if t is None else _layout(t) for t in (*inputs, out, lse, grad_out, grad_lse)]
+        layouts = [None if t is None else layout_of(t) for t in (*inputs, out, lse, grad_out, grad_lse)]
         return (wanted, torch.backends.cuda.matmul.allow_tf32, *layouts)
     found = (
         wanted,
@@ -373,7 +378,7 @@ def _backward_key(
         lse.get_device(),
         grad_out.get_device(),
     )
-    others = [_layout(t) for t in inputs[3:] if t is not None]  # which ones they are, the forward's key says
+    others = [layout_of(t) for t in inputs[3:] if t is not None]  # which ones they are, the forward's key says
     return (*found, *others) if others else found
 
 
@@ -489,7 +494,7 @@ class _Attention(_SingleLevelFunction):
         with torch._C._AutoDispatchBelowADInplaceOrView():
             out, lse = call.forward(inputs, True)
             if COMPARE:
-                _compare((out, lse), call.anew(call.arguments(inputs)).forward(inputs, True))
+                compare((out, lse), call.anew(call.arguments(inputs)).forward(inputs, True))
         ctx.save_for_backward(*tensors, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -512,7 +517,7 @@ class _Attention(_SingleLevelFunction):
             given = inputs, out, lse, grad_out, grad_lse, wanted
             grads = call.backward(*given)
             if COMPARE and call.is_deterministic:
-                _compare(grads, call.anew(call.arguments(inputs)).backward(*given))
+                compare(grads, call.anew(call.arguments(inputs)).backward(*given))
         return None, *call.gradients_of(grads, needed)
 
     @staticmethod
@@ -535,9 +540,11 @@ def _has_memory(grad_out: Tensor, grad_lse: Tensor | None) -> bool:
         return False
 
 
-def _compare(cached: Iterable[Tensor | None], fresh: Iterable[Tensor | None]) -> None:
+def compare(cached: Iterable[Tensor | None], fresh: Iterable[Tensor | None]) -> None:
     for one, other in zip(cached, fresh, strict=True):
-        if one is not None and other is not None and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+        if one is None or other is None:
+            continue
+        if not torch.equal(*(t.contiguous().view(torch.uint8) for t in (one, other))):
             raise RuntimeError(
                 "launch cache: a cached call and one that was prepared anew differ. Please report the call; "
                 "STREAM_ATTENTION_LAUNCH_CACHE=0 computes without the cache"
@@ -620,6 +627,17 @@ def _drop_oldest() -> None:
     del calls[key.lengths]
     if not calls:
         del _families[key.family]
+
+
+def find_call(family: Hashable, rest: Hashable) -> Any:
+    """What `keep_call` kept with a key; else None."""
+    found = _families.get(family)
+    return None if found is None else found.calls.get(rest)
+
+
+def keep_call(key: Key, call: Any) -> None:
+    """Keep a call from which no others are made: one on a cache, whose family is the layout of the cache."""
+    _add(key, call)
 
 
 def size() -> int:

@@ -20,7 +20,7 @@ from stream_attention import ContiguousKV, PagedKV, quantize_kv
 from stream_attention.backends import BY_NAME
 from stream_attention.cache_views import KVCache
 from stream_attention.cache_views.codes import Coding
-from stream_attention.kernels.triton.decode import decode
+from stream_attention.kernels.triton.decode import prepare_decode
 from stream_attention.ops.decode import decode_problem
 from stream_attention.problem import KV, DecodeInputs, Hardware, Operands, Problem, Scores, Shape, Window
 from stream_attention.tuning.decode import INVARIANT_KEYS, DecodeConfig, configure, workspace_numbers
@@ -150,7 +150,8 @@ class Compiled(NamedTuple):
         asked = tree, per_head, None if per_head is None else per_head[0]
         room = torch.zeros(workspace_numbers(stated, config))
         with compiling_for(self.arch) as compiled:
-            decode(stated, DecodeInputs(query, cache, *asked, None, self.ragged, room), config)
+            inputs = DecodeInputs(query, cache, *asked, None, self.ragged, room)
+            prepare_decode(stated, inputs, config)(inputs)
         return config, compiled
 
 

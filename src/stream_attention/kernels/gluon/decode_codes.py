@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from ...cache_views import KVCache, QuantizedKV
 from ...gpu.launch import Kernel
 from ..triton.arguments import UNIT, named, row_strides
-from ..triton.decode import decode as decode_by
+from ..triton.decode import prepare_decode as prepare_by
 from ..triton.decode_call import DecodeCall
 from ..triton.decode_codes import quantized_arguments, scale_rows
 from .decode_tiles import (
@@ -597,9 +597,9 @@ def _copy_slots(ptr, stride, start, length, slots, to):
     copy_async(to, ptr + (slot * stride)[:, None] + c[None, :])
 
 
-def decode(*arguments: Any) -> Any:
+def prepare_decode(*arguments: Any) -> Any:
     """As kernels/triton/decode.py, of a quantised cache."""
-    return decode_by(*arguments, computed_by=_kernel_of)
+    return prepare_by(*arguments, kernel_of=_kernel_of)
 
 
 def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:

@@ -7,23 +7,24 @@ once for all of them. A program streams its keys with the online softmax of forw
 A row's length and its pages are read on the device, so nothing here waits for them. Blocks that reach beyond the last
 key read that one again, and nothing that nobody sees: it may be NaN.
 
-Not here: codes of quantised caches (decode_codes.py).
+Not here: quantised caches (decode_codes.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...cache_views import ContiguousKV, KVCache, PagedKV, QuantizedKV
+from ...cache_views import KVCache, PagedKV, QuantizedKV
 from ...gpu.launch import Kernel, Launch, jit
+from ...gpu.scratch import empty
 from ...problem import DecodeInputs, Inputs, Problem
 from ...tuning.decode import DecodeConfig, workspace_numbers
-from .arguments import UNIT, is_aligned, qkv_strides, tile_width
+from .arguments import UNIT, is_aligned, qkv_strides, sample, tile_width
 from .decode_call import DecodeCall, side_by_side
 from .decode_codes import codes_arguments, codes_kernel
 from .decode_tiles import (
@@ -198,77 +199,92 @@ def _decode_kernel(
     )
 
 
-def decode(
-    problem: Problem, inputs: DecodeInputs, config: DecodeConfig, *, computed_by: KernelOf | None = None
-) -> tuple[Tensor, Tensor | None, Repeat | None]:
-    """out `[B, Tq, Hq, Dv]` in the query's dtype; lse `[B, Hq, Tq]`, fp32, if wanted; and the call as a function, if it
-    can be made again at once."""
-    query, cache, tree, slopes, sink, out, return_lse, workspace = inputs
+KernelOf = Callable[[DecodeCall, KVCache], tuple[Kernel, dict[str, Any]]]
+"""The kernel that computes a call, or its splits, and its arguments by name."""
+
+
+def prepare_decode(
+    problem: Problem, inputs: DecodeInputs, config: DecodeConfig, *, kernel_of: KernelOf | None = None
+) -> _Decode:
+    """The call on every cache that lies as this one does: out `[B, Tq, Hq, Dv]` in the query's dtype and, if wanted,
+    lse `[B, Hq, Tq]`, fp32."""
+    read = _pointers(inputs)
+    query, *_, lengths, tree, slopes, sink = read
     batch, q_len, q_heads, _ = query.shape
-    tree, slopes, sink = (side_by_side(t) for t in (tree, slopes, sink))
+    out = inputs.out
+    if out is None:
+        out = sample((batch, q_len, q_heads, problem.value_dim), query.dtype)
+    lse = sample((batch, q_heads, q_len), torch.float32) if inputs.return_lse else None
+    numbers = workspace_numbers(problem, config)
+    workspace = sample((numbers,), torch.float32) if numbers else None
+    given = inputs.query, *inputs.cache.tensors, *inputs[2:5]
+    is_copied = any(
+        t is not None and t.data_ptr() != as_read.data_ptr() for t, as_read in zip(given, read, strict=True)
+    )
+    if out.numel() == 0:
+        return _Decode((out, lse, None), None, None, is_copied)
+    asked = lengths, tree, slopes, sink, *problem.window, problem.scale, problem.softcap
+    call = DecodeCall(problem, config, query, *asked, out, lse, workspace)
+    kernel, arguments = (kernel_of or _kernel_of)(call, inputs.cache)
+    launch = kernel.bind_addresses(call.grid, call.options, **arguments)
+    merge = None if workspace is None else call.bind_merge(merge_kernel)
+    return _Decode((out, lse, workspace), launch, merge, is_copied)
+
+
+class _Decode:
+    """The kernel that computes and, if keys are in splits, the one that merges. Keeps no tensor."""
+
+    __slots__ = ("_is_copied", "_is_direct", "_launch", "_lse", "_merge", "_out", "_workspace")
+
+    def __init__(
+        self, results: tuple[Any, Any, Any], launch: Launch | None, merge: Launch | None, is_copied: bool
+    ) -> None:
+        specs = [None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in results]
+        self._out: Any = specs[0]
+        self._lse, self._workspace = specs[1:]
+        self._launch, self._merge = launch, merge
+        self._is_copied = is_copied  # whether kernels read a copy of some tensor
+        self._is_direct = False  # whether the kernel is compiled and reads tensors as they lie
+
+    def __call__(self, inputs: DecodeInputs, addresses: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
+        query, cache, tree, slopes, sink, out, _, workspace = inputs
+        if out is None:
+            out = empty(query, *self._out)
+        else:
+            torch.autograd.graph.increment_version(out)
+        lse = None if self._lse is None else empty(query, *self._lse)
+        launch, merge = self._launch, self._merge
+        if launch is None:
+            return out, lse
+        if merge is None:
+            workspace = None
+        elif workspace is None:
+            assert self._workspace is not None
+            workspace = empty(query, *self._workspace)
+        if self._is_direct:
+            launch(query, *(addresses or cache.tensors), tree, slopes, sink, out, lse, workspace)
+        else:
+            *read, sink = _pointers(inputs)
+            launch(*read, sink, out, lse, workspace)
+            self._is_direct = launch.is_compiled and not self._is_copied
+        if merge is not None:
+            merge(workspace, sink, out, lse)
+        return out, lse
+
+
+def _pointers(inputs: DecodeInputs) -> tuple[Any, ...]:
+    """Tensors in the order of the kernels' parameters, as these read them: the last dim is contiguous, and quantised
+    values are int16 words."""
+    query, cache, tree, slopes, sink, *_ = inputs
     query = query.resolve_neg()
-    given = query
     if query.stride(-1) != 1 and query.shape[-1] != 1:
         query = query.contiguous()
-    if out is None:
-        out = query.new_empty(batch, q_len, q_heads, problem.value_dim)
-    lse = query.new_empty(batch, q_heads, q_len, dtype=torch.float32) if return_lse else None
-    if out.numel() == 0:
-        return out, lse, None
-    if config.num_splits == 1:
-        workspace = None
-    elif workspace is None:
-        workspace = query.new_empty(workspace_numbers(problem, config), dtype=torch.float32)
-    asked = side_by_side(cache.lengths), tree, slopes, sink, *problem.window, problem.scale, problem.softcap
-    call = DecodeCall(problem, config, query, *asked, out, lse, workspace)
-    kernel, arguments = (computed_by or kernel_of)(call, cache)
-    launch = kernel.bind_addresses(call.grid, call.options, **arguments)
-    addresses = [arguments[name] for name in kernel.addresses]
-    launch(*addresses)
-    merge = None if workspace is None else call.bind_merge(merge_kernel)
-    if merge is not None:
-        merge(workspace, sink, out, lse)
-    if given is not query or call.lengths is not cache.lengths or tree is not None:
-        return out, lse, None
-    return out, lse, _repeat(call, cache, launch, merge, addresses)
+    *stored, table, lengths = cache.tensors
+    words = [t.view(torch.int16) if t is not None and t.dtype.itemsize == 1 else t for t in stored]
+    return query, *words, *[side_by_side(t) for t in (table, lengths, tree, slopes, sink)]
 
 
-KernelOf = Callable[[DecodeCall, KVCache], tuple[Kernel, dict[str, Any]]]
-"""The kernel that computes a call, or its parts, and its arguments by name."""
-
-Repeat = Callable[[Tensor, tuple[int, ...], Tensor, Tensor | None, Tensor | None], None]
-"""Computes a call anew: query, addresses of the cache, out, lse, workspace."""
-
-
-def _repeat(
-    call: DecodeCall, cache: KVCache, launch: Launch, merge: Launch | None, pointers: list[Tensor | None]
-) -> Repeat | None:
-    """A plain call that was computed, as a function of a query, results and a workspace of the same layout, and of the
-    cache's addresses: a `ContiguousKV` may lie elsewhere, of others it keeps those that they had. None where that
-    cannot be: there are slopes or sinks, a table was copied, or the interpreter runs."""
-    table = getattr(cache, "page_table", None)
-    if call.slopes is not None or call.sink is not None or table is not side_by_side(table) or not launch.is_compiled:
-        return None
-    fixed = tuple(None if t is None else t.data_ptr() for t in pointers[1:-3])
-    held = _held_by_rows if isinstance(cache, ContiguousKV) else lambda _: fixed
-
-    def again(
-        query: Tensor, addresses: tuple[int, ...], out: Tensor, lse: Tensor | None, workspace: Tensor | None
-    ) -> None:
-        launch(query, *held(addresses), out, lse, workspace)
-        if merge is not None:
-            merge(workspace, None, out, lse)
-
-    return again
-
-
-def _held_by_rows(addresses: tuple[int, ...]) -> tuple[int | None, ...]:
-    """From k_ptr to sink_ptr, of a `ContiguousKV` in a plain call."""
-    key, value, lengths = addresses
-    return key, value, None, lengths or None, None, None, None
-
-
-def kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
+def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
     if isinstance(cache, QuantizedKV):
         return codes_kernel, codes_arguments(call, cache)
     if isinstance(cache, PagedKV):
