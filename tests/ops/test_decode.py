@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from launch_cases import same_bits, uncached
 from torch import Tensor
 
 from cpu_time import least_cpu_time
@@ -30,7 +31,8 @@ from stream_attention import (
 from stream_attention.backends.eager.tuning import DECODE_KEYS, widened_keys
 from stream_attention.backends.reference import attention as reference
 from stream_attention.base.kv_layouts import KVCache
-from stream_attention.ops import decode as remembering
+from stream_attention.dispatch import launch_cache
+from stream_attention.ops.decode import _layout_of, decode_contiguous
 from stream_attention_tools.testing.memory import peak_bytes
 
 LENGTHS = (37, 0, 5, 100)
@@ -567,11 +569,11 @@ def test_an_invariant_row_has_its_bits_in_every_batch_on_a_cpu_too() -> None:
         assert torch.equal(decode_attention(query[one], alone, batch_invariant=True), together[one])
 
 
-def test_a_cache_can_be_pickled_whatever_it_remembers() -> None:
+def test_a_cache_is_pickled_without_the_layout_that_it_keeps() -> None:
     cache = ContiguousKV(*torch.randn(2, 1, 20, 1, 8))
-    cache.__dict__["_calls"] = {"facts": lambda: None}
+    decode_attention(torch.randn(1, 1, 2, 8), cache)
     again = pickle.loads(pickle.dumps(cache))
-    assert torch.equal(again.key, cache.key) and "_calls" not in again.__dict__
+    assert "_layout" in cache.__dict__ and torch.equal(again.key, cache.key) and "_layout" not in again.__dict__
 
 
 def test_a_negated_view_is_no_cache() -> None:
@@ -579,7 +581,7 @@ def test_a_negated_view_is_no_cache() -> None:
         ContiguousKV(torch._neg_view(torch.randn(1, 20, 1, 8)), torch.randn(1, 20, 1, 8))
 
 
-# Calls on caches that lie as one before. That a launch computes the same is tested on a GPU.
+# Calls on caches that lie as one before.
 
 
 def cache_of_rows() -> ContiguousKV:
@@ -615,57 +617,79 @@ LIES: dict[str, Callable[[ContiguousKV], ContiguousKV]] = {
 }
 
 
-def lies(cache: ContiguousKV) -> Any:
-    return remembering._lies(cache.key, cache.value, cache.lengths)
+@pytest.fixture(autouse=True)
+def _no_calls_are_cached() -> Iterator[None]:
+    launch_cache.clear()
+    yield
+    launch_cache.clear()
 
 
-@pytest.fixture
-def called() -> Iterator[list[tuple[int, ...]]]:
-    """Addresses of the caches on which the call was made that `remember_first` remembers."""
-    remembering._by_layout.clear()
-    yield []
-    remembering._by_layout.clear()
+def decode_rows(cache: ContiguousKV) -> Tensor:
+    """Compute a call on a cache, and compare it with one without the launch cache."""
+    query = torch.ones(cache.batch, 1, 4, cache.head_dim, dtype=cache.dtype)
+    out = decode_attention(query, cache)
+    with uncached():
+        assert same_bits(out, decode_attention(query, cache))
+    return out
 
 
-def remember_first(cache: ContiguousKV, called: list[tuple[int, ...]], facts: str = "facts") -> None:
-    out = torch.empty(3, 1, 2, 16)
-    remembering._remember(cache, facts, lambda query, addresses, *_: called.append(addresses), out, None, 0)
-
-
-def known(cache: ContiguousKV, facts: str = "facts") -> Any:
-    return remembering._known(cache, cache.addresses, facts)
-
-
-def test_a_new_cache_that_lies_as_one_before_takes_its_call(called: list[tuple[int, ...]]) -> None:
-    first, second, query = cache_of_rows(), cache_of_rows(), torch.empty(3, 1, 2, 16)
-    remember_first(first, called)
-    for cache in (first, second, second):
-        known(cache)(query, cache.addresses, None, None)
-    assert called == [first.addresses, second.addresses, second.addresses]
-    assert known(second, "other facts") is None
+def test_a_new_cache_that_lies_as_one_before_adds_no_entry() -> None:
+    outs = [decode_rows(cache_of_rows()) for _ in range(3)]
+    assert launch_cache.size() == 1 and not torch.equal(outs[0], outs[1])
+    cache = cache_of_rows()
+    given = cache.key, cache.value, cache.lengths, None, None, 0.0, 0.25
+    query = torch.randn(3, 1, 4, 16).half()
+    assert same_bits(decode_contiguous(query, *given), decode_attention(query, cache, scale=0.25))
+    assert launch_cache.size() == 2  # the other has no scale
 
 
 @pytest.mark.parametrize("change", LIES)
-def test_one_that_differs_in_anything_does_not(change: str, called: list[tuple[int, ...]]) -> None:
-    first = cache_of_rows()
-    other = LIES[change](cache_of_rows())
-    remember_first(first, called)
-    assert lies(first) == lies(cache_of_rows()) != lies(other)
-    assert known(other) is None
+def test_one_that_differs_in_anything_is_another_entry(change: str) -> None:
+    first, other = cache_of_rows(), LIES[change](cache_of_rows())
+    decode_rows(first)
+    with torch.no_grad():
+        decode_rows(other)
+    assert launch_cache.size() == (1 if change == "another class" else 2)
+    same, found = _layout_of(cache_of_rows())[1], _layout_of(other)[1]
+    assert _layout_of(first)[1] == same != found
 
 
-def test_what_is_remembered_of_layouts_keeps_no_tensor_and_is_bounded(
-    called: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remembering, "MOST_CALLS", 3)
+def test_a_tensor_that_is_replaced_is_noticed() -> None:
     cache = cache_of_rows()
-    watched = [weakref.ref(held) for held in (cache, cache.key, cache.value, cache.lengths)]
+    first = decode_rows(cache)
+    cache.key.data = LIES["key's strides"](cache_of_rows()).key
+    second = decode_rows(cache)
+    object.__setattr__(cache, "value", shifted(-cache.value))
+    assert not torch.equal(first, second) and torch.equal(decode_rows(cache), -second)
+    assert launch_cache.size() == 3
+
+
+def test_cached_calls_keep_no_tensor_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_cache, "LIMIT", 3)
+    cache, query = cache_of_rows(), torch.randn(3, 1, 4, 16).half()
+    watched = [weakref.ref(one) for one in (cache, cache.key, cache.value, cache.lengths, query)]
+    sizes = []
     for n in range(5):
-        remember_first(cache, called, f"facts {n}")
-        assert len(remembering._by_layout) <= 3 and known(cache_of_rows(), f"facts {n}") is not None
-    del cache
+        decode_attention(query, cache, window=(n, 0))
+        sizes.append(launch_cache.size())
+    assert sizes == [1, 2, 3, 3, 3]
+    del cache, query
     gc.collect()
-    assert [reference() for reference in watched] == [None] * 4
+    assert [reference() for reference in watched] == [None] * 5
+
+
+def test_values_are_looked_at_in_cached_calls_on_a_cpu() -> None:
+    cache = cache_of_rows()
+    decode_rows(cache)
+    assert cache.lengths is not None
+    cache.lengths[1] = 21
+    query = torch.ones(3, 1, 4, 16).half()
+    for asked in (None, True):
+        with pytest.raises(ValueError, match="lengths: expected from 0 to the capacity"):
+            decode_attention(query, cache, validate=asked)
+    with pytest.raises(TypeError, match="validate: expected True, False or None"):
+        decode_attention(query, cache, validate=0)  # type: ignore[call-overload]
+    assert decode_attention(query, cache, validate=False).isfinite().all() and launch_cache.size() == 1
 
 
 @pytest.mark.parametrize(
@@ -683,13 +707,6 @@ def test_keywords_of_others_are_refused_with_their_name_here(keyword: str, words
     with pytest.raises(TypeError, match=r"takes 2 positional arguments, query, cache; got 3. .*as in causal=False"):
         decode_attention(query, cache, False)  # type: ignore[call-overload]
     assert "foreign" not in inspect.signature(decode_attention).parameters
-
-
-def test_calls_on_a_cpu_are_not_remembered(called: list[tuple[int, ...]]) -> None:
-    cache, query = cache_of_rows(), torch.randn(3, 1, 4, 16).half()
-    decode_attention(query, cache)
-    assert remembering.decode_again(query, cache.key, cache.value, cache.lengths, None, 0.0, 0.25) is None
-    assert not remembering._by_layout and "_calls" not in cache.__dict__
 
 
 def test_keys_before_every_window_are_neither_read_nor_computed() -> None:

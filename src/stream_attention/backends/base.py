@@ -41,7 +41,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     kernels: ClassVar[str | None] = None  # module with prepare and prepare_backward
-    decode_kernels: ClassVar[str | None] = None  # module with decode
+    decode_kernels: ClassVar[str | None] = None  # module with prepare_decode
     fp8_kernels: ClassVar[str | None] = None  # module with prepare_fp8 and forward_fp8
     compiles: ClassVar[bool] = False  # launches kernels that it compiles; else it calls torch's ops
     forceable: ClassVar[Mapping[str, tuple[int, ...]]] = {}  # fields of a forward's tiles that a caller may set
@@ -82,9 +82,10 @@ class Backend(ABC):
         and nothing was done. `call` is problem, inputs, config, out, lse, and whether a state is there."""
         return False
 
-    def decode(self, problem: Problem, inputs: DecodeInputs, config: Any) -> tuple[Tensor, Tensor | None, Any]:
-        """Compute a call on a cache: `(out, lse, repeat)`, where `repeat` makes the call again, if that can be."""
-        return load(self.decode_kernels).decode(problem, inputs, config)
+    def prepare_decode(self, problem: Problem, inputs: DecodeInputs, config: Any) -> Any:
+        """The call on every cache whose tensors, like the others of the call, lie as these do: a function of its inputs
+        and, where they are known, of the addresses of the cache's tensors. Keeps none of them."""
+        return load(self.decode_kernels).prepare_decode(problem, inputs, config)
 
     def prepare_fp8(self, *call: Any) -> Any:
         """The forward in FP8 of calls whose codes lie as these do."""

@@ -19,28 +19,39 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import lru_cache
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from ..backends import AUTO
-from ..base.problem import UNBOUNDED, Backward, Forward, Gradients, Inputs, Wanted, gradient_of, resized
-from . import plan as planning
+from ..base.problem import Backward, Forward, Gradients, Inputs, Wanted, gradient_of, resized
 from . import validate
+from .call_key import (
+    HAS_WATCHERS,
+    NO_LAYOUT,
+    PLAIN_TYPES,
+    Key,
+    are_aligned,
+    is_profiled,
+    is_watched,
+    key_of,
+    layout_of,
+    options_of,
+)
 from .plan import Plan, plan, rounded_length
 from .prepare import plan_backward, prepare_backward, prepare_forward, problem_of
+
+__all__ = ["NO_LAYOUT", "PLAIN_TYPES", "Key", "is_profiled", "is_watched", "key_of", "layout_of", "options_of"]
+"""Of the key, what callers take from here."""
 
 LIMIT = 256
 """Calls that are kept. One more drops the oldest: lengths that never come back must not pile up, and every object that
 lives on is one more for the garbage collector. A call that was dropped is made from another of its family."""
 
 _setting = os.environ.get("STREAM_ATTENTION_LAUNCH_CACHE", "1").lower()
-ENABLED = _setting not in ("0", "false", "off", "no")
+ENABLED = _setting not in ("0", "false", "off", "no") and HAS_WATCHERS
 """Whether calls are looked up at all."""
 
 COMPARE = _setting == "compare"
@@ -50,164 +61,7 @@ _MOST_BACKWARDS = 64
 """Backwards that one call keeps: gradients come in a few layouts."""
 
 _INPUTS = len(Inputs._fields)
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _DIFFERENTIABLE = tuple(Inputs._fields.index(name) for name in Wanted._fields)
-
-
-def _watchers() -> tuple[Callable[[], Any], ...]:
-    """Who must see the op, each false when asked unless it is there."""
-    return (
-        torch._C._functorch.peek_interpreter_stack,  # torch.func
-        torch._C._len_torch_dispatch_stack,  # modes: fake tensors, flop counters, selective checkpointing
-        torch._C._len_torch_function_stack,
-        torch._C._get_tracing_state,  # torch.jit.trace
-        torch._C._autograd._profiler_enabled,
-    )
-
-
-try:
-    _transforms, _dispatch_modes, _function_modes, _trace, _profiler = _watchers()
-except AttributeError:  # another torch: every call takes the ordinary way
-    ENABLED = False
-
-
-def is_watched() -> bool:
-    """Whether something must see the op of a call."""
-    return bool(
-        torch.compiler.is_compiling()
-        or _dispatch_modes()
-        or _function_modes()
-        or forward_ad._current_level >= 0
-        or _transforms() is not None
-        or _trace() is not None
-    )
-
-
-def options_of(
-    head_dim: int,
-    causal: Any,
-    window: Any,
-    softcap: Any,
-    scale: Any,
-    dropout_p: Any,
-    seed: Any,
-    deterministic: Any,
-    return_lse: Any,
-    backend: Any,
-) -> tuple[Any, ...] | None:
-    """The arguments of an op behind its tensors and lengths; None where a call must be checked first. Types are looked
-    at because 1 equals True as a key, but is refused."""
-    if (
-        type(causal) is not bool
-        or type(return_lse) is not bool
-        or type(softcap) is not float
-        or type(dropout_p) is not float
-        or type(backend) is not str
-        or (scale is not None and type(scale) is not float)
-        or (deterministic is not None and type(deterministic) is not bool)
-        or (seed is not None and (not dropout_p or not _is_seed(seed)))
-    ):
-        return None
-    left = right = UNBOUNDED
-    if window is not None:
-        if type(window) is not tuple or len(window) != 2 or type(window[0]) is not int or type(window[1]) is not int:
-            return None
-        left, right = window
-    if backend == AUTO:
-        backend = planning._forced
-    if backend == "reference":
-        return None
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    scale = max(head_dim, 1) ** -0.5 if scale is None else scale
-    return causal, left, right, softcap, scale, dropout_p, deterministic, backend
-
-
-def _is_seed(seed: Any) -> bool:
-    return type(seed) is Tensor or (type(seed) is int and -(1 << 63) <= seed < 1 << 63)
-
-
-class Key(NamedTuple):
-    """All that decides how a call is computed. Calls that differ in `lengths` alone are a family."""
-
-    family: Hashable
-    lengths: Hashable
-
-
-def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options: tuple[Any, ...]) -> Key | None:
-    """The key of a call: of its tensors, as the op takes them, the longest sequences of a pack (else 0), and its other
-    arguments. None where a tensor is more than its memory, has none, or lies on another device than the current one."""
-    query, key, value = inputs[:3]
-    if type(query) not in PLAIN_TYPES or type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
-        return None
-    assert query is not None and key is not None and value is not None
-    try:
-        device, q_at, k_at, v_at = query.get_device(), query.data_ptr(), key.data_ptr(), value.data_ptr()
-        *q_batch, q_rows, q_heads, dim = query.shape
-        *k_batch, k_rows, k_heads, k_dim = key.shape
-        *v_batch, v_rows, v_heads, v_dim = value.shape
-        found = q_rows, k_rows, v_rows, query.stride(), key.stride(), value.stride(), lengths
-    except (RuntimeError, ValueError):  # sparse and nested tensors have no address or strides; too few dims
-        return None
-    family: tuple[Any, ...] = (
-        options,
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        *q_batch,
-        q_heads,
-        dim,
-        *k_batch,
-        k_heads,
-        k_dim,
-        *v_batch,
-        v_heads,
-        v_dim,
-        device,
-        key.get_device(),
-        value.get_device(),
-        q_at % 16,
-        k_at % 16,
-        v_at % 16,
-    )
-    if (
-        not (q_at and k_at and v_at)  # empty, or a tensor that stands for zeros or for another
-        or query.is_neg()
-        or key.is_neg()
-        or value.is_neg()
-        or (device >= 0 and device != torch._C._cuda_getDevice())
-    ):
-        return None
-    others = [None if t is None else _layout(t) for t in inputs[3:]]  # no `==`: of tensors that is an op
-    if others != _ABSENT:
-        if _NO_LAYOUT in others:
-            return None
-        family += (*others,)
-    if query.dtype is torch.float32:
-        family += (torch.backends.cuda.matmul.allow_tf32,)
-    return Key(family, found)
-
-
-_ABSENT = [None] * (_INPUTS - 3)
-_NO_LAYOUT = ()
-
-
-def _layout(t: Tensor) -> tuple[Any, ...]:
-    """How an optional tensor lies; `_NO_LAYOUT` where it is more than its memory, or has none."""
-    try:
-        if type(t) not in PLAIN_TYPES or t.is_neg() or not t.data_ptr():
-            return _NO_LAYOUT
-        return t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() % 16
-    except RuntimeError:  # a sparse tensor
-        return _NO_LAYOUT
-
-
-@lru_cache(maxsize=4096)
-def _are_aligned(strides: tuple[int, ...]) -> bool:
-    """Whether rows that begin on 16 bytes are apart, and lie on 16 bytes, element after element."""
-    if strides[-1] != 1:
-        return False
-    return not any([stride % 8 or not stride for stride in strides[:-1]])  # noqa: C419
 
 
 class PreparedCall:
@@ -247,7 +101,7 @@ class PreparedCall:
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         """`(out, lse)`, with gradients if they are on and some input wants one."""
-        if _profiler():
+        if is_profiled():
             with torch.profiler.record_function("stream_attention::forward"):
                 return self._compute(inputs, with_lse)
         return self._compute(inputs, with_lse)
@@ -263,7 +117,7 @@ class PreparedCall:
                 return _apply(self, *[inputs[place] for place in self._places])
         result = self.forward(inputs, with_lse)
         if COMPARE:
-            _compare(result, self.anew(self.arguments(inputs)).forward(inputs, with_lse))
+            compare(result, self.anew(self.arguments(inputs)).forward(inputs, with_lse))
         return result
 
     def _check_backward(self, inputs: Inputs, wanted: Hashable) -> None:
@@ -310,7 +164,7 @@ class PreparedCall:
                 while len(self._backwards) >= _MOST_BACKWARDS:
                     del self._backwards[next(iter(self._backwards))]
                 self._backwards[key] = known
-        if _profiler():
+        if is_profiled():
             with torch.profiler.record_function("stream_attention::backward"):
                 return known(inputs, out, lse, grad_out, grad_lse)
         return known(inputs, out, lse, grad_out, grad_lse)
@@ -320,7 +174,7 @@ class PreparedCall:
     ) -> Backward:
         saved, family = (out, lse, grad_out, grad_lse), self._family
         read = (*inputs[:3], out, grad_out)
-        if grad_lse is not None or not all(t.data_ptr() % 16 == 0 and _are_aligned(t.stride()) for t in read):
+        if grad_lse is not None or not all(t.data_ptr() % 16 == 0 and are_aligned(t.stride()) for t in read):
             family = None
         if family is not None:
             found = family.backward(self, inputs, saved, wanted)
@@ -355,7 +209,7 @@ def _backward_key(
     query, key, value = inputs[:3]
     addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr() | lse.data_ptr()
     if (addresses | grad_out.data_ptr()) % 16 or grad_lse is not None or query.dtype is torch.float32:
-        layouts = [None if t is None else _layout(t) for t in (*inputs, out, lse, grad_out, grad_lse)]
+        layouts = [None if t is None else layout_of(t) for t in (*inputs, out, lse, grad_out, grad_lse)]
         return (wanted, torch.backends.cuda.matmul.allow_tf32, *layouts)
     found = (
         wanted,
@@ -373,7 +227,7 @@ def _backward_key(
         lse.get_device(),
         grad_out.get_device(),
     )
-    others = [_layout(t) for t in inputs[3:] if t is not None]  # which ones they are, the forward's key says
+    others = [layout_of(t) for t in inputs[3:] if t is not None]  # which ones they are, the forward's key says
     return (*found, *others) if others else found
 
 
@@ -453,9 +307,9 @@ def _can_resize(inputs: Inputs) -> bool:
     query, key, value = inputs[:3]
     return (
         key.shape[-3] == value.shape[-3]
-        and _are_aligned(query.stride())
-        and _are_aligned(key.stride())
-        and _are_aligned(value.stride())
+        and are_aligned(query.stride())
+        and are_aligned(key.stride())
+        and are_aligned(value.stride())
     )
 
 
@@ -491,7 +345,7 @@ class _Attention(_SingleLevelFunction):
         with torch._C._AutoDispatchBelowADInplaceOrView():
             out, lse = call.forward(inputs, True)
             if COMPARE:
-                _compare((out, lse), call.anew(call.arguments(inputs)).forward(inputs, True))
+                compare((out, lse), call.anew(call.arguments(inputs)).forward(inputs, True))
         ctx.save_for_backward(*tensors, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -514,7 +368,7 @@ class _Attention(_SingleLevelFunction):
             given = inputs, out, lse, grad_out, grad_lse, wanted
             grads = call.backward(*given)
             if COMPARE and call.is_deterministic:
-                _compare(grads, call.anew(call.arguments(inputs)).backward(*given))
+                compare(grads, call.anew(call.arguments(inputs)).backward(*given))
         return None, *call.gradients_of(grads, needed)
 
     @staticmethod
@@ -537,9 +391,11 @@ def _has_memory(grad_out: Tensor, grad_lse: Tensor | None) -> bool:
         return False
 
 
-def _compare(cached: Iterable[Tensor | None], fresh: Iterable[Tensor | None]) -> None:
+def compare(cached: Iterable[Tensor | None], fresh: Iterable[Tensor | None]) -> None:
     for one, other in zip(cached, fresh, strict=True):
-        if one is not None and other is not None and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+        if one is None or other is None:
+            continue
+        if not torch.equal(*(t.contiguous().view(torch.uint8) for t in (one, other))):
             raise RuntimeError(
                 "launch cache: a cached call and one that was prepared anew differ. Please report the call; "
                 "STREAM_ATTENTION_LAUNCH_CACHE=0 computes without the cache"
@@ -604,14 +460,16 @@ def find(
 
 def keep(key: Key, call: PreparedCall, inputs: Inputs) -> None:
     """Keep a call that was prepared, also as a template of its family."""
-    with _lock:
-        family = _families.get(key.family)
-        if family is None:
-            family = _families[key.family] = _Family(key.family)
+    family = _family(key.family)
     _add(family, key.lengths, call)
     if _is_template(call, inputs):
         with _lock:
             family.add_template(call)
+
+
+def _family(key: Hashable) -> _Family:
+    with _lock:
+        return _families.setdefault(key, _Family(key))
 
 
 def _add(family: _Family, lengths: Hashable, call: PreparedCall) -> None:
@@ -625,6 +483,17 @@ def _add(family: _Family, lengths: Hashable, call: PreparedCall) -> None:
             _order.append((family, lengths))
         family.calls[lengths] = call
         _families[family.key] = family  # which another thread may have dropped
+
+
+def find_call(family: Hashable, rest: Hashable) -> Any:
+    """What `keep_call` kept with a key; else None."""
+    found = _families.get(family)
+    return None if found is None else found.calls.get(rest)
+
+
+def keep_call(key: Key, call: Any) -> None:
+    """Keep a call from which no others are made: one on a cache, whose family is the layout of the cache."""
+    _add(_family(key.family), key.lengths, call)
 
 
 def size() -> int:

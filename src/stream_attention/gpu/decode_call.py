@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ..base.kv_layouts import QuantizedKV
+from ..base.kv_layouts.quantized_tensor import TOKENS, QuantizedTensor
 from ..base.problem import UNBOUNDED, Problem
 from .arguments import FAR, in_fp32, named, slope_stride, tanh, tile_width
 from .decode_tuning import DecodeConfig, batch_heads, block_r, rows, tiles_r
@@ -134,3 +137,37 @@ class DecodeCall(NamedTuple):
 def side_by_side(t: Tensor | None) -> Tensor | None:
     """A tensor whose last dim is contiguous: itself, if it is."""
     return t if t is None or t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
+
+
+def quantized_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
+    """Arguments that kernels of a quantised cache share."""
+    key, value = (side.codes.view(torch.int16) for side in (cache.key, cache.value))
+    return {
+        **call.arguments(side_by_side(cache.page_table)),
+        **call.sizes(key.shape[0]),
+        "k_ptr": key,
+        "k_scale_ptr": cache.key.scale,
+        "k_zero_ptr": cache.key.zero,
+        "v_ptr": value,
+        "v_scale_ptr": cache.value.scale,
+        "v_zero_ptr": cache.value.zero,
+        "k_window_ptr": cache.key_window,
+        "v_window_ptr": cache.value_window,
+        "residual": cache.residual,
+        "slots": cache.key_window.shape[1],
+        "FORMAT": cache.coding.format,
+        "TOKENS": cache.coding.group,
+        "ALL_VISIBLE": all_see(call, cache),
+    }
+
+
+def all_see(call: DecodeCall, cache: QuantizedKV) -> bool:
+    """Whether every row sees all codes."""
+    return cache.residual >= call.problem.q_len and call.left == UNBOUNDED
+
+
+def scale_rows(side: QuantizedTensor) -> list[Tensor]:
+    """Scales and zeros, if there are any, as `[rows or pages, blocks of tokens or groups of channels, heads, those that
+    lie side by side]`."""
+    both = [side.scale] if side.zero is None else [side.scale, side.zero]
+    return both if side.dim == TOKENS else [t.transpose(1, 3) for t in both]

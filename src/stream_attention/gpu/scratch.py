@@ -27,9 +27,12 @@ _EMPTY = {device: getattr(torch._C._dynamo.guards, f"_empty_strided_{device}", N
 
 def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A new tensor on the device of `like`, not initialised."""
-    device = like.device.type
-    make = _EMPTY.get(device)
-    if make is None or (device == "cuda" and like.get_device() != torch._C._cuda_getDevice()):
+    make = None
+    if like.is_cpu:
+        make = _EMPTY["cpu"]
+    elif like.is_cuda and like.get_device() == torch._C._cuda_getDevice():
+        make = _EMPTY["cuda"]
+    if make is None:
         return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
     made: Tensor = make(shape, strides, dtype)
     return made

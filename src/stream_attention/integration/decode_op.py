@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..base.kv_layouts import ContiguousKV
-from ..ops.decode import decode_again, decode_attention
+from ..ops.decode import decode_contiguous
 
 _library = torch.library.Library("stream_attention", "FRAGMENT")
 _library.define(
@@ -32,12 +31,7 @@ def decode(
     if torch.compiler.is_compiling():
         return torch.ops.stream_attention.decode_static(query, key, value, lengths, sink, window, softcap, scale)
     sides = (window - 1, 0) if window else None
-    if sink is None:
-        out = decode_again(query, key, value, lengths, sides, softcap, scale)
-        if out is not None:
-            return out
-    cache = ContiguousKV(key, value, lengths)
-    return decode_attention(query, cache, window=sides, sink=sink, softcap=softcap, scale=scale)
+    return decode_contiguous(query, key, value, lengths, sink, sides, softcap, scale)
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:

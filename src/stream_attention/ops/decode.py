@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from inspect import signature
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from ..backends import BY_NAME
+from ..backends import AUTO, BY_NAME
 from ..base.graph_break import uncompiled
-from ..base.kv_layouts import ContiguousKV, KVCache
-from ..base.kv_layouts.base import Cache
+from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV, checks
 from ..base.problem import (
     KV,
     UNBOUNDED,
@@ -26,8 +24,8 @@ from ..base.problem import (
     Window,
     hardware_of,
 )
+from ..dispatch import launch_cache, validate
 from ..dispatch import plan as planning
-from ..dispatch import validate
 from ..dispatch.plan import Plan, parse, requested
 from ..dispatch.plan import plan as make_plan
 from ..dispatch.prepare import no_autocast
@@ -125,24 +123,176 @@ def decode_attention(
     """
     if unexpected or foreign:
         refuse_unexpected(decode_attention, unexpected, foreign)
-    facts = None
-    plain = tree_mask is None and alibi_slopes is None and sink is None and (validate is None or validate is False)
-    if plain and isinstance(cache, Cache) and not (torch.is_grad_enabled() and cache.requires_grad):
-        splitting = num_splits, batch_invariant, backend
-        facts = _facts(query, causal, window, softcap, scale, splitting, return_lse, out, workspace)
-        if facts is not None:
-            addresses = cache.addresses
-            known = _known(cache, addresses, facts)
-            if known is not None:
-                return known(query, addresses, out, workspace)
-    _refuse_gradients(query, cache, alibi_slopes, sink)
+    inputs = DecodeInputs(query, cache, tree_mask, alibi_slopes, sink, out, return_lse, workspace)
+    return _decode(inputs, (causal, window, softcap, scale, num_splits, batch_invariant, backend), validate)
+
+
+def decode_contiguous(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    sink: Tensor | None,
+    window: tuple[int, int] | None,
+    softcap: float,
+    scale: float,
+) -> Tensor:
+    """`decode_attention` on `ContiguousKV(key, value, lengths)`, for a caller with new views in every call: those that
+    lie as in a cached call are not checked anew, which takes the host as long as the rest."""
+    if launch_cache.ENABLED and not launch_cache.is_watched():
+        cache = object.__new__(ContiguousKV)
+        fields = cache.__dict__
+        fields["key"], fields["value"], fields["lengths"] = key, value, lengths
+        inputs = DecodeInputs(query, cache, None, None, sink, None, False, None)
+        options = True, window, softcap, scale, None, False, AUTO
+        found, addresses = _key_of(inputs, options)
+        if found is not None and (call := launch_cache.find_call(*found)) is not None:
+            result: Tensor = _run(call, addresses, inputs, options, None)
+            return result
+    cache = ContiguousKV(key, value, lengths)
+    return decode_attention(query, cache, window=window, sink=sink, softcap=softcap, scale=scale)
+
+
+def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Any:
+    """Compute a call: as it was prepared before, or prepared now."""
+    key = None
+    if launch_cache.ENABLED and not launch_cache.is_watched():
+        key, addresses = _key_of(inputs, options)
+        if key is not None and (call := launch_cache.find_call(*key)) is not None:
+            return _run(call, addresses, inputs, options, look)
+    _refuse_gradients(inputs.query, inputs.cache, inputs.alibi_slopes, inputs.sink)
     with torch.no_grad():  # as a decorator it takes 10 us more
-        plan = _planned(
-            query, cache, causal, window, tree_mask, alibi_slopes, sink, softcap, scale,
-            num_splits, batch_invariant, return_lse, out, workspace, validate, backend,
-        )  # fmt: skip
-        slopes = alibi_slopes[None] if alibi_slopes is not None and alibi_slopes.dim() == 1 else alibi_slopes
-        return _decode(plan, DecodeInputs(query, cache, tree_mask, slopes, sink, out, return_lse, workspace), facts)
+        plan = _planned(inputs, options, look)
+        if torch.compiler.is_compiling() and BY_NAME[plan.backend].compiles:
+            return _decode_outside(inputs, options, False)
+        compute = _prepare(plan, inputs)
+        if key is not None:
+            call = _Call(compute, checks.should_validate(None, inputs.query))
+            launch_cache.keep_call(launch_cache.Key(*key), call)
+        result, lse = compute(inputs)
+        return result if lse is None else (result, lse)
+
+
+_decode_outside = uncompiled("launches of kernels are not traced")(_decode)
+
+
+class _Call(NamedTuple):
+    """A cached call."""
+
+    compute: Callable[..., tuple[Tensor, Tensor | None]]
+    reads_values: bool  # of lengths and pages, unless told not to: on a CPU
+
+
+def _run(call: _Call, addresses: list[int], inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Any:
+    """Compute a cached call, labelled for a profiler, and compare it with one that is prepared anew if asked to."""
+    compute, reads_values = call
+    if look is not False and (look is not None or reads_values):
+        left = UNBOUNDED if options[1] is None else options[1][0]
+        validate.lengths_and_pages(inputs.cache, inputs.query.shape[1], left, look)
+    if launch_cache.is_profiled():
+        with torch.profiler.record_function("stream_attention::decode"):
+            found = compute(inputs, addresses)
+    else:
+        found = compute(inputs, addresses)
+    if launch_cache.COMPARE:
+        given = inputs.out
+        fresh = inputs._replace(out=None if given is None else torch.empty_like(given), workspace=None)
+        with torch.no_grad():
+            launch_cache.compare(found, _prepare(_planned(fresh, options, False), fresh)(fresh))
+    return found if inputs.return_lse else found[0]
+
+
+class _Layout:
+    """The metadata of the tensors of a cache, and what else it says of itself: the part of the key of its calls that
+    the cache keeps. Hashed once."""
+
+    __slots__ = ("_hash", "_metadata")
+
+    def __init__(self, metadata: tuple[Any, ...]) -> None:
+        self._metadata, self._hash = metadata, hash(metadata)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Layout) and self._metadata == other._metadata
+
+
+def _layout_of(cache: Any) -> tuple[list[int], _Layout | None]:
+    """The addresses of a cache's tensors and their layout: the one that it keeps, unless an address differs since; None
+    where a tensor is more than its memory, or has none."""
+    tensors = cache.tensors
+    try:
+        addresses = [_ABSENT if t is None else t.data_ptr() for t in tensors]
+    except RuntimeError:  # such as a tensor of torch.func
+        return [], None
+    known: tuple[list[int], _Layout] | None = cache.__dict__.get("_layout")
+    if known is not None and known[0] == addresses:
+        return known
+    for t in tensors:
+        if t is not None and (type(t) is not Tensor or t.is_neg()):
+            return addresses, None
+    if 0 in addresses:
+        return addresses, None
+    metadata = [None if t is None else (t.dtype, t.shape, t.stride(), t.get_device()) for t in tensors]
+    found: tuple[Any, ...] = (type(cache), *metadata, *[at % 16 for at in addresses])
+    if type(cache) is QuantizedKV:
+        found += cache.residual, *[(side.format, side.dim, side.group, side.dtype) for side in (cache.key, cache.value)]
+    known = cache.__dict__["_layout"] = addresses, _Layout(found)
+    return known
+
+
+def _key_of(inputs: DecodeInputs, options: tuple[Any, ...]) -> tuple[tuple[_Layout, Hashable] | None, list[int]]:
+    """The key of a call (the layout of its cache; those of its other tensors and its options) and the addresses of the
+    cache's tensors. No key where a call must be checked first. Types are looked at because 1 equals True as a key, but
+    is refused."""
+    query, cache, tree, slopes, sink, out, return_lse, workspace = inputs
+    causal, window, softcap, scale, num_splits, batch_invariant, backend = options
+    if (
+        type(cache) not in _CACHES
+        or type(causal) is not bool
+        or type(softcap) is not float
+        or (scale is not None and type(scale) is not float)
+        or (num_splits is not None and type(num_splits) is not int)
+        or type(batch_invariant) is not bool
+        or type(return_lse) is not bool
+        or type(backend) is not str
+        or (window is not None and (type(window) is not tuple or [*map(type, window)] != [int, int]))
+    ):
+        return _NO_KEY
+    addresses, layout = _layout_of(cache)
+    queries = launch_cache.layout_of(query)
+    if layout is None or not queries or (queries[3] >= 0 and queries[3] != torch._C._cuda_getDevice()):
+        return _NO_KEY
+    outs = scratch = None
+    if out is not None and not (outs := launch_cache.layout_of(out)):
+        return _NO_KEY
+    if workspace is not None and not (scratch := launch_cache.layout_of(workspace)):
+        return _NO_KEY
+    if backend == AUTO:
+        backend = planning._forced
+    rest: tuple[Any, ...] = (
+        queries, causal, window, softcap, scale, num_splits, batch_invariant, return_lse, backend, outs, scratch
+    )  # fmt: skip
+    if tree is not None or slopes is not None or sink is not None:
+        others = [None if t is None else launch_cache.layout_of(t) for t in (tree, slopes, sink)]
+        if launch_cache.NO_LAYOUT in others:
+            return _NO_KEY
+        rest += (*others,)
+    if torch.is_grad_enabled() and (
+        query.requires_grad
+        or cache.requires_grad
+        or (slopes is not None and slopes.requires_grad)
+        or (sink is not None and sink.requires_grad)
+    ):
+        return _NO_KEY  # to be refused
+    return (layout, rest), addresses
+
+
+_CACHES = frozenset((ContiguousKV, PagedKV, QuantizedKV))
+_NO_KEY: tuple[None, list[int]] = None, []
+_ABSENT = -1
+"""Stands for the address of a tensor that a cache does not have; 0 is that of one without memory."""
 
 
 def _refuse_gradients(query: Any, cache: Any, alibi_slopes: Any, sink: Any) -> None:
@@ -151,178 +301,21 @@ def _refuse_gradients(query: Any, cache: Any, alibi_slopes: Any, sink: Any) -> N
     )
 
 
-def decode_again(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor,
-    window: tuple[int, int] | None,
-    softcap: float,
-    scale: float,
-) -> Tensor | None:
-    """`decode_attention` on `ContiguousKV(key, value, lengths)`, if one that lies as it was decoded before; else None.
-
-    For a caller who has tensors alone, and new views of them at each call: to make the cache, with the checks that it
-    passed before, takes the host longer than the rest.
-    """
-    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
-        return None
-    facts = _facts(query, True, window, softcap, scale, (None, False, "auto"), False, None, None)
-    known = None if facts is None else _by_layout.get((_lies(key, value, lengths), facts))
-    if known is None:
-        return None
-    return known(query, (key.data_ptr(), value.data_ptr(), lengths.data_ptr()), None, None)
-
-
-def _facts(
-    query: Any,
-    causal: Any,
-    window: Any,
-    softcap: Any,
-    scale: Any,
-    splitting: tuple[Any, ...],
-    return_lse: Any,
-    out: Any,
-    workspace: Any,
-) -> Hashable | None:
-    """All that decides how a plain call on a cache is computed, but for the cache; None where it must take the ordinary
-    way.
-
-    Checking a call, planning it and telling it to a kernel take the host longer than a short one takes a GPU. A cache
-    keeps the launches of its calls, and one with the facts of an earlier call goes straight to that. Types are looked
-    at because 1 equals True in a dict, but is refused.
-    """
-    num_splits, batch_invariant, backend = splitting
-    if (
-        torch.compiler.is_compiling()
-        or type(query) is not Tensor
-        or not query.is_cuda
-        or query.is_neg()
-        or type(causal) is not bool
-        or (window is not None and not (type(window) is tuple and [*map(type, window)] == [int, int]))
-        or type(softcap) is not float
-        or (scale is not None and type(scale) is not float)
-        or (num_splits is not None and type(num_splits) is not int)
-        or type(batch_invariant) is not bool
-        or type(return_lse) is not bool
-        or type(backend) is not str
-        or (out is not None and (type(out) is not Tensor or out.is_neg()))
-        or (workspace is not None and type(workspace) is not Tensor)
-        or query.get_device() != torch._C._cuda_getDevice()
-        or (torch.is_grad_enabled() and query.requires_grad)
-        or forward_ad._current_level >= 0
-    ):
-        return None
-    return (
-        *_layout(query),
-        causal,
-        window,
-        softcap,
-        scale,
-        splitting,
-        planning._forced,
-        return_lse,
-        None if out is None else _layout(out),
-        None if workspace is None else _layout(workspace),
-    )
-
-
-def _layout(t: Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() % 16
-
-
-def _lies(key: Any, value: Any, lengths: Any) -> Hashable | None:
-    """How a `ContiguousKV` of these tensors lies: beside the facts of a call and the addresses all that its launch
-    depends on. None where a tensor may be more than its memory."""
-    for t in (key, value, lengths):
-        if t is not None and (type(t) is not Tensor or t.is_neg()):
-            return None
-    return _layout(key), _layout(value), None if lengths is None else _layout(lengths)
-
-
-Compute = Callable[[Tensor, tuple[int, ...], Tensor | None, Tensor | None], Any]
-"""A call that was made before: query, addresses of the cache, out, workspace."""
-
-MOST_CALLS = 256
-"""Kinds of call that are remembered, of a cache and by layout, before all are forgotten."""
-
-_by_layout: dict[Hashable, Compute] = {}
-"""Calls on every `ContiguousKV` there was, by how it lay: some are made anew for each call, of memory that stays.
-
-The launch is told the addresses of the call at hand. So it does not matter where a cache lies, whether the one that
-was decoded first still exists, or who has its memory now; and nothing here keeps a tensor.
-"""
-
-
-def _known(cache: Cache, addresses: tuple[int, ...], facts: Hashable) -> Compute | None:
-    """The call with these facts on this cache, or on one that lay as it does."""
-    calls = cache.__dict__.setdefault("_calls", {})
-    known = calls.get((addresses, facts))
-    if known is None and isinstance(cache, ContiguousKV):
-        known = _by_layout.get((_lies(cache.key, cache.value, cache.lengths), facts))
-        if known is not None:
-            _keep(calls, (addresses, facts), known)  # where it is found sooner, should the cache stay
-    return known
-
-
-def _remember(cache: Cache, facts: Hashable, repeat: Any, out: Tensor, lse: Tensor | None, numbers: int) -> None:
-    """Keep a call that was computed, with room for `numbers` of its parts, with the cache that it read and, if others
-    may lie as that does, by its layout."""
-    out_shape, lse_shape, float32 = out.shape, None if lse is None else lse.shape, torch.float32
-
-    def compute(query: Tensor, addresses: tuple[int, ...], out: Tensor | None, workspace: Tensor | None) -> Any:
-        if out is None:
-            out = query.new_empty(out_shape)
-        else:
-            torch.autograd.graph.increment_version(out)
-        lse = None if lse_shape is None else query.new_empty(lse_shape, dtype=float32)
-        if numbers and workspace is None:
-            workspace = query.new_empty(numbers, dtype=float32)
-        repeat(query, addresses, out, lse, workspace)
-        return out if lse is None else (out, lse)
-
-    _keep(cache.__dict__.setdefault("_calls", {}), (cache.addresses, facts), compute)
-    lies = _lies(cache.key, cache.value, cache.lengths) if isinstance(cache, ContiguousKV) else None
-    if lies is not None:
-        _keep(_by_layout, (lies, facts), compute)
-
-
-def _keep(calls: dict[Hashable, Compute], facts: Hashable, compute: Compute) -> None:
-    if len(calls) >= MOST_CALLS:
-        calls.clear()
-    calls[facts] = compute
-
-
-def _planned(
-    query: Tensor,
-    cache: KVCache,
-    causal: bool,
-    window: tuple[int, int] | None,
-    tree_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    softcap: float,
-    scale: float | None,
-    num_splits: int | None,
-    batch_invariant: bool,
-    return_lse: bool,
-    out: Tensor | None,
-    workspace: Tensor | None,
-    look: bool | None,
-    backend: str,
-) -> Plan:
+def _planned(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Plan:
     """Check a call, state its problem and plan it."""
-    validate.decoding(query, cache, tree_mask, alibi_slopes, sink, out)
+    query, cache, tree, slopes, sink, out, return_lse, workspace = inputs
+    causal, window, softcap, scale, num_splits, batch_invariant, backend = options
+    validate.decoding(query, cache, tree, slopes, sink, out)
     validate.options(causal, window, softcap, scale, 0.0, None, None, return_lse, query)
     left, right = window or (UNBOUNDED, UNBOUNDED)
-    if causal and tree_mask is None:
+    if causal and tree is None:
         right = 0 if right == UNBOUNDED else min(right, 0)
     validate.lengths_and_pages(cache, query.shape[1], left, look)
     scores = Scores(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         softcap=float(softcap),
-        mask=tree_mask is not None,
-        alibi=alibi_slopes is not None,
+        mask=tree is not None,
+        alibi=slopes is not None,
         sink=sink is not None,
     )
     plan = _plan(
@@ -332,27 +325,27 @@ def _planned(
     return plan
 
 
-def _decode(plan: Plan, inputs: DecodeInputs, facts: Hashable | None) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute a planned call, and remember it if it has facts."""
+def _prepare(plan: Plan, inputs: DecodeInputs) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The planned call on every cache that lies as this one does."""
     backend = BY_NAME[plan.backend]
     if backend.compiles:
         validate.without_tangent(inputs.query, inputs.cache, inputs.alibi_slopes, inputs.sink)
-        result, lse = _launch(plan, inputs, facts)
-    else:
-        with no_autocast(inputs.query.device.type):
-            result, lse, _ = backend.decode(plan.problem, inputs, plan.config)
-    return result if lse is None else (result, lse)
+    compute = backend.prepare_decode(plan.problem, _with_rows(inputs), plan.config)
+    if backend.compiles:
+        return compute if inputs.alibi_slopes is None else lambda inputs, *at: compute(_with_rows(inputs), *at)
+    device = plan.problem.device.type
+
+    def run(inputs: DecodeInputs, *_: Any) -> tuple[Tensor, Tensor | None]:
+        with torch.no_grad(), no_autocast(device):
+            return compute(_with_rows(inputs))
+
+    return run
 
 
-@uncompiled("launches of kernels are not traced")
-def _launch(plan: Plan, inputs: DecodeInputs, facts: Hashable | None) -> tuple[Tensor, Tensor | None]:
-    """Compute by kernels that are launched, and remember the call if it has facts."""
-    if inputs.out is not None:
-        torch.autograd.graph.increment_version(inputs.out)
-    result, lse, repeat = BY_NAME[plan.backend].decode(plan.problem, inputs, plan.config)
-    if facts is not None and repeat is not None:
-        _remember(inputs.cache, facts, repeat, result, lse, workspace_numbers(plan.problem, plan.config))
-    return result, lse
+def _with_rows(inputs: DecodeInputs) -> DecodeInputs:
+    """Slopes as kernels read them, `[B or 1, Hq]`."""
+    slopes = inputs.alibi_slopes
+    return inputs if slopes is None or slopes.dim() == 2 else inputs._replace(alibi_slopes=slopes[None])
 
 
 def decode_workspace(
@@ -398,9 +391,12 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
             refuse_unexpected(decode_attention, (), sorted(unknown))
         raise TypeError(f"decode_attention() {error}") from None
     bound.apply_defaults()
-    given = [value for name, value in bound.arguments.items() if name not in ("unexpected", "foreign")]
-    _refuse_gradients(query, cache, bound.arguments["alibi_slopes"], bound.arguments["sink"])
-    plan = _planned(*given)
+    given = bound.arguments
+    _refuse_gradients(query, cache, given["alibi_slopes"], given["sink"])
+    tensors = [given[name] for name in ("tree_mask", "alibi_slopes", "sink", "out", "return_lse", "workspace")]
+    asked = "causal", "window", "softcap", "scale", "num_splits", "batch_invariant", "backend"
+    inputs, options = DecodeInputs(query, cache, *tensors), tuple(given[name] for name in asked)
+    plan = _planned(inputs, options, given["validate"])
     print(plan)
     return plan
 

@@ -15,26 +15,31 @@ import ctypes
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from stream_attention.base import device
+from stream_attention.base.kv_layouts import checks
+from stream_attention.base.problem import Hardware
 from stream_attention.dispatch import launch_cache, plan, prepare
 from stream_attention.gpu import driver, launch
-from stream_attention.ops import attention
+from stream_attention.ops import attention, decode
 
 ARCH, PROCESSORS = 90, 132
 
 
-class Launched(NamedTuple):
-    """One launch, as the driver was given it."""
+@dataclass(frozen=True)
+class Launched:
+    """One launch, as the driver was given it. Two are equal wherever their tensors are."""
 
     kernel: str
     grid: int
     parameters: bytes  # with 0 for addresses
+    addresses: tuple[int, ...] = field(compare=False)
 
 
 class _AnyDevice(int):
@@ -63,9 +68,10 @@ class _Driver:
             grid = ctypes.c_uint32.from_address(config).value
             name, addresses = self._functions[function]
             parameters = bytearray(ctypes.string_at(words[1], size))
+            found = tuple(int.from_bytes(parameters[at : at + 8], "little") for at in addresses)
             for at in addresses:
                 parameters[at : at + 8] = bytes(8)
-            self._launches.append(Launched(name, grid, bytes(parameters)))
+            self._launches.append(Launched(name, grid, bytes(parameters), found))
         return 0
 
     def cuMemsetD32Async(self, address: int, value: int, count: int, stream: int) -> int:
@@ -165,6 +171,8 @@ def pretend_gpu(keep_launches: bool = True) -> Iterator[list[Launched]]:
             (torch._C, "_cuda_getCurrentRawStream", lambda index: 7),
             (prepare, "state_problem", on_gpu),
             (attention, "state_problem", on_gpu),
+            (decode, "hardware_of", lambda _: Hardware(torch.device("cuda", 0), ARCH, PROCESSORS)),
+            (checks, "should_validate", lambda asked, _: bool(asked)),
             (device, "arch", lambda _: ARCH),
         ):
             stack.enter_context(patch.object(target, name, value, create=True))

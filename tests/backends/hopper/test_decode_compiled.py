@@ -20,7 +20,7 @@ from sass_gate import SHARED_BYTES, as_file, differs, fingerprint, ran
 
 from stream_attention import ContiguousKV, PagedKV, QuantizedKV, quantize_kv
 from stream_attention.backends import BY_NAME
-from stream_attention.backends.hopper.decode_codes import decode
+from stream_attention.backends.hopper.decode_codes import prepare_decode
 from stream_attention.base.problem import DecodeInputs, Problem, Request
 from stream_attention.gpu.decode_tuning import INVARIANT_KEYS, batch_heads, configure_gluon, workspace_numbers
 from stream_attention.ops.decode import decode_problem
@@ -135,7 +135,8 @@ def compiled(cache: QuantizedKV, q_heads: int = 32, q_len: int = 1, everything: 
     problem = problem.replace(left=left, right=0, scale=0.1, softcap=softcap)
     room = torch.zeros(workspace_numbers(problem, config))
     with compiling_for(90) as kernels:
-        decode(problem, DecodeInputs(query, cache, tree, slopes, None, None, True, room), config)
+        inputs = DecodeInputs(query, cache, tree, slopes, None, None, True, room)
+        prepare_decode(problem, inputs, config)(inputs)
     return kernels[0]
 
 

@@ -18,7 +18,7 @@ from sass_gate import as_file, differs, fingerprint, ran
 
 from stream_attention import ContiguousKV, PagedKV, quantize_kv
 from stream_attention.backends import BY_NAME
-from stream_attention.backends.triton.decode import decode
+from stream_attention.backends.triton.decode import prepare_decode
 from stream_attention.base.kv_layouts import KVCache
 from stream_attention.base.kv_layouts.quantized_tensor import Coding
 from stream_attention.base.problem import KV, DecodeInputs, Hardware, Operands, Problem, Scores, Shape, Window
@@ -150,7 +150,8 @@ class Compiled(NamedTuple):
         asked = tree, per_head, None if per_head is None else per_head[0]
         room = torch.zeros(workspace_numbers(stated, config))
         with compiling_for(self.arch) as compiled:
-            decode(stated, DecodeInputs(query, cache, *asked, None, self.ragged, room), config)
+            inputs = DecodeInputs(query, cache, *asked, None, self.ragged, room)
+            prepare_decode(stated, inputs, config)(inputs)
         return config, compiled
 
 

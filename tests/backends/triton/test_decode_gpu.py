@@ -48,7 +48,7 @@ from stream_attention import (
     quantize_kv,
 )
 from stream_attention.base.kv_layouts import KVCache
-from stream_attention.ops.decode import _by_layout
+from stream_attention.dispatch import launch_cache
 
 __all__ = ["give_memory_back"]
 
@@ -242,10 +242,10 @@ def test_a_new_cache_that_lies_as_one_before_takes_its_launch(
     def call(key: Tensor, value: Tensor, lengths: Tensor | None, query: Tensor = query) -> tuple[Tensor, Tensor]:
         return decode(query, ContiguousKV(key, value, lengths), return_lse=True, **into)
 
-    _by_layout.clear()
+    launch_cache.clear()
     first = call(*store, lengths)
-    prepared = dict(_by_layout)  # functions, each of which is itself alone: one made anew would be another
-    assert len(prepared) == 1
+    entries = launch_cache.size()
+    assert entries == 1
 
     def is_first(found: tuple[Tensor, Tensor]) -> bool:
         return all(map(same_bits, found, first))
@@ -254,7 +254,7 @@ def test_a_new_cache_that_lies_as_one_before_takes_its_launch(
     elsewhere, its_lengths = store.clone(), None if lengths is None else lengths.clone()
     assert is_first(call(*elsewhere, its_lengths))
     assert compare_plain(-query, cache, *call(*store, lengths, -query)) <= 1
-    assert _by_layout == prepared
+    assert launch_cache.size() == entries
 
     # Memory that was given back, and comes again with other numbers and other lengths.
     del elsewhere
@@ -268,16 +268,16 @@ def test_a_new_cache_that_lies_as_one_before_takes_its_launch(
     back.neg_()
     fewer = None if lengths is None else (lengths - 7).clamp(min=0)
     assert compare_plain(query, ContiguousKV(*back, fewer), *call(*back, fewer)) <= 1
-    assert _by_layout == prepared
+    assert launch_cache.size() == entries
 
     # Heads first, as transformers keeps them, and fewer slots: other launches, each its own.
     heads_first = store.transpose(2, 3).contiguous().transpose(2, 3)
-    assert is_first(call(*heads_first, lengths)) and len(_by_layout) == 2
+    assert is_first(call(*heads_first, lengths)) and launch_cache.size() == 2
     fewer = None if lengths is None else lengths.clamp(max=9000)
     short = ContiguousKV(*store[:, :, :9000], fewer)
     for _ in range(2):
         assert compare_plain(query, short, *call(short.key, short.value, fewer)) <= 1
-    assert len(_by_layout) == 3 and is_first(call(*store, lengths))
+    assert launch_cache.size() == 3 and is_first(call(*store, lengths))
 
 
 def test_steps_of_a_static_cache_share_a_launch() -> None:
@@ -287,7 +287,7 @@ def test_steps_of_a_static_cache_share_a_launch() -> None:
 
     layers = [normal(2, ROWS, KV_HEADS, 600, DIM, seed=n).transpose(2, 3) for n in range(3)]
     kept = []
-    _by_layout.clear()
+    launch_cache.clear()
     for step in range(4):
         kept.append(torch.tensor([step + 1, 300, 600 - step], dtype=torch.int32, device="cuda"))
         for key, value in layers:
@@ -295,7 +295,7 @@ def test_steps_of_a_static_cache_share_a_launch() -> None:
             out = decode_static(query, key, value, kept[-1], None, 0, 0.0, DIM**-0.5)
             _, lse = decode_attention(query, cache, return_lse=True)
             assert compare_plain(query, cache, out, lse) <= 1
-    assert len(_by_layout) == 2  # the other returns the LSE
+    assert launch_cache.size() == 2  # the other returns the LSE
 
 
 def test_a_call_that_was_made_before_refuses_a_gradient_and_looks_if_asked() -> None:

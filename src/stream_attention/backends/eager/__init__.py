@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from ...base.problem import DecodeInputs, Problem, Request
 from ..base import PLAIN, Backend, Reasons
 from . import tuning
@@ -28,7 +26,7 @@ class Eager(Backend):
             return tuning.configure_decode(problem, request.batch_invariant)
         return tuning.configure(problem)
 
-    def decode(self, problem: Problem, inputs: DecodeInputs, config: Any) -> tuple[Tensor, Tensor | None, Any]:
+    def prepare_decode(self, problem: Problem, inputs: DecodeInputs, config: Any) -> Any:
         from .decode import decode  # a statement: torch.compile traces through it
 
-        return decode(problem, inputs, config)
+        return lambda inputs: decode(problem, inputs, config)

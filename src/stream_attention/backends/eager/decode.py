@@ -46,8 +46,9 @@ class Scores(NamedTuple):
     sink: Tensor | None  # [Hq]
 
 
-def decode(problem: Problem, inputs: DecodeInputs, config: EagerDecodeConfig) -> tuple[Tensor, Tensor | None, None]:
-    """As backends/triton/decode.py; lse is fp64 for fp64. A workspace is not used."""
+def decode(problem: Problem, inputs: DecodeInputs, config: EagerDecodeConfig) -> tuple[Tensor, Tensor | None]:
+    """out `[B, Tq, Hq, Dv]` in the query's dtype, and lse `[B, Hq, Tq]`, fp32 (fp64 for fp64), if wanted. A workspace
+    is not used."""
     query, cache, tree, slopes, sink, out, return_lse, _ = inputs
     lengths = cache.lengths
     if lengths is None:
@@ -61,7 +62,7 @@ def decode(problem: Problem, inputs: DecodeInputs, config: EagerDecodeConfig) ->
         outs, lses = zip(*(_decode_row(b, query, cache, seen, scores) for b in range(batch)), strict=True)
         state = torch.cat(outs), torch.cat(lses)
     result, lse = state or _decode(query, cache.tile, cache.capacity, cache.kv_heads, cache.value_dim, seen, scores)
-    return result if out is None else out.copy_(result), lse if return_lse else None, None
+    return result if out is None else out.copy_(result), lse if return_lse else None
 
 
 def _op_can(query: Tensor, cache: ContiguousKV, scores: Scores) -> bool:

@@ -28,10 +28,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from ...base.kv_layouts import KVCache, QuantizedKV
 from ...gpu.arguments import UNIT, named, row_strides
-from ...gpu.decode_call import DecodeCall
+from ...gpu.decode_call import DecodeCall, quantized_arguments, scale_rows
+from ...gpu.decode_launches import prepare_decode_by
 from ...gpu.launch import Kernel
-from ..triton.decode import decode as decode_by
-from ..triton.decode_codes import quantized_arguments, scale_rows
 from .decode_tiles import (
     FIRST,
     MMA,
@@ -542,9 +541,9 @@ def quantized_part(
         store_partial(total, row_max, row_sum, workspace_ptr, outs_ptr, at, GROUP * q_len, plane * WV, DV, plane == 0)
 
 
-def decode(*arguments: Any) -> Any:
-    """As backends/triton/decode.py, of a quantised cache."""
-    return decode_by(*arguments, computed_by=_kernel_of)
+def prepare_decode(*arguments: Any) -> Any:
+    """The call on every quantised cache that lies as this one does."""
+    return prepare_decode_by(_kernel_of, *arguments)
 
 
 def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:

@@ -7,35 +7,34 @@ once for all of them. A program streams its keys with the online softmax of forw
 A row's length and its pages are read on the device, so nothing here waits for them. Blocks that reach beyond the last
 key read that one again, and nothing that nobody sees: it may be NaN.
 
-Not here: codes of quantised caches (decode_codes.py).
+Not here: quantised caches (decode_codes.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV
+from ...base.kv_layouts import KVCache, PagedKV, QuantizedKV
 from ...base.problem import DecodeInputs, Inputs, Problem
 from ...gpu.arguments import UNIT, is_aligned, qkv_strides, tile_width
 from ...gpu.decode_call import DecodeCall, side_by_side
+from ...gpu.decode_launches import PreparedDecode, prepare_decode_by
 from ...gpu.decode_tiles import (
     first_seen,
     hide_scores,
     keys_of_split,
     leave_lse,
     leave_out,
-    merge_kernel,
     modify_scores,
     normalised,
     wait_for_kernels_ahead,
 )
-from ...gpu.decode_tuning import DecodeConfig, workspace_numbers
-from ...gpu.launch import Kernel, Launch, jit
+from ...gpu.decode_tuning import DecodeConfig
+from ...gpu.launch import Kernel, jit
 from ...gpu.tiles import online_softmax_step
 from .decode_codes import codes_arguments, codes_kernel
 
@@ -198,77 +197,12 @@ def _decode_kernel(
     )
 
 
-def decode(
-    problem: Problem, inputs: DecodeInputs, config: DecodeConfig, *, computed_by: KernelOf | None = None
-) -> tuple[Tensor, Tensor | None, Repeat | None]:
-    """out `[B, Tq, Hq, Dv]` in the query's dtype; lse `[B, Hq, Tq]`, fp32, if wanted; and the call as a function, if it
-    can be made again at once."""
-    query, cache, tree, slopes, sink, out, return_lse, workspace = inputs
-    batch, q_len, q_heads, _ = query.shape
-    tree, slopes, sink = (side_by_side(t) for t in (tree, slopes, sink))
-    query = query.resolve_neg()
-    given = query
-    if query.stride(-1) != 1 and query.shape[-1] != 1:
-        query = query.contiguous()
-    if out is None:
-        out = query.new_empty(batch, q_len, q_heads, problem.value_dim)
-    lse = query.new_empty(batch, q_heads, q_len, dtype=torch.float32) if return_lse else None
-    if out.numel() == 0:
-        return out, lse, None
-    if config.num_splits == 1:
-        workspace = None
-    elif workspace is None:
-        workspace = query.new_empty(workspace_numbers(problem, config), dtype=torch.float32)
-    asked = side_by_side(cache.lengths), tree, slopes, sink, *problem.window, problem.scale, problem.softcap
-    call = DecodeCall(problem, config, query, *asked, out, lse, workspace)
-    kernel, arguments = (computed_by or kernel_of)(call, cache)
-    launch = kernel.bind_addresses(call.grid, call.options, **arguments)
-    addresses = [arguments[name] for name in kernel.addresses]
-    launch(*addresses)
-    merge = None if workspace is None else call.bind_merge(merge_kernel)
-    if merge is not None:
-        merge(workspace, sink, out, lse)
-    if given is not query or call.lengths is not cache.lengths or tree is not None:
-        return out, lse, None
-    return out, lse, _repeat(call, cache, launch, merge, addresses)
+def prepare_decode(problem: Problem, inputs: DecodeInputs, config: DecodeConfig) -> PreparedDecode:
+    """The call on every cache that lies as this one does."""
+    return prepare_decode_by(_kernel_of, problem, inputs, config)
 
 
-KernelOf = Callable[[DecodeCall, KVCache], tuple[Kernel, dict[str, Any]]]
-"""The kernel that computes a call, or its parts, and its arguments by name."""
-
-Repeat = Callable[[Tensor, tuple[int, ...], Tensor, Tensor | None, Tensor | None], None]
-"""Computes a call anew: query, addresses of the cache, out, lse, workspace."""
-
-
-def _repeat(
-    call: DecodeCall, cache: KVCache, launch: Launch, merge: Launch | None, pointers: list[Tensor | None]
-) -> Repeat | None:
-    """A plain call that was computed, as a function of a query, results and a workspace of the same layout, and of the
-    cache's addresses: a `ContiguousKV` may lie elsewhere, of others it keeps those that they had. None where that
-    cannot be: there are slopes or sinks, a table was copied, or the interpreter runs."""
-    table = getattr(cache, "page_table", None)
-    if call.slopes is not None or call.sink is not None or table is not side_by_side(table) or not launch.is_compiled:
-        return None
-    fixed = tuple(None if t is None else t.data_ptr() for t in pointers[1:-3])
-    held = _held_by_rows if isinstance(cache, ContiguousKV) else lambda _: fixed
-
-    def again(
-        query: Tensor, addresses: tuple[int, ...], out: Tensor, lse: Tensor | None, workspace: Tensor | None
-    ) -> None:
-        launch(query, *held(addresses), out, lse, workspace)
-        if merge is not None:
-            merge(workspace, None, out, lse)
-
-    return again
-
-
-def _held_by_rows(addresses: tuple[int, ...]) -> tuple[int | None, ...]:
-    """From k_ptr to sink_ptr, of a `ContiguousKV` in a plain call."""
-    key, value, lengths = addresses
-    return key, value, None, lengths or None, None, None, None
-
-
-def kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
+def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
     if isinstance(cache, QuantizedKV):
         return codes_kernel, codes_arguments(call, cache)
     if isinstance(cache, PagedKV):

@@ -70,8 +70,8 @@ class Cache(ABC):
 
     @property
     @abstractmethod
-    def addresses(self) -> tuple[int, ...]:
-        """Of all its tensors; 0 for an absent one."""
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All its tensors in the order of kernels' parameters, of which the last are page table and lengths."""
 
     @property
     @abstractmethod
@@ -89,8 +89,8 @@ class Cache(ABC):
         )
 
     def __getstate__(self) -> dict[str, object]:
-        """Without the prepared launches of `decode_attention`: they are of this process."""
-        return {name: value for name, value in self.__dict__.items() if name != "_calls"}
+        """Without the layout of its tensors that `decode_attention` keeps here: others of the same fields lie anew."""
+        return {name: value for name, value in self.__dict__.items() if name != "_layout"}
 
     @property
     def page_size(self) -> int:

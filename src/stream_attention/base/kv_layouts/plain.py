@@ -37,8 +37,8 @@ class ContiguousKV(Cache):
         return self.key.shape[1]
 
     @property
-    def addresses(self) -> tuple[int, ...]:
-        return self.key.data_ptr(), self.value.data_ptr(), 0 if self.lengths is None else self.lengths.data_ptr()
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.key, self.value, None, self.lengths
 
     @property
     def requires_grad(self) -> bool:
@@ -89,9 +89,8 @@ class PagedKV(Cache):
         return self.page_table.shape[1] * self.page
 
     @property
-    def addresses(self) -> tuple[int, ...]:
-        tensors = self.key_pages, self.value_pages, self.page_table, self.lengths
-        return tuple(t.data_ptr() for t in tensors)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.key_pages, self.value_pages, self.page_table, self.lengths
 
     @property
     def requires_grad(self) -> bool:

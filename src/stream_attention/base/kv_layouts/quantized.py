@@ -111,10 +111,10 @@ class QuantizedKV(Cache):
         return quantized_lengths(self.lengths.clamp(max=self.capacity), self.residual, self.group)
 
     @property
-    def addresses(self) -> tuple[int, ...]:
-        sides = (t for side in (self.key, self.value) for t in (side.codes, side.scale, side.zero))
-        tensors = (*sides, self.key_window, self.value_window, self.lengths, self.page_table)
-        return tuple(0 if t is None else t.data_ptr() for t in tensors)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        key, value, windows = self.key, self.value, (self.key_window, self.value_window)
+        sides = key.codes, key.scale, key.zero, value.codes, value.scale, value.zero
+        return (*sides, *windows, self.page_table, self.lengths)
 
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         checks.span(start, stop, self.capacity)

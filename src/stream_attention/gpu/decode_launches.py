@@ -1,0 +1,102 @@
+"""A call on a cache, prepared: the launch that computes and the one that merges parts. Keeps no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.kv_layouts import KVCache
+from ..base.problem import DecodeInputs, Problem
+from .arguments import sample
+from .decode_call import DecodeCall, side_by_side
+from .decode_tiles import merge_kernel
+from .decode_tuning import DecodeConfig, workspace_numbers
+from .launch import Kernel, Launch
+from .scratch import empty
+
+KernelOf = Callable[[DecodeCall, KVCache], tuple[Kernel, dict[str, Any]]]
+"""The kernel that computes a call, or its splits, and its arguments by name."""
+
+
+def prepare_decode_by(
+    kernel_of: KernelOf, problem: Problem, inputs: DecodeInputs, config: DecodeConfig
+) -> PreparedDecode:
+    """The call on every cache that lies as this one does: out `[B, Tq, Hq, Dv]` in the query's dtype and, if wanted,
+    lse `[B, Hq, Tq]`, fp32."""
+    read = _pointers(inputs)
+    query, *_, lengths, tree, slopes, sink = read
+    batch, q_len, q_heads, _ = query.shape
+    out = inputs.out
+    if out is None:
+        out = sample((batch, q_len, q_heads, problem.value_dim), query.dtype)
+    lse = sample((batch, q_heads, q_len), torch.float32) if inputs.return_lse else None
+    numbers = workspace_numbers(problem, config)
+    workspace = sample((numbers,), torch.float32) if numbers else None
+    given = inputs.query, *inputs.cache.tensors, *inputs[2:5]
+    is_copied = any(
+        t is not None and t.data_ptr() != as_read.data_ptr() for t, as_read in zip(given, read, strict=True)
+    )
+    if out.numel() == 0:
+        return PreparedDecode((out, lse, None), None, None, is_copied)
+    asked = lengths, tree, slopes, sink, *problem.window, problem.scale, problem.softcap
+    call = DecodeCall(problem, config, query, *asked, out, lse, workspace)
+    kernel, arguments = kernel_of(call, inputs.cache)
+    launch = kernel.bind_addresses(call.grid, call.options, **arguments)
+    merge = None if workspace is None else call.bind_merge(merge_kernel)
+    return PreparedDecode((out, lse, workspace), launch, merge, is_copied)
+
+
+class PreparedDecode:
+    """The kernel that computes and, if keys are in splits, the one that merges. Keeps no tensor."""
+
+    __slots__ = ("_is_copied", "_is_direct", "_launch", "_lse", "_merge", "_out", "_workspace")
+
+    def __init__(
+        self, results: tuple[Any, Any, Any], launch: Launch | None, merge: Launch | None, is_copied: bool
+    ) -> None:
+        specs = [None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in results]
+        self._out: Any = specs[0]
+        self._lse, self._workspace = specs[1:]
+        self._launch, self._merge = launch, merge
+        self._is_copied = is_copied  # whether kernels read a copy of some tensor
+        self._is_direct = False  # whether the kernel is compiled and reads tensors as they lie
+
+    def __call__(self, inputs: DecodeInputs, addresses: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
+        query, cache, tree, slopes, sink, out, _, workspace = inputs
+        if out is None:
+            out = empty(query, *self._out)
+        else:
+            torch.autograd.graph.increment_version(out)
+        lse = None if self._lse is None else empty(query, *self._lse)
+        launch, merge = self._launch, self._merge
+        if launch is None:
+            return out, lse
+        if merge is None:
+            workspace = None
+        elif workspace is None:
+            assert self._workspace is not None
+            workspace = empty(query, *self._workspace)
+        if self._is_direct:
+            launch(query, *(addresses or cache.tensors), tree, slopes, sink, out, lse, workspace)
+        else:
+            *read, sink = _pointers(inputs)
+            launch(*read, sink, out, lse, workspace)
+            self._is_direct = launch.is_compiled and not self._is_copied
+        if merge is not None:
+            merge(workspace, sink, out, lse)
+        return out, lse
+
+
+def _pointers(inputs: DecodeInputs) -> tuple[Any, ...]:
+    """Tensors in the order of the kernels' parameters, as these read them: the last dim is contiguous, and quantised
+    values are int16 words."""
+    query, cache, tree, slopes, sink, *_ = inputs
+    query = query.resolve_neg()
+    if query.stride(-1) != 1 and query.shape[-1] != 1:
+        query = query.contiguous()
+    *stored, table, lengths = cache.tensors
+    words = [t.view(torch.int16) if t is not None and t.dtype.itemsize == 1 else t for t in stored]
+    return query, *words, *[side_by_side(t) for t in (table, lengths, tree, slopes, sink)]
