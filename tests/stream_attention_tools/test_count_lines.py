@@ -9,20 +9,11 @@ import pytest
 from stream_attention_tools import count_lines
 from stream_attention_tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, totals
 
-LIBRARY_TODAY = 21_328
-BOTH_TODAY = 28_373
+LIBRARY_TODAY = 21_050
+BOTH_TODAY = 28_240
 """Of lines of code, until the goals are reached. Lower them with what they count."""
 
-LONG_FILES = {
-    f"{LIBRARY}/{name}"
-    for name in (
-        "backends/hopper/backward_block.py",
-        "backends/hopper/backward_sm90.py",
-        "backends/hopper/decode_codes.py",
-        "backends/hopper/forward_fp8_sm90.py",
-        "backends/hopper/forward_sm90.py",
-    )
-}
+LONG_FILES: set[str] = set()
 """Files of more than `LONGEST_FILE` lines. None may join them; one that became shorter is taken off the list."""
 
 

@@ -264,10 +264,13 @@ def _key_of(inputs: DecodeInputs, options: tuple[Any, ...]) -> tuple[tuple[_Layo
     queries = launch_cache.layout_of(query)
     if layout is None or not queries or (queries[3] >= 0 and queries[3] != torch._C._cuda_getDevice()):
         return _NO_KEY
-    outs = scratch = None
+    outs: Any = None
+    scratch: Any = None
     if out is not None and not (outs := launch_cache.layout_of(out)):
         return _NO_KEY
-    if workspace is not None and not (scratch := launch_cache.layout_of(workspace)):
+    if type(workspace) is Tensor and not workspace.numel():
+        scratch = NO_PARTS
+    elif workspace is not None and not (scratch := launch_cache.layout_of(workspace)):
         return _NO_KEY
     if backend == AUTO:
         backend = planning._forced
@@ -291,6 +294,9 @@ def _key_of(inputs: DecodeInputs, options: tuple[Any, ...]) -> tuple[tuple[_Layo
 
 _CACHES = frozenset((ContiguousKV, PagedKV, QuantizedKV))
 _NO_KEY: tuple[None, list[int]] = None, []
+NO_PARTS = "no parts"
+"""Stands for the layout of a workspace without elements: nothing is merged."""
+
 _ABSENT = -1
 """Stands for the address of a tensor that a cache does not have; 0 is that of one without memory."""
 
