@@ -96,7 +96,7 @@ def held(cache: Any, pairs: Pairs) -> Pairs:
     """What such a cache stands for, as plain tensors."""
     if not isinstance(cache, StreamQuantizedCache):
         return pairs
-    tiles = [layer.kv.tile(0, layer.seen) for layer in cache.layers]
+    tiles = [layer.kv.tile(0, layer.total) for layer in cache.layers]
     return [(key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()) for key, value in tiles]
 
 

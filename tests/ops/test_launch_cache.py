@@ -929,7 +929,7 @@ def test_comparing_knows_that_dropout_is_drawn_anew(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("value", "enabled", "compare"), [("0", False, False), ("compare", True, True)])
 def test_the_environment_sets_the_switches(value: str, enabled: bool, compare: bool) -> None:
     program = (
-        "import torch; from stream_attention import attention; from stream_attention.ops import launch_cache\n"
+        "import torch; from stream_attention import attention; from stream_attention.dispatch import launch_cache\n"
         "tensors = torch.randn(3, 1, 4, 2, 8)\n"
         "first = attention(*tensors); second = attention(*tensors)\n"
         "assert torch.equal(first, second)\n"

@@ -48,7 +48,7 @@ def test_each_kernel_is_named_once_and_forward_and_backward_are_there() -> None:
     kernels, without = kernels_of(calls(), H200)
     assert len({kernel.key for kernel in kernels}) == len(kernels) and not without
     names = {kernel.name for kernel in kernels}
-    parts = {"triton.forward", "triton.decode", "triton.decode_tiles", "triton.backward_query", "triton.backward_key"}
+    parts = {"triton.forward", "triton.decode", "gpu.decode_tiles", "triton.backward_query", "triton.backward_key"}
     assert parts <= names
     assert not any(kernel.cached for kernel in kernels)
 
