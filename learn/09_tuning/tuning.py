@@ -21,7 +21,7 @@ DIM = 128
 TILES = {
     "64 x 64, 4 warps, 3 stages": "two programs per SM, but K and V are read twice as often as with 128 rows",
     "128 x 64, 4 warps, 2 stages": "some registers spill, but two programs fit, and one computes while the other waits",
-    "128 x 64, 4 warps, 3 stages": "one stage more, and only one program fits: nobody computes while it waits",
+    "128 x 64, 4 warps, 3 stages": "one stage more, and only one program fits: nothing computes while it waits",
     "128 x 64, 8 warps, 3 stages": "also one program, but its 8 warps are two groups that cover for each other",
     "128 x 128, 4 warps, 2 stages": "128 x 128 scores and 128 x 128 sums in 128 threads: they do not fit, and spill",
     "128 x 128, 8 warps, 3 stages": "fewest loads per product, just enough registers",
