@@ -195,3 +195,13 @@ def test_a_profiler_sees_a_label() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         decode_attention(query, cache)
     assert any(event.key == "stream_attention::decode" for event in profile.key_averages())
+
+
+def test_a_workspace_without_elements_is_no_reason_to_prepare_anew() -> None:
+    """`decode_workspace` returns one where keys are in one split."""
+    cache = rows(batch=1)
+    query = empty(1, 1, HEADS, DIM)
+    with pretend_gpu():
+        for _ in range(2):
+            decode_attention(query, cache, num_splits=1, backend="triton", workspace=torch.empty(0))
+        assert launch_cache.size() == 1

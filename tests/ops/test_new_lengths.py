@@ -152,3 +152,12 @@ def test_where_sizes_are_no_words_of_their_own_a_map_is_encoded_anew(monkeypatch
             launches.clear()
             dense((1901, 2001))
         assert launches == written
+
+
+def test_tensors_of_unequal_rank_are_refused_whatever_their_sizes() -> None:
+    """Those of this call, one after another, are those of a family that has a template."""
+    with pretend_gpu():
+        dense((300, 300), (8, 8, 8, 64), scale=0.5)
+        query, key, value = empty(8, 8, 5, 64, 8), empty(5, 8, 64), empty(8, 5, 8, 64)
+        with pytest.raises(ValueError, match="query"):
+            attention(query, key, value, scale=0.5)

@@ -46,3 +46,10 @@ def test_the_command_prints_a_markdown_table(capsys: pytest.CaptureFixture[str])
     heading, rule, *rows = capsys.readouterr().out.splitlines()
     assert heading.startswith("| cold call on cpu | files |") and set(rule) == {"|", "-"}
     assert len(rows) >= 5 and all(row.count("|") == heading.count("|") for row in rows)
+
+
+def test_the_design_is_short_and_shows_the_walk_of_every_call(table: dict[str, Walk]) -> None:
+    page = (walk.Path(__file__).parents[2] / "DESIGN.md").read_text()
+    assert len(page.splitlines()) <= 200
+    shown = page.partition("<!-- walk -->\n")[2].partition("\n<!-- /walk -->")[0]
+    assert all(f"| {name} |" in shown for name in table)

@@ -143,7 +143,8 @@ def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options:
         v_at % 16,
     )
     if (
-        not (q_at and k_at and v_at)  # empty, or a tensor that stands for zeros or for another
+        not len(q_batch) == len(k_batch) == len(v_batch)  # to be refused: its sizes might be those of another call
+        or not (q_at and k_at and v_at)  # empty, or a tensor that stands for zeros or for another
         or query.is_neg()
         or key.is_neg()
         or value.is_neg()

@@ -232,9 +232,9 @@ class Launch:
             words[word] = tensor if type(tensor) is int else tensor.data_ptr()
         driver.launch(words, binding.function, _stream_of(binding.device), binding.launch_kernel)
 
-    def replaced(self, grid: int | None = None, **changes: Any) -> Launch:
-        """The same launch with other numbers, such as lengths, and descriptors of other shapes. Constexprs stay."""
-        return Launch(self._binding, self._grid if grid is None else grid, {**self._changes, **changes})
+    def replaced(self, **changes: Any) -> Launch:
+        """The same launch with other numbers. Constexprs stay."""
+        return Launch(self._binding, self._grid, {**self._changes, **changes})
 
     def resized(self, grid: int, arguments: Mapping[str, Any]) -> Launch | None:
         """The same launch of tensors with other lengths: what may depend on them, by name. None where that changes a

@@ -20,7 +20,6 @@ _ALIGNMENT = 128
 _WORDS = {0.0: 0, float("-inf"): 0xFF800000}
 """Numbers as 32-bit words: 0 of any dtype, -inf of fp32."""
 
-
 _EMPTY = {device: getattr(torch._C._dynamo.guards, f"_empty_strided_{device}", None) for device in ("cpu", "cuda")}
 """What the graphs of torch.compile allocate with, on the current device: a third of the host time of new_empty."""
 
@@ -74,9 +73,6 @@ class Sample:
                 step *= size or 1
             strides = self._strides = (step, *found[::-1]) if self.shape else ()
         return strides if dim is None else strides[dim]
-
-    def new_empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Sample:
-        return Sample(shape, dtype or self.dtype)
 
     def __getitem__(self, place: int) -> Sample:
         return Sample(self.shape[1:], self.dtype)

@@ -269,7 +269,7 @@ def _key_of(inputs: DecodeInputs, options: tuple[Any, ...]) -> tuple[tuple[_Layo
     if out is not None and not (outs := launch_cache.layout_of(out)):
         return _NO_KEY
     if type(workspace) is Tensor and not workspace.numel():
-        scratch = NO_PARTS
+        scratch = _NO_SPLITS
     elif workspace is not None and not (scratch := launch_cache.layout_of(workspace)):
         return _NO_KEY
     if backend == AUTO:
@@ -294,8 +294,8 @@ def _key_of(inputs: DecodeInputs, options: tuple[Any, ...]) -> tuple[tuple[_Layo
 
 _CACHES = frozenset((ContiguousKV, PagedKV, QuantizedKV))
 _NO_KEY: tuple[None, list[int]] = None, []
-NO_PARTS = "no parts"
-"""Stands for the layout of a workspace without elements: nothing is merged."""
+_NO_SPLITS = "no splits"
+"""Stands for the layout of a workspace without elements: there is nothing to merge."""
 
 _ABSENT = -1
 """Stands for the address of a tensor that a cache does not have; 0 is that of one without memory."""

@@ -24,7 +24,7 @@ import torch
 
 from stream_attention.base import device
 from stream_attention.base.kv_layouts import checks
-from stream_attention.base.problem import Hardware
+from stream_attention.base.problem import Hardware, state_problem
 from stream_attention.dispatch import launch_cache, plan, prepare
 from stream_attention.gpu import driver, launch
 from stream_attention.ops import attention, decode
@@ -150,7 +150,6 @@ def pretend_gpu(keep_launches: bool = True) -> Iterator[list[Launched]]:
     functions: dict[int, tuple[str, list[int]]] = {}
     library = _Driver(launches if keep_launches else None, functions)
     kernels: dict[int, _Compiled] = {}
-    from stream_attention.base.problem import state_problem
 
     def compiled(self: launch.Kernel) -> _Compiled:
         if id(self) not in kernels:
