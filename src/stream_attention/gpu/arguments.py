@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..base.problem import UNBOUNDED, Inputs, Problem
+from .launch import Sizes
 from .scratch import UNIT as UNIT
 from .scratch import Sample
 
@@ -67,18 +68,6 @@ def score_params(problem: Problem) -> dict[str, Any]:
         "scale": scale_of(problem),
         "softcap": problem.softcap,
         "dropout_scale": 1.0 / (1.0 - problem.dropout_p),
-    }
-
-
-def visible_range(problem: Problem) -> dict[str, Any]:
-    """Which keys a query sees by position: numbers, and which sides of the window there are."""
-    return {
-        "left": min(problem.left, FAR),
-        "right": min(problem.right, FAR),
-        "q_start": problem.q_start,
-        "k_start": problem.k_start,
-        "HAS_LEFT": problem.left != UNBOUNDED,
-        "HAS_RIGHT": problem.right != UNBOUNDED,
     }
 
 
@@ -174,3 +163,27 @@ def qkv_strides(inputs: Inputs, packed: bool, unit: int) -> dict[str, int]:
         "stride_kb": kb, "stride_kn": kn, "stride_kh": kh,
         "stride_vb": vb, "stride_vn": vn, "stride_vh": vh,
     }  # fmt: skip
+
+
+def common_sizes(problem: Problem, inputs: Inputs, aligned: bool) -> Sizes:
+    """What depends on lengths of the arguments that Triton's forward and backward kernels take alike: strides, in units
+    where tensors are `aligned`, lengths, positions, and the sides of the window."""
+    (left, right), positions = problem.window, problem.positions
+    numbers = qkv_strides(inputs, problem.packed, UNIT if aligned else 1)
+    numbers["q_len"], numbers["q_rows"] = problem.q_len, inputs.query.shape[-3]
+    numbers["k_len"], numbers["k_rows"] = problem.k_len, inputs.key.shape[-3]
+    numbers["q_start"], numbers["k_start"] = positions.q_start, positions.k_start
+    numbers["left"], numbers["right"] = min(left, FAR), min(right, FAR)
+    return Sizes(numbers, {"HAS_LEFT": left != UNBOUNDED, "HAS_RIGHT": right != UNBOUNDED, "ALIGNED": aligned})
+
+
+def visible_range(problem: Problem) -> dict[str, Any]:
+    """Which keys a query sees by position: numbers, and which sides of the window there are."""
+    return {
+        "left": min(problem.left, FAR),
+        "right": min(problem.right, FAR),
+        "q_start": problem.q_start,
+        "k_start": problem.k_start,
+        "HAS_LEFT": problem.left != UNBOUNDED,
+        "HAS_RIGHT": problem.right != UNBOUNDED,
+    }

@@ -150,16 +150,6 @@ class MapWords(NamedTuple):
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def write(self, block: array[int], at: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> None:
-        """Write those of another tensor to the map at byte `at` of a block."""
-        for word, size in zip(self.sizes, shape, strict=True):
-            _WORD.pack_into(block, at + 4 * word, size - 1)
-        for word, stride in zip(self.strides, strides, strict=False):
-            _WORD.pack_into(block, at + 4 * word, stride * itemsize >> 4)
-
-
-_WORD = struct.Struct("<I")
-
 
 @cache
 def map_words(rank: int) -> MapWords | None:
@@ -186,9 +176,12 @@ def map_words(rank: int) -> MapWords | None:
         return None
     found = MapWords(tuple(sizes), tuple(pitches))  # type: ignore[arg-type]
     others = [100_001 + dim for dim in range(rank)], [(3 << 20) + 12 * dim for dim in range(rank - 1)] + [1]
-    block = array("Q", tensor_map(1 << 20, torch.float32, shape, strides, box, 0))
-    found.write(block, 0, *others, itemsize=4)
-    return found if struct.unpack("<32I", block.tobytes()) == words(*others) else None
+    written = list(words(shape, strides))
+    for word, size in zip(found.sizes, others[0], strict=True):
+        written[word] = size - 1
+    for word, stride in zip(found.strides, others[1], strict=False):
+        written[word] = stride >> 2
+    return found if tuple(written) == words(*others) else None
 
 
 @cache

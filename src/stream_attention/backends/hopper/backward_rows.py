@@ -8,14 +8,12 @@ Grid: one program per (batch, head, block of rows).
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton.language as tl
 from torch import Tensor
 
 from ...base.problem import Inputs, Problem
 from ...gpu.arguments import UNIT, line_strides, named, row_strides
-from ...gpu.launch import Kernel, Launch, jit
+from ...gpu.launch import Kernel, Launch, Sizes, jit
 from ...gpu.rows import PAD, Rows, padded_row
 from ...gpu.tiles import LOG2E, packed_rows
 from .tuning import tile_widths
@@ -108,11 +106,11 @@ def rows_sizes(
     grad_lse: Tensor | None,
     rows: Rows,
     first_count: int,
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, Sizes]:
     """The grid and the arguments that depend on lengths."""
     packed, block_m = problem.packed, max(16, 4096 // tile_widths(problem)[0])
     blocks = -(-problem.q_len // PAD.value) * PAD.value // block_m
-    return len(lines) * problem.group * blocks, {
+    numbers = {
         **named("stride_ob stride_om stride_oh", row_strides(out, packed, UNIT)),
         **named("stride_gb stride_gm stride_gh", row_strides(grad_out, packed, UNIT)),
         **named("stride_lb stride_lh", line_strides(lse, packed)),
@@ -123,6 +121,7 @@ def rows_sizes(
         "blocks": blocks,
         "first_count": first_count,
     }
+    return len(lines) * problem.group * blocks, Sizes(numbers)
 
 
 def bind_rows(
@@ -161,7 +160,7 @@ def bind_rows(
         scratch_ptr=scratch,
         counts_ptr=counts,
         counter_ptr=counter,
-        **sizes,
+        **sizes.numbers,
         heads=problem.q_heads,
         first_head=lines.start * problem.group,
         DV=problem.value_dim,

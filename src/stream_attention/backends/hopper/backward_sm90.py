@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ...base.problem import UNBOUNDED, Backward, Gradients, Inputs, Problem, Wanted, addressable
 from ...gpu.arguments import FAR, line_strides, named, sample, scale_of, slope_stride, tanh
 from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
-from ...gpu.launch import Kernel, Launch
+from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.rows import Rows
 from ...gpu.scratch import Scratch as ScratchMemory
@@ -403,8 +403,7 @@ class _Backward:
         if len(layout.shares) > 1:
             return None
         (some, programs), (of_rows, parts) = layout.shares[0], self._launches[0]
-        grid, sizes = rows_sizes(problem, inputs, some, *layout.saved, layout.rows, -programs)
-        resized_rows = of_rows.resized(grid, sizes)
+        resized_rows = of_rows.resized(*rows_sizes(problem, inputs, some, *layout.saved, layout.rows, -programs))
         sizes = _sizes(problem, inputs, config, some, layout)
         resized = [launch.resized(programs, sizes) for launch in parts]
         if resized_rows is None or None in resized:
@@ -413,44 +412,45 @@ class _Backward:
         return _Backward(layout, self._before, found, self._wanted)
 
 
-def _sizes(
-    problem: Problem, inputs: Inputs, config: GluonBackwardConfig, lines: range, layout: _Layout
-) -> dict[str, Any]:
+def _sizes(problem: Problem, inputs: Inputs, config: GluonBackwardConfig, batch_heads: range, layout: _Layout) -> Sizes:
     """The kernel's arguments that depend on lengths."""
     query, key, value = inputs[:3]
-    _, dk, dv = layout.grads
-    dim, value_dim = tile_widths(problem)
-    tile, rows = 2 * KEYS.value, layout.rows
-    row_values = elements_descriptor(rows.lse.numel(), config.block_m)
-    return {
-        "q_desc": rows_descriptor(query, config.block_m, dim),
-        "k_desc": rows_descriptor(key, tile, dim),
-        "v_desc": rows_descriptor(value, tile, value_dim),
-        "do_desc": rows_descriptor(layout.saved[2], config.block_m, value_dim),
-        "dk_desc": rows_descriptor(key if problem.partial else dk, KEYS.value, dim),  # fp32 is written without
-        "dv_desc": rows_descriptor(value if problem.partial else dv, KEYS.value, value_dim),
-        "lse_desc": row_values,
-        "delta_desc": row_values,
-        "scratch_desc": chunks_descriptor(layout.workspace[0].numel(), CHUNK.value),
-        "batch_heads": len(lines),
-        "tiles_n": -(-problem.k_len // tile),
-        "group_n": _lines_in_cache(problem, len(lines)),
-        "blocks_m": -(-problem.q_len // config.block_m),
-        "q_len": problem.q_len,
-        "k_len": problem.k_len,
+    (_, q_len, *_), (_, k_len, *_), (left, right) = problem.shape, problem.kv, problem.window
+    rows, (_, dk, dv) = layout.rows, layout.grads
+    padded, count = rows.lse.shape[-1], rows.lse.numel()
+    numbers = {
+        "q_desc": query,
+        "k_desc": key,
+        "v_desc": value,
+        "do_desc": layout.saved[2],
+        "dk_desc": key if problem.partial else dk,  # fp32 is written without
+        "dv_desc": value if problem.partial else dv,
+        "lse_desc": count,
+        "delta_desc": count,
+        "scratch_desc": layout.workspace[0].numel() // CHUNK.value,
+        "batch_heads": len(batch_heads),
+        "tiles_n": -(-k_len // (2 * KEYS.value)),
+        "group_n": _heads_in_cache(problem, len(batch_heads)),
+        "blocks_m": -(-q_len // config.block_m),
+        "q_len": q_len,
+        "k_len": k_len,
         "offset": problem.q_start - problem.k_start,
-        "left": min(problem.left, FAR),
-        "right": min(problem.right, FAR),
+        "left": min(left, FAR),
+        "right": min(right, FAR),
         "q_rows": query.shape[-3],
         "k_rows": key.shape[-3],
-        "rows": rows.lse.shape[-1],
-        "first_batch_head": lines.start,
-        "skipped": lines.start * problem.group * rows.lse.shape[-1],
-        "HAS_LEFT": problem.left != UNBOUNDED,
-        "HAS_RIGHT": problem.right != UNBOUNDED,
-        "HAS_PARTIAL_BLOCKS": has_edges(problem),
-        "LOADS_MASKED_ROWS": problem.packed or loads_masked_kv(problem) or has_idle_queries(problem),
+        "rows": padded,
+        "first_batch_head": batch_heads.start,
+        "skipped": batch_heads.start * problem.group * padded,
     }
+    masked = problem.packed or loads_masked_kv(problem) or has_idle_queries(problem)
+    constants = {
+        "HAS_LEFT": left != UNBOUNDED,
+        "HAS_RIGHT": right != UNBOUNDED,
+        "HAS_PARTIAL_BLOCKS": has_edges(problem),
+        "LOADS_MASKED_ROWS": masked,
+    }
+    return Sizes(numbers, constants)
 
 
 def _bind(
@@ -458,7 +458,7 @@ def _bind(
     inputs: Inputs,
     config: GluonBackwardConfig,
     part: tuple[str, int, int, int],
-    lines: range,
+    batch_heads: range,
     before: Prepass,
     layout: _Layout,
     programs: int,
@@ -470,22 +470,29 @@ def _bind(
     (dq, dk, dv), (scratch, counts, counter) = layout.grads, layout.workspace
     packed = problem.packed
     what, slots, consumer_registers, warp_registers = part
+    numbers, constants = _sizes(problem, inputs, config, batch_heads, layout)
+    dim, value_dim = tile_widths(problem)
+    boxes = {
+        "q_desc": (config.block_m, dim),
+        "k_desc": (2 * KEYS.value, dim),
+        "v_desc": (2 * KEYS.value, value_dim),
+        "do_desc": (config.block_m, value_dim),
+        "dk_desc": (KEYS.value, dim),
+        "dv_desc": (KEYS.value, value_dim),
+    }
+    described = {name: numbers[name] for name in boxes}
+    row_values = elements_descriptor(numbers["lse_desc"], config.block_m)
+    chunks = chunks_descriptor(numbers["scratch_desc"], CHUNK.value)
     return _kernel.bind(
         programs,
         (*inputs, *before.samples, layout.saved[2], *layout.rows, *layout.workspace, dq, dk, dv),
         {"num_warps": 4},
-        described={
-            "q_desc": inputs.query,
-            "k_desc": inputs.key,
-            "v_desc": inputs.value,
-            "do_desc": layout.saved[2],
-            "dk_desc": inputs.key if problem.partial else dk,
-            "dv_desc": inputs.value if problem.partial else dv,
-            "lse_desc": layout.rows.lse,
-            "delta_desc": layout.rows.delta,
-            "scratch_desc": scratch,
-        },
-        **_sizes(problem, inputs, config, lines, layout),
+        described=described
+        | {"lse_desc": layout.rows.lse, "delta_desc": layout.rows.delta, "scratch_desc": layout.workspace[0]},
+        **constants,
+        **numbers
+        | {name: rows_descriptor(described[name], *box) for name, box in boxes.items()}
+        | {"lse_desc": row_values, "delta_desc": row_values, "scratch_desc": chunks},
         dq_ptr=dq,
         dk_ptr=dk,
         dv_ptr=dv,
@@ -525,18 +532,18 @@ def _bind(
     )
 
 
-def _lines_in_cache(problem: Problem, lines: int) -> int:
+def _heads_in_cache(problem: Problem, batch_heads: int) -> int:
     """KV heads (of all batch entries) that are worked on together, in groups of about the same size."""
     if problem.right == UNBOUNDED:
         # In one order, key tiles of a head that run at the same time wait for each other: fewer of them do.
         tiles_n = -(-problem.k_len // (2 * KEYS.value))
         together = (256 if problem.head_dim <= 64 else 128) // tiles_n if problem.deterministic else 1
-        return min(max(together, 1), lines)
+        return min(max(together, 1), batch_heads)
     wide = max(problem.head_dim, problem.value_dim) > 128
     cached = (16 if problem.q_len > 1024 else 8) << (21 if wide else 20)  # the best of 8, 16 and 32 MB
     size = problem.q_len * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize * problem.group
     fitting = max(1, cached // max(1, size))
-    return even_group(lines, fitting)
+    return even_group(batch_heads, fitting)
 
 
 _kernel = Kernel(_backward_kernel, **COMPILE_OPTIONS)

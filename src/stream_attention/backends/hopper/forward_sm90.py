@@ -27,8 +27,6 @@ Not here: mask and bias, strided positions, few queries against many keys: the T
 Parity with the reference: tests/backends/hopper/test_forward_gpu.py.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -36,7 +34,7 @@ from triton.experimental.gluon import language as gl
 
 from ...base.problem import UNBOUNDED, Forward, Inputs, Problem
 from ...gpu.arguments import FAR, UNIT, line_strides, named, row_strides, sample, scale_of, slope_stride, tanh
-from ...gpu.launch import Kernel, Launch
+from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.scratch import Outputs, Sample
 from .forward_consumer import consume
@@ -314,7 +312,8 @@ class _Forward:
             return None
         outputs = Outputs.of(problem, inputs.query.shape[-3])
         grid, sizes = _sizes(problem, inputs, config, outputs.samples()[0], config.by_tma)
-        launch = self._launch.resized(grid, sizes | outputs.strides(problem.packed))
+        sizes.numbers.update(outputs.strides(problem.packed))
+        launch = self._launch.resized(grid, sizes)
         return None if launch is None else _Forward(outputs, self._before, launch)
 
 
@@ -333,36 +332,41 @@ def forward_into(
     return True
 
 
-def _sizes(
-    problem: Problem, inputs: Inputs, config: GluonConfig, out: Tensor, by_tma: bool
-) -> tuple[int, dict[str, Any]]:
+def _sizes(problem: Problem, inputs: Inputs, config: GluonConfig, out: Tensor, by_tma: bool) -> tuple[int, Sizes]:
     """The grid and the arguments that depend on lengths, but for strides of results."""
     query, key, value = inputs[:3]
-    dim, value_dim = tile_widths(problem)
-    lines, tiles_m = problem.batch * problem.q_heads, -(-problem.q_len // (config.warpgroups * ROWS.value))
-    tiles = lines * tiles_m
-    q_desc = rows_descriptor(query, ROWS.value, dim)
-    return min(problem.processors, tiles), {
-        "q_desc": q_desc,
-        "o_desc": rows_descriptor(out, ROWS.value, value_dim) if by_tma else q_desc,
-        "k_desc": rows_descriptor(key, config.block_n, dim),
-        "v_desc": rows_descriptor(value, config.block_n, value_dim),
-        "batch_heads": lines,
+    (batch, q_len, q_heads, *_), (_, k_len, *_), (left, right), packed = (
+        problem.shape,
+        problem.kv,
+        problem.window,
+        problem.packed,
+    )
+    batch_heads, tiles_m = batch * q_heads, -(-q_len // (config.warpgroups * ROWS.value))
+    tiles = batch_heads * tiles_m
+    numbers = {
+        "q_desc": query,
+        "o_desc": out if by_tma else query,
+        "k_desc": key,
+        "v_desc": value,
+        "batch_heads": batch_heads,
         "tiles_m": tiles_m,
-        "head_group": _lines_in_cache(problem, lines),
+        "head_group": _heads_in_cache(problem, batch_heads),
         "tiles": tiles,
-        "q_len": problem.q_len,
-        "k_len": problem.k_len,
+        "q_len": q_len,
+        "k_len": k_len,
         "offset": problem.q_start - problem.k_start,
-        "left": min(problem.left, FAR),
-        "right": min(problem.right, FAR),
+        "left": min(left, FAR),
+        "right": min(right, FAR),
         "q_rows": query.shape[-3],
         "k_rows": key.shape[-3],
-        "HAS_LEFT": problem.left != UNBOUNDED,
-        "HAS_RIGHT": problem.right != UNBOUNDED,
-        "MASKS_BEYOND_FIRST_BLOCK": masks_beyond_first_block(problem, config.block_n),
-        "LOADS_MASKED_KV": problem.packed or loads_masked_kv(problem),
     }
+    constants = {
+        "HAS_LEFT": left != UNBOUNDED,
+        "HAS_RIGHT": right != UNBOUNDED,
+        "MASKS_BEYOND_FIRST_BLOCK": masks_beyond_first_block(problem, config.block_n),
+        "LOADS_MASKED_KV": packed or loads_masked_kv(problem),
+    }
+    return min(problem.processors, tiles), Sizes(numbers, constants)
 
 
 def _bind(
@@ -383,13 +387,21 @@ def _bind(
     counter = sample((1,), torch.int32)
     by_tma = config.by_tma or states > 0
     grid, sizes = _sizes(problem, inputs, config, out, by_tma)
-    query, key, value = inputs[:3]
+    dim, value_dim = tile_widths(problem)
+    boxes = {
+        "q_desc": (ROWS.value, dim),
+        "o_desc": (ROWS.value, value_dim if by_tma else dim),
+        "k_desc": (config.block_n, dim),
+        "v_desc": (config.block_n, value_dim),
+    }
+    described = {name: sizes.numbers[name] for name in boxes}
     return _kernel.bind(
         grid,
         (*inputs, *before.samples, out, lse, counter),
         {"num_warps": 4},
-        described={"q_desc": query, "k_desc": key, "v_desc": value, "o_desc": out if by_tma else query},
-        **sizes,
+        described=described,
+        **sizes.constants,
+        **sizes.numbers | {name: rows_descriptor(described[name], *box) for name, box in boxes.items()},
         out_ptr=out,
         lse_ptr=lse,
         sink_ptr=lse if sink is None else sink,
@@ -433,14 +445,15 @@ def _bind(
     )
 
 
-def _lines_in_cache(problem: Problem, lines: int) -> int:
+def _heads_in_cache(problem: Problem, batch_heads: int) -> int:
     """Heads (of all batch entries) that are worked on together, in groups of about the same size."""
     if problem.right == UNBOUNDED:
         return 1
-    cached = (16 if problem.k_len <= 1024 else 32) << 20  # 7 % faster than 32 at 512 keys of D 128, slower from 2k on
-    size = problem.k_len * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
-    fitting = max(1, cached // max(1, size)) * problem.group
-    return even_group(lines, fitting)
+    (_, _, q_heads, kv_heads, head_dim, value_dim), (_, k_len, *_) = problem.shape, problem.kv
+    cached = (16 if k_len <= 1024 else 32) << 20  # 7 % faster than 32 at 512 keys of D 128, slower from 2k on
+    size = k_len * (head_dim + value_dim) * problem.dtype.itemsize
+    fitting = max(1, cached // max(1, size)) * (q_heads // kv_heads)
+    return even_group(batch_heads, fitting)
 
 
 _kernel = Kernel(_forward_kernel, **COMPILE_OPTIONS)

@@ -30,13 +30,14 @@ def rows_descriptor(t: Any, rows: int, width: int) -> Descriptor:
     *batch, length, heads, dim = t.shape
     *by_batch, by_row, by_head, _ = t.stride()
     size = batch[0] if batch else 1
+    dtype = t.dtype
+    is_legal = by_row > 0 and by_row * dtype.itemsize % 16 == 0
     strides = (
         width if size == 1 else by_batch[0],
-        width if length == 1 else by_row,
+        by_row if length > 1 or is_legal else width,
         width if heads == 1 else by_head,
         1,
     )
-    dtype = t.dtype
     return Descriptor(dtype, (size, length, heads, dim), strides, (1, rows, 1, width), _rows_layout(dtype))
 
 
@@ -46,8 +47,8 @@ def elements_descriptor(count: int, box: int) -> Descriptor:
 
 
 def chunks_descriptor(count: int, size: int) -> Descriptor:
-    """How TMA reads, or adds to, chunks of size x size fp32 numbers that lie one behind the other, `count` in all."""
-    return Descriptor(torch.float32, (count // size, size), (size, 1), (size, size), _shared_layout(128, 32, 2))
+    """How TMA reads, or adds to, chunks of size x size fp32 numbers that lie one behind the other: `count` rows."""
+    return Descriptor(torch.float32, (count, size), (size, 1), (size, size), _shared_layout(128, 32, 2))
 
 
 @cache

@@ -179,7 +179,8 @@ class _Backward:
             launch.resized(key_programs(problem, tile), sizes)
             for launch, (tile, _, _) in zip(self._keys, made.by_keys, strict=True)
         ]
-        query = self._query.resized(made.sums, sizes | out_strides(out, problem.packed, UNIT))
+        numbers = {**sizes.numbers, **out_strides(out, problem.packed, UNIT)}
+        query = self._query.resized(made.sums, sizes._replace(numbers=numbers))
         if query is None or None in keys:
             return None
         found = [launch for launch in keys if launch is not None]

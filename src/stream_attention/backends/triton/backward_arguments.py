@@ -12,17 +12,17 @@ from ...gpu.arguments import (
     access,
     access_unit,
     broadcast_strides,
+    common_sizes,
     flag_strides,
     named,
     precision,
-    qkv_strides,
     row_strides,
     score_params,
     slope_stride,
     tanh,
     tile_width,
-    visible_range,
 )
+from ...gpu.launch import Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.rows import PAD, Rows, padded_rows
 from .tuning import Tile
@@ -64,20 +64,13 @@ def shared_arguments(
     }
 
 
-def shared_sizes(problem: Problem, inputs: Inputs, grad_out: Tensor, aligned: bool) -> dict[str, Any]:
+def shared_sizes(problem: Problem, inputs: Inputs, grad_out: Tensor, aligned: bool) -> Sizes:
     """Of the same kernels, what depends on lengths."""
-    unit = UNIT if aligned else 1
-    return {
-        **qkv_strides(inputs, problem.packed, unit),
-        **named("stride_gb stride_gm stride_gh", row_strides(grad_out, problem.packed, unit)),
-        "q_len": problem.q_len,
-        "k_len": problem.k_len,
-        "q_rows": inputs.query.shape[-3],
-        "k_rows": inputs.key.shape[-3],
-        "row_tiles": padded_rows(problem, inputs.query) // PAD.value,
-        **visible_range(problem),
-        "ALIGNED": aligned,
-    }
+    sizes = common_sizes(problem, inputs, aligned)
+    gb, gm, gh = row_strides(grad_out, problem.packed, UNIT if aligned else 1)
+    row_tiles = padded_rows(problem, inputs.query) // PAD.value
+    sizes.numbers.update(stride_gb=gb, stride_gm=gm, stride_gh=gh, row_tiles=row_tiles)
+    return sizes
 
 
 def backward_constants(problem: Problem, inputs: Inputs, tile: Tile) -> dict[str, Any]:

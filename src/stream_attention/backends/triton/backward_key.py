@@ -324,7 +324,7 @@ def bind_key(
         (*inputs, *before.samples, grad_out, *rows, dk, dv),
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         **shared_arguments(problem, inputs, tile, before, grad_out, rows),
-        **shared_sizes(problem, inputs, grad_out, is_aligned(*inputs[:3], grad_out)),
+        **shared_sizes(problem, inputs, grad_out, is_aligned(*inputs[:3], grad_out)).arguments(),
         dk_ptr=dk,
         dv_ptr=dv,
         kv_heads=problem.kv_heads,

@@ -382,7 +382,7 @@ def bind_query(
         (*inputs, *before.samples, out, lse, grad_out, grad_lse, *rows, dq, d_slopes, d_sink),
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         **shared_arguments(problem, inputs, tile, before, grad_out, rows),
-        **shared_sizes(problem, inputs, grad_out, aligned),
+        **shared_sizes(problem, inputs, grad_out, aligned).arguments(),
         **out_strides(out, problem.packed, UNIT if aligned else 1),
         sink_ptr=inputs.sink,
         out_ptr=out,

@@ -14,8 +14,6 @@ Not here: paged and quantised caches.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -27,21 +25,20 @@ from ...gpu.arguments import (
     access,
     access_unit,
     broadcast_strides,
+    common_sizes,
     flag_strides,
     is_aligned,
     line_strides,
     named,
     precision,
-    qkv_strides,
     row_strides,
     sample,
     scale_of,
     slope_stride,
     tanh,
     tile_width,
-    visible_range,
 )
-from ...gpu.launch import Kernel, Launch, jit
+from ...gpu.launch import Kernel, Launch, Sizes, jit
 from ...gpu.merge import bind_merge
 from ...gpu.prepass import Prepass
 from ...gpu.scratch import Outputs
@@ -355,7 +352,8 @@ class _Forward:
             return None
         outputs = Outputs.of(problem, inputs.query.shape[-3])
         grid, sizes = _sizes(problem, inputs, config, aligned=True)
-        launch = self._launch.resized(grid, sizes | outputs.strides(problem.packed))
+        sizes.numbers.update(outputs.strides(problem.packed))
+        launch = self._launch.resized(grid, sizes)
         return None if launch is None else _Forward(outputs, self._before, launch)
 
 
@@ -378,20 +376,12 @@ def _prepare_split(
     return run
 
 
-def _sizes(problem: Problem, inputs: Inputs, config: TritonConfig, aligned: bool) -> tuple[int, dict[str, Any]]:
+def _sizes(problem: Problem, inputs: Inputs, config: TritonConfig, aligned: bool) -> tuple[int, Sizes]:
     """The grid and the arguments that depend on lengths, but for strides of results."""
-    query, key, _ = inputs[:3]
     heads_per_tile = problem.group if config.pack_heads else 1
     tiles_m = -(-problem.q_len * heads_per_tile // config.block_m)
-    return tiles_m * config.num_splits * (problem.q_heads // heads_per_tile) * problem.batch, {
-        **qkv_strides(inputs, problem.packed, UNIT if aligned else 1),
-        "q_len": problem.q_len,
-        "k_len": problem.k_len,
-        "q_rows": query.shape[-3],
-        "k_rows": key.shape[-3],
-        **visible_range(problem),
-        "ALIGNED": aligned,
-    }
+    grid = tiles_m * config.num_splits * (problem.q_heads // heads_per_tile) * problem.batch
+    return grid, common_sizes(problem, inputs, aligned)
 
 
 def bind_forward(
@@ -422,7 +412,8 @@ def bind_forward(
         out_ptr=out,
         lse_ptr=lse,
         write_lse=1,
-        **sizes,
+        **sizes.numbers,
+        **sizes.constants,
         **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask, access_unit(mask))),
         **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias, access_unit(bias))),
         **named("stride_sb stride_sh", flag_strides(seen)),
