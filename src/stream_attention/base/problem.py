@@ -369,14 +369,11 @@ def _window(q_len: int, k_len: int, positions: Positions, causal: bool, left: in
     return Window(left, right)
 
 
-def resized(problem: Problem, inputs: Inputs, q_len: int, k_len: int, causal: bool, left: int, right: int) -> Problem:
-    """The problem of `inputs` which differ from those of `problem` in lengths alone; other arguments are the op's."""
-    packed = problem.packed
-    if not packed:
-        q_len, k_len = inputs.query.shape[1], inputs.key.shape[1]
-    positions = Positions(k_len - q_len, q_base=k_len - q_len)
-    window = _window(q_len, k_len, positions, causal, left, right, packed)
+def resized(problem: Problem, q_len: int, k_len: int, causal: bool, left: int, right: int) -> Problem:
+    """The problem of tensors which differ from those of `problem` in lengths alone; other arguments are the op's."""
     (batch, _, *sizes), (layout, *_), operands, hardware, _, _, scores, direction = problem
+    positions = Positions(k_len - q_len, q_base=k_len - q_len)
+    window = _window(q_len, k_len, positions, causal, left, right, layout == "packed")
     shape, kv = Shape(batch, q_len, *sizes), KV(layout, k_len)
     return Problem(shape, kv, operands, hardware, window, positions, scores, direction)
 

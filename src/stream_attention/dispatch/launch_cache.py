@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
-from ..base.problem import Backward, Forward, Gradients, Inputs, Wanted, gradient_of, resized
+from ..base.problem import Backward, Forward, Gradients, Inputs, Problem, Wanted, gradient_of, resized
 from . import validate
 from .call_key import (
     HAS_WATCHERS,
@@ -238,16 +238,15 @@ class _Family:
     anything. So templates are kept by the first two, a few for each, and found by lengths as plans round them.
     """
 
-    __slots__ = ("_backwards", "_plans", "_problem", "_templates", "calls", "key", "latest")
+    __slots__ = ("_plans", "_problem", "_templates", "calls", "key", "latest")
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.latest: tuple[Hashable, Any] = None, None  # lengths and call that were made last
         self.calls: dict[Hashable, PreparedCall] = {}  # by lengths and strides
         self._problem: Any = None  # of a call that can be resized
-        self._plans: dict[Hashable, Plan] = {}  # by rounded lengths; of a backward also by the gradients wanted
-        self._templates: dict[Hashable, list[PreparedCall]] = {}  # by backend and configuration
-        self._backwards: dict[Hashable, list[Any]] = {}  # likewise, and by the gradients wanted and TF32
+        self._plans: dict[Hashable, tuple[Plan, list[Any]]] = {}  # by rounded lengths, each with its templates
+        self._templates: dict[Hashable, list[Any]] = {}  # calls by backend and configuration; backwards likewise
 
     def add_template(self, call: PreparedCall) -> None:
         """Make others from a call that was prepared, if it can be resized and its tensors are aligned."""
@@ -256,20 +255,28 @@ class _Family:
         call._family, call._lengths = self, _rounded_lengths(call._problem)
         _keep_newest(self._templates.setdefault((planned.backend, planned.config), []), call)
 
-    def resized(self, inputs: Inputs, lengths: tuple[int, int], options: tuple[Any, ...]) -> PreparedCall | None:
-        """The call of the family with these inputs; None where there is no template for it."""
-        if self._problem is None or not _can_resize(inputs):
+    def resized(self, inputs: Inputs, lengths: Hashable, options: tuple[Any, ...]) -> PreparedCall | None:
+        """The call of the family with these inputs, whose key has these lengths; None where there is no template."""
+        q_len, k_len, v_rows, q_strides, k_strides, v_strides, longest = lengths  # type: ignore[misc]
+        like = self._problem
+        if (
+            like is None
+            or k_len != v_rows
+            or not (are_aligned(q_strides) and are_aligned(k_strides) and are_aligned(v_strides))
+        ):
             return None
-        problem = resized(self._problem, inputs, *lengths, *options[:3])
+        if like.packed:
+            q_len, k_len = longest
+        problem = resized(like, q_len, k_len, *options[:3])
         rounded = _rounded_lengths(problem)
-        planned = self._plan(rounded, problem, options[-1])
-        for template in self._templates.get((planned.backend, planned.config), ()):
-            forward = template.forward.resized(problem, inputs, planned.config)  # type: ignore[attr-defined]
+        planned, templates = self._plan(rounded, problem, options[-1])
+        for template in templates:
+            forward = template.forward.resized(problem, inputs, planned.config)
             if forward is not None:
-                call = PreparedCall(planned, problem, forward, template._places, (*lengths, *options))
+                call = PreparedCall(planned, problem, forward, template._places, (*longest, *options))
                 call._family, call._lengths, call._checked = self, rounded, template._checked
                 call._wanted = template._wanted
-                if not problem.packed and problem.q_heads > min(problem.q_len, validate.MOST_HEADS):
+                if not like.packed and like.q_heads > min(q_len, validate.MOST_HEADS):
                     call.looks_transposed = validate.looks_transposed(inputs.query, inputs.key)
                 return call
         return None
@@ -279,8 +286,8 @@ class _Family:
         problem = call._problem.replace(backward=True, row_grad=wanted.alibi_slopes or wanted.sink)
         if problem.dtype is torch.float32:
             problem = problem.replace(tf32=torch.backends.cuda.matmul.allow_tf32)
-        planned = self._plan((call._lengths, wanted, problem.tf32), problem, call._options[-1])
-        for template in self._backwards.get((wanted, problem.tf32, planned.backend, planned.config), ()):
+        planned, templates = self._plan((call._lengths, wanted, problem.tf32), problem, call._options[-1], wanted)
+        for template in templates:
             found: Backward | None = template.resized(problem, inputs, planned.config, *saved)
             if found is not None:
                 return found
@@ -288,29 +295,24 @@ class _Family:
 
     def add_backward(self, wanted: Wanted, planned: Plan, made: Any) -> None:
         key = wanted, planned.problem.tf32, planned.backend, planned.config
-        _keep_newest(self._backwards.setdefault(key, []), made)
+        _keep_newest(self._templates.setdefault(key, []), made)
 
-    def _plan(self, rounded: Hashable, problem: Any, backend: str) -> Plan:
-        planned = self._plans.get(rounded)
-        if planned is None:
+    def _plan(
+        self, rounded: Hashable, problem: Problem, backend: str, wanted: Wanted | None = None
+    ) -> tuple[Plan, list[Any]]:
+        """The plan of a problem whose lengths are `rounded`, and the templates that have it."""
+        found = self._plans.get(rounded)
+        if found is None:
             planned = plan(problem, backend)
+            key: tuple[Any, ...] = planned.backend, planned.config
+            if wanted is not None:
+                key = wanted, problem.tf32, *key
             with _lock:
+                found = planned, self._templates.setdefault(key, [])
                 while len(self._plans) >= LIMIT:
                     del self._plans[next(iter(self._plans))]
-                self._plans[rounded] = planned
-        return planned
-
-
-def _can_resize(inputs: Inputs) -> bool:
-    """Whether lengths and strides are all that may differ between a call and the others of its family: there is memory
-    for keys and values alike, on 16 bytes as that of the template is, and rows are aligned."""
-    query, key, value = inputs[:3]
-    return (
-        key.shape[-3] == value.shape[-3]
-        and are_aligned(query.stride())
-        and are_aligned(key.stride())
-        and are_aligned(value.stride())
-    )
+                self._plans[rounded] = found
+        return found
 
 
 def _is_template(call: PreparedCall, inputs: Inputs) -> bool:
@@ -318,12 +320,13 @@ def _is_template(call: PreparedCall, inputs: Inputs) -> bool:
     have lengths of their own."""
     others = inputs.mask is None and inputs.bias is None and inputs.seed is None
     aligned = all(t.data_ptr() % 16 == 0 for t in inputs[:3])
-    return others and aligned and hasattr(call.forward, "resized") and _can_resize(inputs)
+    aligned = aligned and all(are_aligned(t.stride()) for t in inputs[:3])
+    return others and aligned and inputs.key.shape[-3] == inputs.value.shape[-3] and hasattr(call.forward, "resized")
 
 
 def _rounded_lengths(problem: Any) -> Hashable:
     """All that a plan looks at which may differ in a family."""
-    return rounded_length(problem.q_len), rounded_length(problem.k_len), problem.left, problem.right
+    return rounded_length(problem.shape.q_len), rounded_length(problem.kv.k_len), problem.window
 
 
 _MOST_TEMPLATES = 4
@@ -452,7 +455,7 @@ def find(
         if made_for == key.lengths:
             _add(family, key.lengths, call)
         else:
-            call = family.resized(Inputs._make(inputs), lengths, options)
+            call = family.resized(Inputs._make(inputs), key.lengths, options)
             if call is not None:
                 family.latest = key.lengths, call
     return call

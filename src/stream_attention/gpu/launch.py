@@ -282,6 +282,7 @@ class Descriptor(NamedTuple):
     strides: tuple[int, ...]
     block_shape: tuple[int, ...]
     layout: Any
+    tensor_strides: tuple[int, ...] = ()  # of the tensor that it was made of
 
     def of(self, base: Any) -> Any:
         """Triton's descriptor of a tensor that lies as this one does."""
@@ -402,7 +403,7 @@ class _MapField(NamedTuple):
 
     def encoded(self, descriptor: Descriptor) -> bytes:
         """The tensor map, of a tensor that lies anywhere."""
-        dtype, shape, strides, _, _ = descriptor
+        dtype, shape, strides = descriptor[:3]
         return driver.tensor_map(1 << 20, dtype, shape, strides, self.box, self.swizzle)
 
     def resize(self, block: array[int], halves: memoryview, bound: Descriptor, size: Any) -> None:
@@ -416,11 +417,13 @@ class _MapField(NamedTuple):
             if words is not None:
                 halves[map_at + words.sizes[0]] = size - 1
             return
-        dtype, shape, _, _, _ = bound
         length, strides = size.shape[-3], size.stride()
         halves[shape_at + 1] = length
         if words is not None:
             halves[map_at + words.sizes[1]] = length - 1
+        if strides == bound.tensor_strides:
+            return
+        dtype, shape = bound[:2]
         for place in range(3):
             if place == 1 or shape[place] > 1:
                 stride = strides[place - 4]

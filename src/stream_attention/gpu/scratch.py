@@ -107,6 +107,14 @@ class Outputs(NamedTuple):
         out = Sample((*lead, rows, heads, problem.value_dim), problem.out_dtype)
         return cls(out, Sample((*lead, heads, rows), torch.float32), problem.packed or problem.empty)
 
+    def resized(self, rows: int) -> Outputs:
+        """Those of another number of queries."""
+        out, lse, has_unwritten_rows = self
+        *lead, _, heads, dim = out.shape
+        return Outputs(
+            Sample((*lead, rows, heads, dim), out.dtype), Sample((*lead, heads, rows), lse.dtype), has_unwritten_rows
+        )
+
     def strides(self, packed: bool) -> dict[str, int]:
         """Of out in wide words, and of lse."""
         heads, rows = self.lse.shape[-2:]

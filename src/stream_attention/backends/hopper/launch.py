@@ -38,7 +38,7 @@ def rows_descriptor(t: Any, rows: int, width: int) -> Descriptor:
         width if heads == 1 else by_head,
         1,
     )
-    return Descriptor(dtype, (size, length, heads, dim), strides, (1, rows, 1, width), _rows_layout(dtype))
+    return Descriptor(dtype, (size, length, heads, dim), strides, (1, rows, 1, width), _rows_layout(dtype), t.stride())
 
 
 def elements_descriptor(count: int, box: int) -> Descriptor:

@@ -350,7 +350,7 @@ class _Forward:
         """The same call on tensors of other lengths; None where another kernel computes it."""
         if self._before.steps or problem.empty:
             return None
-        outputs = Outputs.of(problem, inputs.query.shape[-3])
+        outputs = self._outputs.resized(inputs.query.shape[-3])
         grid, sizes = _sizes(problem, inputs, config, aligned=True)
         sizes.numbers.update(outputs.strides(problem.packed))
         launch = self._launch.resized(grid, sizes)
