@@ -255,9 +255,9 @@ class _Family:
         call._family, call._lengths = self, _rounded_lengths(call._problem)
         _keep_newest(self._templates.setdefault((planned.backend, planned.config), []), call)
 
-    def resized(self, inputs: Inputs, lengths: Hashable, options: tuple[Any, ...]) -> PreparedCall | None:
+    def resized(self, inputs: Inputs, lengths: Any, options: tuple[Any, ...]) -> PreparedCall | None:
         """The call of the family with these inputs, whose key has these lengths; None where there is no template."""
-        q_len, k_len, v_rows, q_strides, k_strides, v_strides, longest = lengths  # type: ignore[misc]
+        q_len, k_len, v_rows, q_strides, k_strides, v_strides, longest = lengths
         like = self._problem
         if (
             like is None

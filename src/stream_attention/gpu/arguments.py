@@ -7,8 +7,8 @@ kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..base.problem import UNBOUNDED, Inputs, Problem
 from .launch import Sizes
+from .launch import named as named
 from .scratch import UNIT as UNIT
 from .scratch import Sample
 
@@ -34,16 +35,6 @@ FAR = 1 << 30
 def sample(shape: Sequence[int], dtype: torch.dtype) -> Any:
     """What stands for a contiguous tensor where launches are bound, which look at no memory."""
     return Sample(shape, dtype)
-
-
-def named(names: str, values: Iterable[Any]) -> dict[str, Any]:
-    """Values by the names of kernel parameters, which are separated by spaces."""
-    return dict(zip(_split(names), values, strict=True))
-
-
-@cache
-def _split(names: str) -> tuple[str, ...]:
-    return tuple(names.split())
 
 
 def cdiv(size: int, block: int) -> int:
@@ -152,29 +143,36 @@ def is_aligned(*tensors: Tensor) -> bool:
     return True
 
 
-def qkv_strides(inputs: Inputs, packed: bool, unit: int) -> dict[str, int]:
-    """Strides of query, key and value, in units."""
+QKV_STRIDES = "stride_qb stride_qm stride_qh stride_kb stride_kn stride_kh stride_vb stride_vn stride_vh"
+
+
+def qkv_strides(inputs: Inputs, packed: bool, unit: int) -> tuple[int, ...]:
+    """Strides of query, key and value, in units: `QKV_STRIDES`."""
     query, key, value = inputs[:3]
-    qb, qm, qh = row_strides(query, packed, unit)
-    kb, kn, kh = row_strides(key, packed, unit)
-    vb, vn, vh = row_strides(value, packed, unit)
-    return {
-        "stride_qb": qb, "stride_qm": qm, "stride_qh": qh,
-        "stride_kb": kb, "stride_kn": kn, "stride_kh": kh,
-        "stride_vb": vb, "stride_vn": vn, "stride_vh": vh,
-    }  # fmt: skip
+    return (*row_strides(query, packed, unit), *row_strides(key, packed, unit), *row_strides(value, packed, unit))
 
 
-def common_sizes(problem: Problem, inputs: Inputs, aligned: bool) -> Sizes:
+def common_sizes(problem: Problem, inputs: Inputs, aligned: bool, names: str = "", numbers: Any = ()) -> Sizes:
     """What depends on lengths of the arguments that Triton's forward and backward kernels take alike: strides, in units
-    where tensors are `aligned`, lengths, positions, and the sides of the window."""
+    where tensors are `aligned`, lengths, positions, and the sides of the window; and what else `names` has."""
     (left, right), positions = problem.window, problem.positions
-    numbers = qkv_strides(inputs, problem.packed, UNIT if aligned else 1)
-    numbers["q_len"], numbers["q_rows"] = problem.q_len, inputs.query.shape[-3]
-    numbers["k_len"], numbers["k_rows"] = problem.k_len, inputs.key.shape[-3]
-    numbers["q_start"], numbers["k_start"] = positions.q_start, positions.k_start
-    numbers["left"], numbers["right"] = min(left, FAR), min(right, FAR)
-    return Sizes(numbers, {"HAS_LEFT": left != UNBOUNDED, "HAS_RIGHT": right != UNBOUNDED, "ALIGNED": aligned})
+    common = (
+        *qkv_strides(inputs, problem.packed, UNIT if aligned else 1),
+        problem.shape.q_len,
+        inputs.query.shape[-3],
+        positions.q_start,
+        problem.kv.k_len,
+        inputs.key.shape[-3],
+        positions.k_start,
+        min(left, FAR),
+        min(right, FAR),
+        *numbers,
+    )
+    constants = {"HAS_LEFT": left != UNBOUNDED, "HAS_RIGHT": right != UNBOUNDED, "ALIGNED": aligned}
+    return Sizes(_COMMON + names, common, constants, {})
+
+
+_COMMON = f"{QKV_STRIDES} q_len q_rows q_start k_len k_rows k_start left right "
 
 
 def visible_range(problem: Problem) -> dict[str, Any]:

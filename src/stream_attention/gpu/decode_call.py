@@ -12,7 +12,9 @@ from ..base.kv_layouts.quantized_tensor import TOKENS, QuantizedTensor
 from ..base.problem import UNBOUNDED, Problem
 from .arguments import FAR, in_fp32, named, slope_stride, tanh, tile_width
 from .decode_tuning import DecodeConfig, batch_heads, block_r, rows, tiles_r
-from .launch import Kernel, Launch
+from .launch import Kernel, Launch, Sizes
+
+_OUT_STRIDES = "stride_ob stride_om stride_oh stride_od"
 
 
 class DecodeCall(NamedTuple):
@@ -79,36 +81,29 @@ class DecodeCall(NamedTuple):
             "TANH": tanh(problem),
         }
 
-    def sizes(self, pages: int) -> dict[str, Any]:
+    def sizes(self, pages: int) -> Sizes:
         """Those that depend on lengths."""
         problem, config = self.problem, self.config
-        return {
-            **named("stride_ob stride_om stride_oh stride_od", self.out.stride()),
-            "capacity": problem.k_len,
-            "pages": pages,
-            "q_len": problem.q_len,
-            "num_splits": config.num_splits,
-            "split_keys": config.split_keys,
-            "left": min(self.left, FAR),
-            "right": min(self.right, FAR),
+        left, right = min(self.left, FAR), min(self.right, FAR)
+        numbers = problem.k_len, pages, problem.q_len, config.num_splits, config.split_keys, left, right
+        constants = {
             "BLOCK_R": block_r(problem),
             "BLOCK_N": config.block_n,
             "HAS_LEFT": self.left != UNBOUNDED,
             "HAS_RIGHT": self.right != UNBOUNDED,
             "IS_SPLIT": config.num_splits > 1,
         }
+        names = f"{_OUT_STRIDES} capacity pages q_len num_splits split_keys left right"
+        return Sizes(names, (*self.out.stride(), *numbers), constants, {})
 
     @property
     def merge_grid(self) -> int:
         return batch_heads(self.problem) * rows(self.problem)
 
-    def merge_sizes(self) -> dict[str, int]:
+    def merge_sizes(self) -> Sizes:
         """Arguments of the kernel that merges parts which depend on lengths."""
-        return {
-            **named("stride_ob stride_om stride_oh stride_od", self.out.stride()),
-            "q_len": self.problem.q_len,
-            "num_splits": self.config.num_splits,
-        }
+        numbers = *self.out.stride(), self.problem.q_len, self.config.num_splits
+        return Sizes(f"{_OUT_STRIDES} q_len num_splits", numbers, {}, {})
 
     def bind_merge(self, kernel: Kernel) -> Launch:
         """The kernel that merges parts, as a function of workspace, sink, out and lse."""
@@ -123,7 +118,7 @@ class DecodeCall(NamedTuple):
             sink_ptr=self.sink,
             out_ptr=self.out,
             lse_ptr=self.lse,
-            **self.merge_sizes(),
+            **self.merge_sizes().arguments(),
             batch=problem.batch,
             kv_heads=problem.kv_heads,
             GROUP=problem.group,
@@ -144,7 +139,7 @@ def quantized_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
     key, value = (side.codes.view(torch.int16) for side in (cache.key, cache.value))
     return {
         **call.arguments(side_by_side(cache.page_table)),
-        **call.sizes(key.shape[0]),
+        **call.sizes(key.shape[0]).arguments(),
         "k_ptr": key,
         "k_scale_ptr": cache.key.scale,
         "k_zero_ptr": cache.key.zero,

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ class Kernel:
                 value of a constexpr.
         """
         assert len(arguments) == len(self.names), set(self.names).symmetric_difference(arguments)
-        return Launch(_Binding(self, tensors, dict(options), device, described, arguments), grid, {})
+        return Launch(_Binding(self, tensors, dict(options), device, described, arguments), grid)
 
     def bind_addresses(
         self, grid: int, options: Mapping[str, Any], /, device: torch.device | None = None, **arguments: Any
@@ -151,8 +152,8 @@ class _Binding:
             self.compiled = self.kernel.compiled.get(self.key)
         return self.compiled is not None
 
-    def packed(self, changes: Mapping[str, Any]) -> Any:
-        """The block that the driver launches, with some arguments changed; None where the kernel is not compiled yet,
+    def packed(self, sizes: Sizes | None, changes: Mapping[str, int] | None) -> Any:
+        """The block that the driver launches, with other sizes and integers; None where the kernel is not compiled yet,
         or only Triton can launch it."""
         if not self.is_compiled():
             return None
@@ -169,20 +170,29 @@ class _Binding:
             self.function = kernel.function
             self.block = block  # last: another thread goes on as soon as it is there
         block = self.block[:]
-        if changes:
-            parameters.write(block, changes, self.arguments)
+        if sizes is not None:
+            parameters.write(block, sizes.names, sizes.numbers)
+            if sizes.described:
+                parameters.resize(block, sizes.described, self.arguments)
+        if changes is not None:
+            parameters.write(block, *zip(*changes.items(), strict=True))
         return block
 
-    def call_triton(self, grid: int, changes: Mapping[str, Any], tensors: Sequence[Any]) -> None:
+    def call_triton(
+        self, grid: int, sizes: Sizes | None, changes: Mapping[str, int] | None, tensors: Sequence[Any]
+    ) -> None:
         """Launch through Triton, which compiles if need be."""
         if self.device is not None and self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self.call_triton(grid, changes, tensors)
-        arguments, kernel = {**self.arguments, **changes}, self.kernel
+                return self.call_triton(grid, sizes, changes, tensors)
+        kernel = self.kernel
+        arguments = {**self.arguments, **(changes or {})}
+        if sizes is not None:
+            arguments |= named(sizes.names, sizes.numbers)
         for name, source in self.sources.items():
             tensor, bound = tensors[source], self.arguments[name]
-            if bound is not None and name in changes:
-                bound = bound.resized(changes[name])
+            if sizes is not None and name in sizes.described:
+                bound = bound.resized(sizes.described[name])
             arguments[name] = tensor if bound is None else bound.of(tensor)
         in_order = [arguments[name] for name in kernel.names]
         if self.compiled is not None:
@@ -202,11 +212,13 @@ class Launch:
     in the interpreter, and offline.
     """
 
-    __slots__ = ("_binding", "_block", "_changes", "_grid")
+    __slots__ = ("_binding", "_block", "_changes", "_grid", "_sizes")
 
-    def __init__(self, binding: _Binding, grid: int, changes: Mapping[str, Any]) -> None:
+    def __init__(
+        self, binding: _Binding, grid: int, sizes: Sizes | None = None, changes: Mapping[str, int] | None = None
+    ) -> None:
         self._binding, self._grid = binding, grid
-        self._changes = changes  # arguments that differ from those that were bound
+        self._sizes, self._changes = sizes, changes  # in place of what was bound
         self._block: Any = None
 
     @property
@@ -220,12 +232,12 @@ class Launch:
         if not self._grid:
             return
         if self._block is None:
-            block = binding.packed(self._changes)
+            block = binding.packed(self._sizes, self._changes)
             if block is not None:
                 driver.write_grid(block, self._grid)
                 self._block = block
         if self._block is None or _enter.calls or _leave.calls:
-            return binding.call_triton(self._grid, self._changes, tensors)
+            return binding.call_triton(self._grid, self._sizes, self._changes, tensors)
         if torch._C._cuda_getDevice() != binding.device:
             with torch.cuda.device(binding.device):
                 return self(*tensors)
@@ -235,36 +247,40 @@ class Launch:
             words[word] = tensor if type(tensor) is int else tensor.data_ptr()
         driver.launch(words, binding.function, _stream_of(binding.device), binding.launch_kernel)
 
-    def replaced(self, **changes: Any) -> Launch:
-        """The same launch with other numbers. Constexprs stay."""
-        return Launch(self._binding, self._grid, {**self._changes, **changes})
-
     def resized(self, grid: int, sizes: Sizes) -> Launch | None:
         """The same launch of tensors with other lengths; None where they change a constexpr."""
-        numbers, constants = sizes
         bound = self._binding.arguments
-        for name, value in constants.items():
+        for name, value in sizes.constants.items():
             if bound[name] != value:
                 return None
-        return Launch(self._binding, grid, numbers)
+        return Launch(self._binding, grid, sizes)
+
+    def replaced(self, **changes: int) -> Launch:
+        """The same launch with other integers."""
+        return Launch(self._binding, self._grid, self._sizes, changes)
 
 
 class Sizes(NamedTuple):
-    """The arguments of a kernel that depend on the lengths of its tensors, by name."""
+    """The arguments of a kernel that depend on the lengths of its tensors."""
 
-    numbers: dict[str, Any]
-    """Of a descriptor `Descriptor.resized` says what stands for it."""
-
-    constants: dict[str, Any] = {}  # noqa: RUF012
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Sizes:
-        """From both together: constexprs are upper case."""
-        constants = {name: value for name, value in arguments.items() if name.isupper()}
-        return cls({name: value for name, value in arguments.items() if name not in constants}, constants)
+    names: str  # of integers, separated by spaces
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+    described: dict[str, Any]  # descriptors: `Descriptor.resized` says what stands for each
 
     def arguments(self) -> dict[str, Any]:
-        return {**self.numbers, **self.constants}
+        """By their names."""
+        return named(self.names, self.numbers) | self.constants | self.described
+
+
+def named(names: str, values: Iterable[Any]) -> dict[str, Any]:
+    """Values by the names of kernel parameters, which are separated by spaces."""
+    return dict(zip(_split(names), values, strict=True))
+
+
+@cache
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(names.split())
 
 
 class Compiled(NamedTuple):
@@ -323,6 +339,7 @@ class Parameters:
         self._halves: dict[str, int] = {}  # 32-bit integers -> the half word of the block
         self._wide: dict[str, int] = {}  # 64-bit integers -> the word
         self._maps: dict[str, _MapField] = {}
+        self._places: dict[Any, list[int]] = {}  # names -> half words, or words, which are negative
         self._order: list[str] = []
         self.offsets: list[tuple[int, int]] = []
         self._format, self._end = "", 0
@@ -374,16 +391,24 @@ class Parameters:
                 values.append(0 if value is None else value)
         self.struct.pack_into(block, 8 * driver.FIRST_PARAMETER, *values, 0, 0)
 
-    def write(self, block: array[int], changes: Mapping[str, Any], bound: Mapping[str, Any]) -> None:
-        """Write integers and sizes of descriptors to a block in which all that was `bound` is written."""
-        halves, halves_at, wide_at = _halves_of(block), self._halves, self._wide
-        for name, value in changes.items():
-            if name in halves_at:
-                halves[halves_at[name]] = value & 0xFFFFFFFF
-            elif name in wide_at:
-                block[wide_at[name]] = value
+    def write(self, block: array[int], names: Any, numbers: Iterable[int]) -> None:
+        """Write integers to a block in which all is written. `names`: a tuple, or in one string."""
+        places = self._places.get(names)
+        if places is None:
+            split = _split(names) if isinstance(names, str) else names
+            places = self._places[names] = [self._halves.get(name) or -self._wide[name] for name in split]
+        halves = _halves_of(block)
+        for place, number in zip(places, numbers, strict=True):
+            if place > 0:
+                halves[place] = number & 0xFFFFFFFF
             else:
-                self._maps[name].resize(block, halves, bound[name], value)
+                block[-place] = number
+
+    def resize(self, block: array[int], described: Mapping[str, Any], bound: Mapping[str, Any]) -> None:
+        """Write the sizes of descriptors."""
+        halves, maps = _halves_of(block), self._maps
+        for name, size in described.items():
+            maps[name].resize(block, halves, bound[name], size)
 
 
 def _halves_of(block: array[int]) -> memoryview:

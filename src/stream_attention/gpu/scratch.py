@@ -93,11 +93,14 @@ class Sample:
         return made
 
 
+OUTPUT_STRIDES = "stride_ob stride_om stride_oh stride_lb stride_lh"
+
+
 class Outputs(NamedTuple):
     """What a forward returns: out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; packed: `[Nq, Hq, Dv]` and `[Hq, Nq]`."""
 
-    out: Sample
-    lse: Sample
+    out: Any  # samples
+    lse: Any
     has_unwritten_rows: bool  # rows that no program writes: they hold the state of no key
 
     @classmethod
@@ -115,17 +118,12 @@ class Outputs(NamedTuple):
             Sample((*lead, rows, heads, dim), out.dtype), Sample((*lead, heads, rows), lse.dtype), has_unwritten_rows
         )
 
-    def strides(self, packed: bool) -> dict[str, int]:
-        """Of out in wide words, and of lse."""
+    def strides(self, packed: bool) -> tuple[int, ...]:
+        """`OUTPUT_STRIDES`: those of out in wide words, and of lse."""
         heads, rows = self.lse.shape[-2:]
         width = self.out.shape[-1] // UNIT
-        return {
-            "stride_ob": 0 if packed else rows * heads * width,
-            "stride_om": heads * width,
-            "stride_oh": width,
-            "stride_lb": 0 if packed else heads * rows,
-            "stride_lh": rows,
-        }
+        of_row = heads * width
+        return (0, of_row, width, 0, rows) if packed else (rows * of_row, of_row, width, heads * rows, rows)
 
     def samples(self) -> tuple[Any, Any]:
         """Both without memory."""

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...base.problem import Inputs, Problem
-from ...gpu.arguments import UNIT, line_strides, named, row_strides
+from ...gpu.arguments import UNIT, line_strides, row_strides
 from ...gpu.launch import Kernel, Launch, Sizes, jit
 from ...gpu.rows import PAD, Rows, padded_row
 from ...gpu.tiles import LOG2E, packed_rows
@@ -110,18 +110,20 @@ def rows_sizes(
     """The grid and the arguments that depend on lengths."""
     packed, block_m = problem.packed, max(16, 4096 // tile_widths(problem)[0])
     blocks = -(-problem.q_len // PAD.value) * PAD.value // block_m
-    numbers = {
-        **named("stride_ob stride_om stride_oh", row_strides(out, packed, UNIT)),
-        **named("stride_gb stride_gm stride_gh", row_strides(grad_out, packed, UNIT)),
-        **named("stride_lb stride_lh", line_strides(lse, packed)),
-        **named("stride_eb stride_eh", line_strides(grad_lse, packed)),
-        "q_len": problem.q_len,
-        "q_rows": inputs.query.shape[-3],
-        "rows": rows.lse.shape[-1],
-        "blocks": blocks,
-        "first_count": first_count,
-    }
-    return len(lines) * problem.group * blocks, Sizes(numbers)
+    numbers = (
+        *row_strides(out, packed, UNIT),
+        *row_strides(grad_out, packed, UNIT),
+        *line_strides(lse, packed),
+        *line_strides(grad_lse, packed),
+        *(problem.q_len, inputs.query.shape[-3], rows.lse.shape[-1], blocks, first_count),
+    )
+    return len(lines) * problem.group * blocks, Sizes(_SIZES, numbers, {}, {})
+
+
+_SIZES = (
+    "stride_ob stride_om stride_oh stride_gb stride_gm stride_gh stride_lb stride_lh stride_eb stride_eh "
+    "q_len q_rows rows blocks first_count"
+)
 
 
 def bind_rows(
@@ -160,7 +162,7 @@ def bind_rows(
         scratch_ptr=scratch,
         counts_ptr=counts,
         counter_ptr=counter,
-        **sizes.numbers,
+        **sizes.arguments(),
         heads=problem.q_heads,
         first_head=lines.start * problem.group,
         DV=problem.value_dim,

@@ -412,45 +412,43 @@ class _Backward:
         return _Backward(layout, self._before, found, self._wanted)
 
 
+_SIZES = (
+    "batch_heads tiles_n group_n blocks_m q_len k_len offset left right q_rows k_rows rows first_batch_head skipped"
+)
+
+
 def _sizes(problem: Problem, inputs: Inputs, config: GluonBackwardConfig, batch_heads: range, layout: _Layout) -> Sizes:
     """The kernel's arguments that depend on lengths."""
     query, key, value = inputs[:3]
     (_, q_len, *_), (_, k_len, *_), (left, right) = problem.shape, problem.kv, problem.window
-    rows, (_, dk, dv) = layout.rows, layout.grads
-    padded, count = rows.lse.shape[-1], rows.lse.numel()
-    numbers = {
-        "q_desc": query,
-        "k_desc": key,
-        "v_desc": value,
-        "do_desc": layout.saved[2],
-        "dk_desc": key if problem.partial else dk,  # fp32 is written without
-        "dv_desc": value if problem.partial else dv,
-        "lse_desc": count,
-        "delta_desc": count,
-        "scratch_desc": layout.workspace[0].numel() // CHUNK.value,
-        "batch_heads": len(batch_heads),
-        "tiles_n": -(-k_len // (2 * KEYS.value)),
-        "group_n": _heads_in_cache(problem, len(batch_heads)),
-        "blocks_m": -(-q_len // config.block_m),
-        "q_len": q_len,
-        "k_len": k_len,
-        "offset": problem.q_start - problem.k_start,
-        "left": min(left, FAR),
-        "right": min(right, FAR),
-        "q_rows": query.shape[-3],
-        "k_rows": key.shape[-3],
-        "rows": padded,
-        "first_batch_head": batch_heads.start,
-        "skipped": batch_heads.start * problem.group * padded,
-    }
-    masked = problem.packed or loads_masked_kv(problem) or has_idle_queries(problem)
+    rows, (_, dk, dv), is_partial = layout.rows.lse, layout.grads, problem.partial
+    padded, count, first = rows.shape[-1], rows.numel(), batch_heads.start
+    numbers = (
+        len(batch_heads),
+        -(-k_len // (2 * KEYS.value)),
+        _heads_in_cache(problem, len(batch_heads)),
+        -(-q_len // config.block_m),
+        *(q_len, k_len, problem.positions.q_start - problem.positions.k_start, min(left, FAR), min(right, FAR)),
+        *(query.shape[-3], key.shape[-3], padded, first, first * problem.group * padded),
+    )
     constants = {
         "HAS_LEFT": left != UNBOUNDED,
         "HAS_RIGHT": right != UNBOUNDED,
         "HAS_PARTIAL_BLOCKS": has_edges(problem),
-        "LOADS_MASKED_ROWS": masked,
+        "LOADS_MASKED_ROWS": problem.packed or loads_masked_kv(problem) or has_idle_queries(problem),
     }
-    return Sizes(numbers, constants)
+    described = {
+        "q_desc": query,
+        "k_desc": key,
+        "v_desc": value,
+        "do_desc": layout.saved[2],
+        "dk_desc": key if is_partial else dk,  # fp32 is written without
+        "dv_desc": value if is_partial else dv,
+        "lse_desc": count,
+        "delta_desc": count,
+        "scratch_desc": layout.workspace[0].numel() // CHUNK.value,
+    }
+    return Sizes(_SIZES, numbers, constants, described)
 
 
 def _bind(
@@ -470,7 +468,7 @@ def _bind(
     (dq, dk, dv), (scratch, counts, counter) = layout.grads, layout.workspace
     packed = problem.packed
     what, slots, consumer_registers, warp_registers = part
-    numbers, constants = _sizes(problem, inputs, config, batch_heads, layout)
+    sizes = _sizes(problem, inputs, config, batch_heads, layout)
     dim, value_dim = tile_widths(problem)
     boxes = {
         "q_desc": (config.block_m, dim),
@@ -480,19 +478,18 @@ def _bind(
         "dk_desc": (KEYS.value, dim),
         "dv_desc": (KEYS.value, value_dim),
     }
-    described = {name: numbers[name] for name in boxes}
-    row_values = elements_descriptor(numbers["lse_desc"], config.block_m)
-    chunks = chunks_descriptor(numbers["scratch_desc"], CHUNK.value)
+    described = {name: sizes.described[name] for name in boxes}
+    descriptors = {name: rows_descriptor(described[name], *box) for name, box in boxes.items()}
+    described |= {"lse_desc": layout.rows.lse, "delta_desc": layout.rows.delta, "scratch_desc": scratch}
+    for name in ("lse_desc", "delta_desc"):
+        descriptors[name] = elements_descriptor(sizes.described[name], config.block_m)
+    descriptors["scratch_desc"] = chunks_descriptor(sizes.described["scratch_desc"], CHUNK.value)
     return _kernel.bind(
         programs,
         (*inputs, *before.samples, layout.saved[2], *layout.rows, *layout.workspace, dq, dk, dv),
         {"num_warps": 4},
-        described=described
-        | {"lse_desc": layout.rows.lse, "delta_desc": layout.rows.delta, "scratch_desc": layout.workspace[0]},
-        **constants,
-        **numbers
-        | {name: rows_descriptor(described[name], *box) for name, box in boxes.items()}
-        | {"lse_desc": row_values, "delta_desc": row_values, "scratch_desc": chunks},
+        described=described,
+        **sizes.arguments() | descriptors,
         dq_ptr=dq,
         dk_ptr=dk,
         dv_ptr=dv,

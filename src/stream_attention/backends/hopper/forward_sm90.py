@@ -36,7 +36,7 @@ from ...base.problem import UNBOUNDED, Forward, Inputs, Problem
 from ...gpu.arguments import FAR, UNIT, line_strides, named, row_strides, sample, scale_of, slope_stride, tanh
 from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
-from ...gpu.scratch import Outputs, Sample
+from ...gpu.scratch import OUTPUT_STRIDES, Outputs, Sample
 from .forward_consumer import consume
 from .launch import even_group, jit, rows_descriptor, scales_late
 from .parameters import Epilogue, ScoreMod, SeqlenInfo, WarpgroupConfig
@@ -311,9 +311,7 @@ class _Forward:
         if self._before.steps:
             return None
         outputs = self._outputs.resized(inputs.query.shape[-3])
-        grid, sizes = _sizes(problem, inputs, config, outputs.samples()[0], config.by_tma)
-        sizes.numbers.update(outputs.strides(problem.packed))
-        launch = self._launch.resized(grid, sizes)
+        launch = self._launch.resized(*_sizes(problem, inputs, config, outputs, config.by_tma))
         return None if launch is None else _Forward(outputs, self._before, launch)
 
 
@@ -332,41 +330,29 @@ def forward_into(
     return True
 
 
-def _sizes(problem: Problem, inputs: Inputs, config: GluonConfig, out: Tensor, by_tma: bool) -> tuple[int, Sizes]:
-    """The grid and the arguments that depend on lengths, but for strides of results."""
+_SIZES = f"batch_heads tiles_m head_group tiles q_len k_len offset left right q_rows k_rows {OUTPUT_STRIDES}"
+
+
+def _sizes(problem: Problem, inputs: Inputs, config: GluonConfig, outputs: Outputs, by_tma: bool) -> tuple[int, Sizes]:
+    """The grid and the arguments that depend on lengths."""
     query, key, value = inputs[:3]
-    (batch, q_len, q_heads, *_), (_, k_len, *_), (left, right), packed = (
-        problem.shape,
-        problem.kv,
-        problem.window,
-        problem.packed,
-    )
+    (batch, q_len, q_heads, *_), (layout, k_len, *_), (left, right) = problem.shape, problem.kv, problem.window
+    packed, offset = layout == "packed", problem.positions.q_start - problem.positions.k_start
     batch_heads, tiles_m = batch * q_heads, -(-q_len // (config.warpgroups * ROWS.value))
     tiles = batch_heads * tiles_m
-    numbers = {
-        "q_desc": query,
-        "o_desc": out if by_tma else query,
-        "k_desc": key,
-        "v_desc": value,
-        "batch_heads": batch_heads,
-        "tiles_m": tiles_m,
-        "head_group": _heads_in_cache(problem, batch_heads),
-        "tiles": tiles,
-        "q_len": q_len,
-        "k_len": k_len,
-        "offset": problem.q_start - problem.k_start,
-        "left": min(left, FAR),
-        "right": min(right, FAR),
-        "q_rows": query.shape[-3],
-        "k_rows": key.shape[-3],
-    }
+    numbers = (
+        *(batch_heads, tiles_m, _heads_in_cache(problem, batch_heads), tiles),
+        *(q_len, k_len, offset, min(left, FAR), min(right, FAR), query.shape[-3], key.shape[-3]),
+        *outputs.strides(packed),
+    )
     constants = {
         "HAS_LEFT": left != UNBOUNDED,
         "HAS_RIGHT": right != UNBOUNDED,
         "MASKS_BEYOND_FIRST_BLOCK": masks_beyond_first_block(problem, config.block_n),
         "LOADS_MASKED_KV": packed or loads_masked_kv(problem),
     }
-    return min(problem.processors, tiles), Sizes(numbers, constants)
+    described = {"q_desc": query, "k_desc": key, "v_desc": value, "o_desc": outputs.out if by_tma else query}
+    return min(problem.hardware.processors, tiles), Sizes(_SIZES, numbers, constants, described)
 
 
 def _bind(
@@ -386,7 +372,7 @@ def _bind(
     packed = problem.packed
     counter = sample((1,), torch.int32)
     by_tma = config.by_tma or states > 0
-    grid, sizes = _sizes(problem, inputs, config, out, by_tma)
+    grid, sizes = _sizes(problem, inputs, config, Outputs(out, lse, False), by_tma)
     dim, value_dim = tile_widths(problem)
     boxes = {
         "q_desc": (ROWS.value, dim),
@@ -394,14 +380,15 @@ def _bind(
         "k_desc": (config.block_n, dim),
         "v_desc": (config.block_n, value_dim),
     }
-    described = {name: sizes.numbers[name] for name in boxes}
     return _kernel.bind(
         grid,
         (*inputs, *before.samples, out, lse, counter),
         {"num_warps": 4},
-        described=described,
-        **sizes.constants,
-        **sizes.numbers | {name: rows_descriptor(described[name], *box) for name, box in boxes.items()},
+        described=sizes.described,
+        **sizes.arguments()
+        | {name: rows_descriptor(sizes.described[name], *box) for name, box in boxes.items()}
+        | named("stride_ob stride_om stride_oh", row_strides(out, packed, UNIT))
+        | named("stride_lb stride_lh", line_strides(lse, packed)),
         out_ptr=out,
         lse_ptr=lse,
         sink_ptr=lse if sink is None else sink,
@@ -414,8 +401,6 @@ def _bind(
         write_lse=1,
         q_heads=problem.q_heads,
         group=problem.group,
-        **named("stride_ob stride_om stride_oh", row_strides(out, packed, UNIT)),
-        **named("stride_lb stride_lh", line_strides(lse, packed)),
         stride_ab=slope_stride(slopes),
         **named("stride_rb stride_rh", line_strides(row_words, packed)),
         **named("stride_cb stride_ch", line_strides(col_words, packed)),

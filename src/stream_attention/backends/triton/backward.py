@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...base.problem import Backward, Gradients, Inputs, Problem, Wanted
-from ...gpu.arguments import UNIT, sample
+from ...gpu.arguments import sample
 from ...gpu.launch import Launch
 from ...gpu.prepass import Prepass
 from ...gpu.rows import PAD, Rows
@@ -34,7 +34,7 @@ from .backward_arguments import shared_sizes
 from .backward_bias import prepare_bias_gradient
 from .backward_key import bind_key
 from .backward_key import programs as key_programs
-from .backward_query import bind_query, out_strides, programs
+from .backward_query import bind_query, programs
 from .tuning import BackwardConfig, Tile
 
 
@@ -179,8 +179,7 @@ class _Backward:
             launch.resized(key_programs(problem, tile), sizes)
             for launch, (tile, _, _) in zip(self._keys, made.by_keys, strict=True)
         ]
-        numbers = {**sizes.numbers, **out_strides(out, problem.packed, UNIT)}
-        query = self._query.resized(made.sums, sizes._replace(numbers=numbers))
+        query = self._query.resized(made.sums, shared_sizes(problem, inputs, grad_out, True, out))
         if query is None or None in keys:
             return None
         found = [launch for launch in keys if launch is not None]

@@ -64,13 +64,17 @@ def shared_arguments(
     }
 
 
-def shared_sizes(problem: Problem, inputs: Inputs, grad_out: Tensor, aligned: bool) -> Sizes:
-    """Of the same kernels, what depends on lengths."""
-    sizes = common_sizes(problem, inputs, aligned)
-    gb, gm, gh = row_strides(grad_out, problem.packed, UNIT if aligned else 1)
-    row_tiles = padded_rows(problem, inputs.query) // PAD.value
-    sizes.numbers.update(stride_gb=gb, stride_gm=gm, stride_gh=gh, row_tiles=row_tiles)
-    return sizes
+def shared_sizes(problem: Problem, inputs: Inputs, grad_out: Tensor, aligned: bool, out: Tensor | None = None) -> Sizes:
+    """Of the same kernels, what depends on lengths; that of one which reads `out` too."""
+    packed, unit = problem.packed, UNIT if aligned else 1
+    numbers = (padded_rows(problem, inputs.query) // PAD.value, *row_strides(grad_out, packed, unit))
+    if out is None:
+        return common_sizes(problem, inputs, aligned, _SHARED, numbers)
+    return common_sizes(problem, inputs, aligned, _WITH_OUT, (*numbers, *row_strides(out, packed, unit)))
+
+
+_SHARED = "row_tiles stride_gb stride_gm stride_gh"
+_WITH_OUT = f"{_SHARED} stride_ob stride_om stride_oh"
 
 
 def backward_constants(problem: Problem, inputs: Inputs, tile: Tile) -> dict[str, Any]:

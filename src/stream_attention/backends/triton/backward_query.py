@@ -15,13 +15,11 @@ and sinks leave as one number per program, to be summed in a fixed order: no ato
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton.language as tl
 from torch import Tensor
 
 from ...base.problem import Inputs, Problem
-from ...gpu.arguments import UNIT, WIDE, cdiv, is_aligned, named, row_strides
+from ...gpu.arguments import WIDE, cdiv, is_aligned
 from ...gpu.launch import Kernel, Launch, jit
 from ...gpu.prepass import Prepass
 from ...gpu.rows import PAD, Rows, padded_row
@@ -349,10 +347,6 @@ def _query_kernel(
             tl.store(d_sink_ptr + pid, -tl.sum(tl.exp2(sink - lse) * delta, 0))
 
 
-def out_strides(out: Tensor, packed: bool, unit: int) -> dict[str, Any]:
-    return named("stride_ob stride_om stride_oh", row_strides(out, packed, unit))
-
-
 def bind_query(
     problem: Problem,
     inputs: Inputs,
@@ -382,8 +376,7 @@ def bind_query(
         (*inputs, *before.samples, out, lse, grad_out, grad_lse, *rows, dq, d_slopes, d_sink),
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         **shared_arguments(problem, inputs, tile, before, grad_out, rows),
-        **shared_sizes(problem, inputs, grad_out, aligned).arguments(),
-        **out_strides(out, problem.packed, UNIT if aligned else 1),
+        **shared_sizes(problem, inputs, grad_out, aligned, out).arguments(),
         sink_ptr=inputs.sink,
         out_ptr=out,
         lse_ptr=lse,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...base.kv_layouts import KVCache, PagedKV, QuantizedKV
 from ...base.problem import DecodeInputs, Inputs, Problem
-from ...gpu.arguments import UNIT, is_aligned, qkv_strides, tile_width
+from ...gpu.arguments import QKV_STRIDES, UNIT, is_aligned, qkv_strides, tile_width
 from ...gpu.decode_call import DecodeCall, side_by_side
 from ...gpu.decode_launches import PreparedDecode, prepare_decode_by
 from ...gpu.decode_tiles import (
@@ -34,7 +34,7 @@ from ...gpu.decode_tiles import (
     wait_for_kernels_ahead,
 )
 from ...gpu.decode_tuning import DecodeConfig
-from ...gpu.launch import Kernel, jit
+from ...gpu.launch import Kernel, Sizes, jit
 from ...gpu.tiles import online_softmax_step
 from .decode_codes import codes_arguments, codes_kernel
 
@@ -216,20 +216,18 @@ def row_arguments(call: DecodeCall, key: Tensor, value: Tensor, table: Tensor | 
         **call.arguments(table),
         "k_ptr": key,
         "v_ptr": value,
-        **row_sizes(call, key, value),
+        **row_sizes(call, key, value).arguments(),
         "BLOCK_D": tile_width(call.problem.head_dim),
         "PRECISION": "ieee" if call.query.dtype is torch.float32 else "tf32",
     }
 
 
-def row_sizes(call: DecodeCall, key: Tensor, value: Tensor) -> dict[str, Any]:
+def row_sizes(call: DecodeCall, key: Tensor, value: Tensor) -> Sizes:
     """Those of `row_arguments` that depend on lengths."""
     aligned = is_aligned(call.query, key, value)
-    return {
-        **call.sizes(key.shape[0]),
-        **qkv_strides(Inputs(call.query, key, value), False, UNIT if aligned else 1),
-        "ALIGNED": aligned,
-    }
+    strides = qkv_strides(Inputs(call.query, key, value), False, UNIT if aligned else 1)
+    names, numbers, constants, _ = call.sizes(key.shape[0])
+    return Sizes(f"{QKV_STRIDES} {names}", (*strides, *numbers), constants | {"ALIGNED": aligned}, {})
 
 
 rows_kernel = Kernel(_decode_kernel)

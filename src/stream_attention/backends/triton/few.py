@@ -16,7 +16,7 @@ from ...gpu.arguments import sample
 from ...gpu.decode_call import DecodeCall
 from ...gpu.decode_tiles import merge_kernel
 from ...gpu.decode_tuning import DecodeConfig, on_a_cache, workspace_numbers
-from ...gpu.launch import Launch, Sizes
+from ...gpu.launch import Launch
 from ...gpu.scratch import Outputs
 from .decode import row_arguments, row_sizes, rows_kernel
 
@@ -64,8 +64,8 @@ class _Forward:
         call = _call(problem, inputs, config, outputs)
         if call.options != self._options:
             return None
-        launch = self._launch.resized(call.grid, Sizes.of(row_sizes(call, inputs.key, inputs.value)))
-        merge = None if self._merge is None else self._merge.resized(call.merge_grid, Sizes(call.merge_sizes()))
+        launch = self._launch.resized(call.grid, row_sizes(call, inputs.key, inputs.value))
+        merge = None if self._merge is None else self._merge.resized(call.merge_grid, call.merge_sizes())
         if launch is None or (merge is None) != (call.workspace is None):
             return None
         return _Forward(outputs, call, launch, merge)

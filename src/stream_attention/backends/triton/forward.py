@@ -38,10 +38,10 @@ from ...gpu.arguments import (
     tanh,
     tile_width,
 )
-from ...gpu.launch import Kernel, Launch, Sizes, jit
+from ...gpu.launch import Kernel, Launch, jit
 from ...gpu.merge import bind_merge
 from ...gpu.prepass import Prepass
-from ...gpu.scratch import Outputs
+from ...gpu.scratch import OUTPUT_STRIDES, Outputs
 from ...gpu.tiles import LN2, LOG2E, add_bias, dropout_keep, online_softmax_step, packed_rows, softcap_scores
 from .tuning import TritonConfig
 
@@ -351,9 +351,8 @@ class _Forward:
         if self._before.steps or problem.empty:
             return None
         outputs = self._outputs.resized(inputs.query.shape[-3])
-        grid, sizes = _sizes(problem, inputs, config, aligned=True)
-        sizes.numbers.update(outputs.strides(problem.packed))
-        launch = self._launch.resized(grid, sizes)
+        sizes = common_sizes(problem, inputs, True, OUTPUT_STRIDES, outputs.strides(problem.packed))
+        launch = self._launch.resized(_programs(problem, config), sizes)
         return None if launch is None else _Forward(outputs, self._before, launch)
 
 
@@ -376,12 +375,10 @@ def _prepare_split(
     return run
 
 
-def _sizes(problem: Problem, inputs: Inputs, config: TritonConfig, aligned: bool) -> tuple[int, Sizes]:
-    """The grid and the arguments that depend on lengths, but for strides of results."""
+def _programs(problem: Problem, config: TritonConfig) -> int:
     heads_per_tile = problem.group if config.pack_heads else 1
     tiles_m = -(-problem.q_len * heads_per_tile // config.block_m)
-    grid = tiles_m * config.num_splits * (problem.q_heads // heads_per_tile) * problem.batch
-    return grid, common_sizes(problem, inputs, aligned)
+    return tiles_m * config.num_splits * (problem.q_heads // heads_per_tile) * problem.batch
 
 
 def bind_forward(
@@ -392,9 +389,8 @@ def bind_forward(
     query, key, value, mask, bias, slopes, sink, _, cu_q, cu_k = inputs
     seen, _, row_words, col_words = before.samples
     packed, is_split = problem.packed, config.num_splits > 1
-    grid, sizes = _sizes(problem, inputs, config, is_aligned(query, key, value))
     return _kernel.bind(
-        grid,
+        _programs(problem, config),
         (*inputs, *before.samples, out, lse),
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
         q_ptr=query,
@@ -412,8 +408,7 @@ def bind_forward(
         out_ptr=out,
         lse_ptr=lse,
         write_lse=1,
-        **sizes.numbers,
-        **sizes.constants,
+        **common_sizes(problem, inputs, is_aligned(query, key, value)).arguments(),
         **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask, access_unit(mask))),
         **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias, access_unit(bias))),
         **named("stride_sb stride_sh", flag_strides(seen)),
