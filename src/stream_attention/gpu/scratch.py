@@ -104,11 +104,13 @@ class Outputs(NamedTuple):
     has_unwritten_rows: bool  # rows that no program writes: they hold the state of no key
 
     @classmethod
-    def of(cls, problem: Problem, rows: int) -> Outputs:
-        """Those of `rows` queries."""
+    def of(cls, problem: Problem, rows: int, clears_tail: bool = False) -> Outputs:
+        """Those of `rows` queries. `clears_tail`: the kernel also writes rows of a pack that belong to no sequence."""
         lead, heads = () if problem.packed else (problem.batch,), problem.q_heads
         out = Sample((*lead, rows, heads, problem.value_dim), problem.out_dtype)
-        return cls(out, Sample((*lead, heads, rows), torch.float32), problem.packed or problem.empty)
+        return cls(
+            out, Sample((*lead, heads, rows), torch.float32), problem.empty or (problem.packed and not clears_tail)
+        )
 
     def resized(self, rows: int) -> Outputs:
         """Those of another number of queries."""

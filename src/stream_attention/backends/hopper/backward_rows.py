@@ -8,6 +8,9 @@ Grid: one program per (batch, head, block of rows).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import triton.language as tl
 from torch import Tensor
 
@@ -15,6 +18,7 @@ from ...base.problem import Inputs, Problem
 from ...gpu.arguments import UNIT, line_strides, row_strides
 from ...gpu.launch import Kernel, Launch, Sizes, jit
 from ...gpu.rows import PAD, Rows, padded_row
+from ...gpu.tail import clear_tail, first_of_tail
 from ...gpu.tiles import LOG2E, packed_rows
 from .tuning import tile_widths
 
@@ -28,11 +32,15 @@ def _prepare_kernel(
     lse_ptr,
     grad_lse_ptr,
     cu_q_ptr,
+    cu_k_ptr,
     rows_lse_ptr,
     rows_delta_ptr,
     scratch_ptr,
     counts_ptr,
     counter_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
     stride_ob: tl.int64,
     stride_om: tl.int64,
     stride_oh: tl.int64,
@@ -43,13 +51,17 @@ def _prepare_kernel(
     stride_lh: tl.int64,
     stride_eb: tl.int64,
     stride_eh: tl.int64,
+    sequences: tl.int32,
     heads: tl.int32,
+    kv_heads: tl.int32,
     q_len: tl.int32,
     q_rows: tl.int32,
+    k_rows: tl.int32,
     rows: tl.int32,
     blocks: tl.int32,
     first_head: tl.int32,
     first_count: tl.int32,
+    D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -58,6 +70,12 @@ def _prepare_kernel(
     HAS_LSE_GRAD: tl.constexpr,
 ):
     pid = tl.program_id(0)
+    if IS_PACKED:
+        tail = first_of_tail(cu_q_ptr, sequences, q_rows)
+        clear_tail(dq_ptr, tail, q_rows, heads * D, 0.0)
+        tail = first_of_tail(cu_k_ptr, sequences, k_rows)
+        clear_tail(dk_ptr, tail, k_rows, kv_heads * D, 0.0)
+        clear_tail(dv_ptr, tail, k_rows, kv_heads * DV, 0.0)
     if pid == 0:  # of tiles, one for each launch that follows
         tl.store(counter_ptr + tl.arange(0, 2), first_count)
     block = pid % blocks
@@ -115,14 +133,14 @@ def rows_sizes(
         *row_strides(grad_out, packed, UNIT),
         *line_strides(lse, packed),
         *line_strides(grad_lse, packed),
-        *(problem.q_len, inputs.query.shape[-3], rows.lse.shape[-1], blocks, first_count),
+        *(problem.q_len, inputs.query.shape[-3], inputs.key.shape[-3], rows.lse.shape[-1], blocks, first_count),
     )
     return len(lines) * problem.group * blocks, Sizes(_SIZES, numbers, {}, {})
 
 
 _SIZES = (
     "stride_ob stride_om stride_oh stride_gb stride_gm stride_gh stride_lb stride_lh stride_eb stride_eh "
-    "q_len q_rows rows blocks first_count"
+    "q_len q_rows k_rows rows blocks first_count"
 )
 
 
@@ -138,33 +156,43 @@ def bind_rows(
     scratch: Tensor,
     counts: Tensor,
     counter: Tensor,
+    grads: Sequence[Any],
     first_count: int,
 ) -> Launch:
     """For some KV heads of all batch entries: fills rows, clears the scratch and its counts, and sets the counters of
-    tiles to `first_count`. A function of out, grad_out, lse, grad_lse, cu_seqlens_q and what it writes.
+    tiles to `first_count`. Rows of the gradients that belong to no sequence of a pack are cleared. A function of out,
+    grad_out, lse, grad_lse, cu_seqlens_q, cu_seqlens_k and what it writes.
 
     `out` and `grad_out` are aligned.
     """
     block_d, block_dv = tile_widths(problem)
-    cu_q = inputs.cu_seqlens_q
+    cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    dq, dk, dv = grads if problem.packed else (None, None, None)
     grid, sizes = rows_sizes(problem, inputs, lines, out, lse, grad_out, grad_lse, rows, first_count)
     return _prepare.bind(
         grid,
-        (out, grad_out, lse, grad_lse, cu_q, *rows, scratch, counts, counter),
+        (out, grad_out, lse, grad_lse, cu_q, cu_k, *rows, scratch, counts, counter, dq, dk, dv),
         {"num_warps": 4},
         out_ptr=out,
         grad_out_ptr=grad_out,
         lse_ptr=lse,
         grad_lse_ptr=grad_lse,
         cu_q_ptr=cu_q,
+        cu_k_ptr=cu_k,
         rows_lse_ptr=rows.lse,
         rows_delta_ptr=rows.delta,
         scratch_ptr=scratch,
         counts_ptr=counts,
         counter_ptr=counter,
+        dq_ptr=dq,
+        dk_ptr=dk,
+        dv_ptr=dv,
         **sizes.arguments(),
+        sequences=problem.batch,
         heads=problem.q_heads,
+        kv_heads=problem.kv_heads,
         first_head=lines.start * problem.group,
+        D=problem.head_dim,
         DV=problem.value_dim,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,

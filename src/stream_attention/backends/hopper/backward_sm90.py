@@ -315,7 +315,9 @@ def prepare_backward(
     before = Prepass.of(problem, inputs)
     launches: list[tuple[Launch, list[Launch]]] = []
     for some, programs in layout.shares:
-        of_rows = bind_rows(problem, inputs, some, *layout.saved, layout.rows, *layout.workspace, -programs)
+        of_rows = bind_rows(
+            problem, inputs, some, *layout.saved, layout.rows, *layout.workspace, layout.grads, -programs
+        )
         parts = [_bind(problem, inputs, config, part, some, before, layout, programs) for part in config.parts]
         launches.append((of_rows, parts))
     return _Backward(layout, before, launches, wanted)
@@ -379,16 +381,13 @@ class _Backward:
             out = out.clone(memory_format=torch.contiguous_format)
         if self._copies[1]:
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
-        query, cu_q = inputs.query, inputs.cu_seqlens_q
+        query, cu_q, cu_k = inputs.query, inputs.cu_seqlens_q, inputs.cu_seqlens_k
         is_compiled = all([launch.is_compiled for launch in self._all])  # noqa: C419
-        if cu_q is not None:  # rows that belong to no sequence are written by no program
-            dq, dk, dv = [grad.filled(query, 0.0, is_compiled) for grad in self._grads]
-        else:
-            dq, dk, dv = [grad.empty(query) for grad in self._grads]
+        dq, dk, dv = [grad.empty(query) for grad in self._grads]
         computed = self._before.run(inputs)
         memory, pieces = self._scratch.allocate(query, is_compiled)
         for of_rows, parts in self._launches:
-            of_rows(out, grad_out, lse, grad_lse, cu_q, *pieces)
+            of_rows(out, grad_out, lse, grad_lse, cu_q, cu_k, *pieces, dq, dk, dv)
             for launch in parts:
                 launch(*inputs, *computed, grad_out, *pieces, dq, dk, dv)
         del memory  # all that reads it is queued

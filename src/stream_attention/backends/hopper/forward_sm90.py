@@ -39,7 +39,7 @@ from ...gpu.prepass import Prepass
 from ...gpu.scratch import OUTPUT_STRIDES, Outputs, Sample
 from .forward_consumer import consume
 from .launch import even_group, jit, rows_descriptor, scales_late
-from .parameters import Epilogue, ScoreMod, SeqlenInfo, WarpgroupConfig
+from .parameters import Epilogue, ScoreMod, SeqlenInfo, WarpgroupConfig, clear_output_tail
 from .pipeline import load_rows, make_ring
 from .scheduler import TileScheduler, fetch_next, make_channel, resolve
 from .tuning import ROWS as ROWS_OF_A_WARPGROUP
@@ -219,6 +219,8 @@ def _forward_kernel(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, write_lse, sink_ptr,
         dropout_scale, DV, HAS_SINK, BY_TMA, STATES,
     )  # fmt: skip
+    if IS_PACKED:
+        clear_output_tail(seqlen, epilogue, batch_heads)
     # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
     if WARPGROUPS == 2:
         gl.warp_specialize(
@@ -279,7 +281,7 @@ def _forward_kernel(
 
 def prepare(problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward:
     """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs: `(out, lse)`."""
-    outputs = Outputs.of(problem, inputs.query.shape[-3])
+    outputs = Outputs.of(problem, inputs.query.shape[-3], clears_tail=True)
     before = Prepass.of(problem, inputs)
     return _Forward(outputs, before, _bind(problem, inputs, config, before, *outputs.samples()))
 

@@ -77,7 +77,7 @@ class _Results(NamedTuple):
     problem: Problem
     wanted: Wanted
     grads: list[Sample | None]  # dq, dk and dv; None where it is not wanted
-    unwritten: bool  # rows of a pack that belong to no sequence are written by no program
+    unwritten: bool  # some are written by no program
     by_queries: Tile
     by_keys: list[tuple[Tile, int | None, int | None]]  # launches: a tile, and places of dk and dv, if it has them
     exact_delta: bool
@@ -96,7 +96,7 @@ class _Results(NamedTuple):
         dk, dv = (place if wanted[place] else None for place in (1, 2))
         by_keys = [(tile, dk if k is not None else None, dv if v is not None else None) for tile, k, v in by_keys]
         by_keys = [one for one in by_keys if one[1:] != (None, None)]
-        unwritten = problem.packed or 0 in (problem.batch, problem.q_len)
+        unwritten = problem.empty
         sums = programs(problem, by_queries)
         return cls(problem, wanted, grads, unwritten, by_queries, by_keys, exact_delta, sums)
 

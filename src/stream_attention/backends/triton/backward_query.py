@@ -23,6 +23,7 @@ from ...gpu.arguments import WIDE, cdiv, is_aligned
 from ...gpu.launch import Kernel, Launch, jit
 from ...gpu.prepass import Prepass
 from ...gpu.rows import PAD, Rows, padded_row
+from ...gpu.tail import clear_tail, first_of_tail
 from ...gpu.tiles import LOG2E, dropout_keep, load_broadcast, packed_rows, tile_gradients
 from .backward_arguments import shared_arguments, shared_sizes
 from .tuning import Tile
@@ -157,6 +158,8 @@ def _query_kernel(
         q_row, q_len = packed_rows(cu_q_ptr + batch, q_rows)
         k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
         q_start = k_len - q_len
+        if WANT_QUERY:
+            clear_tail(dq_ptr, first_of_tail(cu_q_ptr, batches, q_rows), q_rows, q_heads * D, 0.0)
         if tile_m * BLOCK_M >= q_len:
             return
         q_ptr += q_row * stride_qm
