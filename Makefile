@@ -33,7 +33,7 @@ INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $
 	tests/backends/triton/test_append_interpreted.py tests/backends/triton/test_decode_interpreted.py \
 	tests/backends/triton/test_few_interpreted.py tests/backends/triton/test_quantize_fp8_interpreted.py \
 	tests/backends/triton/test_forward_fp8_interpreted.py tests/ops/test_fp8_interpreted.py \
-	tests/ops/test_launch_cache_interpreted.py tests/ops/test_launch_cache_interpreted.py \
+	tests/ops/test_launch_cache_interpreted.py tests/gpu/test_tail_interpreted.py \
 	tests/ops/test_merge_interpreted.py tests/test_interpreter.py \
 	tests/learn/test_02_triton_basics.py tests/learn/test_06_flash_forward.py tests/learn/test_07_causal.py \
 	tests/learn/test_08_backward.py tests/learn/test_10_decode.py
