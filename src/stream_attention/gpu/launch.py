@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -336,10 +337,9 @@ class Parameters:
     def __init__(self, signature: Mapping[str, str], tensor_maps: Sequence[Mapping[str, Any]], start: int = 0) -> None:
         self._start = start
         self.words: dict[str, int] = {}  # parameter -> the word of the block that holds its address
-        self._halves: dict[str, int] = {}  # 32-bit integers -> the half word of the block
-        self._wide: dict[str, int] = {}  # 64-bit integers -> the word
+        self._integers: dict[str, tuple[int, str]] = {}  # parameter -> its first byte in the block, and code of struct
         self._maps: dict[str, _MapField] = {}
-        self._places: dict[Any, list[int]] = {}  # names -> half words, or words, which are negative
+        self._runs: dict[Any, list[_Run]] = {}  # by the names of integers that are written together
         self._order: list[str] = []
         self.offsets: list[tuple[int, int]] = []
         self._format, self._end = "", 0
@@ -364,10 +364,8 @@ class Parameters:
             at = self._add(code, size, size)
             if kind.startswith("*"):
                 self.words[name] = at // 8
-            elif code in "iI":
-                self._halves[name] = at // 4
-            elif code in "qQ":
-                self._wide[name] = at // 8
+            else:
+                self._integers[name] = at, code
         for _ in range(2):  # scratch memory of Triton's own, and of a profiler: not used
             self._add("Q", 8, 8)
         self.struct = struct.Struct(f"<{start}x{self._format}")
@@ -391,24 +389,54 @@ class Parameters:
                 values.append(0 if value is None else value)
         self.struct.pack_into(block, 8 * driver.FIRST_PARAMETER, *values, 0, 0)
 
-    def write(self, block: array[int], names: Any, numbers: Iterable[int]) -> None:
+    def write(self, block: array[int], names: Any, numbers: Sequence[int]) -> None:
         """Write integers to a block in which all is written. `names`: a tuple, or in one string."""
-        places = self._places.get(names)
-        if places is None:
-            split = _split(names) if isinstance(names, str) else names
-            places = self._places[names] = [self._halves.get(name) or -self._wide[name] for name in split]
-        halves = _halves_of(block)
-        for place, number in zip(places, numbers, strict=True):
-            if place > 0:
-                halves[place] = number & 0xFFFFFFFF
-            else:
-                block[-place] = number
+        runs = self._runs.get(names)
+        if runs is None:
+            runs = self._runs[names] = self._runs_of(_split(names) if isinstance(names, str) else names)
+        for at, pack_into, places in runs:
+            pack_into(block, at, *numbers if places is None else places(numbers))
+
+    def _runs_of(self, names: Sequence[str]) -> list[_Run]:
+        """How integers are written: those that lie one behind the other at once, which takes a third of the time."""
+        by_byte = sorted((*self._integers[name], place) for place, name in enumerate(names))
+        groups: list[list[tuple[int, str, int]]] = []
+        end = -1
+        for field in by_byte:
+            at, code, _ = field
+            if at != end:
+                groups.append([])
+            groups[-1].append(field)
+            end = at + struct.calcsize(f"<{code}")
+        runs = []
+        for group in groups:
+            places = [place for _, _, place in group]
+            form = struct.Struct("<" + "".join(code for _, code, _ in group))
+            whole = places == list(range(len(names)))
+            getter = None if whole else _getter(places)
+            runs.append(_Run(group[0][0], form.pack_into, getter))
+        return runs
 
     def resize(self, block: array[int], described: Mapping[str, Any], bound: Mapping[str, Any]) -> None:
         """Write the sizes of descriptors."""
         halves, maps = _halves_of(block), self._maps
         for name, size in described.items():
             maps[name].resize(block, halves, bound[name], size)
+
+
+class _Run(NamedTuple):
+    """Integers that lie one behind the other: the first byte, what packs them, and what picks them of all numbers."""
+
+    at: int
+    pack_into: Callable[..., None]
+    places: Callable[[Sequence[int]], Sequence[int]] | None
+
+
+def _getter(places: Sequence[int]) -> Callable[[Sequence[int]], Sequence[int]]:
+    """What picks the numbers at some places, also where that is one."""
+    if len(places) == 1:
+        return itemgetter(slice(places[0], places[0] + 1))
+    return itemgetter(*places)
 
 
 def _halves_of(block: array[int]) -> memoryview:
