@@ -122,8 +122,13 @@ lock: $(DEV) ## resolve constraints.txt anew: every dependency but torch and Tri
 	$(BIN)/uv pip compile -q --universal --python-version 3.11 --extra dev --no-build --no-annotate \
 		$(if $(UPGRADE),--upgrade) --custom-compile-command "make lock" -o constraints.txt pyproject.toml
 
+.PHONY: prebuilt
+prebuilt: $(DEV) ## compile the common Hopper kernels for a wheel to carry; they must have passed the gates
+	$(BIN)/python tests/backends/gates.py --check
+	$(BIN)/python -m stream_attention_tools.prebuild --workers $(WORKERS)
+
 .PHONY: wheel
-wheel: $(DEV) ## build the wheel into dist
+wheel: prebuilt ## build the wheel into dist, with machine code for Hopper
 	@rm -rf dist build; mkdir -p out
 	@$(BIN)/python -m build --wheel --no-isolation --outdir dist > out/wheel.log 2>&1 || { cat out/wheel.log; exit 1; }
 	@echo "In another environment: pip install $$(ls dist/*.whl)"

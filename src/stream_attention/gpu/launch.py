@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.runtime.jit import JITCallable
 
 from ..base.problem import distinct
-from . import driver
+from . import driver, prebuilt
 
 
 def jit(function: Any) -> Any:
@@ -66,6 +66,7 @@ class Kernel:
         self.addresses = [name for name in self.names if name.endswith(("_ptr", "_desc"))]
         self.compile_options = {"enable_fp_fusion": True, **compile_options}
         self.compiled: dict[Hashable, Compiled] = {}
+        self._not_prebuilt: set[Hashable] = set()
 
     def bind(
         self,
@@ -97,6 +98,18 @@ class Kernel:
         tensors = distinct(*[arguments[name] for name in self.addresses])
         arguments |= zip(self.addresses, tensors, strict=True)
         return self.bind(grid, tensors, options, device, **arguments)
+
+    def find(self, key: tuple[Any, ...]) -> Compiled | None:
+        """The compiled form for launches with a key: one that was compiled, or came with the wheel; else None."""
+        found = self.compiled.get(key)
+        if found is None and key not in self._not_prebuilt:
+            loaded = prebuilt.find(self, key)
+            parameters = None if loaded is None else _parameters_of(loaded)
+            if parameters is None:  # only Triton can launch it, or it did not come along
+                self._not_prebuilt.add(key)
+            else:
+                found = self.compiled.setdefault(key, Compiled(loaded, parameters))
+        return found
 
     def launch(self, grid: int, options: Mapping[str, Any], /, **arguments: Any) -> None:
         """Bind and launch at once."""
@@ -148,9 +161,9 @@ class _Binding:
         self.block: Any = None
 
     def is_compiled(self) -> bool:
-        """Looks for what other launches have compiled."""
+        """Looks for what other launches have compiled, and for what came with the wheel."""
         if self.compiled is None:
-            self.compiled = self.kernel.compiled.get(self.key)
+            self.compiled = self.kernel.find(self.key)
         return self.compiled is not None
 
     def packed(self, sizes: Sizes | None, changes: Mapping[str, int] | None) -> Any:
@@ -196,7 +209,7 @@ class _Binding:
                 bound = bound.resized(sizes.described[name])
             arguments[name] = tensor if bound is None else bound.of(tensor)
         in_order = [arguments[name] for name in kernel.names]
-        if self.compiled is not None:
+        if self.compiled is not None and not isinstance(self.compiled.kernel, prebuilt.Loaded):
             return _run(self.compiled.kernel, grid, self.device, in_order)
         if isinstance(kernel.function, JITCallable):  # not an interpreted one
             name_steadily(kernel.function)
