@@ -11,7 +11,9 @@ name once. A launch then copies a block of parameters, writes the addresses of i
 
 from __future__ import annotations
 
+import logging
 import struct
+import time
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
@@ -26,6 +28,10 @@ from triton.runtime.jit import JITCallable
 
 from ..base.problem import distinct
 from . import driver, prebuilt
+
+_log = logging.getLogger("stream_attention")
+_LONG_S = 1.0
+"""Seconds in which a first launch only loads what was compiled before; one that takes longer is told of."""
 
 
 def jit(function: Any) -> Any:
@@ -214,8 +220,12 @@ class _Binding:
         if isinstance(kernel.function, JITCallable):  # not an interpreted one
             name_steadily(kernel.function)
         # Nothing comes back from the interpreter or an offline compilation.
+        begun = time.monotonic()
         found = kernel.function[(grid,)](*in_order, **{**kernel.compile_options, **self.options})
         if found is not None:
+            seconds, name = time.monotonic() - begun, kernel.function.__module__.removeprefix("stream_attention.")
+            if seconds >= _LONG_S:
+                _log.warning("compiled %s in %.1f s; Triton keeps it in %s", name, seconds, triton.knobs.cache.dir)
             kernel.compiled.setdefault(self.key, Compiled(found, _parameters_of(found)))
 
 
