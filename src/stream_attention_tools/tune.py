@@ -139,7 +139,7 @@ def bench(kernel: str, problem: Problem, inputs: Inputs) -> Bench:
     from stream_attention.gpu.prepass import Prepass
     from stream_attention.gpu.rows import Rows
 
-    before = Prepass.of(problem, inputs, needs_queries=True)
+    before = Prepass.of(problem, inputs, needs_visible=True)
     computed = before.run(inputs)
     out = torch.empty_like(inputs.query)
     lse = out.new_zeros(problem.batch, problem.q_heads, problem.q_len, dtype=torch.float32)

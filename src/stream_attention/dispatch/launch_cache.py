@@ -407,17 +407,19 @@ def compare(cached: Iterable[Tensor | None], fresh: Iterable[Tensor | None]) -> 
 
 def prepared(arguments: tuple[Any, ...]) -> PreparedCall:
     """The call of an op with these arguments: as it was prepared before, or prepared now."""
-    inputs, lengths, options = (
-        Inputs._make(arguments[:_INPUTS]),
-        arguments[_INPUTS : _INPUTS + 2],
-        arguments[_INPUTS + 2 :],
-    )
+    return kept(arguments) or prepare(arguments)
+
+
+def kept(arguments: tuple[Any, ...]) -> PreparedCall | None:
+    """The same, of a call that has a key, and is kept; else None."""
+    inputs, lengths, options = arguments[:_INPUTS], arguments[_INPUTS : _INPUTS + 2], arguments[_INPUTS + 2 :]
     key = key_of(inputs, lengths, options) if ENABLED else None
-    call = None if key is None else find(key, inputs, lengths, options)
+    if key is None:
+        return None
+    call = find(key, inputs, lengths, options)
     if call is None:
         call = prepare(arguments)
-        if key is not None:
-            keep(key, call, inputs)
+        keep(key, call, Inputs._make(inputs))
     return call
 
 

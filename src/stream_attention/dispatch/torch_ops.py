@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from ..base.problem import Inputs, Wanted
+from ..gpu.scratch import empty
 from . import launch_cache
 from .flops import register_flop_formulas
 
@@ -40,21 +41,29 @@ forward_op = torch.ops.stream_attention.forward.default
 backward_op = torch.ops.stream_attention.backward.default
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    out, lse = launch_cache.prepared(arguments).forward(Inputs._make(arguments[:_INPUTS]), True)
+def _forward(call: launch_cache.PreparedCall, *arguments: Any) -> tuple[Tensor, Tensor]:
+    out, lse = call.forward(Inputs._make(arguments[:_INPUTS]), True)
     assert lse is not None
     return out, lse
 
 
 def _backward(
-    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *arguments: Any
+    call: launch_cache.PreparedCall,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wanted: list[bool],
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    call = launch_cache.prepared(arguments)
     grads = call.backward(Inputs._make(arguments[:_INPUTS]), out, lse, grad_out, grad_lse, tuple(wanted))
     return tuple(
-        grad if want and grad is not None else out.new_empty(0) for grad, want in zip(grads, wanted, strict=True)
+        [
+            grad if want and grad is not None else empty(out, (0,), (1,), out.dtype)
+            for grad, want in zip(grads, wanted, strict=True)
+        ]
     )
 
 
@@ -132,11 +141,21 @@ def _refuse_derivative(which: str) -> NoReturn:
     )
 
 
-def _autograd_kernel(op: Any, function: Any, compute: Any) -> Callable[..., Any]:
+def _kernel(compute: Any, inputs_at: int) -> Callable[..., Any]:
+    """What an op, whose `Inputs` start at argument `inputs_at`, does below autograd."""
+
+    def kernel(*arguments: Any) -> Any:
+        return compute(launch_cache.prepared(arguments[inputs_at:]), *arguments)
+
+    return kernel
+
+
+def _autograd_kernel(op: Any, function: Any, compute: Any, inputs_at: int) -> Callable[..., Any]:
     """What `op` does on the Autograd key: one node `function` in the graph, if there is a graph.
 
-    A compiled graph has its own: there `compute`, the kernel below, is called at once, and not through the dispatcher,
-    which would turn 20 arguments into C++ and back."""
+    A compiled graph has its own: there `compute`, as the kernel below does it, is called at once, and not through the
+    dispatcher, which would turn 20 arguments into C++ and back. Not where an input is more than its memory: it has no
+    key."""
     # autograd.Function.apply would bind the signature anew each call (17 us), and under torch.func would start over at
     # the top of its levels. That of its base class, which `function` extends, records at the level that dispatched here
     # and no other, as an ATen op does.
@@ -148,7 +167,10 @@ def _autograd_kernel(op: Any, function: Any, compute: Any) -> Callable[..., Any]
         differentiable = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
         if not differentiable and forward_ad._current_level < 0:
             with torch._C._AutoDispatchBelowAutograd():
-                return (op if launch_cache.is_watched() or not _are_their_memory(arguments) else compute)(*arguments)
+                call = None
+                if not launch_cache.is_watched() and _are_their_memory(arguments[:inputs_at]):
+                    call = launch_cache.kept(arguments[inputs_at:])
+                return op(*arguments) if call is None else compute(call, *arguments)
         if not torch._C._are_functorch_transforms_active():
             return apply(*arguments)
         with enable_single_level_autograd_function():
@@ -211,12 +233,12 @@ def _pick(argument: Any, dim: int | None, index: int) -> Any:
     return argument.select(dim, index) if isinstance(argument, Tensor) and dim is not None else argument
 
 
-for _name, _op, _kernel, _fake, _function, _inputs_at in (
+for _name, _op, _compute, _fake, _function, _inputs_at in (
     ("forward", forward_op, _forward, _fake_forward, _Attention, 0),
     ("backward", backward_op, _backward, _fake_backward, _Backward, 5),
 ):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    _library.impl(_name, _autograd_kernel(_op, _function, _kernel), "Autograd")
+    _library.impl(_name, _kernel(_compute, _inputs_at), "CompositeExplicitAutograd")
+    _library.impl(_name, _autograd_kernel(_op, _function, _compute, _inputs_at), "Autograd")
     torch.library.register_fake(f"stream_attention::{_name}", _fake, lib=_library)
     torch.library.register_vmap(f"stream_attention::{_name}", _vmap_rule(_op, _inputs_at), lib=_library)
 register_flop_formulas()

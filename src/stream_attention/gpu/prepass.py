@@ -22,12 +22,10 @@ class Prepass(NamedTuple):
     steps: tuple[Callable[[Inputs], Tensor] | None, ...]
 
     @classmethod
-    def of(cls, problem: Problem, inputs: Inputs, needs_queries: bool = False) -> Prepass:
-        masked = inputs.mask is not None or inputs.bias is not None
+    def of(cls, problem: Problem, inputs: Inputs, needs_visible: bool = False) -> Prepass:
         made: list[Step | None] = [None] * 4
-        if masked:
+        if needs_visible and (inputs.mask is not None or inputs.bias is not None):
             made[0] = prepare_visible_keys(problem, inputs)
-        if masked and needs_queries:
             made[1] = prepare_visible_queries(problem, inputs)
         if problem.dropout_p:
             made[2:] = prepare_words(problem, inputs)

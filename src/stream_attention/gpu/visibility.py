@@ -1,8 +1,8 @@
 """Which keys any query sees under a mask or bias, and which queries see any key, in Triton.
 
-A row that takes no part may be NaN (padding), and 0 * NaN is NaN, so it must not be read: in the forward a value that
-nobody sees, in the backward any such row. Asking inside those kernels costs a reduction over every tile and a detour
-of what is loaded through registers; asking here once costs one read of the mask.
+A row that takes no part may be NaN (padding), and 0 * NaN is NaN, so the backward must not read it. Asking inside its
+kernels costs a reduction over every tile and a detour of what is loaded through registers; asking here once costs one
+read of the mask. (The forward asks only where its output is NaN.)
 
 Grid: one program per (batch, head, block of keys, block of queries), over the dims that mask and bias really have.
 Flags start at 0, and programs write 1s only.

@@ -257,7 +257,8 @@ KERNELS = {str(kernel): kernel for kernel in (*PLAIN_ROWS, *MASKED_ROWS, *COMPUT
 SPILLS: dict[str, dict[str, int]] = {
     "3.6": {
         "sm_90 float32 d128 causal 16384": 352,  # measured: the tiles that spill nothing are slower; see the table
-        "sm_90 bfloat16 d128 causal 4096 window mask bias alibi sink softcap dropout": 56,
+        "sm_90 bfloat16 d128 causal 4096 window mask bias alibi sink softcap dropout": 72,  # outside its loops
+        "sm_90 bfloat16 d256 causal 16384 mask": 96,  # outside its loops
         "sm_90 bfloat16 d256 causal 16384 dropout": 16,
         "sm_80 float32 d256 full 4096 2/2 heads, 1 queries": 16,
     },
@@ -280,7 +281,7 @@ SPILLS: dict[str, dict[str, int]] = {
 has a line and spills nothing."""
 
 SERIALISED: dict[str, set[str]] = {
-    "3.6": {"sm_90 bfloat16 d64 causal 16384 mask", "sm_90 bfloat16 d64 full 16384 bias"},
+    "3.6": {"sm_90 bfloat16 d64 causal 16384 mask"},
     "3.7": set(),
     "3.8": set(),
     "3.9": set(),
@@ -341,7 +342,7 @@ def test_the_kernels_beside_it_compile(arch: int) -> None:
     stated = kernel.problem(inputs)
     outs, lses = torch.zeros(3, 1, 64, 4, 64), torch.zeros(3, 1, 4, 64)
     with compiling_for(arch) as launched:
-        Prepass.of(stated, inputs, needs_queries=True).run(inputs)
+        Prepass.of(stated, inputs, needs_visible=True).run(inputs)
         merged = outs, lses, torch.zeros(4), torch.zeros(1, 64, 4, 64, dtype=BF16), lses[0]
         bind_merge(outs.device, *merged)(*merged)
     names = [one.metadata.name for one in launched]

@@ -486,6 +486,19 @@ def test_poison_in_keys_and_values_that_nobody_sees(name: str, config: TritonCon
     assert found[0].isfinite().all()
 
 
+@pytest.mark.parametrize("tiles", ["mask", "bias"])
+def test_poison_in_a_value_that_a_tile_and_positions_hide_together(tiles: str) -> None:
+    query, key, value = qkv(Tq=20, Tk=40)
+    shown = torch.ones(20, 40, dtype=torch.bool)
+    shown[10:, 30] = False  # the rows before see keys up to 29 at most
+    options = {"mask": shown} if tiles == "mask" else {"bias": torch.zeros(20, 40).masked_fill(~shown, -INF)}
+    expected = attention(query, key, value, causal=True, backend="triton", **options)
+    value[:, 30] = NAN
+    assert torch.equal(attention(query, key, value, causal=True, backend="triton", **options), expected)
+    value[:, 15] = NAN
+    assert attention(query, key, value, causal=True, backend="triton", **options).isnan().all(), "all rows see key 15"
+
+
 def test_poison_in_a_query_that_sees_nothing() -> None:
     query, key, value = qkv(Tq=20, Tk=10)
     query[:, :10] = NAN

@@ -36,8 +36,10 @@ class Triton(Backend):
         if problem.cached:
             return decode_tuning.configure(problem, request.num_splits, request.batch_invariant)
         if request.forced and not problem.backward:
-            tiles: Any = fp8_tuning.configure if problem.fp8 else tuning.configure_forward
-            return tiles(problem)._replace(**dict(request.forced))
+            if problem.fp8:
+                return fp8_tuning.configure(problem)._replace(**dict(request.forced))
+            forced: dict[str, Any] = dict(request.forced)
+            return tuning.configure_forward(problem)._replace(max_registers=None, **forced)
         return fp8_tuning.configure(problem) if problem.fp8 else tuning.configure(problem)
 
 

@@ -55,7 +55,7 @@ def prepare_backward(
     made = _Results.of(problem, inputs, config, wanted)
     if not (problem.batch and problem.q_len):
         return lambda inputs, *saved: made.of_no_query(inputs)
-    before, rows = Prepass.of(problem, inputs, needs_queries=True), Rows.samples(problem, inputs.query)
+    before, rows = Prepass.of(problem, inputs, needs_visible=True), Rows.samples(problem, inputs.query)
     saved = out, lse, grad_out, grad_lse
     (dq,), (d_slopes, d_sink) = made.samples(made.by_queries, 0), made.sum_samples()
     written = dq, d_slopes, d_sink

@@ -7,7 +7,9 @@ For a tile of queries, with running max m, sum l and accumulator o (scores in lo
 Grid: one program per (batch, head, split of the keys, tile of queries), in one dimension, so that no product of sizes
 meets the grid's 65,535 limit. A tile holds the queries of one head, or (`HEADS` > 1) those of all heads that share a KV
 head, which fills the tile when queries are few. Keys that no row of a tile may see are never read; tiles that every row
-sees whole pay for no mask. Splits write fp32 states for merge.py; a sink joins in the last step of a row, once.
+sees whole pay for no mask. What a mask or bias hides may be NaN in V, and 0 * NaN is NaN: where a tile's output is NaN,
+its keys are streamed once more, and values that none of its rows sees are not read. Splits write fp32 states for
+merge.py; a sink joins in the last step of a row, once.
 
 Not here: paged and quantised caches.
 """
@@ -15,10 +17,11 @@ Not here: paged and quantised caches.
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...base.problem import Forward, Inputs, Problem
+from ...base.problem import UNBOUNDED, Forward, Inputs, Problem
 from ...gpu.arguments import (
     UNIT,
     WIDE,
@@ -26,7 +29,6 @@ from ...gpu.arguments import (
     access_unit,
     broadcast_strides,
     common_sizes,
-    flag_strides,
     is_aligned,
     line_strides,
     named,
@@ -47,6 +49,17 @@ from ...gpu.tiles import LN2, LOG2E, add_bias, dropout_keep, online_softmax_step
 from .tuning import TritonConfig
 
 
+@triton.jit
+def visible_keys(inside, q_pos, k_pos, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Which of the keys that are `inside` a tile positions let each row see: `[BLOCK_M or 1, BLOCK_N]`."""
+    visible = inside[None, :]
+    if HAS_RIGHT:
+        visible = visible & (k_pos[None, :] <= (q_pos + right)[:, None])
+    if HAS_LEFT:
+        visible = visible & (k_pos[None, :] >= (q_pos - left)[:, None])
+    return visible
+
+
 @jit
 def _forward_kernel(
     q_ptr,
@@ -54,7 +67,6 @@ def _forward_kernel(
     v_ptr,
     mask_ptr,
     bias_ptr,
-    seen_ptr,
     slopes_ptr,
     sink_ptr,
     row_words_ptr,
@@ -81,8 +93,6 @@ def _forward_kernel(
     stride_bh: tl.int64,
     stride_bm: tl.int64,
     stride_bn: tl.int64,
-    stride_sb: tl.int64,
-    stride_sh: tl.int64,
     stride_ab: tl.int64,
     stride_rb: tl.int64,
     stride_rh: tl.int64,
@@ -194,8 +204,6 @@ def _forward_kernel(
     )
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
-    if MASK or BIAS:
-        seen_ptr += batch * stride_sb + kv_head * stride_sh
     if MASK:
         mask_offs = batch * stride_mb + offs_h * stride_mh + offs_m * stride_mm
     if BIAS:
@@ -228,15 +236,24 @@ def _forward_kernel(
     whole_begin = tl.minimum(tl.maximum(tl.cdiv(whole_lo, BLOCK_N), begin), tl.maximum(end, begin))
     whole_end = tl.maximum(tl.minimum(whole_hi // BLOCK_N, end), whole_begin)
 
-    # Stream tiles. Phase 0: those the left edge cuts; 1: those seen whole; 2: those the right edge or last key cuts.
-    for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
+    # Stream tiles. Phase 0: those the left edge cuts; 1: those seen whole; 2: those the right edge or last key cuts;
+    # 3: all of them again if something is NaN, without values that are hidden from every row.
+    for phase in tl.static_range(0 if HAS_LEFT else 1, 4 if MASK or BIAS else 3):
         if phase == 0:
             tiles_begin, tiles_end = begin, whole_begin
         elif phase == 1:
             tiles_begin, tiles_end = whole_begin, whole_end
-        else:
+        elif phase == 2:
             tiles_begin, tiles_end = whole_end, end
-        for tile_n in tl.range(tiles_begin, tiles_end):
+        else:
+            tiles_begin, tiles_end = begin, begin
+            sums = tl.sum(acc, 1)
+            if tl.max((sums != sums).to(tl.int32), 0) != 0:  # some are NaN
+                tiles_end = end
+                row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                row_sum = tl.zeros([BLOCK_M], tl.float32)
+                acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        for tile_n in tl.range(tiles_begin, tiles_end, num_stages=1 if phase == 3 else None, disable_licm=phase == 3):
             offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             mask_n = (offs_n >= key_lo) & (offs_n < key_hi)
             # Mask and bias come before the product: Triton then keeps the softmax in the product's layout.
@@ -248,6 +265,14 @@ def _forward_kernel(
                 mask_ptrs = mask_ptr + mask_offs[:, None] + offs_n[None, :] * (1 if MASK == WIDE else stride_mn)
                 mask_mask = mask_m[:, None] if phase == 1 else mask_m[:, None] & mask_n[None, :]
                 attend = tl.load(mask_ptrs, mask=mask_mask, other=0)
+            if phase == 3:  # before the product too: its registers are free then
+                k_pos = k_start + offs_n * k_stride
+                visible = visible_keys(mask_n, q_pos, k_pos, left, right, HAS_LEFT, HAS_RIGHT)
+                if MASK:
+                    visible = visible & (attend != 0)
+                if BIAS:
+                    visible = visible & (bias != float("-inf"))
+                seen = tl.max(visible.to(tl.int32), 0)
             k_offs = offs_n[:, None] * stride_kn + offs_d[None, :]
             if phase != 1:
                 k = tl.load(k_ptr + k_offs, mask=mask_n[:, None] & (offs_d[None, :] < D), other=0.0)
@@ -268,11 +293,7 @@ def _forward_kernel(
             if BIAS:
                 scores = add_bias(scores, bias)
             if phase != 1:
-                visible = mask_n[None, :]
-                if HAS_RIGHT:
-                    visible = visible & (k_pos[None, :] <= (q_pos + right)[:, None])
-                if HAS_LEFT:
-                    visible = visible & (k_pos[None, :] >= (q_pos - left)[:, None])
+                visible = visible_keys(mask_n, q_pos, k_pos, left, right, HAS_LEFT, HAS_RIGHT)
                 scores = tl.where(visible, scores, float("-inf"))
             if MASK:
                 scores = tl.where(attend != 0, scores, float("-inf"))
@@ -284,8 +305,7 @@ def _forward_kernel(
                 col_words = tl.load(col_words_ptr + offs_n, mask=mask_n, other=0)
                 p = tl.where(dropout_keep(row_words, col_words, dropout_threshold), p, 0.0)
             v_offs = offs_n[:, None] * stride_vn + offs_dv[None, :]
-            if MASK or BIAS:
-                seen = tl.load(seen_ptr + offs_n, mask=mask_n, other=0)
+            if phase == 3:
                 v = tl.load(v_ptr + v_offs, mask=(seen != 0)[:, None] & (offs_dv[None, :] < DV), other=0.0)
             elif phase != 1:
                 v = tl.load(v_ptr + v_offs, mask=mask_n[:, None] & (offs_dv[None, :] < DV), other=0.0)
@@ -384,24 +404,35 @@ def _programs(problem: Problem, config: TritonConfig) -> int:
     return tiles_m * config.num_splits * (problem.q_heads // heads_per_tile) * problem.batch
 
 
+def _most_registers(problem: Problem, inputs: Inputs, config: TritonConfig) -> int | None:
+    """Those of a thread. Held to them is what they are enough for: a mask or a bias, no left edge, wide words alone."""
+    query, key, value, mask, bias = inputs[:5]
+    fewer, more = sorted((access(mask), access(bias)))
+    fits = fewer == 0 and more >= WIDE.value and problem.left == UNBOUNDED and is_aligned(query, key, value)
+    return config.max_registers if fits else None
+
+
 def bind_forward(
     problem: Problem, inputs: Inputs, config: TritonConfig, out: Tensor, lse: Tensor, before: Prepass
 ) -> Launch:
     """The kernel as a function of inputs, of what is computed before, and of results, with a leading dim of splits if
     there are several."""
     query, key, value, mask, bias, slopes, sink, _, cu_q, cu_k = inputs
-    seen, _, row_words, col_words = before.samples
+    _, _, row_words, col_words = before.samples
     packed, is_split = problem.packed, config.num_splits > 1
     return _kernel.bind(
         _programs(problem, config),
         (*inputs, *before.samples, out, lse),
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        {
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "maxnreg": _most_registers(problem, inputs, config),
+        },
         q_ptr=query,
         k_ptr=key,
         v_ptr=value,
         mask_ptr=mask,
         bias_ptr=bias,
-        seen_ptr=seen,
         slopes_ptr=slopes,
         sink_ptr=sink,
         row_words_ptr=row_words,
@@ -414,7 +445,6 @@ def bind_forward(
         **common_sizes(problem, inputs, is_aligned(query, key, value)).arguments(),
         **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask, access_unit(mask))),
         **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias, access_unit(bias))),
-        **named("stride_sb stride_sh", flag_strides(seen)),
         stride_ab=slope_stride(slopes),
         **named("stride_rb stride_rh", line_strides(row_words, packed)),
         **named("stride_cb stride_ch", line_strides(col_words, packed)),
