@@ -13,6 +13,7 @@ from ..base.problem import Inputs, Wanted
 from ..base.state import EMPTY, add_sink
 from ..dispatch.plan import requested
 from ..ops.attention import backward_step, forward_into
+from .autograd import Tensors
 from .shard import Run
 from .tiles import Sides, Tile, sides_of, tiles
 
@@ -86,19 +87,24 @@ class Saved(NamedTuple):
 
 
 class RowGradients:
-    """The gradients of a rank's rows, summed over the shards of keys in fp32; None where they are not wanted."""
+    """The gradients of a rank's rows, summed over the shards of keys in fp32; None where they are not wanted.
 
-    def __init__(self, rows: Rows, wanted: Wanted) -> None:
+    `tensors` are a rank's query, key, value, mask, bias, alibi_slopes, sink and seed.
+    """
+
+    def __init__(self, rows: Rows, saved: Saved, tensors: Tensors) -> None:
+        self.rows, self.saved = rows, saved
+        wanted = [t is not None and t.requires_grad for t in (tensors[0], *tensors[4:6])]
+        self.wanted = Wanted(wanted[0], True, True, *wanted[1:])  # other ranks may want those of keys and values
         dtype = torch.promote_types(rows.query.dtype, torch.float32)
-        self.wanted = wanted._replace(sink=False)
         self.query, self.bias, self.alibi_slopes = (
             torch.zeros_like(t, dtype=dtype) if t is not None and is_wanted else None
-            for t, is_wanted in (
-                (rows.query, wanted.query),
-                (rows.bias, wanted.bias),
-                (rows.alibi_slopes, wanted.alibi_slopes),
-            )
+            for t, is_wanted in zip((rows.query, rows.bias, rows.alibi_slopes), wanted, strict=True)
         )
+
+    def with_keys(self, dk: Tensor, dv: Tensor) -> Tensors:
+        """In fp32, one for each of `tensors`."""
+        return self.query, dk, dv, None, self.bias, self.alibi_slopes, _sink_gradient(self.rows.sink, self.saved), None
 
 
 @dataclass(frozen=True)
@@ -138,17 +144,10 @@ class Attention:
             state.fold(tile.rows, _inputs(tile, rows, key, value), self._options(tile))
 
     def backward(
-        self,
-        grads: RowGradients,
-        saved: Saved,
-        rows: Rows,
-        key: Tensor,
-        value: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        k_runs: Sequence[Run],
+        self, grads: RowGradients, key: Tensor, value: Tensor, dk: Tensor, dv: Tensor, k_runs: Sequence[Run]
     ) -> None:
         """Add these rows' share of a shard's gradients to `dk` and `dv`, fp32, and the rows' own to `grads`."""
+        rows, saved = grads.rows, grads.saved
         for tile in self._tiles(rows, k_runs):
             inputs = _inputs(tile, rows, key, value)
             step = backward_step(inputs, *saved.part(tile.rows), wanted=grads.wanted, **self._options(tile))
@@ -176,7 +175,7 @@ def _add(total: Tensor | None, part: Tensor | None) -> None:
         total += part
 
 
-def sink_gradient(sink: Tensor | None, saved: Saved) -> Tensor | None:
+def _sink_gradient(sink: Tensor | None, saved: Saved) -> Tensor | None:
     """The sink's share of each row, exp(sink - lse), times the gradient of its logit; over this rank's rows.
 
     None where it is not wanted.
