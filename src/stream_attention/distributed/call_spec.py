@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,12 +13,12 @@ from torch import Tensor
 from ..base.errors import check_int, refuse
 from ..dispatch import validate
 from ..dispatch.plan import requested
-from ..ops.attention import in_autocast_dtype, leading_ones, seed_tensor
-from .agreement import agree, described
+from ..ops.attention import in_autocast_dtype, seed_tensor
+from .agreement import agreed, described
 from .autograd import Tensors
 from .processes import Group, transport_of
 from .shard import Layout, Run, check_layout, check_shards, offsets_of, runs_of_all, shard_length, within_sequences
-from .shard_attention import Attention, contiguous
+from .shard_attention import Attention, modifiers
 from .tiles import Sides
 from .transport import Transport, unwrap_ranks
 
@@ -75,6 +75,7 @@ def prepare(
 
     `parameters` are the function's own arguments.
     """
+    arguments = locals()  # all of them, by name
     check_layout(layout)
     transport = transport_of(group)
     if requested(backend) == "reference":
@@ -104,12 +105,7 @@ def prepare(
     differentiated = [t for one in (*tensors, biases, (alibi_slopes, sink)) for t in one]
     compared = {
         "gradients wanted": torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiated),
-        "return_lse": return_lse,
-        "causal": causal,
-        "window": window,
-        "softcap": softcap,
-        "scale": scale,
-        "dropout_p": dropout_p,
+        **{name: arguments[name] for name in ("return_lse", "causal", "window", "softcap", "scale", "dropout_p")},
         "seed": described(seed) if isinstance(seed, Tensor) else seed,
         "alibi_slopes": described(alibi_slopes),
         "sink": described(sink),
@@ -127,8 +123,7 @@ def prepare(
         # Without memory, in the shape of the keys of all ranks.
         all_k, all_v = (t.new_empty(1, 1, 1, t.shape[3]).expand(t.shape[0], keys, *t.shape[2:]) for t in (k, v))
         validate.attention_tensors(q, all_k, all_v, its_mask, its_bias, None, None)
-        modifiers = leading_ones(its_mask, 4), leading_ones(its_bias, 4), contiguous(leading_ones(alibi_slopes, 2))
-        shards.append((q, k, v, *modifiers, contiguous(sink), pair))
+        shards.append((q, k, v, *modifiers(its_mask, its_bias, alibi_slopes, sink), pair))
     return CallSpec(
         transport,
         shards,
@@ -148,7 +143,7 @@ def _lengths(
     tensors: Sequence[Tensors],
     layout: Layout,
     length: int | None,
-    compared: Mapping[str, object],
+    compared: dict[str, object],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The lengths of all ranks' queries and keys: those of the layout if `length` is known, else exchanged."""
     size, device = transport.size, tensors[0][0].device
@@ -161,11 +156,8 @@ def _lengths(
                 wanted = f"that of shards of {expected[rank]} rows on rank {rank}"
                 refuse("length", wanted, f"{length} beside shards of {own}", "None asks the other ranks.")
         return expected, expected
-    strategies = [
-        agree(call, rank, size, device, own, {**_described(*one), **compared})
-        for rank, own, one in zip(transport.ranks, local, tensors, strict=True)
-    ]
-    q_lengths, k_lengths = zip(*transport.run(strategies, device)[0], strict=True)
+    ranks = [(own, _described(*one) | compared) for own, one in zip(local, tensors, strict=True)]
+    q_lengths, k_lengths = zip(*agreed(call, transport, device, ranks), strict=True)
     return q_lengths, k_lengths
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..base.problem import Inputs, Wanted
 from ..base.state import EMPTY, add_sink
 from ..dispatch.plan import requested
-from ..ops.attention import backward_step, forward_into
+from ..ops.attention import backward_step, forward_into, leading_ones
 from .autograd import Tensors
 from .shard import Run
 from .tiles import Sides, Tile, sides_of, tiles
@@ -214,5 +214,10 @@ def _of_sequence(slopes: Tensor | None, rows: Rows, tile: Tile) -> Tensor | None
     return slopes[tile.sequence : tile.sequence + 1] if slopes is not None and packed else slopes
 
 
-def contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+def modifiers(
+    mask: Tensor | None, bias: Tensor | None, alibi_slopes: Tensor | None, sink: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Those of a rank's call in the form of `Rows`."""
+    slopes = leading_ones(alibi_slopes, 2)
+    small = (None if t is None else t.contiguous() for t in (slopes, sink))
+    return leading_ones(mask, 4), leading_ones(bias, 4), *small

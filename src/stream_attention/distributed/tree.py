@@ -71,9 +71,8 @@ def tree_decode_attention(
     options: dict[str, Any] = {"softcap": softcap, "scale": scale, "backend": backend}
     for its_query, its_cache in zip(queries, caches, strict=True):
         validate.decoding(its_query, its_cache, None, None, sink, None)
-        validate.without_gradient(
-            "tree_decode_attention", "ring_attention()", query=its_query, cache=its_cache, sink=sink
-        )
+        tensors = {"query": its_query, "cache": its_cache, "sink": sink}
+        validate.without_gradient("tree_decode_attention", "ring_attention()", **tensors)
         validate.options(causal, None, softcap, scale, 0.0, None, None, return_lse, its_query)
     last = transport.size - 1
     if last in transport.ranks and causal and queries[-1].shape[1] > caches[-1].capacity:
@@ -81,18 +80,12 @@ def tree_decode_attention(
         expected = f"a capacity for the {queries[-1].shape[1]} new tokens on the last rank"
         refuse("cache", expected, caches[-1].capacity, hint)
     with torch.no_grad():
-        states = [
-            _state(its_query, its_cache, causal and rank == last, **options)
-            for rank, its_query, its_cache in zip(transport.ranks, queries, caches, strict=True)
-        ]
         parameters = {"causal": causal, "softcap": softcap, "scale": scale, "sink": described(sink)}
-        merged = transport.run(
-            [
-                merge_ranks("tree_decode_attention", rank, transport.size, *one, parameters)
-                for rank, one in zip(transport.ranks, states, strict=True)
-            ],
-            queries[0].device,
-        )
+        strategies = []
+        for rank, its_query, its_cache in zip(transport.ranks, queries, caches, strict=True):
+            state = _state(its_query, its_cache, causal and rank == last, options)
+            strategies.append(merge_ranks("tree_decode_attention", rank, transport.size, *state, parameters))
+        merged = transport.run(strategies, queries[0].device)
         if sink is not None:
             merged = [add_sink(out, lse, sink) for out, lse in merged]
     dtype = queries[0].dtype
@@ -115,15 +108,11 @@ def merge_ranks(
     return merge([one[..., :-1] for one in gathered], [one[..., -1].transpose(1, 2) for one in gathered])
 
 
-def _state(
-    query: Tensor, cache: Any, causal: bool, *, softcap: float, scale: float | None, backend: str
-) -> tuple[Tensor, Tensor]:
+def _state(query: Tensor, cache: Any, causal: bool, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     if not isinstance(cache, ContiguousKV) or cache.lengths is not None:
-        out, lse = decode_attention(
-            query, cache, causal=causal, softcap=softcap, scale=scale, return_lse=True, backend=backend
-        )
+        out, lse = decode_attention(query, cache, causal=causal, return_lse=True, **options)
         return out.to(lse.dtype), lse
-    attention = Attention.of(query, causal, None, softcap, scale, backend=backend)
+    attention = Attention.of(query, causal, **options)
     state, keys, queries = State(query, cache.value_dim), cache.capacity, query.shape[1]
     if keys and queries:
         rows = Rows((Run(0, queries, keys - queries),), query)
