@@ -60,12 +60,13 @@ def _run(options: argparse.Namespace) -> int:
     except BrokenProcessPool:
         print("a worker was killed, perhaps for want of memory; say fewer --workers", file=sys.stderr)
         return 1
+    by_kernel = {one.kernel: one for one in made}
     found = {
         "arch": gpu.arch,
         "processors": gpu.processors,
         "device": words,
         **_conditions(gpu),
-        "kernels": [_entry(kernel, made) for kernel in kernels],
+        "kernels": [_entry(kernel, by_kernel.get(kernel)) for kernel in kernels],
         "compiled": sum(not one.error for one in made),
         "already_there": len(kernels) - len(to_compile),
         "failed": sum(bool(one.error) for one in made),
@@ -154,11 +155,8 @@ def _compiled(kernels: list[Kernel], gpu: Gpu, workers: int) -> list[Made]:
         return compile_ahead(kernels, gpu, workers, done)
 
 
-def _entry(kernel: Kernel, made: list[Made]) -> dict[str, Any]:
-    its = next((one for one in made if one.kernel == kernel), None)
-    outcome = (
-        {"seconds": round(its.seconds, 2), "error": its.error or None} if its else {"seconds": None, "error": None}
-    )
+def _entry(kernel: Kernel, its: Made | None) -> dict[str, Any]:
+    outcome = {"seconds": its and round(its.seconds, 2), "error": (its and its.error) or None}
     return {"kernel": kernel.name, "for": str(kernel.call), "key": kernel.key, **outcome}
 
 
