@@ -24,7 +24,7 @@ from .full_kv import full_kv_backward, full_kv_forward
 from .graph_break import graph_break
 from .processes import Group, transport_of
 from .shard import Layout, Run, check_shards, positions_of, runs_of
-from .shard_attention import Attention, Rows, Saved, modifiers
+from .shard_attention import Attention, Options, Rows, Saved, modifiers
 from .transport import Strategy, all_gather, reduce_scatter, unwrap_ranks
 
 TENSORS = ("query", "key", "value", "mask", "bias", "alibi_slopes", "sink")
@@ -70,7 +70,7 @@ def query_sharded_attention(
     [7, 7, 7]
     """
     arguments = locals()  # all of them, by name
-    transport = transport_of(group)
+    options, transport = Options.of(arguments), transport_of(group)
     if requested(backend) == "reference" and transport.size > 1:
         refuse("backend", "one that computes partial states", "'reference'", "It computes whole calls.")
     columns = [check_shards(name, arguments.pop(name), transport.ranks, optional=True) for name in TENSORS]
@@ -78,7 +78,7 @@ def query_sharded_attention(
     for one in copies:
         validate.attention_tensors(*one)
     first = copies[0][0]
-    validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, first)
+    options.check(first)
     if transport.size == 1:
         del arguments["group"]
         alone = attention(**dict(zip(TENSORS, copies[0], strict=True)), **arguments)
@@ -88,9 +88,8 @@ def query_sharded_attention(
     agreed("query_sharded_attention", transport, first.device, [((), _described(one) | compared) for one in copies])
     pair = common_seed(transport, seed_tensor(seed, first)) if dropout_p else None
     k_len, q_len = copies[0][1].shape[1], first.shape[1]
-    options = Attention.of(first, causal, window, softcap, scale, dropout_p, deterministic, backend, k_len - q_len)
     shards = [(*one[:3], *modifiers(*one[3:]), pair) for one in copies]
-    sharding = _QuerySharding(options, q_len, k_len, transport.size, return_lse)
+    sharding = _QuerySharding(Attention.of(first, options, k_len - q_len), q_len, k_len, transport.size, return_lse)
     outputs = differentiable(transport, sharding.forward, sharding.backward, shards)
     results = [one[:2] if return_lse else one[0] for one in outputs]
     return unwrap_ranks(results, not isinstance(query, Tensor), return_lse)

@@ -91,7 +91,7 @@ def ring_attention(
     """
     arguments = locals()  # all of them, by name
     check_rotation(rotate)
-    spec = prepare("ring_attention", **arguments)
+    spec = prepare("ring_attention", arguments)
     return spec.results(run_ring(spec, rotate), return_lse)
 
 

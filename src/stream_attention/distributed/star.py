@@ -27,7 +27,7 @@ from ..ops.attention import leading_ones
 from .graph_break import graph_break
 from .processes import Group, transport_of
 from .shard import Run, check_shards, take_runs
-from .shard_attention import Attention, Rows, State
+from .shard_attention import Attention, Options, Rows, State
 from .transport import unwrap_ranks
 
 
@@ -112,13 +112,14 @@ def star_context_attention(
     anchor_size = _check_sizes(block_size, anchor_size, length)
     transport = transport_of(group)
     sides = [check_shards(name, x, transport.ranks) for name, x in (("query", query), ("key", key), ("value", value))]
+    options = Options(True, softcap=softcap, scale=scale, return_lse=return_lse, backend=backend)
     results = []
     for rank, its_query, its_key, its_value in zip(transport.ranks, *sides, strict=True):
         validate.attention_tensors(its_query, its_key, its_value, None, None, alibi_slopes, sink)
-        validate.options(True, None, softcap, scale, 0.0, None, None, return_lse, its_query)
+        options.check(its_query)
         runs = star_rows(length, block_size, anchor_size, transport.size, rank)
         _check_rows("query, key, value", (its_query, its_key, its_value), rank, runs)
-        attention = Attention.of(its_query, True, None, softcap, scale, backend=backend)
+        attention = Attention.of(its_query, options)
         state = State(its_query, its_value.shape[-1])
         # The anchor's rows come first, whether they are a copy or the beginning of block 0.
         anchor = [run._replace(length=min(anchor_size, run.length)) for run in runs[:1] if anchor_size]

@@ -91,7 +91,7 @@ def ulysses_attention(
     if ring_size > 1 and layout == "striped":
         refuse("layout", "'contiguous' or 'zigzag' with a ring", "'striped'", "Neighbouring stripes are no stripe.")
     arguments |= {"mask given": mask is not None, "bias given": bias is not None}
-    spec = prepare("ulysses_attention", **arguments)
+    spec = prepare("ulysses_attention", arguments)
     ulysses = _Ulysses(spec, ring_size, layout, rotate, return_lse)
     shards = [ulysses.of_heads(rank, *one) for rank, one in zip(transport.ranks, spec.shards, strict=True)]
     outputs = differentiable(transport, ulysses.forward, ulysses.backward, shards)
