@@ -29,7 +29,7 @@ from ...base.problem import UNBOUNDED, Backward, Forward, Gradients, Inputs, Pro
 from ...base.state import EMPTY, add_sink
 from . import torch_cpu, torch_cuda
 from .dropout import keep, line_words
-from .torch_cpu import any_of
+from .torch_cpu import any_of, tile_of
 from .tuning import EagerConfig, configure
 
 
@@ -294,12 +294,7 @@ def _blocked_backward(problem: Problem, inputs: Inputs, config: EagerConfig, sav
 
 
 def key_mass(
-    problem: Problem,
-    inputs: Inputs,
-    config: EagerConfig,
-    lse: Tensor,
-    row_weights: Tensor | None,
-    per_query_head: bool,
+    problem: Problem, inputs: Inputs, config: EagerConfig, lse: Tensor, row_weights: Tensor | None, per_query_head: bool
 ) -> Tensor:
     """sum_i w_i exp(s_ij - lse_i) of each key j, over all rows i that share it: `[B, Hkv, Tk]`, or `[B, Hq, Tk]`.
 
@@ -412,9 +407,8 @@ class _Tiles:
         self.q = self.fold_queries(inputs.query) * problem.scale
         self.k, self.v = self._fold_keys(inputs.key), self._fold_keys(inputs.value)
         rows, cols = min(config.block_q, problem.q_len), min(config.block_k, problem.k_len)
-        self.scores = self.q.new_empty(
-            self.k.shape[0] * problem.group * rows * cols
-        )  # fresh pages cost as much as a pass
+        # Made once: fresh pages cost as much as a pass.
+        self.scores = self.q.new_empty(self.k.shape[0] * problem.group * rows * cols)
         self.q_positions = problem.q_start + problem.q_stride * torch.arange(problem.q_len, device=device)
         self.k_positions = problem.k_start + problem.k_stride * torch.arange(problem.k_len, device=device)
         if inputs.seed is not None and problem.dropout_p:
@@ -513,9 +507,7 @@ class _Tiles:
 
     def tile_of(self, x: Tensor, rows: slice, cols: slice) -> Tensor:
         """The tile of a tensor broadcastable to `[B, Hq, Tq, Tk]`; broadcast dims stay 1."""
-        x = self.batch_of(x)
-        x = x[:, :, rows] if x.shape[2] > 1 else x
-        return x[:, :, :, cols] if x.shape[3] > 1 else x
+        return tile_of(x, self.batch, rows, cols)
 
     def _visible(self, rows: slice, cols: slice) -> Tensor | None:
         p, seen = self.problem, []
