@@ -33,6 +33,8 @@ from . import values
 from .command import Refused, command, description
 from .plan import DTYPES, gpu_in_words
 
+SAME = ("heads", "window", "mask", "bias", "alibi", "sink", "softcap", "backend")
+"""Flags that are fields of a `Call` as they are."""
 LENGTHS = (128, 256, 512, 640, 1024, 1280, 1536, 2000, 2048, 2560, 3072, 4096, 5120, 8192, 16384)
 BATCHES = (1, 4, 16, 64)
 MOST_TOKENS = 1 << 16
@@ -123,18 +125,9 @@ def _calls(options: argparse.Namespace) -> Iterator[Call]:
     causal = (False, True) if options.causal is None else (options.causal,)
     parameters = (False, True) if options.backward and (options.bias or options.alibi or options.sink) else (False,)
     for dtype, dim, is_causal, its in product(options.dtype, options.dim, causal, parameters):
-        common: dict[str, Any] = {
-            "heads": options.heads,
-            "kv_heads": kv_heads,
-            "dim": dim,
-            "value_dim": options.value_dim or dim,
-            "dtype": DTYPES[dtype],
-            "causal": is_causal,
-            "parameters": its,
-            "dropout_p": options.dropout,
-            **{name: getattr(options, name) for name in ("window", "mask", "bias", "alibi", "sink", "softcap")},
-            "backend": options.backend,
-        }
+        own = {"kv_heads": kv_heads, "dim": dim, "value_dim": options.value_dim or dim, "dtype": DTYPES[dtype]}
+        own |= {"causal": is_causal, "parameters": its, "dropout_p": options.dropout}
+        common: dict[str, Any] = {name: getattr(options, name) for name in SAME} | own
         for length, packed in product(sorted(options.seq), (False, True) if options.packed else (False,)):
             for batch in options.batch or (one for one in BATCHES if one * length <= MOST_TOKENS):
                 yield Call(batch, length, length, packed=packed, backward=options.backward, **common)

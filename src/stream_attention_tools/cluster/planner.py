@@ -244,16 +244,10 @@ class _Model:
         phases, work_s = self.phases()
         at_once = replace(self.speed, host_s=0.0)
         kernels, _ = _Model(self.scheme, self.work, self.cluster, at_once).phases()
-        return Prediction(
-            self.scheme,
-            phases,
-            _computing(kernels),
-            work_s,
-            max(one.forward + self.work.backward * one.backward for one in sent(self.scheme, self.work, self.ranks)),
-            self.memory_bytes(),
-            exact=self.scheme.name != "star",
-            sharded=self.scheme.name != "query",
-        )
+        bytes_of = (one.forward + self.work.backward * one.backward for one in sent(self.scheme, self.work, self.ranks))
+        exact, sharded = self.scheme.name != "star", self.scheme.name != "query"
+        needs = max(bytes_of), self.memory_bytes()
+        return Prediction(self.scheme, phases, _computing(kernels), work_s, *needs, exact, sharded)
 
     def phases(self) -> tuple[tuple[Phase, ...], float]:
         """The phases of the busiest rank, and the computing of all ranks together."""
