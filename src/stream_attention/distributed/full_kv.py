@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..base.state import Saved
 from .autograd import Tensors
 from .shard import Run
-from .shard_attention import Attention, RowGradients, Rows, Saved, State
+from .shard_attention import Attention, RowGradients, Rows, State
 
 
 def full_kv_forward(

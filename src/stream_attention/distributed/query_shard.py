@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..base.errors import refuse
 from ..base.problem import UNBOUNDED
+from ..base.state import Saved
 from ..dispatch import validate
 from ..dispatch.plan import requested
 from ..ops.attention import attention, in_autocast_dtype, seed_tensor
@@ -24,7 +25,7 @@ from .full_kv import full_kv_backward, full_kv_forward
 from .graph_break import graph_break
 from .processes import Group, transport_of
 from .shard import Layout, Run, check_shards, positions_of, runs_of
-from .shard_attention import Attention, Options, Rows, Saved, modifiers
+from .shard_attention import Attention, Options, Rows, modifiers
 from .transport import Strategy, all_gather, reduce_scatter, unwrap_ranks
 
 TENSORS = ("query", "key", "value", "mask", "bias", "alibi_slopes", "sink")

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from ..base.errors import refuse
+from ..base.state import Saved
 from .autograd import Tensors, differentiable, in_dtypes_of
 from .call_spec import CallSpec, Runs, prepare
 from .graph_break import graph_break
 from .processes import Group
 from .shard import Layout, Run, by_position
-from .shard_attention import RowGradients, Rows, Saved, State
+from .shard_attention import RowGradients, Rows, State
 from .tiles import Sides, sees
 from .transport import AllGather, AllToAll, Exchange, Pending, Start, Strategy, Wait
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..base.problem import Inputs, Wanted
-from ..base.state import EMPTY, add_sink
+from ..base.state import EMPTY, Saved, add_sink
 from ..dispatch import validate
 from ..dispatch.plan import requested
 from ..ops.attention import backward_step, forward_into, leading_ones
@@ -74,19 +74,6 @@ class State:
         return out.to(dtype), lse
 
 
-class Saved(NamedTuple):
-    """What a backward reads of a rank's rows: their result over all keys, and the incoming gradients."""
-
-    out: Tensor
-    lse: Tensor
-    grad_out: Tensor
-    grad_lse: Tensor | None
-
-    def part(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        grad_lse = None if self.grad_lse is None else self.grad_lse[..., rows].contiguous()
-        return self.out[:, rows], self.lse[..., rows].contiguous(), self.grad_out[:, rows], grad_lse
-
-
 class RowGradients:
     """The gradients of a rank's rows, summed over the shards of keys in fp32; None where they are not wanted.
 
@@ -105,7 +92,9 @@ class RowGradients:
 
     def with_keys(self, dk: Tensor, dv: Tensor) -> Tensors:
         """In fp32, one for each of `tensors`."""
-        return self.query, dk, dv, None, self.bias, self.alibi_slopes, _sink_gradient(self.rows.sink, self.saved), None
+        sink = self.rows.sink
+        d_sink = self.saved.sink_gradient(sink) if sink is not None and sink.requires_grad else None
+        return self.query, dk, dv, None, self.bias, self.alibi_slopes, d_sink, None
 
 
 class Options(NamedTuple):
@@ -162,7 +151,7 @@ class Attention:
         rows, saved = grads.rows, grads.saved
         for tile in self._tiles(rows, k_runs):
             inputs = _inputs(tile, rows, key, value)
-            step = backward_step(inputs, *saved.part(tile.rows), wanted=grads.wanted, **self._options(tile))
+            step = backward_step(inputs, *_part(saved, tile.rows), wanted=grads.wanted, **self._options(tile))
             _add(dk[:, tile.columns], step.key)
             _add(dv[:, tile.columns], step.value)
             if grads.query is not None:
@@ -187,17 +176,9 @@ def _add(total: Tensor | None, part: Tensor | None) -> None:
         total += part
 
 
-def _sink_gradient(sink: Tensor | None, saved: Saved) -> Tensor | None:
-    """The sink's share of each row, exp(sink - lse), times the gradient of its logit; over this rank's rows.
-
-    None where it is not wanted.
-    """
-    if sink is None or not sink.requires_grad:
-        return None
-    delta = (saved.grad_out.to(saved.lse.dtype) * saved.out).sum(-1).transpose(1, 2)
-    grad_logit = -delta if saved.grad_lse is None else saved.grad_lse - delta
-    share = torch.exp(sink.to(saved.lse.dtype)[:, None] - saved.lse)
-    return torch.where(saved.lse == EMPTY, 0.0, share * grad_logit).sum((0, 2))
+def _part(saved: Saved, rows: slice) -> Saved:
+    grad_lse = None if saved.grad_lse is None else saved.grad_lse[..., rows].contiguous()
+    return Saved(saved.out[:, rows], saved.lse[..., rows].contiguous(), saved.grad_out[:, rows], grad_lse)
 
 
 def _inputs(tile: Tile, rows: Rows, key: Tensor, value: Tensor) -> Inputs:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import refuse
+from ..base.state import Saved
 from .agreement import agreed
 from .autograd import Tensors, differentiable, in_dtypes_of
 from .call_spec import CallSpec, prepare, runs_between
@@ -31,7 +32,7 @@ from .head_exchange import Moving, Side, to_heads, to_rows, within
 from .processes import Group, transport_of
 from .ring import Ring, Rotation, check_rotation, ring_attention
 from .shard import Layout, positions_of, runs_of_all
-from .shard_attention import Rows, Saved
+from .shard_attention import Rows
 from .transport import Strategy, Transport
 
 

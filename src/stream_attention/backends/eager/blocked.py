@@ -26,26 +26,11 @@ import torch
 from torch import Tensor
 
 from ...base.problem import UNBOUNDED, Backward, Forward, Gradients, Inputs, Problem, Wanted
-from ...base.state import EMPTY, add_sink
+from ...base.state import EMPTY, Saved, add_sink
 from . import torch_cpu, torch_cuda
 from .dropout import keep, line_words
 from .torch_cpu import any_of, tile_of
 from .tuning import EagerConfig, configure
-
-
-class Saved(NamedTuple):
-    """What a backward reads of the forward's results, and their gradients."""
-
-    out: Tensor
-    lse: Tensor
-    grad_out: Tensor
-    grad_lse: Tensor | None
-
-    @property
-    def delta(self) -> Tensor:
-        """rowsum(dO * O) - dLSE, `[B, Hq, Tq]`."""
-        delta = (self.grad_out.to(self.lse.dtype) * self.out).sum(-1).transpose(1, 2)
-        return delta if self.grad_lse is None else delta - self.grad_lse
 
 
 def prepare(problem: Problem, inputs: Inputs, config: EagerConfig) -> Forward:
@@ -98,7 +83,7 @@ def _flash_backward(
     """By torch's CPU flash op; None where it let a NaN through a mask."""
     d_sink = None
     if inputs.sink is not None and wanted.sink:
-        d_sink = _sink_gradient(inputs.sink, saved.lse, saved.delta).to(inputs.sink.dtype)
+        d_sink = saved.sink_gradient(inputs.sink).to(inputs.sink.dtype)
     out, lse, grad_out, grad_lse = saved
     carried: Tensor | None = out
     if grad_lse is not None and grad_lse.any():
@@ -289,7 +274,7 @@ def _blocked_backward(problem: Problem, inputs: Inputs, config: EagerConfig, sav
             if grad is not None:
                 grad[tiles.batch, keys] = total.unflatten(0, (-1, problem.kv_heads)).transpose(1, 2).to(grad.dtype)
     if inputs.sink is not None and wanted.sink:
-        grads = grads._replace(sink=_sink_gradient(inputs.sink, lse, delta))
+        grads = grads._replace(sink=saved.sink_gradient(inputs.sink))
     return grads if problem.partial else _in_dtype_of(inputs, grads)
 
 
@@ -324,13 +309,6 @@ def key_mass(
                 by_head = weight.view(q.shape[0] // problem.kv_heads, heads, -1, weight.shape[-1])
                 in_sight[tiles.batch, :, cols] += by_head.sum(2)
     return mass
-
-
-def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """The sink takes exp(sink - lse) of each row and gives no value: its gradient is -sum of that times delta."""
-    logit = sink.to(lse.dtype).view(-1, 1)
-    share = torch.where(lse == EMPTY, 0.0, torch.exp(logit - lse))
-    return -(share * delta).sum((0, 2))
 
 
 def _add_reduced(target: Tensor, tile: Tensor) -> None:
