@@ -17,11 +17,9 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from itertools import product
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +28,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stream_attention.backends.triton.tuning import Tile, TritonConfig, configure_backward, configure_forward
 from stream_attention.base.files import write_file
-from stream_attention.base.problem import Inputs, Problem, state_problem
+from stream_attention.base.problem import Inputs, Problem
 
+from .bench.suites import draw
 from .bench.summary import geometric_mean
 from .bench.timing import Latency, interleaved
+from .testing.inputs import Case, stated
 
 TOKENS, HIDDEN = 16384, 2048
 
@@ -58,33 +58,20 @@ class Cell(NamedTuple):
         """What a compiled kernel depends on."""
         return self.head_dim, self.causal, self.dtype, self.modifier
 
-    def inputs(self, device: str, batch: int | None = None) -> Inputs:
+    def case(self, device: str, batch: int | None = None) -> Case:
         heads, length, batch = HIDDEN // self.head_dim, self.length, batch or TOKENS // self.length
-        square = (1, 1, length, length)
-        modifiers: dict[str, Callable[[], dict[str, Any]]] = {
-            "mask": lambda: {"mask": torch.rand(square, device=device) > 0.1},
-            "key mask": lambda: {"mask": torch.rand(batch, 1, 1, length, device=device) > 0.1},
-            "bias": lambda: {"bias": torch.randn(square, device=device, dtype=self.dtype)},
-            "alibi": lambda: {"alibi_slopes": torch.rand(1, heads, device=device)},
-            "sink": lambda: {"sink": torch.randn(heads, device=device)},
-            "dropout": lambda: {"seed": torch.tensor([1, 2], device=device)},
+        modifiers: dict[str, dict[str, Any]] = {
+            "window": {"window": (length // 4, -1)},
+            "mask": {"mask": (1, 1, length, length)},
+            "key mask": {"mask": (batch, 1, 1, length)},
+            "bias": {"bias": (1, 1, length, length)},
+            "alibi": {"alibi": "H"},
+            "softcap": {"softcap": 20.0},
+            "sink": {"sink": True},
+            "dropout": {"dropout_p": 0.1},
         }
-        extra = modifiers.get(self.modifier, dict)()
-        shape = (batch, length, heads, self.head_dim)
-        return Inputs(*(torch.randn(shape, device=device, dtype=self.dtype) for _ in range(3)), **extra)
-
-    def problem(self, inputs: Inputs) -> Problem:
-        return state_problem(
-            inputs,
-            q_len=0,
-            k_len=0,
-            causal=self.causal,
-            window=(self.length // 4, -1) if self.modifier == "window" else (-1, -1),
-            softcap=20.0 if self.modifier == "softcap" else 0.0,
-            scale=self.head_dim**-0.5,
-            dropout_p=0.1 if self.modifier == "dropout" else 0.0,
-            deterministic=False,
-        )
+        shape = (batch, length, length, heads, heads, self.head_dim, self.head_dim)
+        return Case(*shape, self.dtype, device, causal=self.causal, **modifiers.get(self.modifier, {}))
 
     def flops(self, products: float) -> float:
         return 2 * products * TOKENS * self.length * HIDDEN * (0.5 if self.causal else 1.0)
@@ -121,6 +108,12 @@ def candidates(kernel: str, head_dim: int, dtype: torch.dtype = torch.bfloat16) 
                 by_keys = kernel in ("key", "dk", "dv")
                 found.append(Tile(*((streamed, owned) if by_keys else (owned, streamed)), warps, stages))
     return found
+
+
+def random_problem(case: Case) -> tuple[Problem, Inputs]:
+    """The problem of a case on random inputs, and these."""
+    x = draw(case)
+    return stated(x, x.tensors, x.options | {"deterministic": False})
 
 
 class Bench(NamedTuple):
@@ -188,19 +181,15 @@ def output_gradient(out: torch.Tensor) -> torch.Tensor:
     return torch.randn(out.shape, generator=generator, device=out.device, dtype=out.dtype)
 
 
-def _compile_one(job: tuple[Cell, str, Any, int]) -> str:
-    """Compile in a worker process, filling Triton's cache. Returns what went wrong, if anything."""
+def _compile(job: tuple[Cell, str, Any, int]) -> None:
+    """Fill Triton's cache, in a worker process."""
     from stream_attention.gpu.offline import launching_for
 
     cell, kernel, config, arch = job
-    inputs = cell._replace(length=1024).inputs("cpu", batch=2)
-    problem = cell.problem(inputs).replace(device=torch.device("cuda"), arch=arch, processors=132)
-    try:
-        with launching_for(arch, lambda form: form.compile()):
-            bench(kernel, problem, inputs).launch(config)
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    return ""
+    problem, inputs = random_problem(cell._replace(length=1024).case("cpu", batch=2))
+    problem = problem.replace(device=torch.device("cuda"), arch=arch, processors=132)
+    with launching_for(arch, lambda form: form.compile()):
+        bench(kernel, problem, inputs).launch(config)
 
 
 def time_ms(function: Callable[[], Any], repeats: int) -> float:
@@ -229,22 +218,22 @@ def sweep(
     cells: list[Cell], kernels: list[str], repeats: int, configs: dict[tuple[str, int], list[Any]]
 ) -> list[dict[str, Any]]:
     """Time every configuration of every kernel and cell beside SDPA's flash kernel."""
+    from .testing.offline import in_fresh_processes
+
     major, minor = torch.cuda.get_device_capability()
-    jobs = [
-        (cell, kernel, config, major * 10 + minor)
+    unique = {
+        (*cell.variant, kernel, config): (cell, kernel, config, major * 10 + minor)
         for cell, kernel in product(cells, kernels)
         for config in configs[kernel, cell.head_dim]
-    ]
-    unique = {(*cell.variant, kernel, config): (cell, kernel, config, arch) for cell, kernel, config, arch in jobs}
+    }
     started = time.time()
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        errors = dict(zip(unique, pool.map(_compile_one, unique.values()), strict=True))
+    found = in_fresh_processes(_compile, unique.values(), min(16, os.cpu_count() or 1))
+    errors = dict(zip(unique, found, strict=True))
     print(f"compiled {len(unique)} variants in {time.time() - started:.0f} s", flush=True)
 
     rows = []
     for cell in cells:
-        inputs = cell.inputs("cuda")
-        problem = cell.problem(inputs)
+        problem, inputs = random_problem(cell.case("cuda"))
         again, truths = sdpa(inputs, cell.causal, backward=kernels != ["forward"])
         peer = time_ms(again, repeats)
         for kernel in kernels:
@@ -252,7 +241,7 @@ def sweep(
             expected = None if cell.modifier else truths[kernel]
             for config in configs[kernel, cell.head_dim]:
                 variant = (*cell.variant, kernel, config)
-                row = {**cell.described(), "kernel": kernel, "config": list(config), "error": errors[variant]}
+                row = {**cell.described(), "kernel": kernel, "config": list(config), "error": errors[variant][:200]}
                 rows.append(row)
                 if row["error"]:
                     continue

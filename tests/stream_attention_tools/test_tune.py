@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from stream_attention.backends.triton.tuning import Tile, TritonConfig
 from stream_attention_tools.testing.offline import compiling_for
-from stream_attention_tools.tune import KERNELS, MODIFIERS, Cell, bench, candidates, main, propose
+from stream_attention_tools.tune import KERNELS, MODIFIERS, Cell, bench, candidates, main, propose, random_problem
 
 
 def rows_held(kernel: str, config: Any) -> int:
@@ -38,8 +38,7 @@ def test_candidates_fit_the_shared_memory(kernel: str, head_dim: int, dtype: tor
 @pytest.mark.parametrize("modifier", MODIFIERS)
 def test_a_cell_poses_the_problem_it_is_named_for(modifier: str) -> None:
     cell = Cell(64, 128, True, torch.bfloat16, modifier)
-    inputs = cell.inputs("cpu", batch=2)
-    problem = cell.problem(inputs)
+    problem, inputs = random_problem(cell.case("cpu", batch=2))
     posed = {
         "window": problem.left >= 0,
         "mask": problem.mask and inputs.mask is not None and inputs.mask.shape[2] > 1,
@@ -57,8 +56,8 @@ def test_a_cell_poses_the_problem_it_is_named_for(modifier: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_candidate_compiles_as_it_would_be_launched(kernel: str) -> None:
     cell = Cell(64, 128, False, modifier="bias" if kernel == "bias" else "")
-    inputs = cell.inputs("cpu", batch=1)
-    problem = cell.problem(inputs).replace(device=torch.device("cuda"), arch=90, processors=132)
+    problem, inputs = random_problem(cell.case("cpu", batch=1))
+    problem = problem.replace(device=torch.device("cuda"), arch=90, processors=132)
     with compiling_for(90) as compiled:
         bench(kernel, problem, inputs).launch(candidates(kernel, 64)[0])
     assert compiled[-1].metadata.name == f"_{'key' if kernel in ('dk', 'dv') else kernel}_kernel"

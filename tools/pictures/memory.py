@@ -67,7 +67,7 @@ def write(path: Path) -> None:
 def draw(results: dict[str, Any], what: str) -> str:
     def series(name: str) -> Series:
         sizes = [(row["length"], row[what] / 2**20) for row in results["rows"] if row["way"] == name]
-        return Series(name, [Point(length, size, size, size) for length, size in sizes])
+        return Series(name, [Point.exact(length, size) for length, size in sizes])
 
     title = {"forward": "Memory of a forward", "training": "Memory, forward and backward"}[what]
     return figures.lines(

@@ -13,6 +13,7 @@ shared prefixes all fold with this one rule, in any order. Partial `out` is fp32
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,3 +58,23 @@ def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     total = logsumexp(torch.stack((lse, logit.expand_as(lse))), dim=0)
     weight = torch.exp(lse - torch.where(total == EMPTY, torch.zeros_like(total), total))
     return (out.to(lse.dtype) * per_row(weight)).to(out.dtype), total
+
+
+class Saved(NamedTuple):
+    """What a backward reads: the state of all keys, in the dtypes of the call's results, and its gradients."""
+
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None
+
+    @property
+    def delta(self) -> Tensor:
+        """rowsum(dO * O) - dLSE, `[B, H, T]`."""
+        delta = (self.grad_out.to(self.lse.dtype) * self.out).sum(-1).transpose(1, 2)
+        return delta if self.grad_lse is None else delta - self.grad_lse
+
+    def sink_gradient(self, sink: Tensor) -> Tensor:
+        """The sink takes exp(sink - lse) of each row and gives no value: its gradient is -sum of that times delta."""
+        share = torch.exp(sink.to(self.lse.dtype).view(-1, 1) - self.lse)
+        return -torch.where(self.lse == EMPTY, 0.0, share * self.delta).sum((0, 2))

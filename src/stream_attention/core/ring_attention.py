@@ -177,10 +177,10 @@ class RingAttention(nn.Module):
         return columns
 
     def _spec(self, query: Any, key: Any, value: Any, mask: Any, bias: Any, causal: bool, seed: Any) -> CallSpec:
-        where = {"group": self.transport, "layout": self.layout, "rotate": self.rotate}
-        how = {"causal": causal, "mask": mask, "bias": bias, "dropout_p": self._dropout, "seed": seed}
-        options: dict[str, Any] = where | how
-        spec = prepare("ring_attention", query, key, value, backend=self.config.backend, **options)
+        tensors = {"query": query, "key": key, "value": value, "mask": mask, "bias": bias}
+        where = {"group": self.transport, "layout": self.layout, "rotate": self.rotate, "backend": self.config.backend}
+        how = {"causal": causal, "dropout_p": self._dropout, "seed": seed}
+        spec = prepare("ring_attention", tensors | where | how)
         check_length(self.config, sum(spec.k_lengths))
         return spec
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from zlib import crc32
 
 import torch
@@ -43,6 +43,15 @@ def agree(
             hint = "Every rank must make the same call."
             refuse(name, f"the same on all {size} ranks", f"{value!r} on rank {rank}, another on {differing}", hint)
     return [row[NAME : NAME + len(lengths)] for row in table]
+
+
+def agreed(
+    call: str, transport: Transport, device: torch.device, ranks: Iterable[tuple[Sequence[int], Mapping[str, object]]]
+) -> list[list[int]]:
+    """`agree` by each rank of this process, whose lengths and parameters are in `ranks`."""
+    asking = zip(transport.ranks, ranks, strict=True)
+    strategies = [agree(call, rank, transport.size, device, *its) for rank, its in asking]
+    return transport.run(strategies, device)[0]
 
 
 def described(tensor: Tensor | None) -> object:

@@ -13,14 +13,16 @@ from torch import Tensor
 from ..base.errors import check_int, refuse
 from ..dispatch import validate
 from ..dispatch.plan import requested
-from ..ops.attention import in_autocast_dtype, leading_ones, seed_tensor
-from .agreement import agree, described
+from ..ops.attention import in_autocast_dtype, seed_tensor
+from .agreement import agreed, described
 from .autograd import Tensors
-from .processes import Group, transport_of
+from .processes import transport_of
 from .shard import Layout, Run, check_layout, check_shards, offsets_of, runs_of_all, shard_length, within_sequences
-from .shard_attention import Attention, contiguous
-from .tiles import Sides
+from .shard_attention import Attention, Options, modifiers
 from .transport import Transport, unwrap_ranks
+
+ARGUMENTS = "query key value group layout length cu_seqlens mask bias alibi_slopes sink".split()
+"""Of every strategy over the sequence, beside its options."""
 
 Runs = tuple[tuple[Run, ...], ...]  # of all ranks
 
@@ -46,38 +48,18 @@ class CallSpec:
         return unwrap_ranks([pair if return_lse else pair[0] for pair in pairs], self.listed, return_lse)
 
 
-def prepare(
-    call: str,
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    group: Group = None,
-    layout: Layout = "contiguous",
-    length: int | None = None,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    causal: bool = False,
-    window: Sides | None = None,
-    mask: Any = None,
-    bias: Any = None,
-    alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None,
-    softcap: float = 0.0,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    deterministic: bool | None = None,
-    return_lse: bool = False,
-    backend: str = "auto",
-    **parameters: object,
-) -> CallSpec:
+def prepare(call: str, arguments: Mapping[str, Any]) -> CallSpec:
     """Check a call of the public function `call` on every rank, and what the ranks must agree on between them.
 
-    `parameters` are the function's own arguments.
+    `arguments` are the function's, by name; those that not every strategy has are compared as they are.
     """
+    options = Options.of(arguments)
+    common: Any = map(arguments.get, ARGUMENTS)
+    query, key, value, group, layout, length, cu_seqlens, mask, bias, alibi_slopes, sink = common
+    own = {name: value for name, value in arguments.items() if name not in (*ARGUMENTS, *Options._fields)}
     check_layout(layout)
     transport = transport_of(group)
-    if requested(backend) == "reference":
+    if requested(options.backend) == "reference":
         refuse("backend", "one that computes partial states", "'reference'", "It computes whole calls.")
     given = {"query": query, "key": key, "value": value, "mask": mask, "bias": bias}
     *qkv, masks, biases = (
@@ -95,8 +77,8 @@ def prepare(
         validate.varlen_tensors(q, k, v, ends, ends, None, None, None, None, alibi_slopes, sink)
         if q.shape[0] != k.shape[0]:
             refuse("key", f"as many rows as the query, {q.shape[0]}, of packed sequences", k.shape[0])
-    validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, first)
-    if dropout_p and seed is None:
+    options.check(first)
+    if options.dropout_p and options.seed is None:
         refuse("seed", "the same on every rank, when there is dropout", "None", "Draw one and pass it to all.")
 
     if offsets is not None:
@@ -104,42 +86,32 @@ def prepare(
     differentiated = [t for one in (*tensors, biases, (alibi_slopes, sink)) for t in one]
     compared = {
         "gradients wanted": torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiated),
-        "return_lse": return_lse,
-        "causal": causal,
-        "window": window,
-        "softcap": softcap,
-        "scale": scale,
-        "dropout_p": dropout_p,
-        "seed": described(seed) if isinstance(seed, Tensor) else seed,
+        **{
+            name: getattr(options, name) for name in ("return_lse", "causal", "window", "softcap", "scale", "dropout_p")
+        },
+        "seed": described(options.seed) if isinstance(options.seed, Tensor) else options.seed,
         "alibi_slopes": described(alibi_slopes),
         "sink": described(sink),
         "layout": layout,
         "cu_seqlens": offsets,
-        **parameters,
+        **own,
     }
     q_lengths, k_lengths = _lengths(call, transport, tensors, layout, length, compared)
     q_base, keys = sum(k_lengths) - sum(q_lengths), sum(k_lengths)
     if offsets is not None and offsets[-1] > keys:
         refuse("cu_seqlens", f"a last value of at most the {keys} rows of all ranks", offsets[-1])
-    pair = seed_tensor(seed, first) if dropout_p else None
+    pair = seed_tensor(options.seed, first) if options.dropout_p else None
     shards = []
     for (q, k, v), its_mask, its_bias in zip(tensors, masks, biases, strict=True):
         # Without memory, in the shape of the keys of all ranks.
         all_k, all_v = (t.new_empty(1, 1, 1, t.shape[3]).expand(t.shape[0], keys, *t.shape[2:]) for t in (k, v))
         validate.attention_tensors(q, all_k, all_v, its_mask, its_bias, None, None)
-        modifiers = leading_ones(its_mask, 4), leading_ones(its_bias, 4), contiguous(leading_ones(alibi_slopes, 2))
-        shards.append((q, k, v, *modifiers, contiguous(sink), pair))
-    return CallSpec(
-        transport,
-        shards,
-        Attention.of(first, causal, window, softcap, scale, dropout_p, deterministic, backend, q_base),
-        runs_between(layout, q_lengths, offsets, q_base),
-        runs_between(layout, k_lengths, offsets, 0),
-        q_lengths,
-        k_lengths,
-        offsets,
-        isinstance(query, (list, tuple)),
+        shards.append((q, k, v, *modifiers(its_mask, its_bias, alibi_slopes, sink), pair))
+    attention, listed = Attention.of(first, options, q_base), isinstance(query, (list, tuple))
+    q_runs, k_runs = (
+        runs_between(layout, lengths, offsets, base) for lengths, base in ((q_lengths, q_base), (k_lengths, 0))
     )
+    return CallSpec(transport, shards, attention, q_runs, k_runs, q_lengths, k_lengths, offsets, listed)
 
 
 def _lengths(
@@ -148,7 +120,7 @@ def _lengths(
     tensors: Sequence[Tensors],
     layout: Layout,
     length: int | None,
-    compared: Mapping[str, object],
+    compared: dict[str, object],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The lengths of all ranks' queries and keys: those of the layout if `length` is known, else exchanged."""
     size, device = transport.size, tensors[0][0].device
@@ -161,11 +133,8 @@ def _lengths(
                 wanted = f"that of shards of {expected[rank]} rows on rank {rank}"
                 refuse("length", wanted, f"{length} beside shards of {own}", "None asks the other ranks.")
         return expected, expected
-    strategies = [
-        agree(call, rank, size, device, own, {**_described(*one), **compared})
-        for rank, own, one in zip(transport.ranks, local, tensors, strict=True)
-    ]
-    q_lengths, k_lengths = zip(*transport.run(strategies, device)[0], strict=True)
+    ranks = [(own, _described(*one) | compared) for own, one in zip(local, tensors, strict=True)]
+    q_lengths, k_lengths = zip(*agreed(call, transport, device, ranks), strict=True)
     return q_lengths, k_lengths
 
 

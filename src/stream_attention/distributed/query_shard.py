@@ -15,16 +15,17 @@ from torch import Tensor
 
 from ..base.errors import refuse
 from ..base.problem import UNBOUNDED
+from ..base.state import Saved
 from ..dispatch import validate
 from ..dispatch.plan import requested
-from ..ops.attention import attention, in_autocast_dtype, leading_ones, seed_tensor
-from .agreement import agree, common_seed, described
+from ..ops.attention import attention, in_autocast_dtype, seed_tensor
+from .agreement import agreed, common_seed, described
 from .autograd import Tensors, differentiable, in_dtypes_of
 from .full_kv import full_kv_backward, full_kv_forward
 from .graph_break import graph_break
 from .processes import Group, transport_of
 from .shard import Layout, Run, check_shards, positions_of, runs_of
-from .shard_attention import Attention, Rows, Saved, contiguous
+from .shard_attention import Attention, Options, Rows, modifiers
 from .transport import Strategy, all_gather, reduce_scatter, unwrap_ranks
 
 TENSORS = ("query", "key", "value", "mask", "bias", "alibi_slopes", "sink")
@@ -70,7 +71,7 @@ def query_sharded_attention(
     [7, 7, 7]
     """
     arguments = locals()  # all of them, by name
-    transport = transport_of(group)
+    options, transport = Options.of(arguments), transport_of(group)
     if requested(backend) == "reference" and transport.size > 1:
         refuse("backend", "one that computes partial states", "'reference'", "It computes whole calls.")
     columns = [check_shards(name, arguments.pop(name), transport.ranks, optional=True) for name in TENSORS]
@@ -78,25 +79,18 @@ def query_sharded_attention(
     for one in copies:
         validate.attention_tensors(*one)
     first = copies[0][0]
-    validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, first)
+    options.check(first)
     if transport.size == 1:
         del arguments["group"]
         alone = attention(**dict(zip(TENSORS, copies[0], strict=True)), **arguments)
         return unwrap_ranks([alone], not isinstance(query, Tensor), return_lse)
-    compared = ("causal", "window", "softcap", "scale", "dropout_p", "return_lse")
-    strategies = []
-    for rank, one in zip(transport.ranks, copies, strict=True):
-        parameters = _described(one) | {name: arguments[name] for name in compared}
-        strategies.append(agree("query_sharded_attention", rank, transport.size, first.device, (), parameters))
-    transport.run(strategies, first.device)
+    names = ("causal", "window", "softcap", "scale", "dropout_p", "return_lse")
+    compared = {name: arguments[name] for name in names}
+    agreed("query_sharded_attention", transport, first.device, [((), _described(one) | compared) for one in copies])
     pair = common_seed(transport, seed_tensor(seed, first)) if dropout_p else None
     k_len, q_len = copies[0][1].shape[1], first.shape[1]
-    options = Attention.of(first, causal, window, softcap, scale, dropout_p, deterministic, backend, k_len - q_len)
-    shards = []
-    for *qkv, its_mask, its_bias, slopes, its_sink in copies:
-        modifiers = leading_ones(its_mask, 4), leading_ones(its_bias, 4), contiguous(leading_ones(slopes, 2))
-        shards.append((*qkv, *modifiers, contiguous(its_sink), pair))
-    sharding = _QuerySharding(options, q_len, k_len, transport.size, return_lse)
+    shards = [(*one[:3], *modifiers(*one[3:]), pair) for one in copies]
+    sharding = _QuerySharding(Attention.of(first, options, k_len - q_len), q_len, k_len, transport.size, return_lse)
     outputs = differentiable(transport, sharding.forward, sharding.backward, shards)
     results = [one[:2] if return_lse else one[0] for one in outputs]
     return unwrap_ranks(results, not isinstance(query, Tensor), return_lse)

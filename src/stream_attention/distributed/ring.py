@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from ..base.errors import refuse
-from ..base.problem import Wanted
+from ..base.state import Saved
 from .autograd import Tensors, differentiable, in_dtypes_of
 from .call_spec import CallSpec, Runs, prepare
 from .graph_break import graph_break
 from .processes import Group
 from .shard import Layout, Run, by_position
-from .shard_attention import RowGradients, Rows, Saved, State, sink_gradient
+from .shard_attention import RowGradients, Rows, State
 from .tiles import Sides, sees
 from .transport import AllGather, AllToAll, Exchange, Pending, Start, Strategy, Wait
 
@@ -92,7 +92,7 @@ def ring_attention(
     """
     arguments = locals()  # all of them, by name
     check_rotation(rotate)
-    spec = prepare("ring_attention", **arguments)
+    spec = prepare("ring_attention", arguments)
     return spec.results(run_ring(spec, rotate), return_lse)
 
 
@@ -115,6 +115,18 @@ def visits(q_runs: Runs, k_runs: Runs, sides: Sides) -> tuple[frozenset[int], ..
         frozenset(s for s in range(size) if s == 0 or sees(q_runs[(owner + s) % size], k_runs[owner], sides))
         for owner in range(size)
     )
+
+
+@lru_cache(maxsize=256)
+def _moves(visits: tuple[frozenset[int], ...], step: int, home: bool) -> list[tuple[int, int, int]]:
+    """Whose shard moves from which rank to which: to those who use it at `step`, or `home` from there."""
+    size, moves = len(visits), []
+    for owner, its in enumerate(visits):
+        if step in its:
+            here, beside = (owner + step) % size, step + 1 if home else step - 1
+            other = (owner + beside) % size if beside in its else owner
+            moves.append((owner, here, other) if home else (owner, other, here))
+    return moves
 
 
 class Ring:
@@ -146,12 +158,10 @@ class Ring:
 
     def gradients(self, rank: int, tensors: Tensors, outputs: Tensors, grads: Tensors) -> Strategy[Tensors]:
         """One for each of `tensors`, in fp32."""
-        query, key, value, _, bias, slopes, sink, _ = tensors
-        rows, saved = Rows(self.q_runs[rank], query, *tensors[3:]), Saved(*outputs, *grads)
-        wanted = Wanted(*(t is not None and t.requires_grad for t in (query, key, value, bias, slopes)))
-        row_grads = RowGradients(rows, wanted._replace(key=True, value=True))  # other ranks may want theirs
+        query, key, value, *rest = tensors
+        row_grads = RowGradients(Rows(self.q_runs[rank], query, *rest), Saved(*outputs, *grads), tensors)
         own = torch.cat((key, value), dim=-1)
-        shards, total = {rank: own}, torch.zeros_like(own, dtype=saved.lse.dtype)
+        shards, total = {rank: own}, torch.zeros_like(own, dtype=row_grads.saved.lse.dtype)
         back: Route = {}, {}
         following: Pending | None = None
         for step, upcoming in self.steps:
@@ -162,21 +172,20 @@ class Ring:
             parts = {rank: total} | zeros
             for shard, runs in self.in_order(shards):
                 sums = torch.zeros_like(shard, dtype=total.dtype) if len(shards) > 1 else parts[next(iter(shards))]
-                self.attention.backward(row_grads, saved, rows, *_split(shard, key), *_split(sums, key), runs)
+                self.attention.backward(row_grads, *_split(shard, key), *_split(sums, key), runs)
                 if len(shards) > 1:
                     for owner, run, joined in by_position({owner: self.k_runs[owner] for owner in shards}):
                         parts[owner][:, run.rows] = sums[:, joined.rows]
             if following is not None:
                 _add(parts, back, (yield Wait(following)))
             if step:
-                back = self.way_back(rank, step)
+                back = self.route(rank, step, home=True)
                 following = yield Start(self.exchange(back, parts, total))
             if upcoming is not None:
                 shards = _by_owner(route, (yield Wait(coming)))
         if following is not None:
             _add({rank: total}, back, (yield Wait(following)))
-        d_kv = _split(total, key)
-        return row_grads.query, *d_kv, None, row_grads.bias, row_grads.alibi_slopes, sink_gradient(sink, saved), None
+        return row_grads.with_keys(*_split(total, key))
 
     def in_order(self, shards: Mapping[int, Tensor]) -> list[tuple[Tensor, Sequence[Run]]]:
         """The shards at this rank, if any, as one, with the runs of its rows. Several are concatenated by position: the
@@ -187,35 +196,16 @@ class Ring:
         pieces = [shards[owner][:, run.rows] for owner, run, _ in places]
         return [(torch.cat(pieces, dim=1), [joined for *_, joined in places])] if pieces else []
 
-    def route(self, rank: int, step: int) -> Route:
-        """The route of the keys to where they are used at `step`."""
+    def route(self, rank: int, step: int, home: bool = False) -> Route:
+        """The route of the keys to where they are used at `step`; `home`: of the gradients computed there, on with
+        their keys, or to the owner after the last visit."""
         if self.rotate == "allgather":
-            others = [r for r in range(self.size) if r != rank]
-            return dict.fromkeys(others, rank), {r: r for r in others}
-        current, coming = (rank - step + 1) % self.size, (rank - step) % self.size
-        sends, receives = {}, {}
-        if {step - 1, step} <= self.visits[current]:
-            sends[(rank + 1) % self.size] = current
-        if step in self.visits[rank] and step - 1 not in self.visits[rank]:
-            sends[(rank + step) % self.size] = rank
-        if step in self.visits[coming]:
-            receives[(rank - 1) % self.size if step - 1 in self.visits[coming] else coming] = coming
-        return sends, receives
-
-    def way_back(self, rank: int, step: int) -> Route:
-        """The route of the gradients computed at `step`: on with their keys, or to the owner after the last visit."""
-        if self.rotate == "allgather":
-            others = [r for r in range(self.size) if r != rank]
-            return {r: r for r in others}, dict.fromkeys(others, rank)
-        current, coming = (rank - step) % self.size, (rank - step - 1) % self.size
-        sends, receives = {}, {}
-        if step in self.visits[current]:
-            sends[(rank + 1) % self.size if step + 1 in self.visits[current] else current] = current
-        if {step, step + 1} <= self.visits[coming]:
-            receives[(rank - 1) % self.size] = coming
-        if step in self.visits[rank] and step + 1 not in self.visits[rank]:
-            receives[(rank + step) % self.size] = rank
-        return sends, receives
+            others = {r: r for r in range(self.size) if r != rank}
+            own = dict.fromkeys(others, rank)
+            return (others, own) if home else (own, others)
+        moves = _moves(self.visits, step, home)
+        sends = {to: owner for owner, origin, to in moves if origin == rank}
+        return sends, {origin: owner for owner, origin, to in moves if to == rank}
 
     def exchange(self, route: Route, shards: Mapping[int, Tensor], like: Tensor) -> Exchange:
         batch, _, *heads = like.shape

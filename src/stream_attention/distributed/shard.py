@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import check_int, refuse
-from .agreement import agree
+from .agreement import agreed
 from .autograd import differentiable
 from .graph_break import graph_break
 from .processes import Group, transport_of
@@ -158,12 +158,9 @@ def unshard_sequence(shard: Any, *, group: Group = None, layout: Layout = "conti
     device = shards[0].device
     local = [one.movedim(check_dim("shard", one, dim), 0).contiguous() for one in shards]
     wanted = torch.is_grad_enabled() and any(one.requires_grad for one in shards)
-    strategies = []
-    for rank, one in zip(transport.ranks, local, strict=True):
-        parameters = {"rest of the shape": list(one.shape[1:]), "dtype": one.dtype, "layout": layout}
-        parameters["gradients wanted"] = wanted
-        strategies.append(agree("unshard_sequence", rank, transport.size, device, one.shape[:1], parameters))
-    lengths = [n for (n,) in transport.run(strategies, device)[0]]
+    common = {"layout": layout, "gradients wanted": wanted}
+    ranks = [(one.shape[:1], {"rest of the shape": list(one.shape[1:]), "dtype": one.dtype, **common}) for one in local]
+    lengths = [n for (n,) in agreed("unshard_sequence", transport, device, ranks)]
     # The row of each position in the concatenated shards.
     order = torch.argsort(torch.cat([positions_of(runs, device) for runs in runs_of_all(layout, lengths)]))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from ..base.problem import Inputs, Wanted
-from ..base.state import EMPTY, add_sink
+from ..base.state import EMPTY, Saved, add_sink
+from ..dispatch import validate
 from ..dispatch.plan import requested
-from ..ops.attention import backward_step, forward_into
+from ..ops.attention import backward_step, forward_into, leading_ones
+from .autograd import Tensors
 from .shard import Run
 from .tiles import Sides, Tile, sides_of, tiles
 
@@ -72,33 +74,48 @@ class State:
         return out.to(dtype), lse
 
 
-class Saved(NamedTuple):
-    """What a backward reads of a rank's rows: their result over all keys, and the incoming gradients."""
-
-    out: Tensor
-    lse: Tensor
-    grad_out: Tensor
-    grad_lse: Tensor | None
-
-    def part(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        grad_lse = None if self.grad_lse is None else self.grad_lse[..., rows].contiguous()
-        return self.out[:, rows], self.lse[..., rows].contiguous(), self.grad_out[:, rows], grad_lse
-
-
 class RowGradients:
-    """The gradients of a rank's rows, summed over the shards of keys in fp32; None where they are not wanted."""
+    """The gradients of a rank's rows, summed over the shards of keys in fp32; None where they are not wanted.
 
-    def __init__(self, rows: Rows, wanted: Wanted) -> None:
+    `tensors` are a rank's query, key, value, mask, bias, alibi_slopes, sink and seed.
+    """
+
+    def __init__(self, rows: Rows, saved: Saved, tensors: Tensors) -> None:
+        self.rows, self.saved = rows, saved
+        wanted = [t is not None and t.requires_grad for t in (tensors[0], *tensors[4:6])]
+        self.wanted = Wanted(wanted[0], True, True, *wanted[1:])  # other ranks may want those of keys and values
         dtype = torch.promote_types(rows.query.dtype, torch.float32)
-        self.wanted = wanted._replace(sink=False)
         self.query, self.bias, self.alibi_slopes = (
             torch.zeros_like(t, dtype=dtype) if t is not None and is_wanted else None
-            for t, is_wanted in (
-                (rows.query, wanted.query),
-                (rows.bias, wanted.bias),
-                (rows.alibi_slopes, wanted.alibi_slopes),
-            )
+            for t, is_wanted in zip((rows.query, rows.bias, rows.alibi_slopes), wanted, strict=True)
         )
+
+    def with_keys(self, dk: Tensor, dv: Tensor) -> Tensors:
+        """In fp32, one for each of `tensors`."""
+        sink = self.rows.sink
+        d_sink = self.saved.sink_gradient(sink) if sink is not None and sink.requires_grad else None
+        return self.query, dk, dv, None, self.bias, self.alibi_slopes, d_sink, None
+
+
+class Options(NamedTuple):
+    """Arguments of a public function that are the same on all ranks."""
+
+    causal: bool = False
+    window: Sides | None = None
+    softcap: float = 0.0
+    scale: float | None = None
+    dropout_p: float = 0.0
+    seed: int | Tensor | None = None
+    deterministic: bool | None = None
+    return_lse: bool = False
+    backend: str = "auto"
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Options:
+        return cls(**{name: arguments[name] for name in cls._fields if name in arguments})
+
+    def check(self, query: Tensor) -> None:
+        validate.options(*self[:-1], query)
 
 
 @dataclass(frozen=True)
@@ -114,19 +131,9 @@ class Attention:
     q_base: int = 0  # the position of query 0 of the whole call
 
     @classmethod
-    def of(
-        cls,
-        query: Tensor,
-        causal: bool,
-        window: Sides | None = None,
-        softcap: float = 0.0,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        deterministic: bool | None = None,
-        backend: str = "auto",
-        q_base: int = 0,
-    ) -> Attention:
-        """From the arguments of a public function."""
+    def of(cls, query: Tensor, options: Options, q_base: int = 0) -> Attention:
+        """What a public function computes with its options."""
+        causal, window, softcap, scale, dropout_p, _, deterministic, _, backend = options
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         sides, backend = sides_of(causal, window), requested(backend)
@@ -138,20 +145,13 @@ class Attention:
             state.fold(tile.rows, _inputs(tile, rows, key, value), self._options(tile))
 
     def backward(
-        self,
-        grads: RowGradients,
-        saved: Saved,
-        rows: Rows,
-        key: Tensor,
-        value: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        k_runs: Sequence[Run],
+        self, grads: RowGradients, key: Tensor, value: Tensor, dk: Tensor, dv: Tensor, k_runs: Sequence[Run]
     ) -> None:
         """Add these rows' share of a shard's gradients to `dk` and `dv`, fp32, and the rows' own to `grads`."""
+        rows, saved = grads.rows, grads.saved
         for tile in self._tiles(rows, k_runs):
             inputs = _inputs(tile, rows, key, value)
-            step = backward_step(inputs, *saved.part(tile.rows), wanted=grads.wanted, **self._options(tile))
+            step = backward_step(inputs, *_part(saved, tile.rows), wanted=grads.wanted, **self._options(tile))
             _add(dk[:, tile.columns], step.key)
             _add(dv[:, tile.columns], step.value)
             if grads.query is not None:
@@ -176,17 +176,9 @@ def _add(total: Tensor | None, part: Tensor | None) -> None:
         total += part
 
 
-def sink_gradient(sink: Tensor | None, saved: Saved) -> Tensor | None:
-    """The sink's share of each row, exp(sink - lse), times the gradient of its logit; over this rank's rows.
-
-    None where it is not wanted.
-    """
-    if sink is None or not sink.requires_grad:
-        return None
-    delta = (saved.grad_out.to(saved.lse.dtype) * saved.out).sum(-1).transpose(1, 2)
-    grad_logit = -delta if saved.grad_lse is None else saved.grad_lse - delta
-    share = torch.exp(sink.to(saved.lse.dtype)[:, None] - saved.lse)
-    return torch.where(saved.lse == EMPTY, 0.0, share * grad_logit).sum((0, 2))
+def _part(saved: Saved, rows: slice) -> Saved:
+    grad_lse = None if saved.grad_lse is None else saved.grad_lse[..., rows].contiguous()
+    return Saved(saved.out[:, rows], saved.lse[..., rows].contiguous(), saved.grad_out[:, rows], grad_lse)
 
 
 def _inputs(tile: Tile, rows: Rows, key: Tensor, value: Tensor) -> Inputs:
@@ -215,5 +207,10 @@ def _of_sequence(slopes: Tensor | None, rows: Rows, tile: Tile) -> Tensor | None
     return slopes[tile.sequence : tile.sequence + 1] if slopes is not None and packed else slopes
 
 
-def contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+def modifiers(
+    mask: Tensor | None, bias: Tensor | None, alibi_slopes: Tensor | None, sink: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Those of a rank's call in the form of `Rows`."""
+    slopes = leading_ones(alibi_slopes, 2)
+    small = (None if t is None else t.contiguous() for t in (slopes, sink))
+    return leading_ones(mask, 4), leading_ones(bias, 4), *small

@@ -27,7 +27,7 @@ from ..ops.attention import leading_ones
 from .graph_break import graph_break
 from .processes import Group, transport_of
 from .shard import Run, check_shards, take_runs
-from .shard_attention import Attention, Rows, State
+from .shard_attention import Attention, Options, Rows, State
 from .transport import unwrap_ranks
 
 
@@ -73,7 +73,8 @@ def star_cache(
     for rank, *pair in zip(transport.ranks, *sides, strict=True):
         runs = star_rows(length, block_size, anchor_size, transport.size, rank)
         _check_rows("key, value", pair, rank, runs)
-        kept.append(tuple(t[:, _copied(rank, runs) :] for t in pair))
+        copied = runs[0].length if rank and runs and runs[0].start == 0 else 0  # the first rank has the anchor itself
+        kept.append(tuple(t[:, copied:] for t in pair))
     return unwrap_ranks(kept, not isinstance(key, Tensor))
 
 
@@ -111,40 +112,24 @@ def star_context_attention(
     anchor_size = _check_sizes(block_size, anchor_size, length)
     transport = transport_of(group)
     sides = [check_shards(name, x, transport.ranks) for name, x in (("query", query), ("key", key), ("value", value))]
+    options = Options(True, softcap=softcap, scale=scale, return_lse=return_lse, backend=backend)
     results = []
-    for rank, *one in zip(transport.ranks, *sides, strict=True):
-        validate.attention_tensors(one[0], one[1], one[2], None, None, alibi_slopes, sink)
-        validate.options(True, None, softcap, scale, 0.0, None, None, return_lse, one[0])
+    for rank, its_query, its_key, its_value in zip(transport.ranks, *sides, strict=True):
+        validate.attention_tensors(its_query, its_key, its_value, None, None, alibi_slopes, sink)
+        options.check(its_query)
         runs = star_rows(length, block_size, anchor_size, transport.size, rank)
-        _check_rows("query, key, value", one, rank, runs)
-        attention = Attention.of(one[0], True, None, softcap, scale, backend=backend)
+        _check_rows("query, key, value", (its_query, its_key, its_value), rank, runs)
+        attention = Attention.of(its_query, options)
+        state = State(its_query, its_value.shape[-1])
+        # The anchor's rows come first, whether they are a copy or the beginning of block 0.
+        anchor = [run._replace(length=min(anchor_size, run.length)) for run in runs[:1] if anchor_size]
         with torch.no_grad():
-            out, lse = _encode(attention, runs, anchor_size, one, leading_ones(alibi_slopes, 2), sink)
+            for run in runs:
+                rows = Rows((run,), its_query, alibi_slopes=leading_ones(alibi_slopes, 2))
+                attention.forward(state, rows, its_key, its_value, [*anchor, run] if run.start else [run])
+            out, lse = state.finish(sink, its_query.dtype)
         results.append((out, lse) if return_lse else out)
     return unwrap_ranks(results, isinstance(query, (list, tuple)), return_lse)
-
-
-def _encode(
-    attention: Attention,
-    runs: Sequence[Run],
-    anchor_size: int,
-    tensors: Sequence[Tensor],
-    slopes: Tensor | None,
-    sink: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    query, key, value = tensors
-    state = State(query, value.shape[-1])
-    # The anchor's rows come first, whether they are a copy or the beginning of block 0.
-    anchor = runs[0]._replace(length=min(anchor_size, runs[0].length)) if runs else None
-    for run in runs:
-        visible = (run,) if anchor is None or run.start == 0 or not anchor.length else (anchor, run)
-        attention.forward(state, Rows((run,), query, alibi_slopes=slopes), key, value, visible)
-    return state.finish(sink, query.dtype)
-
-
-def _copied(rank: int, runs: Sequence[Run]) -> int:
-    """Rows that are a copy of the anchor: the first rank has the anchor itself."""
-    return runs[0].length if rank and runs and runs[0].start == 0 else 0
 
 
 def _check_rows(names: str, tensors: Sequence[Tensor], rank: int, runs: Sequence[Run]) -> None:

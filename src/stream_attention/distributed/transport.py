@@ -85,20 +85,24 @@ def all_gather(
     rank: int, tensor: Tensor, shapes: Sequence[Sequence[int]], kind: type[AllGather] = AllGather
 ) -> Strategy[list[Tensor]]:
     """Everyone's tensors, in the order of ranks; `shapes` are those of all ranks, and need not be equal."""
-    if len(shapes) == 1:
-        return [tensor]
-    receives = {r: tensor.new_empty(tuple(shape)) for r, shape in enumerate(shapes) if r != rank}
-    arrived = yield kind(dict.fromkeys(receives, tensor), receives)
-    return [tensor if r == rank else arrived[r] for r in range(len(shapes))]
+    return (yield from _collective(kind, rank, [tensor] * len(shapes), shapes))
 
 
 def all_to_all(rank: int, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Strategy[list[Tensor]]:
     """`parts[r]` goes to rank r; the result is what the ranks send here, of `shapes`, one's own among them."""
+    return (yield from _collective(AllToAll, rank, parts, shapes))
+
+
+def _collective(
+    kind: type[Exchange], rank: int, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+) -> Strategy[list[Tensor]]:
+    own = parts[rank]
     if len(parts) == 1:
-        return [parts[0]]
-    receives = {r: parts[rank].new_empty(tuple(shape)) for r, shape in enumerate(shapes) if r != rank}
-    arrived = yield AllToAll({r: part for r, part in enumerate(parts) if r != rank}, receives)
-    return [parts[rank] if r == rank else arrived[r] for r in range(len(parts))]
+        return [own]
+    others = [r for r in range(len(parts)) if r != rank]
+    receives = {r: own.new_empty(tuple(shapes[r])) for r in others}
+    arrived = yield kind({r: parts[r] for r in others}, receives)
+    return [own if r == rank else arrived[r] for r in range(len(parts))]
 
 
 def reduce_scatter(rank: int, parts: Sequence[Tensor]) -> Strategy[Tensor]:

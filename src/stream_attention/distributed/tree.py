@@ -22,7 +22,7 @@ from .agreement import agree, described
 from .graph_break import graph_break
 from .processes import Group, transport_of
 from .shard import Run, check_shards
-from .shard_attention import Attention, Rows, State
+from .shard_attention import Attention, Options, Rows, State
 from .transport import Strategy, all_gather, unwrap_ranks
 
 
@@ -68,31 +68,24 @@ def tree_decode_attention(
         hint = "A pair of tensors is ContiguousKV(key, value)." if any(isinstance(x, Tensor) for x in caches) else ""
         refuse("cache", f"one for each of the {len(transport.ranks)} ranks of this process", f"{len(caches)}", hint)
     queries = check_shards("query", [query] * len(caches) if isinstance(query, Tensor) else query, transport.ranks)
-    options: dict[str, Any] = {"softcap": softcap, "scale": scale, "backend": backend}
+    options = Options(causal, softcap=softcap, scale=scale, return_lse=return_lse, backend=backend)
     for its_query, its_cache in zip(queries, caches, strict=True):
         validate.decoding(its_query, its_cache, None, None, sink, None)
-        validate.without_gradient(
-            "tree_decode_attention", "ring_attention()", query=its_query, cache=its_cache, sink=sink
-        )
-        validate.options(causal, None, softcap, scale, 0.0, None, None, return_lse, its_query)
+        tensors = {"query": its_query, "cache": its_cache, "sink": sink}
+        validate.without_gradient("tree_decode_attention", "ring_attention()", **tensors)
+        options.check(its_query)
     last = transport.size - 1
     if last in transport.ranks and causal and queries[-1].shape[1] > caches[-1].capacity:
         hint = "Append the new tokens to it before the call."
         expected = f"a capacity for the {queries[-1].shape[1]} new tokens on the last rank"
         refuse("cache", expected, caches[-1].capacity, hint)
     with torch.no_grad():
-        states = [
-            _state(its_query, its_cache, causal and rank == last, **options)
-            for rank, its_query, its_cache in zip(transport.ranks, queries, caches, strict=True)
-        ]
         parameters = {"causal": causal, "softcap": softcap, "scale": scale, "sink": described(sink)}
-        merged = transport.run(
-            [
-                merge_ranks("tree_decode_attention", rank, transport.size, *one, parameters)
-                for rank, one in zip(transport.ranks, states, strict=True)
-            ],
-            queries[0].device,
-        )
+        strategies = []
+        for rank, its_query, its_cache in zip(transport.ranks, queries, caches, strict=True):
+            state = _state(its_query, its_cache, options._replace(causal=causal and rank == last))
+            strategies.append(merge_ranks("tree_decode_attention", rank, transport.size, *state, parameters))
+        merged = transport.run(strategies, queries[0].device)
         if sink is not None:
             merged = [add_sink(out, lse, sink) for out, lse in merged]
     dtype = queries[0].dtype
@@ -115,15 +108,12 @@ def merge_ranks(
     return merge([one[..., :-1] for one in gathered], [one[..., -1].transpose(1, 2) for one in gathered])
 
 
-def _state(
-    query: Tensor, cache: Any, causal: bool, *, softcap: float, scale: float | None, backend: str
-) -> tuple[Tensor, Tensor]:
+def _state(query: Tensor, cache: Any, options: Options) -> tuple[Tensor, Tensor]:
     if not isinstance(cache, ContiguousKV) or cache.lengths is not None:
-        out, lse = decode_attention(
-            query, cache, causal=causal, softcap=softcap, scale=scale, return_lse=True, backend=backend
-        )
+        same = {name: getattr(options, name) for name in ("causal", "softcap", "scale", "backend")}
+        out, lse = decode_attention(query, cache, return_lse=True, **same)
         return out.to(lse.dtype), lse
-    attention = Attention.of(query, causal, None, softcap, scale, backend=backend)
+    attention = Attention.of(query, options)
     state, keys, queries = State(query, cache.value_dim), cache.capacity, query.shape[1]
     if keys and queries:
         rows = Rows((Run(0, queries, keys - queries),), query)

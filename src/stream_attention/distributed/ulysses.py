@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ..base.errors import refuse
-from .agreement import agree
+from ..base.state import Saved
+from .agreement import agreed
 from .autograd import Tensors, differentiable, in_dtypes_of
 from .call_spec import CallSpec, prepare, runs_between
 from .full_kv import full_kv_backward, full_kv_forward
@@ -31,7 +32,7 @@ from .head_exchange import Moving, Side, to_heads, to_rows, within
 from .processes import Group, transport_of
 from .ring import Ring, Rotation, check_rotation, ring_attention
 from .shard import Layout, positions_of, runs_of_all
-from .shard_attention import Rows, Saved
+from .shard_attention import Rows
 from .transport import Strategy, Transport
 
 
@@ -91,7 +92,7 @@ def ulysses_attention(
     if ring_size > 1 and layout == "striped":
         refuse("layout", "'contiguous' or 'zigzag' with a ring", "'striped'", "Neighbouring stripes are no stripe.")
     arguments |= {"mask given": mask is not None, "bias given": bias is not None}
-    spec = prepare("ulysses_attention", **arguments)
+    spec = prepare("ulysses_attention", arguments)
     ulysses = _Ulysses(spec, ring_size, layout, rotate, return_lse)
     shards = [ulysses.of_heads(rank, *one) for rank, one in zip(transport.ranks, spec.shards, strict=True)]
     outputs = differentiable(transport, ulysses.forward, ulysses.backward, shards)
@@ -280,18 +281,13 @@ def _by_rows(spec: CallSpec) -> tuple[bool, bool]:
     """
     if all(mask is None and bias is None for _, _, _, mask, bias, *_ in spec.shards):
         return False, False
-    transport, device = spec.transport, spec.shards[0][0].device
-    strategies = []
-    for rank, (query, _, _, *tiles) in zip(transport.ranks, spec.shards, strict=True):
-        pair = tiles[:2]
-        counts = [query.shape[1] if t is None else t.shape[2] for t in pair]
-        compared = {
-            name: None if t is None else (t.shape[0], t.shape[1], t.dtype, t.requires_grad)
-            for name, t in zip(("mask", "bias"), pair, strict=True)
-        }
-        lengths = [query.shape[1], *counts]
-        strategies.append(agree("ulysses_attention, mask and bias", rank, transport.size, device, lengths, compared))
-    queries, *counts_of = zip(*transport.run(strategies, device)[0], strict=True)
+    ranks: list[Any] = []
+    for query, _, _, *tiles in (one[:5] for one in spec.shards):
+        lengths = [query.shape[1], *(query.shape[1] if t is None else t.shape[2] for t in tiles)]
+        described = [None if t is None else (*t.shape[:2], t.dtype, t.requires_grad) for t in tiles]
+        ranks.append((lengths, dict(zip(("mask", "bias"), described, strict=True))))
+    table = agreed("ulysses_attention, mask and bias", spec.transport, spec.shards[0][0].device, ranks)
+    queries, *counts_of = zip(*table, strict=True)
     by_rows = []
     for name, t, rows in zip(("mask", "bias"), spec.shards[0][3:5], counts_of, strict=True):
         by_rows.append(t is not None and rows == queries)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -157,12 +156,7 @@ def _input_sets(case: Case, cell: Cell, providers: dict[str, Provider]) -> list[
 def described(case: Case) -> dict[str, Any]:
     """A case as JSON: shapes, and every field that is not at its default."""
     shapes = ("B", "Tq", "Tk", "Hq", "Hkv", "D", "Dv", "dtype")
-    described = {
-        field.name: getattr(case, field.name)
-        for field in fields(case)
-        if field.name in shapes or getattr(case, field.name) != field.default
-    }
-    return described | {"dtype": str(case.dtype).removeprefix("torch.")}
+    return case.given(*shapes) | {"dtype": str(case.dtype).removeprefix("torch.")}
 
 
 def _compared(cell: Cell, samples: dict[str, list[float]]) -> dict[str, Any]:

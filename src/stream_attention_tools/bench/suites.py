@@ -72,6 +72,10 @@ class Tensors(NamedTuple):
         return [int(length) for length in self.options["cu_seqlens_k"].diff()]
 
 
+SAME = ("window", "softcap", "scale")
+"""Fields of a case that are options as they are."""
+
+
 def draw(case: Case, seed: int = 0) -> Tensors:
     """Random inputs, drawn on the case's device. `testing.make` draws on the CPU in fp64: too slow for large cells."""
     device = torch.device(case.device)
@@ -80,9 +84,8 @@ def draw(case: Case, seed: int = 0) -> Tensors:
     def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    options: dict[str, Any] = {"causal": case.causal}
-    if case.window is not None:
-        options["window"] = case.window
+    options: dict[str, Any] = {name: value for name, value in case.given().items() if name in SAME}
+    options["causal"] = case.causal
     if case.mask is not None:
         options["mask"] = torch.rand(case.mask, generator=generator, device=device) > 0.3
     if case.bias is not None:
@@ -92,10 +95,6 @@ def draw(case: Case, seed: int = 0) -> Tensors:
         options["alibi_slopes"] = slopes if case.alibi == "H" else slopes.expand(case.sequences, -1).contiguous()
     if case.sink:
         options["sink"] = normal(case.Hq, dtype=torch.float32)
-    if case.softcap:
-        options["softcap"] = case.softcap
-    if case.scale is not None:
-        options["scale"] = case.scale
     if case.dropout_p:
         options |= {"dropout_p": case.dropout_p, "seed": torch.tensor([seed, 0], device=device)}
     lead_q: tuple[int, ...] = (case.B, case.Tq)

@@ -53,9 +53,8 @@ def compare(cell: Cell, providers: dict[str, Provider], seed: int = 0) -> dict[s
         except Exception as error:
             entries[name] = {"failed": f"{type(error).__name__}: {error}"}
             continue
-        results = {
-            one.of: {key: getattr(one, key) for key in ("error", "mean", "allowed", "right")} for one in verdicts
-        }
+        keys = ("error", "mean", "allowed", "right")
+        results = {one.of: {key: getattr(one, key) for key in keys} for one in verdicts}
         entries[name] = {"ran": provider.ran(x) or provider.about, "results": results}
     return {"problem": described(cell.case), "direction": cell.direction, "seed": seed, "providers": entries}
 

@@ -159,14 +159,13 @@ def _refuse_outputs(options: argparse.Namespace) -> None:
 
 def _written(found: dict[str, Any], options: argparse.Namespace) -> dict[Path, str | None]:
     """By file, why it could not be written, or None where it was."""
-    outcomes: dict[Path, str | None] = {}
-    if options.json_out is not None:
-        outcomes[options.json_out] = flags.write_error(results_.save, found, options.json_out)
-    if options.csv is not None:
-        outcomes[options.csv] = flags.write_error(results_.save_csv, found, options.csv)
-    if options.report is not None:
-        outcomes[options.report / "index.html"] = flags.write_error(write_page, [found], options.report)
-    return outcomes
+    page = None if options.report is None else options.report / "index.html"
+    calls: dict[Path | None, tuple[Any, ...]] = {
+        options.json_out: (results_.save, found, options.json_out),
+        options.csv: (results_.save_csv, found, options.csv),
+        page: (write_page, [found], options.report),
+    }
+    return {path: flags.write_error(*call) for path, call in calls.items() if path is not None}
 
 
 # What is shown

@@ -35,7 +35,7 @@ def strong(work: Workload, cluster: Cluster, speed: Speed) -> str:
     """One sequence on ever more GPUs: how many times as fast as one GPU."""
     alone = one_gpu_s(work, speed)
     series, best = _series(work, cluster, speed, lambda ranks: work, lambda ranks, one: alone / one.seconds)
-    ideal = Series(IDEAL, [_point(ranks, float(ranks)) for ranks in GPUS])
+    ideal = Series(IDEAL, [Point.exact(ranks, ranks) for ranks in GPUS])
     title = f"{short(work.length)} tokens on ever more GPUs"
     top = float(GPUS[-1])
     return figures.lines(title, "x one GPU", [*series, ideal], ORDER, best, figure, top, log=True, axis="GPUs")
@@ -71,7 +71,7 @@ def _series(
             name = _name(one)
             its = points.setdefault(name, [])
             if one.exact and not (its and its[-1].x == ranks):  # of two layouts, the faster
-                its.append(_point(ranks, value(ranks, one)))
+                its.append(Point.exact(ranks, value(ranks, one)))
     asked = predict_all(work, cluster, speed)
     series = [Series(name, points[name]) for name in ORDER if points.get(name)]
     return series, {_name(recommend(asked, speed).chosen)}
@@ -81,7 +81,3 @@ def _name(one: Prediction) -> str:
     if one.scheme.name == "allgather":
         return "all-gather"
     return "ulysses x ring" if one.scheme.ring_size > 1 else str(one.scheme)
-
-
-def _point(ranks: int, value: float) -> Point:
-    return Point(float(ranks), value, value, value)

@@ -33,6 +33,8 @@ from . import values
 from .command import Refused, command, description
 from .plan import DTYPES, gpu_in_words
 
+SAME = ("heads", "window", "mask", "bias", "alibi", "sink", "softcap", "backend")
+"""Flags that are fields of a `Call` as they are."""
 LENGTHS = (128, 256, 512, 640, 1024, 1280, 1536, 2000, 2048, 2560, 3072, 4096, 5120, 8192, 16384)
 BATCHES = (1, 4, 16, 64)
 MOST_TOKENS = 1 << 16
@@ -60,12 +62,13 @@ def _run(options: argparse.Namespace) -> int:
     except BrokenProcessPool:
         print("a worker was killed, perhaps for want of memory; say fewer --workers", file=sys.stderr)
         return 1
+    by_kernel = {one.kernel: one for one in made}
     found = {
         "arch": gpu.arch,
         "processors": gpu.processors,
         "device": words,
         **_conditions(gpu),
-        "kernels": [_entry(kernel, made) for kernel in kernels],
+        "kernels": [_entry(kernel, by_kernel.get(kernel)) for kernel in kernels],
         "compiled": sum(not one.error for one in made),
         "already_there": len(kernels) - len(to_compile),
         "failed": sum(bool(one.error) for one in made),
@@ -122,18 +125,9 @@ def _calls(options: argparse.Namespace) -> Iterator[Call]:
     causal = (False, True) if options.causal is None else (options.causal,)
     parameters = (False, True) if options.backward and (options.bias or options.alibi or options.sink) else (False,)
     for dtype, dim, is_causal, its in product(options.dtype, options.dim, causal, parameters):
-        common: dict[str, Any] = {
-            "heads": options.heads,
-            "kv_heads": kv_heads,
-            "dim": dim,
-            "value_dim": options.value_dim or dim,
-            "dtype": DTYPES[dtype],
-            "causal": is_causal,
-            "parameters": its,
-            "dropout_p": options.dropout,
-            **{name: getattr(options, name) for name in ("window", "mask", "bias", "alibi", "sink", "softcap")},
-            "backend": options.backend,
-        }
+        own = {"kv_heads": kv_heads, "dim": dim, "value_dim": options.value_dim or dim, "dtype": DTYPES[dtype]}
+        own |= {"causal": is_causal, "parameters": its, "dropout_p": options.dropout}
+        common: dict[str, Any] = {name: getattr(options, name) for name in SAME} | own
         for length, packed in product(sorted(options.seq), (False, True) if options.packed else (False,)):
             for batch in options.batch or (one for one in BATCHES if one * length <= MOST_TOKENS):
                 yield Call(batch, length, length, packed=packed, backward=options.backward, **common)
@@ -154,11 +148,8 @@ def _compiled(kernels: list[Kernel], gpu: Gpu, workers: int) -> list[Made]:
         return compile_ahead(kernels, gpu, workers, done)
 
 
-def _entry(kernel: Kernel, made: list[Made]) -> dict[str, Any]:
-    its = next((one for one in made if one.kernel == kernel), None)
-    outcome = (
-        {"seconds": round(its.seconds, 2), "error": its.error or None} if its else {"seconds": None, "error": None}
-    )
+def _entry(kernel: Kernel, its: Made | None) -> dict[str, Any]:
+    outcome = {"seconds": its and round(its.seconds, 2), "error": (its and its.error) or None}
     return {"kernel": kernel.name, "for": str(kernel.call), "key": kernel.key, **outcome}
 
 

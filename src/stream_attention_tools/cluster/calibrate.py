@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -105,28 +105,30 @@ def _whole_call_s(
         torch.randn(batch, length, heads, work.dim, device=device, dtype=work.dtype, requires_grad=work.backward)
         for heads in (work.heads, work.kv_heads, work.kv_heads)
     )
-    taken: dict[Direction, list[float]] = {"forward": [], "backward": []}
-    for _ in range(rounds + 1):  # the first one warms up
-        stop = clock(device)
+    taken: dict[Direction, float] = {}
+    taken["forward"] = _best_s(lambda: attention(query, key, value, causal=causal), device, rounds) / batch
+    if work.backward:
         out = attention(query, key, value, causal=causal)
-        taken["forward"].append(stop()())
-        if work.backward:
-            stop = clock(device)
-            torch.autograd.grad(out, (query, key, value), out.detach())
-            taken["backward"].append(stop()())
-    return {direction: min(ms[1:]) / 1e3 / batch for direction, ms in taken.items() if ms}
+        gradients = partial(torch.autograd.grad, out, (query, key, value), out.detach(), retain_graph=True)
+        taken["backward"] = _best_s(gradients, device, rounds) / batch
+    return taken
+
+
+def _best_s(call: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Seconds, the best of the rounds after one that warms up."""
+    taken = []
+    for _ in range(rounds + 1):
+        stop = clock(device)
+        call()
+        taken.append(stop()())
+    return min(taken[1:]) / 1e3
 
 
 def _bytes_per_s(device: torch.device, rounds: int) -> float:
     """Of adding two large tensors of fp32."""
     numbers = (1 << 28) if device.type == "cuda" else (1 << 22)
     one, other = torch.ones(2, numbers, device=device)
-    taken = []
-    for _ in range(rounds + 1):
-        stop = clock(device)
-        one += other
-        taken.append(stop()())
-    return 3 * 4 * numbers / (min(taken) / 1e3)
+    return 3 * 4 * numbers / _best_s(lambda: one.add_(other), device, rounds)
 
 
 def _host_s(work: Workload, device: torch.device, rounds: int, calls: int = 20) -> float:
@@ -134,12 +136,11 @@ def _host_s(work: Workload, device: torch.device, rounds: int, calls: int = 20) 
     tensors = [torch.randn(1, 2, heads, work.dim, device=device, dtype=work.dtype) for heads in (1, 1, 1)]
     options = Attention(EVERYTHING, 0.0, 1.0, 0.0, False, "auto")
     rows, state = Rows((Run(0, 2, 0),), tensors[0]), State(tensors[0], work.dim)
-    best = float("inf")
-    for _ in range(rounds + 1):
-        began = time.perf_counter()
+
+    def many() -> None:
         for _ in range(calls):
             options.forward(state, rows, tensors[1], tensors[2], rows.runs)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, (time.perf_counter() - began) / calls)
-    return best
+
+    return _best_s(many, torch.device("cpu"), rounds) / calls  # by the host's clock

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stream_attention.base.errors import refuse
 from stream_attention.distributed.shard import Layout, Run, by_position, runs_of
@@ -18,7 +18,7 @@ from stream_attention.distributed.star import star_rows
 from stream_attention.distributed.tiles import EVERYTHING, Sides, sides_of, tiles
 
 from .speed import ADDED, FOLDED, MERGED, Curve, Direction, Speed, Tile
-from .traffic import HeadShare, Scheme, Workload, head_shares, sent
+from .traffic import HeadShare, Scheme, Workload, check_counts, head_shares, sent
 
 ASSUMPTIONS = (
     "ranks are numbered node by node, every GPU has its own network card, and links carry full speed both ways",
@@ -44,10 +44,7 @@ class Cluster:
     network_latency: float = 20e-6
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "gpus_per_node"):
-            given = getattr(self, name)
-            if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-                refuse(name, "an int of at least 1", repr(given))
+        check_counts(self, "ranks", "gpus_per_node")
         for name in ("nvlink", "network"):
             if not 0 < getattr(self, name) < math.inf:
                 refuse(name, "a positive number of bytes per second", getattr(self, name))
@@ -172,11 +169,8 @@ def predict_all(work: Workload, cluster: Cluster, speed: Speed) -> list[Predicti
 def one_gpu_s(work: Workload, speed: Speed) -> float:
     """One GPU alone, the sequence whole, whether it would fit or not."""
     whole = visible_tiles((Run(0, work.length, 0),), (Run(0, work.length, 0),), sides_of(work.causal, None))
-    return sum(
-        speed.kernel_s(direction, tile, dtype=work.dtype, dim=work.dim, batch=work.batch, heads=work.heads)
-        for direction in _directions(work)
-        for tile in whole
-    )
+    call: Any = {"dtype": work.dtype, "dim": work.dim, "batch": work.batch, "heads": work.heads}
+    return sum(speed.kernel_s(direction, tile, **call) for direction in _directions(work) for tile in whole)
 
 
 class Advice(NamedTuple):
@@ -250,16 +244,10 @@ class _Model:
         phases, work_s = self.phases()
         at_once = replace(self.speed, host_s=0.0)
         kernels, _ = _Model(self.scheme, self.work, self.cluster, at_once).phases()
-        return Prediction(
-            self.scheme,
-            phases,
-            _computing(kernels),
-            work_s,
-            max(one.forward + self.work.backward * one.backward for one in sent(self.scheme, self.work, self.ranks)),
-            self.memory_bytes(),
-            exact=self.scheme.name != "star",
-            sharded=self.scheme.name != "query",
-        )
+        bytes_of = (one.forward + self.work.backward * one.backward for one in sent(self.scheme, self.work, self.ranks))
+        exact, sharded = self.scheme.name != "star", self.scheme.name != "query"
+        needs = max(bytes_of), self.memory_bytes()
+        return Prediction(self.scheme, phases, _computing(kernels), work_s, *needs, exact, sharded)
 
     def phases(self) -> tuple[tuple[Phase, ...], float]:
         """The phases of the busiest rank, and the computing of all ranks together."""
@@ -380,11 +368,10 @@ class _Model:
         """Seconds of tiles with what is done to their results; the first `fresh` rows are of states that begin here."""
         work, speed = self.work, self.speed
         per_row, per_key = work.batch * share.queries * work.dim, work.batch * share.kernel_keys * 2 * work.dim
+        call: Any = {"dtype": work.dtype, "dim": work.dim, "batch": work.batch, "heads": share.queries}
         total = speed.memory_s(FOLDED, fresh * per_row)  # zeros at first, and rounded at the end
         for tile in found:
-            kernel = speed.kernel_s(
-                direction, tile, dtype=work.dtype, dim=work.dim, batch=work.batch, heads=share.queries
-            )
+            kernel = speed.kernel_s(direction, tile, **call)
             if direction == "forward":
                 first = min(fresh, tile.rows)
                 fresh -= first

@@ -144,27 +144,22 @@ def _curve(cell: dict[str, Any]) -> tuple[Curve | None, int]:
 
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-_H200: dict[tuple[Direction, int, bool], tuple[int, ...]] = {
-    ("forward", 64, False): (426, 479, 552, 567, 576, 582),
-    ("forward", 64, True): (268, 370, 449, 505, 563, 577),
-    ("forward", 128, False): (567, 662, 708, 729, 737, 735),
-    ("forward", 128, True): (364, 490, 602, 673, 711, 729),
-    ("forward", 256, False): (549, 665, 736, 771, 784, 788),
-    ("forward", 256, True): (355, 511, 631, 713, 760, 783),
-    ("backward", 64, False): (334, 429, 490, 512, 536, 557),
-    ("backward", 64, True): (206, 316, 422, 499, 532, 559),
-    ("backward", 128, False): (400, 515, 587, 622, 642, 641),
-    ("backward", 128, True): (243, 378, 491, 575, 624, 634),
-    ("backward", 256, False): (319, 398, 450, 476, 488, 494),
-    ("backward", 256, True): (196, 296, 380, 442, 467, 493),
-}
+_H200: dict[tuple[Direction, int], tuple[tuple[int, ...], tuple[int, ...]]] = {
+    ("forward", 64): ((426, 479, 552, 567, 576, 582), (268, 370, 449, 505, 563, 577)),
+    ("forward", 128): ((567, 662, 708, 729, 737, 735), (364, 490, 602, 673, 711, 729)),
+    ("forward", 256): ((549, 665, 736, 771, 784, 788), (355, 511, 631, 713, 760, 783)),
+    ("backward", 64): ((334, 429, 490, 512, 536, 557), (206, 316, 422, 499, 532, 559)),
+    ("backward", 128): ((400, 515, 587, 622, 642, 641), (243, 378, 491, 575, 624, 634)),
+    ("backward", 256): ((319, 398, 450, 476, 488, 494), (196, 296, 380, 442, 467, 493)),
+}  # full, causal
 
 H200 = Speed(
     "NVIDIA H200",
     "NVIDIA H200, 2026-11-15, benchmarks/results/h200/forward.json and backward.json",
     {
         Curve(direction, torch.bfloat16, causal, dim): tuple(zip(_LENGTHS, map(float, rates), strict=True))
-        for (direction, dim, causal), rates in _H200.items()
+        for (direction, dim), both in _H200.items()
+        for causal, rates in zip((False, True), both, strict=True)
     },
     processors=132,
     bytes_per_s=4.0e12,

@@ -15,6 +15,13 @@ from stream_attention.distributed.shard import Layout, shard_length
 SchemeName = Literal["ring", "allgather", "ulysses", "query", "star"]
 
 
+def check_counts(of: object, *names: str) -> None:
+    for name in names:
+        given = getattr(of, name)
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            refuse(name, "an int of at least 1", repr(given))
+
+
 @dataclass(frozen=True)
 class Workload:
     """One attention call over a sequence that P ranks share; values have the head dim of keys."""
@@ -29,10 +36,7 @@ class Workload:
     backward: bool = False  # a training step: the forward, and the backward too
 
     def __post_init__(self) -> None:
-        for name in ("length", "heads", "kv_heads", "dim", "batch"):
-            given = getattr(self, name)
-            if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-                refuse(name, "an int of at least 1", repr(given))
+        check_counts(self, "length", "heads", "kv_heads", "dim", "batch")
         if self.heads % self.kv_heads:
             refuse("kv_heads", f"a divisor of the {self.heads} heads", self.kv_heads)
         if not self.dtype.is_floating_point:

@@ -127,7 +127,7 @@ class Trial:
         """Once for the results and the bytes, once for the memory, then rounds of one device and of the ranks."""
         from ..testing.memory import peak_bytes
 
-        recorder = Recorder()
+        work, recorder = self.work, Recorder()
         self.transport.recorder = recorder
         whole, shards = self._tensors()
         found = self._ranks(shards)()
@@ -139,18 +139,11 @@ class Trial:
         peak = peak_bytes(ranks, self.device) / len(self.transport.ranks)
         memory = max(self._everyones([peak + max(sum(t.nbytes for t in one) for one in zip(*shards, strict=True))]))
         rows = [self._round(single, ranks) for _ in range(rounds)]
-        formula = sent(self.scheme, self.work, self.transport.size)
-        single_ms, ranks_ms, critical_ms = (min(column) for column in zip(*rows, strict=True))
-        return Measured(
-            single_ms,
-            ranks_ms,
-            critical_ms,
-            difference,
-            allowed,
-            int(memory),
-            int(sent_bytes),
-            max(one.forward + one.backward * self.work.backward for one in formula),
+        formula = max(
+            one.forward + one.backward * work.backward for one in sent(self.scheme, work, self.transport.size)
         )
+        single_ms, ranks_ms, critical_ms = (min(column) for column in zip(*rows, strict=True))
+        return Measured(single_ms, ranks_ms, critical_ms, difference, allowed, int(memory), int(sent_bytes), formula)
 
     def _round(self, single: Callable[[], Any], ranks: Callable[[], Any]) -> tuple[float, float, float]:
         """Milliseconds of one device, of the ranks, and of the ranks had each a device."""

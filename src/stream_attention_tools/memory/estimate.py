@@ -127,20 +127,15 @@ def estimate_attention_memory(
         refuse("backend", '"auto" or "eager" on a CPU', repr(backend), "Triton's interpreter is not what one measures.")
     wide = 8 if dtype is torch.float64 else 4
     out, lse = batch * q_len * heads * sizes["value_dim"] * dtype.itemsize, batch * q_len * heads * wide
-    peaks = [
-        _peak(call, direction, on, unit) - of_inputs
-        if compiled
-        else _eager_peak(problem, inputs, asked, direction, unit)
-        for direction in ((False, True) if backward else (False,))
-    ]
-    return AttentionMemory(
-        backend=forward.backend,
-        inputs=of_inputs,
-        saved=_rounded(out, unit) + _rounded(lse, unit),
-        forward=peaks[0],
-        backward=peaks[1] if backward else None,
-        matrix=batch * heads * q_len * sizes["k_len"] * dtype.itemsize,
-    )
+
+    def peak(direction: bool) -> int:
+        if compiled:
+            return _peak(call, direction, on, unit) - of_inputs
+        return _eager_peak(problem, inputs, asked, direction, unit)
+
+    saved = _rounded(out, unit) + _rounded(lse, unit)
+    matrix = batch * heads * q_len * sizes["k_len"] * dtype.itemsize
+    return AttentionMemory(forward.backend, of_inputs, saved, peak(False), peak(True) if backward else None, matrix)
 
 
 def estimate_kv_cache_bytes(

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
+SIZES = ("allocated", "reserved", "device", "process")
+"""What a snapshot has of a reading."""
+
 
 @dataclass
 class _Region:
@@ -48,42 +51,26 @@ class _Region:
 
 
 @dataclass
-class _Snapshot:
-    label: str
-    reading: Reading
-    peak: int  # since the snapshot before
-    timestamp: float
-
-    def as_dict(self) -> dict[str, Any]:
-        names = ("allocated", "reserved", "device", "process")
-        sizes = {f"{name}_mb": _mib(getattr(self.reading, name)) for name in names}
-        return {"label": self.label, **sizes, "peak_allocated_mb": self.peak / MIB, "timestamp": self.timestamp}
-
-
-@dataclass
-class _Peaks:
-    """The peaks since a profiler started, and since its latest snapshot."""
-
-    allocated: int
-    reserved: int | None
-    since_snapshot: int
-
-    def take(self, reading: Reading) -> None:
-        highest = max(reading.peak, reading.allocated)
-        self.allocated, self.since_snapshot = max(self.allocated, highest), max(self.since_snapshot, highest)
-        if self.reserved is not None and reading.reserved_peak is not None:
-            self.reserved = max(self.reserved, reading.reserved_peak)
-
-
-@dataclass
 class _Run:
     """What was recorded from a start to a stop."""
 
-    peaks: _Peaks
-    snapshots: list[_Snapshot] = field(default_factory=list)
+    peak: int
+    reserved_peak: int | None
+    since_snapshot: int  # the peak since the latest snapshot
+    snapshots: list[dict[str, Any]] = field(default_factory=list)
     regions: list[_Region] = field(default_factory=list)
     open: list[_Region] = field(default_factory=list)
     points: list[tuple[float, Reading]] = field(default_factory=list)  # every reading
+
+    def take(self, at: float, reading: Reading) -> None:
+        """Every peak that is being kept takes its share of a reading."""
+        highest = max(reading.peak, reading.allocated)
+        self.peak, self.since_snapshot = max(self.peak, highest), max(self.since_snapshot, highest)
+        if self.reserved_peak is not None and reading.reserved_peak is not None:
+            self.reserved_peak = max(self.reserved_peak, reading.reserved_peak)
+        for region in self.open:
+            region.peak = max(region.peak, highest)
+        self.points.append((at, reading))
 
 
 class MemoryProfiler:
@@ -128,7 +115,7 @@ class MemoryProfiler:
         self._allocator.open()
         self._running = True
         first = self._allocator.read()
-        self._run = _Run(_Peaks(first.allocated, first.reserved, first.allocated))
+        self._run = _Run(first.allocated, first.reserved, first.allocated)
         self.snapshot("start")
 
     def stop(self) -> None:
@@ -149,10 +136,11 @@ class MemoryProfiler:
         """Record what is allocated now, and the peak since the snapshot before."""
         run = self._started("snapshot")
         reading, at = self._mark()
-        taken = _Snapshot(label, reading, run.peaks.since_snapshot, at)
-        run.peaks.since_snapshot = reading.allocated
+        sizes = {f"{name}_mb": _mib(getattr(reading, name)) for name in SIZES}
+        taken = {"label": label, **sizes, "peak_allocated_mb": run.since_snapshot / MIB, "timestamp": at}
+        run.since_snapshot = reading.allocated
         run.snapshots.append(taken)
-        return taken.as_dict()
+        return dict(taken)
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
@@ -181,11 +169,11 @@ class MemoryProfiler:
             self._mark()
         return {
             "device": str(self.device),
-            "snapshots": [one.as_dict() for one in run.snapshots],
+            "snapshots": list(map(dict, run.snapshots)),
             "deltas": [self.diff(at, at + 1) for at in range(len(run.snapshots) - 1)],
             "regions": [one.as_dict() for one in run.regions],
-            "peak_allocated_mb": run.peaks.allocated / MIB,
-            "peak_reserved_mb": _mib(run.peaks.reserved),
+            "peak_allocated_mb": run.peak / MIB,
+            "peak_reserved_mb": _mib(run.reserved_peak),
         }
 
     def diff(self, first: str | int, second: str | int) -> dict[str, Any]:
@@ -195,17 +183,14 @@ class MemoryProfiler:
         if begin >= end:
             refuse("second", f"a snapshot after {first!r}", repr(second))
         before, after = run.snapshots[begin], run.snapshots[end]
-        changes = {
-            f"{name}_delta_mb": None if old is None or new is None else (new - old) / MIB
-            for name, old, new in zip(Reading._fields, before.reading, after.reading, strict=True)
-            if "peak" not in name
-        }
+        pairs = {name: (before[f"{name}_mb"], after[f"{name}_mb"]) for name in SIZES}
+        changes = {f"{name}_delta_mb": None if None in pair else pair[1] - pair[0] for name, pair in pairs.items()}
         return {
-            "from": before.label,
-            "to": after.label,
+            "from": before["label"],
+            "to": after["label"],
             **changes,
-            "peak_allocated_mb": max(one.peak for one in run.snapshots[begin + 1 : end + 1]) / MIB,
-            "time_delta_s": after.timestamp - before.timestamp,
+            "peak_allocated_mb": max(one["peak_allocated_mb"] for one in run.snapshots[begin + 1 : end + 1]),
+            "time_delta_s": after["timestamp"] - before["timestamp"],
         }
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -222,7 +207,7 @@ class MemoryProfiler:
             self._mark()
         from .timeline import draw
 
-        snapshots = [(one.label, one.timestamp) for one in run.snapshots]
+        snapshots = [(one["label"], one["timestamp"]) for one in run.snapshots]
         regions = [(one.name, one.depth, one.began, one.ended or run.points[-1][0]) for one in run.regions]
         draw(path, str(self.device), run.points, snapshots, regions)
 
@@ -246,13 +231,9 @@ class MemoryProfiler:
         return "\n".join(lines)
 
     def _mark(self) -> tuple[Reading, float]:
-        """Read the allocator; every peak that is being kept takes its share, as the allocator's own begins anew."""
-        run = self._recorded("mark")
+        """Read the allocator, whose own peak begins anew."""
         reading, at = self._allocator.read(), time.time()
-        run.peaks.take(reading)
-        for region in run.open:
-            region.peak = max(region.peak, reading.peak, reading.allocated)
-        run.points.append((at, reading))
+        self._recorded("mark").take(at, reading)
         return reading, at
 
     def _started(self, what: str) -> _Run:
@@ -271,7 +252,7 @@ class MemoryProfiler:
             if not -len(snapshots) <= which < len(snapshots):
                 refuse("snapshot", f"a number below {len(snapshots)}", which)
             return which % len(snapshots)
-        places = [at for at, one in enumerate(snapshots) if one.label == which]
+        places = [at for at, one in enumerate(snapshots) if one["label"] == which]
         if len(places) != 1:
             hint = "Name it by its number." if places else ""
             refuse("snapshot", "the label of one snapshot", f"{which!r}, that of {len(places)}", hint)

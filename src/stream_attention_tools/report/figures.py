@@ -32,6 +32,10 @@ class Point(NamedTuple):
     low: float  # y between p20 and p80
     high: float
 
+    @classmethod
+    def exact(cls, x: float, y: float) -> Point:
+        return cls(x, y, y, y)
+
 
 class Series(NamedTuple):
     name: str
@@ -123,7 +127,6 @@ def bars(
 ) -> str:
     """Values of problems that have no common axis: a group each under its name, a bar with its figure per provider."""
     left, right, upper = 4.0, WIDTH - 10.0, 28.0
-    ticks = _steps(top)
     room = 8.0 + 6.6 * max(len(form(value)) for _, values in groups for value in values.values())
     marks: list[str] = []
     y = upper
@@ -142,12 +145,8 @@ def bars(
             marks.append(with_tip(tip, bar + marker(index, x_of(value), y - 4)))
             marks.append(text(x_of(value) + 8, y, form(value), "quiet"))
         y += 6
-    body = [text(0, 14, title, "title")]
-    for tick in ticks:
-        body.append(rule(x_of(tick), upper, x_of(tick), y, "axis" if tick == 0 else "grid"))
-        body.append(text(x_of(tick), y + 16, form(tick), "quiet", "start" if tick == 0 else "middle"))
-    body.append(text((left + right) / 2, y + 32, unit, "quiet", "middle"))
-    return picture(f"{title}: {unit}", y + 38, [*body, *marks])
+    ticks = [(x_of(tick), form(tick), "axis" if tick == 0 else "grid") for tick in _steps(top)]
+    return _over_columns(title, unit, ticks, upper, y, marks)
 
 
 def strips(title: str, unit: str, rows: Sequence[tuple[str, Sequence[float]]], order: Sequence[str]) -> str:
@@ -156,26 +155,36 @@ def strips(title: str, unit: str, rows: Sequence[tuple[str, Sequence[float]]], o
     shown = [value for _, values in rows for value in values if 0 < value < math.inf]
     low = math.floor(math.log10(min([*shown, 0.1])))
     high = max(math.ceil(math.log10(max([*shown, 1.0]))), 0) + 0.15
-    first, lower = 30.0, 30.0 + step * len(rows)
+    upper = 30.0
 
     def x_of(value: float) -> float:
         exponent = low if value <= 0 else high if value == math.inf else math.log10(value)
         return left + (right - left) * (exponent - low) / (high - low)
 
-    body = [text(0, 14, title, "title")]
-    for power in range(low, math.floor(high) + 1):
-        x = x_of(10.0**power)
-        body.append(rule(x, first, x, lower, "axis" if power == 0 else "grid"))
-        anchor = "start" if power == low else "middle"
-        body.append(text(x, lower + 16, "1 = allowed" if power == 0 else f"{10.0**power:g}", "quiet", anchor))
-    body.append(text((left + right) / 2, lower + 32, unit, "quiet", "middle"))
+    marks: list[str] = []
     for row, (name, values) in enumerate(rows):
-        base, worst = first + step * row, max(values)
+        base, worst, index = upper + step * row, max(values), order.index(name)
         strokes = "".join(f"M{number(x_of(value))} {number(base + 20)}v14" for value in values)
-        body.append(text(left + 6, base + 14, f"{_cut(name, 26)}: at most {worst:.2f}"))
-        body.append(f'<g class="s{order.index(name) % COLOURS}"><path class="thin" d="{strokes}"/></g>')
-        body.append(with_tip(f"{name}, worst: {worst:.3g}", marker(order.index(name), x_of(worst), base + 27)))
-    return picture(f"{title}: {unit}", lower + 38, body)
+        marks.append(text(left + 6, base + 14, f"{_cut(name, 26)}: at most {worst:.2f}"))
+        marks.append(f'<g class="s{index % COLOURS}"><path class="thin" d="{strokes}"/></g>')
+        marks.append(with_tip(f"{name}, worst: {worst:.3g}", marker(index, x_of(worst), base + 27)))
+    ticks = [
+        (x_of(10.0**power), f"{10.0**power:g}" if power else "1 = allowed", "grid" if power else "axis")
+        for power in range(low, math.floor(high) + 1)
+    ]
+    return _over_columns(title, unit, ticks, upper, upper + step * len(rows), marks)
+
+
+def _over_columns(
+    title: str, unit: str, ticks: Sequence[tuple[float, str, str]], upper: float, lower: float, marks: Sequence[str]
+) -> str:
+    """Marks over upright lines, each with its label below it, and under these the unit."""
+    body = [text(0, 14, title, "title")]
+    for n, (x, label, kind) in enumerate(ticks):
+        body.append(rule(x, upper, x, lower, kind))
+        body.append(text(x, lower + 16, label, "quiet", "middle" if n else "start"))
+    body.append(text((WIDTH - 6) / 2, lower + 32, unit, "quiet", "middle"))
+    return picture(f"{title}: {unit}", lower + 38, [*body, *marks])
 
 
 def sign(index: int) -> str:

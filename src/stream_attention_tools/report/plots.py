@@ -42,7 +42,7 @@ def speed(results: dict[str, Any], order: Sequence[str]) -> list[str]:
 def memory(results: dict[str, Any], order: Sequence[str]) -> list[str]:
     def read(one: Entry) -> Point | None:
         peak = one.get("peak_bytes")
-        return None if "median_ms" not in one or not peak else Point(0, *[float(peak)] * 3)
+        return None if "median_ms" not in one or not peak else Point.exact(0, float(peak))
 
     caption = "Peak memory of one call beyond its inputs. Lower is better; over length, both axes are logarithmic."
     drawn = _plots(results, order, Quantity("peak memory", read, size, caption, log=True))
@@ -55,7 +55,7 @@ def _plots(results: dict[str, Any], order: Sequence[str], shown: Quantity) -> li
     for direction in dict.fromkeys(cell["direction"] for cell in results["cells"]):
         its = [row for row in rows(results["cells"]) if row.direction == direction]
         cells = [cell for row in its for cell in row.cells]
-        lined = {row.label: series for row in its if row.is_line and (series := _series(row, shown.read))}
+        lined = {row.label: series for row in its if row.is_line and (series := series_of(row, shown.read))}
         highest = max((p.high for series in lined.values() for one in series for p in one.points), default=0.0)
         ours = {cell["ours"] for cell in cells}
         panels = [
@@ -72,7 +72,8 @@ def _plots(results: dict[str, Any], order: Sequence[str], shown: Quantity) -> li
     return found
 
 
-def _series(row: Row, read: Callable[[Entry], Point | None]) -> list[Series]:
+def series_of(row: Row, read: Callable[[Entry], Point | None]) -> list[Series]:
+    """A line over length for everybody of whom there is something to read."""
     found: dict[str, list[Point]] = {}
     for cell in row.cells:
         for name, one in cell["providers"].items():

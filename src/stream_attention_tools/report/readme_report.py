@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from html import escape
 from typing import Any, NamedTuple
 
 from ..bench import summary
-from ..bench.summary import Entry, Row, is_variant, length, markdown_table, names, span, speed_over, timed
+from ..bench.summary import Entry, Rate, Row, is_variant, length, markdown_table, names, span, speed_over, timed
 from . import figures
 from .figures import DARK, LIGHT, Point, Series
+from .plots import series_of
 
 THEMES = {"": LIGHT, "_dark": DARK}  # by what the file name ends in
 
@@ -54,7 +55,7 @@ def _pictures(results: Mapping[str, dict[str, Any]], label: str) -> list[Picture
     if not found:
         raise ValueError(f"overview: expected a problem that the results have at three lengths or more; got {label!r}.")
     unit = summary.rate({"cells": [cell for row in found.values() for cell in row.cells]})
-    series = {stem: _series(row, unit.of) for stem, row in found.items()}
+    series = {stem: _series(row, unit) for stem, row in found.items()}
     top = max(point.y for its in series.values() for one in its for point in one.points)
     order = names(results.values())
     pictures = []
@@ -75,13 +76,11 @@ def _stem(name: str, row: Row) -> str:
     return "_".join(words if row.direction in words else [*words, *row.direction.split("+")])
 
 
-def _series(row: Row, read: Callable[[Entry], float]) -> list[Series]:
-    found: dict[str, list[Point]] = {}
-    for cell in row.cells:
-        for name, one in timed(cell).items():
-            if not is_variant(name, row.cells):
-                found.setdefault(name, []).append(Point(float(length(cell)), *[read(one)] * 3))
-    return [Series(name, points) for name, points in found.items()]
+def _series(row: Row, rate: Rate) -> list[Series]:
+    def read(one: Entry) -> Point | None:
+        return Point.exact(0, rate.of(one)) if "median_ms" in one else None
+
+    return [one for one in series_of(row, read) if not is_variant(one.name, row.cells)]
 
 
 def _table(results: list[dict[str, Any]]) -> list[str]:

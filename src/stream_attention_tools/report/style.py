@@ -40,12 +40,6 @@ def sheet() -> str:
         return " ".join(f"--{name}: {colour};" for name, colour in (theme | heat_colours(theme)).items())
 
     heated = "\n".join(f".{name} {{ background: var(--{name}); }}" for name in heat_colours(LIGHT))
-    return "\n".join(
-        [
-            f":root {{ {variables(LIGHT)} }}",
-            f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {variables(DARK)} }} }}",
-            RULES,
-            heated,
-            PAGE.read_text(encoding="utf-8"),
-        ]
-    )
+    light = f":root {{ {variables(LIGHT)} }}"
+    dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {variables(DARK)} }} }}"
+    return "\n".join([light, dark, RULES, heated, PAGE.read_text(encoding="utf-8")])

@@ -79,12 +79,12 @@ class Case:
     def __repr__(self) -> str:
         """The line that reproduces it: the shapes, and every field that is not at its default."""
         shapes = ("Hq", "Hkv", "D", "Dv") if self.packed else ("B", "Tq", "Tk", "Hq", "Hkv", "D", "Dv")
-        given = (
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if field.name in shapes or getattr(self, field.name) != field.default
-        )
-        return f"Case({', '.join(given)})"
+        return f"Case({', '.join(f'{name}={value!r}' for name, value in self.given(*shapes).items())})"
+
+    def given(self, *always: str) -> dict[str, Any]:
+        """Its fields that are not at their defaults, and those that are named."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {name: value for name, (value, default) in values.items() if name in always or value != default}
 
 
 def make(case: Case) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:

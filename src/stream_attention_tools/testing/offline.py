@@ -13,10 +13,11 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
@@ -65,19 +66,31 @@ def precompile(
     Returns what went wrong, a line each.
     """
     jobs = [(replace(case, device="cpu"), arch, processors, backend) for case in cases]
-    # Fresh processes: a fork of one that has used CUDA, or has threads, may hang.
+    errors = in_fresh_processes(_compile_case, jobs, workers)
+    return [f"{job[0]!r} for sm_{arch}: {error}" for job, error in zip(jobs, errors, strict=True) if error]
+
+
+def in_fresh_processes(compile: Callable[[Any], None], jobs: Iterable[Any], workers: int | None = None) -> list[str]:
+    """Call `compile` with each job, in parallel: by job, what went wrong, or nothing.
+
+    Fresh processes, since a fork of one that has used CUDA, or has threads, may hang.
+    """
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        return [error for error in pool.map(_compile_case, jobs) if error]
+        return list(pool.map(partial(_error_of, compile), jobs))
 
 
-def _compile_case(job: tuple[Case, int, int, str]) -> str:
-    case, arch, processors, backend = job
+def _error_of(compile: Callable[[Any], None], job: Any) -> str:
     try:
-        with compiling_for(arch):
-            launch_case(case, arch, processors, backend=backend)
+        compile(job)
     except Exception as error:
-        return f"{case!r} for sm_{arch}: {type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _compile_case(job: tuple[Case, int, int, str]) -> None:
+    case, arch, processors, backend = job
+    with compiling_for(arch):
+        launch_case(case, arch, processors, backend=backend)
 
 
 def launch_case(

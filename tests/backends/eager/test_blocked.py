@@ -72,7 +72,7 @@ def both_ways(
     with poisoned_memory():
         out, lse = eager.forward(problem, inputs, config)
         backward = problem.replace(backward=True, lse_grad=grads[1] is not None)
-        return (out, lse), eager.backward(backward, inputs, config, out, lse, *grads, wanted)
+        return (out, lse), eager.backward(backward, inputs, config, eager.Saved(out, lse, *grads), wanted)
 
 
 def output_gradients(inputs: Inputs) -> tuple[Tensor, Tensor]:

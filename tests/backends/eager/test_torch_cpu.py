@@ -53,7 +53,7 @@ def both_ways(
     with poisoned_memory():
         out, lse = eager.forward(problem, inputs, config)
         its = problem.replace(backward=True)
-        return out, lse, eager.backward(its, inputs, config, out, lse, grad_out, None, wanted)
+        return out, lse, eager.backward(its, inputs, config, eager.Saved(out, lse, grad_out, None), wanted)
 
 
 def tiles(problem: Problem) -> EagerConfig:

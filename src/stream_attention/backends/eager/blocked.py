@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...base.problem import UNBOUNDED, Backward, Forward, Gradients, Inputs, Problem, Wanted
-from ...base.state import EMPTY, add_sink
+from ...base.state import EMPTY, Saved, add_sink
 from . import torch_cpu, torch_cuda
 from .dropout import keep, line_words
-from .torch_cpu import any_of
+from .torch_cpu import any_of, tile_of
 from .tuning import EagerConfig, configure
 
 
@@ -40,8 +40,8 @@ def prepare(problem: Problem, inputs: Inputs, config: EagerConfig) -> Forward:
 
 def prepare_backward(problem: Problem, inputs: Inputs, config: EagerConfig, *saved_and_wanted: Any) -> Backward:
     """The backward of such calls, as a function of inputs, out, lse and their gradients."""
-    compute, wanted = cast(Any, backward), saved_and_wanted[-1]  # the saved tensors are not kept
-    return lambda inputs, *saved: compute(problem, inputs, config, *saved, wanted)
+    wanted = saved_and_wanted[-1]  # the saved tensors are not kept
+    return lambda inputs, *saved: backward(problem, inputs, config, Saved(*saved), wanted)
 
 
 def forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tensor, Tensor]:
@@ -60,55 +60,38 @@ def forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tens
     return _blocked_forward(problem, inputs, config) if state is None else state
 
 
-def backward(
-    problem: Problem,
-    inputs: Inputs,
-    config: EagerConfig,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
+def backward(problem: Problem, inputs: Inputs, config: EagerConfig, saved: Saved, wanted: Wanted) -> Gradients:
     """The gradients that are `wanted`, in the inputs' dtypes. What is summed is summed in the LSE's dtype."""
     if problem.q_heads == 0:
-        sources = zip(_differentiable(inputs), wanted, strict=True)
-        return Gradients(*(torch.zeros_like(t) if t is not None and want else None for t, want in sources))
+        return _zeros(inputs, wanted)
     if problem.packed:
-        return _packed_backward(problem, inputs, out, lse, grad_out, grad_lse, wanted)
+        return _packed_backward(problem, inputs, saved, wanted)
     if config.path == "blocked":
-        return _blocked_backward(problem, inputs, config, out, lse, grad_out, grad_lse, wanted)
+        return _blocked_backward(problem, inputs, config, saved, wanted)
     if config.path != "flash":
-        return torch_cuda.backward(problem, inputs, config.path, out, lse, grad_out)
+        return torch_cuda.backward(problem, inputs, config.path, saved.out, saved.lse, saved.grad_out)
     if wanted.bias and not problem.partial:  # the LSE of the scores that the pass recomputes; a shard's is its row's
         out, lse = _blocked_forward(problem, inputs, config)
-    grads = None if wanted.bias else _flash_backward(problem, inputs, config, out, lse, grad_out, grad_lse, wanted)
-    return _blocked_backward(problem, inputs, config, out, lse, grad_out, grad_lse, wanted) if grads is None else grads
+        saved = saved._replace(out=out, lse=lse)
+    grads = None if wanted.bias else _flash_backward(problem, inputs, config, saved, wanted)
+    return _blocked_backward(problem, inputs, config, saved, wanted) if grads is None else grads
 
 
 def _flash_backward(
-    problem: Problem,
-    inputs: Inputs,
-    config: EagerConfig,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    wanted: Wanted,
+    problem: Problem, inputs: Inputs, config: EagerConfig, saved: Saved, wanted: Wanted
 ) -> Gradients | None:
     """By torch's CPU flash op; None where it let a NaN through a mask."""
     d_sink = None
     if inputs.sink is not None and wanted.sink:
-        d_sink = _sink_gradient(inputs.sink, lse, _delta(out, lse, grad_out, grad_lse)).to(inputs.sink.dtype)
-    if grad_lse is None or not grad_lse.any():
-        carried: Tensor | None = out
-    else:
+        d_sink = saved.sink_gradient(inputs.sink).to(inputs.sink.dtype)
+    out, lse, grad_out, grad_lse = saved
+    carried: Tensor | None = out
+    if grad_lse is not None and grad_lse.any():
         carried = torch_cpu.less_lse_gradient(out, grad_out, grad_lse)
     grads = torch_cpu.backward(problem, inputs, out if carried is None else carried, lse, grad_out)
     if grads is not None and carried is None and (wanted.query or wanted.key):
         # dV does not depend on the gradient of the LSE: it is the flash op's either way, and has the same bits.
-        others = wanted._replace(value=False)
-        of_tiles = _blocked_backward(problem, inputs, config, out, lse, grad_out, grad_lse, others)
+        of_tiles = _blocked_backward(problem, inputs, config, saved, wanted._replace(value=False))
         grads = of_tiles._replace(value=grads.value)
     return grads if grads is None else grads._replace(sink=d_sink)
 
@@ -132,27 +115,14 @@ def _sequences(problem: Problem, inputs: Inputs) -> Iterator[_Sequence]:
         q_rows, k_rows = slice(q_offsets[b], q_offsets[b + 1]), slice(k_offsets[b], k_offsets[b + 1])
         q_len, k_len = q_rows.stop - q_rows.start, k_rows.stop - k_rows.start
         slopes = inputs.alibi_slopes
-        yield _Sequence(
-            problem.replace(
-                batch=1,
-                batch_start=b,
-                layout="dense",
-                q_len=q_len,
-                k_len=k_len,
-                q_start=k_len - q_len,
-                q_base=k_len - q_len,
-            ),
-            inputs._replace(
-                query=inputs.query[None, q_rows],
-                key=inputs.key[None, k_rows],
-                value=inputs.value[None, k_rows],
-                alibi_slopes=slopes[b : b + 1] if slopes is not None and slopes.shape[0] > 1 else slopes,
-                cu_seqlens_q=None,
-                cu_seqlens_k=None,
-            ),
-            q_rows,
-            k_rows,
+        ahead = k_len - q_len
+        one = problem.replace(
+            batch=1, batch_start=b, layout="dense", q_len=q_len, k_len=k_len, q_start=ahead, q_base=ahead
         )
+        slopes = slopes[b : b + 1] if slopes is not None and slopes.shape[0] > 1 else slopes
+        tensors = inputs.query[None, q_rows], inputs.key[None, k_rows], inputs.value[None, k_rows]
+        its = Inputs(*tensors, alibi_slopes=slopes, sink=inputs.sink, seed=inputs.seed)
+        yield _Sequence(one, its, q_rows, k_rows)
 
 
 def _packed_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -165,33 +135,23 @@ def _packed_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _packed_backward(
-    problem: Problem,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
-    slopes = inputs.alibi_slopes
-    dq, dk, dv = (torch.zeros_like(t) if want else None for t, want in zip(inputs[:3], wanted[:3], strict=True))
-    d_slopes = slopes.new_zeros(slopes.shape, dtype=lse.dtype) if slopes is not None and wanted.alibi_slopes else None
-    d_sink = lse.new_zeros(problem.q_heads) if wanted.sink else None
+def _packed_backward(problem: Problem, inputs: Inputs, saved: Saved, wanted: Wanted) -> Gradients:
+    out, lse, grad_out, grad_lse = saved
+    grads = _zeros(inputs, wanted, summed=lse.dtype)
     for b, (one, its_inputs, q_rows, k_rows) in enumerate(_sequences(problem, inputs)):
         its_grad_lse = None if grad_lse is None else grad_lse[None, :, q_rows]
-        saved = out[None, q_rows], lse[None, :, q_rows], grad_out[None, q_rows], its_grad_lse
+        its_saved = Saved(out[None, q_rows], lse[None, :, q_rows], grad_out[None, q_rows], its_grad_lse)
         if wanted.alibi_slopes or wanted.sink:  # summed over the sequences: not to be rounded in each
             one = one.replace(partial=True)
-        its = backward(one, its_inputs, configure(one), *saved, wanted)
-        for whole, grad, its_rows in ((dq, its.query, q_rows), (dk, its.key, k_rows), (dv, its.value, k_rows)):
+        its = backward(one, its_inputs, configure(one), its_saved, wanted)
+        for whole, grad, its_rows in zip(grads, its, (q_rows, k_rows, k_rows), strict=False):
             if whole is not None and grad is not None:
                 whole[its_rows] = grad[0]
-        if d_slopes is not None and its.alibi_slopes is not None:
-            d_slopes[b if d_slopes.shape[0] > 1 else 0] += its.alibi_slopes[0]
-        if d_sink is not None and its.sink is not None:
-            d_sink += its.sink
-    return _in_dtype_of(inputs, Gradients(dq, dk, dv, None, d_slopes, d_sink))
+        if grads.alibi_slopes is not None and its.alibi_slopes is not None:
+            grads.alibi_slopes[b if grads.alibi_slopes.shape[0] > 1 else 0] += its.alibi_slopes[0]
+        if grads.sink is not None and its.sink is not None:
+            grads.sink.add_(its.sink)
+    return _in_dtype_of(inputs, grads)
 
 
 def _blocked_forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tensor, Tensor]:
@@ -267,33 +227,18 @@ def _tanh_(x: Tensor) -> Tensor:
     return x
 
 
-def _blocked_backward(
-    problem: Problem,
-    inputs: Inputs,
-    config: EagerConfig,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
-    """Gradients from the saved LSE and `delta = rowsum(dO * O) - dLSE`, both `[B, Hq, Tq]`."""
-    delta = _delta(out, lse, grad_out, grad_lse)
-    dq, dk, dv = (
-        torch.zeros_like(t, dtype=problem.out_dtype) if want else None
-        for t, want in zip(inputs[:3], wanted[:3], strict=True)
-    )
-    bias, slopes, sink = inputs.bias, inputs.alibi_slopes, inputs.sink
-    d_bias = bias.new_zeros(bias.shape, dtype=lse.dtype) if bias is not None and wanted.bias else None
-    d_slopes = slopes.new_zeros(slopes.shape, dtype=lse.dtype) if slopes is not None and wanted.alibi_slopes else None
-    d_sink = _sink_gradient(sink, lse, delta) if sink is not None and wanted.sink else None
+def _blocked_backward(problem: Problem, inputs: Inputs, config: EagerConfig, saved: Saved, wanted: Wanted) -> Gradients:
+    """Gradients from the saved LSE and delta."""
+    delta, lse = saved.delta, saved.lse
+    grads = _zeros(inputs, wanted, problem.out_dtype, lse.dtype)
+    dq, dk, dv, d_bias, d_slopes, _ = grads
     keep_scale = 1.0 / (1.0 - problem.dropout_p)
     problem, inputs, keys = _without_unseen_keys(problem, inputs)
     bias_sum = d_bias[..., keys] if d_bias is not None and d_bias.shape[3] > 1 else d_bias
 
     for tiles in _batches(problem, inputs, config):
         dk_sum, dv_sum = torch.zeros_like(tiles.k), torch.zeros_like(tiles.v)
-        folded_grad = tiles.fold_queries(grad_out)
+        folded_grad = tiles.fold_queries(saved.grad_out)
         for rows in tiles.row_blocks():
             q, g = tiles.rows_of(tiles.q, rows), tiles.rows_of(folded_grad, rows)
             row_lse = tiles.fold_rows(lse, rows).clamp_min(torch.finfo(lse.dtype).min)
@@ -328,17 +273,13 @@ def _blocked_backward(
         for grad, total in ((dk, dk_sum), (dv, dv_sum)):
             if grad is not None:
                 grad[tiles.batch, keys] = total.unflatten(0, (-1, problem.kv_heads)).transpose(1, 2).to(grad.dtype)
-    grads = Gradients(dq, dk, dv, d_bias, d_slopes, d_sink)
+    if inputs.sink is not None and wanted.sink:
+        grads = grads._replace(sink=saved.sink_gradient(inputs.sink))
     return grads if problem.partial else _in_dtype_of(inputs, grads)
 
 
 def key_mass(
-    problem: Problem,
-    inputs: Inputs,
-    config: EagerConfig,
-    lse: Tensor,
-    row_weights: Tensor | None,
-    per_query_head: bool,
+    problem: Problem, inputs: Inputs, config: EagerConfig, lse: Tensor, row_weights: Tensor | None, per_query_head: bool
 ) -> Tensor:
     """sum_i w_i exp(s_ij - lse_i) of each key j, over all rows i that share it: `[B, Hkv, Tk]`, or `[B, Hq, Tk]`.
 
@@ -370,28 +311,24 @@ def key_mass(
     return mass
 
 
-def _delta(out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(1, 2)
-    return delta if grad_lse is None else delta - grad_lse
-
-
-def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """The sink takes exp(sink - lse) of each row and gives no value: its gradient is -sum of that times delta."""
-    logit = sink.to(lse.dtype).view(-1, 1)
-    share = torch.where(lse == EMPTY, 0.0, torch.exp(logit - lse))
-    return -(share * delta).sum((0, 2))
-
-
 def _add_reduced(target: Tensor, tile: Tensor) -> None:
     """Add `tile` to `target`, summed over the dims in which `target` is broadcast."""
     dims = [d for d in range(tile.dim()) if target.shape[d] == 1 and tile.shape[d] != 1]
     target.add_(tile.sum(dims, keepdim=True) if dims else tile)
 
 
+def _zeros(
+    inputs: Inputs, wanted: Wanted, dtype: torch.dtype | None = None, summed: torch.dtype | None = None
+) -> Gradients:
+    """Zeros for the gradients that are wanted: of query, key and value in one dtype, of what is summed over rows in
+    another. None: that of the input."""
+    found = zip(_differentiable(inputs), wanted, (dtype,) * 3 + (summed,) * 3, strict=True)
+    return Gradients(*(torch.zeros_like(t, dtype=its) if t is not None and want else None for t, want, its in found))
+
+
 def _in_dtype_of(inputs: Inputs, grads: Gradients) -> Gradients:
-    return Gradients(
-        *(g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, _differentiable(inputs), strict=True)),
-    )
+    pairs = zip(grads, _differentiable(inputs), strict=True)
+    return Gradients(*(g if g is None or t is None else g.to(t.dtype) for g, t in pairs))
 
 
 def _differentiable(inputs: Inputs) -> tuple[Tensor | None, ...]:
@@ -448,9 +385,8 @@ class _Tiles:
         self.q = self.fold_queries(inputs.query) * problem.scale
         self.k, self.v = self._fold_keys(inputs.key), self._fold_keys(inputs.value)
         rows, cols = min(config.block_q, problem.q_len), min(config.block_k, problem.k_len)
-        self.scores = self.q.new_empty(
-            self.k.shape[0] * problem.group * rows * cols
-        )  # fresh pages cost as much as a pass
+        # Made once: fresh pages cost as much as a pass.
+        self.scores = self.q.new_empty(self.k.shape[0] * problem.group * rows * cols)
         self.q_positions = problem.q_start + problem.q_stride * torch.arange(problem.q_len, device=device)
         self.k_positions = problem.k_start + problem.k_stride * torch.arange(problem.k_len, device=device)
         if inputs.seed is not None and problem.dropout_p:
@@ -549,9 +485,7 @@ class _Tiles:
 
     def tile_of(self, x: Tensor, rows: slice, cols: slice) -> Tensor:
         """The tile of a tensor broadcastable to `[B, Hq, Tq, Tk]`; broadcast dims stay 1."""
-        x = self.batch_of(x)
-        x = x[:, :, rows] if x.shape[2] > 1 else x
-        return x[:, :, :, cols] if x.shape[3] > 1 else x
+        return tile_of(x, self.batch, rows, cols)
 
     def _visible(self, rows: slice, cols: slice) -> Tensor | None:
         p, seen = self.problem, []

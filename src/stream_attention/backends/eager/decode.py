@@ -93,15 +93,10 @@ def _decode_by_op(query: Tensor, cache: ContiguousKV, seen: Seen, scores: Scores
         folded = folded.reshape(batch, kv_heads, -1, dim)
     else:
         folded = folded.view(batch, q_len, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    if together:
-        out, lse = _rows_by_op(folded, cache, slice(None), lengths[0], seen, scores, q_len)
-    else:
-        groups = [slice(b, b + 1) for b in range(batch)]
-        states = [
-            _rows_by_op(folded[group], cache, group, length, seen, scores, q_len)
-            for group, length in zip(groups, lengths, strict=True)
-        ]
-        out, lse = (torch.cat(parts) for parts in zip(*states, strict=True))
+    groups = [(slice(b, b + 1), length) for b, length in enumerate(lengths)]
+    groups = [(slice(None), lengths[0])] if together else groups
+    states = [_rows_by_op(folded[group], cache, group, length, seen, scores, q_len) for group, length in groups]
+    out, lse = states[0] if together else (torch.cat(parts) for parts in zip(*states, strict=True))
     if (q_len > 1 or seen.tree is not None) and bool(out.sum().isnan()):
         return None
     lse = lse.reshape(batch, q_heads, q_len)
@@ -219,24 +214,26 @@ def _decode(
         if slopes is not None:
             s = s - slopes * (position[:, :, None] - at).abs()[:, None, None]
         s = s.masked_fill(~visible, -torch.inf)
-        new_max = torch.maximum(row_max, s.amax(-1))
-        finite = torch.where(new_max == -torch.inf, 0.0, new_max)
+        row_max, finite, shrink = _rescaled(row_max, s.amax(-1))
         p = torch.exp(s - finite[..., None])
-        shrink = torch.exp(row_max - finite)
         row_sum = row_sum * shrink + p.sum(-1)
         sums = sums * shrink[..., None] + (p.flatten(2, 3) @ v).unflatten(2, shape[2:4])
-        row_max = new_max
     if scores.sink is not None:
         sink = scores.sink.to(wide).view(kv_heads, -1, 1)
-        new_max = torch.maximum(row_max, sink)
-        finite = torch.where(new_max == -torch.inf, 0.0, new_max)
-        shrink = torch.exp(row_max - finite)
+        row_max, finite, shrink = _rescaled(row_max, sink)
         row_sum = row_sum * shrink + torch.exp(sink - finite)
-        sums, row_max = sums * shrink[..., None], new_max
+        sums = sums * shrink[..., None]
     empty = row_sum == 0  # NaN is not: what a query sees shows
     out = torch.where(empty[..., None], 0.0, sums / row_sum[..., None])
     lse = torch.where(empty, -torch.inf, row_max + torch.log(row_sum))
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype), lse.flatten(1, 2)
+
+
+def _rescaled(row_max: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The new row max, the same with 0 for -inf, and what sums so far are multiplied with."""
+    new_max = torch.maximum(row_max, seen)
+    finite = torch.where(new_max == -torch.inf, 0.0, new_max)
+    return new_max, finite, torch.exp(row_max - finite)
 
 
 def _visible(seen: Seen, position: Tensor, at: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ def _blocks(problem: Problem, inputs: Inputs) -> Iterator[_Block]:
         sizes = mask_blocks(*sizes, _joint_shape(mask, bias))
     for batch, rows in _spans(problem, *sizes):
         keys, whole = _keys_of(problem, rows), rows == slice(0, problem.q_len)
-        visible, its_bias = (None if x is None else _tile(x, batch, rows, keys) for x in (mask, bias))
+        visible, its_bias = (None if x is None else tile_of(x, batch, rows, keys) for x in (mask, bias))
         if problem.right == 0 and not whole:
             in_order = _in_order(problem, rows, keys)
             visible = in_order if visible is None else visible & in_order
@@ -214,9 +214,9 @@ def _sight(problem: Problem, inputs: Inputs) -> _Sight:
     sees, seen = new(batches, heads, problem.q_len), new(batches, heads, problem.k_len)
     for batch, rows in _spans(problem, *mask_blocks(problem.batch, problem.q_len, shape)):
         keys = _keys_of(problem, rows)
-        flags = [] if mask is None else [_tile(mask, batch, rows, keys)]
+        flags = [] if mask is None else [tile_of(mask, batch, rows, keys)]
         if bias is not None:
-            flags.append(~(_tile(bias, batch, rows, keys) < torch.finfo(bias.dtype).min))  # NaN hides nothing
+            flags.append(~(tile_of(bias, batch, rows, keys) < torch.finfo(bias.dtype).min))  # NaN hides nothing
         if causal:
             flags.append(_in_order(problem, rows, keys))
         visible = functools.reduce(torch.bitwise_and, flags)
@@ -262,7 +262,7 @@ def _collapsed(x: Tensor | None) -> Tensor | None:
     return x if x is None else x[tuple(slice(0, 1) if not step else slice(None) for step in x.stride())]
 
 
-def _tile(x: Tensor, batch: slice, rows: slice, keys: slice) -> Tensor:
+def tile_of(x: Tensor, batch: slice, rows: slice, keys: slice) -> Tensor:
     """The tile of a tensor broadcastable to `[B, Hq, Tq, Tk]`; broadcast dims stay 1."""
     x = x[batch] if x.shape[0] > 1 else x
     x = x[:, :, rows] if x.shape[2] > 1 else x

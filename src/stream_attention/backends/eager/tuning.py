@@ -140,10 +140,7 @@ def why_not_cuda(problem: Problem) -> tuple[str, ...]:
         (problem.empty or 0 in (problem.head_dim, problem.value_dim), "are not tested on empty inputs"),
         (max(problem.batch, problem.q_heads) > 65535, "support at most 65535 batch entries and heads"),
         (problem.left != UNBOUNDED or problem.right not in (UNBOUNDED, 0), "propagate NaN from keys outside a window"),
-        (
-            problem.right == 0 and not aligned,
-            "align causal masks bottom-right, with another LSE for empty rows",
-        ),
+        (problem.right == 0 and not aligned, "align causal masks bottom-right, with another LSE for empty rows"),
         (problem.scale < TINY_SCALE, "require a positive scale"),
         (problem.mask, "return NaN for fully masked rows"),
         (problem.bias is not None, "return NaN for fully masked rows"),

@@ -147,19 +147,8 @@ def attention(
         if seed is None:
             seed = torch.randint(2**63 - 1, (2,), device=device)
         seed, offset = (seed, 0) if isinstance(seed, int) else (seed[0], seed[1])
-        keep = dropout_keep(
-            seed,
-            offset,
-            batch,
-            q_heads,
-            q_len,
-            k_len,
-            dropout_p,
-            batch_start=batch_start,
-            q_index=q_index,
-            k_index=k_index,
-            device=device,
-        )
+        part: dict[str, Any] = {"batch_start": batch_start, "q_index": q_index, "k_index": k_index, "device": device}
+        keep = dropout_keep(seed, offset, batch, q_heads, q_len, k_len, dropout_p, **part)
         probabilities = torch.where(keep, probabilities / (1.0 - dropout_p), 0.0)
     return torch.einsum("bhij,bjhd->bihd", probabilities, value), lse
 
@@ -193,26 +182,15 @@ def varlen_attention(
     wide_dtype = torch.promote_types(compute_dtype, torch.float32)
     sink = None if sink is None else sink.to(wide_dtype)
     alibi_slopes = None if alibi_slopes is None else alibi_slopes.to(wide_dtype)
+    options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+    options |= {"dropout_p": dropout_p, "seed": seed, "compute_dtype": compute_dtype}
     outs, lses = [], []
     for b in range(len(starts_q) - 1):
         rows = slice(starts_q[b], starts_q[b + 1])
         columns = slice(starts_k[b], starts_k[b + 1])
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        out, lse = attention(
-            query[None, rows],
-            key[None, columns],
-            value[None, columns],
-            causal=causal,
-            window=window,
-            alibi_slopes=slopes,
-            sink=sink,
-            softcap=softcap,
-            scale=scale,
-            dropout_p=dropout_p,
-            seed=seed,
-            batch_start=b,
-            compute_dtype=compute_dtype,
-        )
+        its = query[None, rows], key[None, columns], value[None, columns]
+        out, lse = attention(*its, alibi_slopes=slopes, sink=sink, batch_start=b, **options)
         outs.append(out[0])
         lses.append(lse[0])
     tail, q_heads = query.shape[0] - starts_q[-1], query.shape[1]
