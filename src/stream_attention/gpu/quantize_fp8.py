@@ -446,7 +446,9 @@ class QuantizeKeys:
         return cls(room, bind((key, key, value), None, room, (cu_seqlens, cu_seqlens), (0, longest), rotate=rotate))
 
     def resized(self, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, longest: int) -> QuantizeKeys | None:
-        """The same of other lengths; None where another kernel computes it."""
+        """The same of other lengths; None where another kernel computes it, or the call is to be refused."""
+        if key.shape != value.shape or not key.stride(-1) == value.stride(-1) == 1:
+            return None
         room = room_for_keys(key, blocks_in(key, cu_seqlens), sample)
         sizes = sizes_of((key, key, value), None, room, (cu_seqlens, cu_seqlens), (0, longest))
         launch = self._launch.resized(*sizes)
