@@ -309,20 +309,22 @@ def _sizes(
     problem: Problem, queries: QueryCodes, keys: KeyCodes, config: GluonFp8Config, outputs: Outputs
 ) -> tuple[int, Sizes]:
     """The grid and the arguments that depend on lengths."""
-    batch_heads, tiles_m = problem.batch * problem.q_heads, cdiv(problem.q_len, config.warpgroups * ROWS.value)
+    (batch, q_len, q_heads, *_), (layout, k_len, *_), (left, right) = problem.shape, problem.kv, problem.window
+    offset = problem.positions.q_start - problem.positions.k_start
+    batch_heads, tiles_m = batch * q_heads, cdiv(q_len, config.warpgroups * ROWS.value)
     tiles = batch_heads * tiles_m
     numbers = (
-        *(batch_heads, tiles_m, _heads_in_cache(problem, batch_heads), tiles, problem.q_len, problem.k_len),
-        *(problem.q_start - problem.k_start, min(problem.left, FAR), min(problem.right, FAR), queries.rows, keys.rows),
-        *(queries.scales.shape[1], keys.scales.shape[1], *outputs.strides(problem.packed)),
+        *(batch_heads, tiles_m, _heads_in_cache(problem, batch_heads), tiles, q_len, k_len, offset),
+        *(min(left, FAR), min(right, FAR), queries.rows, keys.rows, queries.scales.shape[1], keys.scales.shape[1]),
+        *outputs.strides(layout == "packed"),
     )
     constants = {
-        "HAS_LEFT": problem.left != UNBOUNDED,
-        "HAS_RIGHT": problem.right != UNBOUNDED,
+        "HAS_LEFT": left != UNBOUNDED,
+        "HAS_RIGHT": right != UNBOUNDED,
         "MASKS_BEYOND_FIRST_BLOCK": masks_beyond_first_block(problem, config.block_n),
     }
     described = {"q_desc": queries.query, "k_desc": keys.key, "v_desc": keys.value, "o_desc": outputs.out}
-    return min(problem.processors, tiles), Sizes(_SIZES, numbers, constants, described)
+    return min(problem.hardware.processors, tiles), Sizes(_SIZES, numbers, constants, described)
 
 
 def _codes_descriptor(t: Any, rows: int, columns: int) -> Descriptor:
