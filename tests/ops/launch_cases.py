@@ -21,6 +21,7 @@ from stream_attention import (
     ContiguousKV,
     FusedOnlineAttention,
     PagedKV,
+    Rotary,
     StreamAttention,
     StreamAttentionConfig,
     StreamMultiheadAttention,
@@ -221,6 +222,53 @@ def fp8_codes(sizes: Sizes, seed: int) -> Call:
     )
 
 
+def _codes(key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return quantize_fp8(key, value, **options).codes[:3]
+
+
+def quantised_to_fp8(sizes: Sizes, seed: int) -> Call:
+    tensors = fp8(sizes, seed).tensors
+    del tensors["query"]
+    return Call(_codes, tensors, {}, keywords(quantize_fp8))
+
+
+def _appended(
+    key: Tensor,
+    value: Tensor,
+    key_store: Tensor,
+    value_store: Tensor,
+    lengths: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    page_table: Tensor | None = None,
+    interleaved: bool = False,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """What a cache holds after an append."""
+    stores = key_store, value_store
+    cache = ContiguousKV(*stores, lengths) if page_table is None else PagedKV(*stores, page_table, lengths)
+    cache.append(key, value, rotary=Rotary(cos, sin, interleaved), **options)
+    return key_store.clone(), value_store.clone(), lengths.clone()
+
+
+def appended(kind: str, tokens: int = 1) -> Builder:
+    """A builder of `append`, to the caches that are decoded."""
+
+    def build(sizes: Sizes, seed: int) -> Call:
+        tensors = cached(kind)(sizes, seed).tensors
+        del tensors["query"]
+        tensors |= {"key_store": tensors.pop("key"), "value_store": tensors.pop("value")}
+        tensors["lengths"] -= tokens
+        source = Source(sizes, seed + 10)
+        tensors["key"] = source.normal(sizes.B, tokens, sizes.Hkv, sizes.D)
+        tensors["value"] = source.normal(sizes.B, tokens, sizes.Hkv, sizes.Dv)
+        angles = source.normal(sizes.capacity, sizes.D // 4, dtype=torch.float32)
+        takes = keywords(ContiguousKV.append) - {"rotary"} | {"interleaved"}
+        return Call(_appended, tensors | {"cos": angles.cos(), "sin": angles.sin()}, {}, takes)
+
+    return build
+
+
 def mass(sizes: Sizes, seed: int) -> Call:
     tensors = Source(sizes, seed).qkv()
     del tensors["value"]
@@ -336,6 +384,9 @@ DECODE: dict[str, Builder] = {
 OTHER: dict[str, Builder] = {
     "fp8": fp8,
     "fp8, codes": fp8_codes,
+    "quantize_fp8": quantised_to_fp8,
+    "append": appended("contiguous"),
+    "append, three tokens in pages": appended("paged", 3),
     "attention_mass": mass,
     "merge_states": merged,
     "StreamMultiheadAttention": multihead,
@@ -558,6 +609,8 @@ OPTIONS: dict[str, Variation] = {
     "eager": of_options(backend="eager"),
     "reference": of_options(backend="reference"),
     "rotated": of_options(rotate=True),
+    "interleaved pairs": of_options(interleaved=True),
+    "values of lengths not looked at": of_options(validate=False),
     "a key is the value": Variation(
         change=_alias,
         applies=lambda call: (
@@ -781,7 +834,7 @@ def refusals() -> dict[str, Variation]:
         found[f"a gradient of the {name} of a cache"] = Variation(
             change=lambda call, name=name: replace(call, wanted=frozenset({name})),
             applies=lambda call, name=name: (
-                "lengths" in call.tensors and name in call.tensors and (name == "query" or "format" not in call.options)
+                call.tensors.keys() >= {"query", "lengths", name} and (name == "query" or "format" not in call.options)
             ),  # a quantised copy of keys has no gradient
             refused=True,
         )

@@ -121,7 +121,7 @@ def test_no_stale_launch_of_a_cache_after_a_change_of(name: str, group: str) -> 
     assert stale(name, group, SIZES, partial(is_run, group)) == []
 
 
-@pytest.mark.parametrize("name", ["mask", "bias", "alibi", "sink", "all modifiers", "fp8", "fp8, codes"])
+@pytest.mark.parametrize("name", ["mask", "bias", "alibi", "sink", "all modifiers", "fp8", "fp8, codes", "append"])
 def test_no_stale_launch_after_a_change_of_how_tensors_lie(name: str) -> None:
     assert stale(name, "layouts", SIZES) == []
 
@@ -176,10 +176,7 @@ def test_a_repeated_call_is_in_the_cache_and_adds_nothing(name: str, kernels: st
     [
         *("mask", "bias", "alibi", "sink", "all modifiers", "packed, no gradients"),
         *("decode", "decode, three queries", "decode, modifiers", "decode, paged", "decode, quantised"),
-        *("decode, out given", "fp8"),
-        pytest.param(
-            "fp8, codes", marks=pytest.mark.xfail(strict=True, reason="attention_fp8 binds anew in every call")
-        ),
+        *("decode, out given", "fp8", "fp8, codes", "quantize_fp8", "append", "append, three tokens in pages"),
         *("StreamMultiheadAttention", "StreamAttention", "FusedOnlineAttention"),
     ],
 )
@@ -317,7 +314,7 @@ def test_hooks_of_triton_see_a_cached_launch() -> None:
 # Memory, threads, devices
 
 
-@pytest.mark.parametrize("name", ["plain", "mask", "packed", "decode, paged", "fp8"])
+@pytest.mark.parametrize("name", ["plain", "mask", "packed", "decode, paged", "fp8", "fp8, codes", "append"])
 def test_entries_hold_no_memory(name: str) -> None:
     for seed in (0, 1):
         assert not run(CALLS[name](SIZES, seed)).error  # whatever a first call keeps for ever, such as compiled kernels
@@ -409,7 +406,7 @@ def test_a_call_on_a_cpu_after_one_on_a_gpu() -> None:
     assert {t.device.type for t in actual} == {"cpu"}
 
 
-@pytest.mark.parametrize("name", ["plain", "packed", "decode, paged", "fp8"])
+@pytest.mark.parametrize("name", ["plain", "packed", "decode, paged", "fp8", "fp8, codes", "quantize_fp8", "append"])
 def test_comparing_changes_no_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [expected(CALLS[name](SIZES, seed)) for seed in (0, 1)]
     monkeypatch.setattr(launch_cache, "COMPARE", True)

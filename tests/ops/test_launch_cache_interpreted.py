@@ -23,7 +23,7 @@ from stream_attention.dispatch import launch_cache
 pytestmark = pytest.mark.skipif(not interpreting(), reason="TRITON_INTERPRET=1 is not set: `make test` runs these")
 
 SIZES = Sizes(D=16, Dv=16, dtype=torch.float16, backend="triton", fp8_backend="triton", group=16)
-MANY_KEYS = replace(SIZES, Tq=1, Tk=600)
+MANY_KEYS = replace(SIZES, Tq=1, Tk=600, capacity=640)
 """Few queries against many keys: two launches, the second of which merges the splits."""
 
 VARIED: dict[str, tuple[str, ...]] = {
@@ -34,8 +34,12 @@ VARIED: dict[str, tuple[str, ...]] = {
     "decode, modifiers": ("refusals",),
     "decode, paged": ("sizes", "refusals"),
     "decode, out given": ("refusals",),
+    "fp8, codes": ("sizes", "refusals"),
+    "append": GROUPS,
+    "append, three tokens in pages": ("sizes", "refusals"),
 }
-CACHED = [*DENSE, "packed", "packed, no gradients", "fp8", "FusedOnlineAttention"]
+APPENDED = ["append", "append, three tokens in pages"]
+CACHED = [*DENSE, "packed", "packed, no gradients", "fp8", "fp8, codes", *APPENDED, "FusedOnlineAttention"]
 """Caches keep the launches of their calls themselves."""
 
 
@@ -66,13 +70,16 @@ def test_no_stale_backward_after_a_change_of_the_gradient(name: str) -> None:
         ("decode, paged", "key"),
         ("decode, paged", "page_table"),
         ("decode, out given", "out"),
+        ("fp8, codes", "query"),
+        ("append, three tokens in pages", "key"),
+        ("append, three tokens in pages", "page_table"),
     ],
 )
 def test_no_stale_launch_after_a_change_of_how_a_tensor_lies(name: str, tensor: str) -> None:
     assert stale(name, "layouts", SIZES, lambda change: change.startswith(tensor), quick=True) == []
 
 
-@pytest.mark.parametrize("name", ["plain, no gradients", "packed, no gradients", "bias"])
+@pytest.mark.parametrize("name", ["plain, no gradients", "packed, no gradients", "bias", "fp8, codes"])
 def test_no_stale_launch_after_a_change_of_state(name: str) -> None:
     changes = ("autocast to bfloat16", "torch.use_deterministic_algorithms", "forced eager", "inference mode")
     assert stale(name, "states", SIZES, lambda change: change in changes, quick=True) == []
@@ -100,7 +107,7 @@ def test_a_repeated_call_is_in_the_cache_and_adds_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [SIZES, MANY_KEYS], ids=["whole", "split"])
-@pytest.mark.parametrize("name", ["plain", "mask, no gradients", "packed, no gradients", "fp8"])
+@pytest.mark.parametrize("name", ["plain", "mask, no gradients", "packed, no gradients", "fp8", "fp8, codes", "append"])
 def test_the_cache_keeps_no_tensor_and_no_memory(name: str, sizes: Sizes) -> None:
     watched: list[weakref.ref[Any]] = []
 

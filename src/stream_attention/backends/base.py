@@ -87,12 +87,13 @@ class Backend(ABC):
         and, where they are known, of the addresses of the cache's tensors. Keeps none of them."""
         return load(self.decode_kernels).prepare_decode(problem, inputs, config)
 
-    def prepare_fp8(self, *call: Any) -> Any:
-        """The forward in FP8 of calls whose codes lie as these do."""
+    def prepare_fp8(self, *call: Any) -> Forward:
+        """`prepare` in FP8, of inputs whose keys and values may be codes. `call`: problem, inputs, config, and whether
+        queries and keys are rotated."""
         return load(self.fp8_kernels).prepare_fp8(*call)
 
     def forward_fp8(self, *call: Any) -> tuple[Tensor, Tensor]:
-        """Compute a call in FP8 whose codes are there."""
+        """Compute a call whose codes are there: problem, queries, keys, cu_seqlens of both, and config."""
         return load(self.fp8_kernels).forward_fp8(*call)
 
     def forward(self, problem: Problem, inputs: Inputs, config: Any) -> tuple[Tensor, Tensor]:

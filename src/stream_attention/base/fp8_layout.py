@@ -15,7 +15,8 @@ without a word changing lanes (backends/hopper/forward_fp8_sm90.py).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +56,22 @@ class KeyCodes(NamedTuple):
     rows: int  # of the tensors that were quantised: T, or N of a pack
 
 
+class CodedInputs(NamedTuple):
+    """`problem.Inputs` of a call whose keys and values are codes."""
+
+    query: Tensor  # [B, Tq, Hq, D], packed: [Nq, Hq, D]
+    key: Tensor  # those of kv
+    value: Tensor
+    mask: None = None
+    bias: None = None
+    alibi_slopes: None = None
+    sink: None = None
+    seed: None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    kv: Any = None  # an Fp8KV
+
+
 class QueryCodes(NamedTuple):
     query: Tensor  # e4m3 [Hq, NB * 128, D]
     scales: Tensor  # fp32 [Hq, NB * 2]
@@ -74,21 +91,23 @@ def first_block(sequence: int, rows: int, cu_seqlens: Tensor | None) -> int:
     return int(cu_seqlens[sequence]) // BLOCK + sequence
 
 
-def room_for_queries(query: Tensor, blocks: int) -> QueryCodes:
-    heads, dim = query.shape[-2:]
-    codes = query.new_empty((heads, blocks * BLOCK, dim), dtype=E4M3)
-    scales = query.new_empty((heads, blocks * (BLOCK // QUERY_BLOCK)), dtype=torch.float32)
-    return QueryCodes(codes, scales, query.shape[-3])
+def key_shapes(heads: int, dim: int, blocks: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Of the codes of keys and of values, and of their scales."""
+    return (heads, blocks * BLOCK, dim), (heads, dim, blocks * BLOCK), (heads, blocks, 2)
 
 
-def room_for_keys(key: Tensor, blocks: int) -> KeyCodes:
-    heads, dim = key.shape[-2:]
-    return KeyCodes(
-        key.new_empty((heads, blocks * BLOCK, dim), dtype=E4M3),
-        key.new_empty((heads, dim, blocks * BLOCK), dtype=E4M3),
-        key.new_empty((heads, blocks, 2), dtype=torch.float32),
-        key.shape[-3],
-    )
+def room_for_queries(query: Tensor, blocks: int, empty: Callable[..., Any] | None = None) -> QueryCodes:
+    """Memory for codes; `empty(shape, dtype=...)` makes it, else the query's device."""
+    (rows, heads, dim), make = query.shape[-3:], empty or query.new_empty
+    codes = make((heads, blocks * BLOCK, dim), dtype=E4M3)
+    return QueryCodes(codes, make((heads, blocks * (BLOCK // QUERY_BLOCK)), dtype=torch.float32), rows)
+
+
+def room_for_keys(key: Tensor, blocks: int, empty: Callable[..., Any] | None = None) -> KeyCodes:
+    """Likewise."""
+    (rows, heads, dim), make = key.shape[-3:], empty or key.new_empty
+    of_keys, of_values, of_scales = key_shapes(heads, dim, blocks)
+    return KeyCodes(make(of_keys, dtype=E4M3), make(of_values, dtype=E4M3), make(of_scales, dtype=torch.float32), rows)
 
 
 def in_order(rows: Tensor) -> Tensor:

@@ -238,12 +238,13 @@ class _Family:
     anything. So templates are kept by the first two, a few for each, and found by lengths as plans round them.
     """
 
-    __slots__ = ("_plans", "_problem", "_templates", "calls", "key", "latest")
+    __slots__ = ("_plans", "_problem", "_templates", "calls", "key", "latest", "newest")
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.latest: tuple[Hashable, Any] = None, None  # lengths and call that were made last
         self.calls: dict[Hashable, PreparedCall] = {}  # by lengths and strides
+        self.newest: Any = None  # of those that `keep_call` kept
         self._problem: Any = None  # of a call that can be resized
         self._plans: dict[Hashable, tuple[Plan, list[Any]]] = {}  # by rounded lengths, each with its templates
         self._templates: dict[Hashable, list[Any]] = {}  # calls by backend and configuration; backwards likewise
@@ -255,7 +256,18 @@ class _Family:
         call._family, call._lengths = self, _rounded_lengths(call._problem)
         _keep_newest(self._templates.setdefault((planned.backend, planned.config), []), call)
 
-    def resized(self, inputs: Inputs, lengths: Any, options: tuple[Any, ...]) -> PreparedCall | None:
+    def made(self, lengths: Hashable, make: Callable[[], Any]) -> Any:
+        """A call that is new, kept when it is asked for again."""
+        made_for, call = self.latest
+        if made_for == lengths:
+            _add(self, lengths, call)
+        else:
+            call = make()
+            if call is not None:
+                self.latest = lengths, call
+        return call
+
+    def resized(self, inputs: Any, lengths: Any, options: tuple[Any, ...]) -> PreparedCall | None:
         """The call of the family with these inputs, whose key has these lengths; None where there is no template."""
         q_len, k_len, v_rows, q_strides, k_strides, v_strides, longest = lengths
         like = self._problem
@@ -273,7 +285,8 @@ class _Family:
         for template in templates:
             forward = template.forward.resized(problem, inputs, planned.config)
             if forward is not None:
-                call = PreparedCall(planned, problem, forward, template._places, (*longest, *options))
+                options, anew = (*longest, *options), template.anew
+                call = PreparedCall(planned, problem, forward, template._places, options, anew)
                 call._family, call._lengths, call._checked = self, rounded, template._checked
                 call._wanted = template._wanted
                 if not like.packed and like.q_heads > min(q_len, validate.MOST_HEADS):
@@ -394,6 +407,14 @@ def _has_memory(grad_out: Tensor, grad_lse: Tensor | None) -> bool:
         return False
 
 
+def labelled(name: str, compute: Callable[..., Any], *arguments: Any) -> Any:
+    """Compute a call, with a label for a profiler."""
+    if is_profiled():
+        with torch.profiler.record_function(f"stream_attention::{name}"):
+            return compute(*arguments)
+    return compute(*arguments)
+
+
 def compare(cached: Iterable[Tensor | None], fresh: Iterable[Tensor | None]) -> None:
     for one, other in zip(cached, fresh, strict=True):
         if one is None or other is None:
@@ -416,7 +437,7 @@ def kept(arguments: tuple[Any, ...]) -> PreparedCall | None:
     key = key_of(inputs, lengths, options) if ENABLED else None
     if key is None:
         return None
-    call = find(key, inputs, lengths, options)
+    call = find(key, inputs, options)
     if call is None:
         call = prepare(arguments)
         keep(key, call, Inputs._make(inputs))
@@ -440,9 +461,7 @@ _order: deque[tuple[_Family, Hashable]] = deque()
 _lock = Lock()
 
 
-def find(
-    key: Key, inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options: tuple[Any, ...]
-) -> PreparedCall | None:
+def find(key: Key, inputs: Any, options: tuple[Any, ...]) -> PreparedCall | None:
     """The prepared call with a key: as it was prepared before or, where its lengths are new, made from one of its
     family; else None.
 
@@ -452,15 +471,9 @@ def find(
     if family is None:
         return None
     call = family.calls.get(key.lengths)
-    if call is None:
-        made_for, call = family.latest
-        if made_for == key.lengths:
-            _add(family, key.lengths, call)
-        else:
-            call = family.resized(Inputs._make(inputs), key.lengths, options)
-            if call is not None:
-                family.latest = key.lengths, call
-    return call
+    if call is not None:
+        return call
+    return family.made(key.lengths, lambda: family.resized(inputs, key.lengths, options))
 
 
 def keep(key: Key, call: PreparedCall, inputs: Inputs) -> None:
@@ -490,15 +503,23 @@ def _add(family: _Family, lengths: Hashable, call: PreparedCall) -> None:
         _families[family.key] = family  # which another thread may have dropped
 
 
-def find_call(family: Hashable, rest: Hashable) -> Any:
-    """What `keep_call` kept with a key; else None."""
+def find_call(family: Hashable, rest: Hashable, resized: Callable[[Any], Any] | None = None) -> Any:
+    """What `keep_call` kept with a key; where its lengths are new, what `resized` makes of another of its family, if
+    that is possible; else None."""
     found = _families.get(family)
-    return None if found is None else found.calls.get(rest)
+    if found is None:
+        return None
+    call = found.calls.get(rest)
+    if call is not None or resized is None:
+        return call
+    return found.made(rest, lambda: resized(found.newest))
 
 
 def keep_call(key: Key, call: Any) -> None:
-    """Keep a call from which no others are made: one on a cache, whose family is the layout of the cache."""
-    _add(_family(key.family), key.lengths, call)
+    """Keep a call that is no `PreparedCall`."""
+    family = _family(key.family)
+    _add(family, key.lengths, call)
+    family.newest = call
 
 
 def size() -> int:

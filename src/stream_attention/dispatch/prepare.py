@@ -40,7 +40,7 @@ def prepare_forward(planned: Plan, inputs: Inputs) -> Forward:
     backend = BY_NAME[planned.backend]
     forward = backend.prepare(problem, _padded(inputs, problem) if is_padded else inputs, planned.config)
     if not backend.compiles:
-        forward = _without_autocast(forward, problem.device.type)
+        forward = without_autocast(forward, problem.device.type)
     if not is_padded:
         return forward
 
@@ -92,7 +92,7 @@ def prepare_backward(
     backend = BY_NAME[planned.backend]
     backward = backend.prepare_backward(problem, padded, planned.config, *saved, wanted=wanted)
     if not backend.compiles:
-        backward = _contiguous(_without_autocast(backward, problem.device.type))
+        backward = _contiguous(without_autocast(backward, problem.device.type))
     as_it_lies = (out, lse, grad_out, grad_lse)
     if not planned.padded_from and all(given is read for given, read in zip(as_it_lies, saved, strict=True)):
         return backward
@@ -153,7 +153,7 @@ def _contiguous(backward: Backward) -> Backward:
     return run
 
 
-def _without_autocast(function: Any, device: str) -> Any:
+def without_autocast(function: Any, device: str) -> Any:
     def run(*arguments: Any) -> Any:
         with no_autocast(device):
             return function(*arguments)

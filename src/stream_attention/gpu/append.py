@@ -11,23 +11,23 @@ them.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..base.kv_layouts.write import Rotary
-from .arguments import UNIT, cdiv, named
-from .launch import Kernel, jit
+from .arguments import UNIT, cdiv, is_aligned, named
+from .launch import Kernel, Launch, Sizes, jit
 
 TILE = 2048
 """Elements of a tile, 16 for each thread: no layout spills. A guess of what is fast."""
 
 ALONE = 4
 """How many blocks of lines one program takes before a row is shared, which costs the second launch. A guess."""
+
+ADVANCED = 256
+"""Rows whose lengths one program advances."""
 
 
 @triton.jit
@@ -189,112 +189,86 @@ def _advance_kernel(
     tl.store(ptrs, tl.minimum(length + n, capacity).to(tl.int32), mask=mask)
 
 
-def launch_append(
-    key: Tensor,
-    value: Tensor,
-    key_store: Tensor,
-    value_store: Tensor,
-    page_table: Tensor | None,
-    lengths: Tensor,
-    capacity: int,
-    rotary: Rotary | None,
-) -> None:
-    """Write key `[B, n, Hkv, D]` and value `[B, n, Hkv, Dv]` to stores of rows `[B, T, ...]` or, with a page table, of
-    pages `[P, page, ...]`, and advance `lengths`."""
-    batch = key.shape[0]
-    if batch == 0:
-        return
-    cos, sin, interleaved = (None, None, False) if rotary is None else rotary
-    tables = () if rotary is None else (rotary.cos, rotary.sin)
-    laid = (key, value, key_store, value_store, *tables)
-    how = layout(*[(t.shape, t.stride(), t.data_ptr() % 16 == 0) for t in laid])
-    table = (0, 0, 0) if page_table is None else (*page_table.stride(), key_store.shape[0])
-    page = 0 if page_table is None else key_store.shape[1]
-    _append.launch(
-        batch * how.parts,
-        {"num_warps": 4, "enable_fp_fusion": False},
-        key_ptr=key,
-        value_ptr=value,
-        key_store_ptr=key_store,
-        value_store_ptr=value_store,
-        cos_ptr=cos,
-        sin_ptr=sin,
-        page_table_ptr=page_table,
-        lengths_ptr=lengths,
-        **how.numbers,
-        **named("stride_pb stride_pc pages", table),
-        stride_l=lengths.stride(0),
-        capacity=capacity,
-        **how.constants,
-        INTERLEAVED=bool(interleaved),
-        PAGE=page,
-    )
-    if how.parts > 1:
-        _advance.launch(
-            cdiv(batch, 256),
-            {"num_warps": 4},
-            lengths_ptr=lengths,
-            stride_l=lengths.stride(0),
-            rows=batch,
-            n=key.shape[1],
-            capacity=capacity,
-            BLOCK=256,
+Tensors = tuple[Any, ...]
+"""Key `[B, n, Hkv, D]`, value `[B, n, Hkv, Dv]`, what they are written to, of rows `[B, T, ...]` or of pages
+`[P, page, ...]`, cos and sin `[max_pos, R/2]` or None, the page table or None, and lengths."""
+
+
+class Append:
+    """The launches of an append whose tensors lie alike: writes tokens, and advances lengths."""
+
+    __slots__ = ("_advance", "_append")
+
+    def __init__(self, append: Launch, advance: Launch) -> None:
+        self._append, self._advance = append, advance
+
+    @classmethod
+    def prepare(cls, tensors: Tensors, capacity: int, interleaved: bool) -> Append:
+        (grid, sizes), (rows, row_sizes) = _sizes(tensors, capacity)
+        *_, key_store, _, _, _, page_table, lengths = tensors
+        append = _append.bind_addresses(
+            grid,
+            {"num_warps": 4, "enable_fp_fusion": False},
+            **named(" ".join(_append.addresses), tensors),
+            **sizes.arguments(),
+            INTERLEAVED=interleaved,
+            PAGE=0 if page_table is None else key_store.shape[1],
         )
-    torch.autograd.graph.increment_version((key_store, value_store, lengths))
+        advance = {"lengths_ptr": lengths, **row_sizes.arguments(), "BLOCK": ADVANCED}
+        return cls(append, _advance.bind_addresses(rows, {"num_warps": 4}, **advance))
+
+    def resized(self, tensors: Tensors, capacity: int) -> Append | None:
+        """The same of other lengths; None where other kernels do it."""
+        (_, n, *_), (_, value_n, *_) = tensors[0].shape, tensors[1].shape
+        if n != value_n or n > capacity or tensors[0].stride(3) != 1 or tensors[1].stride(3) != 1:
+            return None  # to be refused
+        of_append, of_advance = _sizes(tensors, capacity)
+        append, advance = self._append.resized(*of_append), self._advance.resized(*of_advance)
+        return None if append is None or advance is None else Append(append, advance)
+
+    def __call__(self, tensors: Tensors) -> None:
+        _, _, key_store, value_store, *_, lengths = tensors
+        self._append(*tensors)
+        self._advance(lengths)
+        torch.autograd.graph.increment_version((key_store, value_store, lengths))
 
 
-class Layout(NamedTuple):
-    """How a launch is cut, and what it is told of where tensors lie."""
-
-    parts: int
-    numbers: dict[str, int]
-    constants: dict[str, int]
-
-
-Side = tuple[tuple[int, ...], tuple[int, ...], bool]
-"""Shape and strides of a tensor, and whether it starts on 16 bytes."""
+_SIZES = (
+    "stride_kb stride_kn stride_kh stride_vb stride_vn stride_vh stride_key_i stride_key_j stride_key_h "
+    "stride_value_i stride_value_j stride_value_h stride_ct stride_cp stride_st stride_sp stride_pb stride_pc stride_l "
+    "last_position n parts pages capacity"
+)
 
 
-@lru_cache(maxsize=1024)
-def layout(
-    key: Side, value: Side, key_store: Side, value_store: Side, cos: Side | None = None, sin: Side | None = None
-) -> Layout:
-    """Kept, as this costs more on the host than all else: a step of decoding is laid out as the one before."""
-    (_, n, heads, dim), value_dim = key[0], value[0][3]
+def _sizes(tensors: Tensors, capacity: int) -> tuple[tuple[int, Sizes], tuple[int, Sizes]]:
+    """The grid of both launches, each with the arguments that depend on how tensors lie. None advances lengths where
+    the programs that append do."""
+    key, value, key_store, value_store, cos, sin, page_table, lengths = tensors
+    batch, n, heads, dim = key.shape
+    value_dim, stores = value.shape[3], (key, value, key_store, value_store)
     tables = () if cos is None or sin is None else (cos, sin)
-    pairs, last_position = (0, 0) if cos is None else (cos[0][1], cos[0][0] - 1)
-    sides = (key, value, key_store, value_store)
-    unit = UNIT if all(map(_aligned, (*sides, *tables))) and all(table[1][1] == 1 for table in tables) else 1
-    strides = [stride // unit for side in sides for stride in side[1][:3]]
-    table_strides = [stride for table in tables for stride in (table[1][0] // unit, table[1][1])] or [0, 0, 0, 0]
-    lines = n * heads
+    pairs, last_position = (0, 0) if cos is None else (cos.shape[1], cos.shape[0] - 1)
+    unit = UNIT if is_aligned(*stores, *tables) and all(table.stride(1) == 1 for table in tables) else 1
+    strides = [stride // unit for t in stores for stride in t.stride()[:3]]
+    strides += [stride for table in tables for stride in (table.stride(0) // unit, table.stride(1))] or [0, 0, 0, 0]
+    strides += (0, 0) if page_table is None else page_table.stride()
+    pages = 0 if page_table is None else key_store.shape[0]
+
     widths = [triton.next_power_of_2(max(1, width)) for width in (dim - 2 * pairs, value_dim, pairs)]
     most = max(widths[0], widths[1], 2 * widths[2])
-    block_r = max(1, min(triton.next_power_of_2(max(1, lines)), TILE // most))
-    blocks = cdiv(lines, block_r)
+    block_r = max(1, min(triton.next_power_of_2(max(1, n * heads)), TILE // most))
+    blocks = cdiv(n * heads, block_r)
     parts = blocks if blocks > ALONE else 1
-    strides_of = "stride_kb stride_kn stride_kh stride_vb stride_vn stride_vh stride_key_i stride_key_j stride_key_h"
-    strides_of += " stride_value_i stride_value_j stride_value_h stride_ct stride_cp stride_st stride_sp"
-    return Layout(
-        parts,
-        {
-            **named(strides_of, (*strides, *table_strides)),
-            "last_position": last_position,
-            "n": n,
-            "parts": parts,
-        },
-        {
-            **named("HEADS D DV PAIRS BLOCK_R", (heads, dim, value_dim, pairs, block_r)),
-            **named("BLOCK_D BLOCK_DV BLOCK_P", widths),
-            "UNIT": unit,
-        },
-    )
-
-
-def _aligned(side: Side) -> bool:
-    """As `arguments.is_aligned`, of a tensor's facts."""
-    shape, strides, starts_aligned = side
-    return starts_aligned and all(s % UNIT == 0 for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1)
+    constants = {
+        **named("HEADS D DV PAIRS BLOCK_R", (heads, dim, value_dim, pairs, block_r)),
+        **named("BLOCK_D BLOCK_DV BLOCK_P", widths),
+        "UNIT": unit,
+    }
+    stride_l = lengths.stride(0)
+    numbers = (*strides, stride_l, last_position, n, parts, pages, capacity)
+    of_advance = Sizes("stride_l rows n capacity", (stride_l, batch, n, capacity), {}, {})
+    advance_grid = cdiv(batch, ADVANCED) if parts > 1 else 0
+    return (batch * parts, Sizes(_SIZES, numbers, constants, {})), (advance_grid, of_advance)
 
 
 _append, _advance = Kernel(_append_kernel), Kernel(_advance_kernel)

@@ -126,8 +126,8 @@ class _Binding:
     """A kernel and its arguments, all but the tensors: what a launch and those of other lengths share."""
 
     __slots__ = (
-        "arguments", "block", "compiled", "device", "function", "kernel", "key", "launch_kernel", "options", "places",
-        "sources",
+        "arguments", "block", "compiled", "device", "dtypes", "function", "kernel", "key", "launch_kernel", "options",
+        "places", "sources",
     )  # fmt: skip
 
     def __init__(
@@ -150,6 +150,7 @@ class _Binding:
             *[arguments[name] for name in kernel.names if name in kernel.constants],
         ]
         sources: dict[str, int] = {}  # parameter -> the tensor of a call that it follows
+        self.dtypes: dict[str, torch.dtype] = {}
         for name in kernel.addresses:
             value = arguments[name]
             if value is None:
@@ -160,7 +161,7 @@ class _Binding:
             else:
                 sources[name] = index[id(value)]
                 key.append((value.dtype, value.data_ptr() % 16 == 0))
-                arguments[name] = None
+                arguments[name], self.dtypes[name] = None, value.dtype
         self.kernel, self.options, self.arguments, self.sources = kernel, options, arguments, sources
         self.key, self.device = tuple(key), device.index
         self.compiled: Compiled | None = None
@@ -213,6 +214,8 @@ class _Binding:
             tensor, bound = tensors[source], self.arguments[name]
             if sizes is not None and name in sizes.described:
                 bound = bound.resized(sizes.described[name])
+            if bound is None and type(tensor) is not int and tensor.dtype is not self.dtypes[name]:
+                tensor = tensor.view(-1).view(self.dtypes[name])  # as words of several FP8 codes
             arguments[name] = tensor if bound is None else bound.of(tensor)
         in_order = [arguments[name] for name in kernel.names]
         if self.compiled is not None and not isinstance(self.compiled.kernel, prebuilt.Loaded):
@@ -333,9 +336,11 @@ class Descriptor(NamedTuple):
 
     def resized(self, size: Any) -> Descriptor:
         """That of another size: of the first dim, as a number, or of rows `[..., T, H, D]`, as a tensor that has them.
-        Strides of dims of size 1 stay as they are."""
+        Strides of dims of size 1 stay as they are. One of three dims has those of the tensor."""
         if type(size) is int:
             return self._replace(shape=(size, *self.shape[1:]))
+        if len(self.shape) == 3:
+            return self._replace(shape=tuple(size.shape), strides=size.stride())
         batch, _, heads, dim = self.shape
         strides = list(self.strides)
         for place in range(3):
@@ -493,7 +498,16 @@ class _MapField(NamedTuple):
             if words is not None:
                 halves[map_at + words.sizes[0]] = size - 1
             return
-        length, strides = size.shape[-3], size.stride()
+        strides = size.stride()
+        if len(self.box) == 3:
+            for place, (length, stride) in enumerate(zip(size.shape, strides, strict=True)):
+                halves[shape_at + place], block[strides_at + place] = length, stride
+                if words is not None:
+                    halves[map_at + words.sizes[place]] = length - 1
+                    if place < 2:
+                        halves[map_at + words.strides[place]] = stride * bound.dtype.itemsize >> 4
+            return
+        length = size.shape[-3]
         halves[shape_at + 1] = length
         if words is not None:
             halves[map_at + words.sizes[1]] = length - 1

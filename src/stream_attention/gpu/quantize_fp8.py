@@ -32,8 +32,8 @@ from ..base.fp8_layout import (
 )
 from ..base.problem import UNBOUNDED
 from . import interpreter
-from .arguments import FAR, UNIT, cdiv, is_aligned, named, row_strides
-from .launch import Kernel, Launch, jit
+from .arguments import FAR, QKV_STRIDES, UNIT, cdiv, is_aligned, named, row_strides, sample
+from .launch import Kernel, Launch, Sizes, jit
 from .tiles import packed_rows
 
 WARPS = {64: 4, 128: 4, 256: 8}
@@ -298,9 +298,8 @@ def quantize_queries(
     query: Tensor, cu_seqlens: Tensor | None = None, longest: int = 0, rotate: bool = False
 ) -> QueryCodes:
     """Codes of query `[B, T, H, D]`, or of a pack `[N, H, D]` whose longest sequence has `longest` rows."""
-    queries = room_for_queries(query, _blocks(query, cu_seqlens))
-    no_heads, nowhere = query[..., :0, :], KeyCodes(queries.query, queries.query, queries.scales, 0)
-    _launch(query, no_heads, no_heads, queries, nowhere, cu_seqlens, cu_seqlens, longest, 0, rotate)
+    queries = room_for_queries(query, blocks_in(query, cu_seqlens))
+    _quantize_now((query, query, query), queries, None, (cu_seqlens, cu_seqlens), (longest, 0), rotate=rotate)
     return queries
 
 
@@ -308,9 +307,8 @@ def quantize_keys(
     key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None, longest: int = 0, rotate: bool = False
 ) -> KeyCodes:
     """Codes of key and value `[B, T, H, D]`, or of packs `[N, H, D]` whose longest sequence has `longest` rows."""
-    keys = room_for_keys(key, _blocks(key, cu_seqlens))
-    no_heads, nowhere = key[..., :0, :], QueryCodes(keys.key, keys.scales, 0)
-    _launch(no_heads, key, value, nowhere, keys, cu_seqlens, cu_seqlens, 0, longest, rotate)
+    keys = room_for_keys(key, blocks_in(key, cu_seqlens))
+    _quantize_now((key, key, value), None, keys, (cu_seqlens, cu_seqlens), (0, longest), rotate=rotate)
     return keys
 
 
@@ -325,101 +323,145 @@ def quantize(
     rotate: bool = False,
     left: int = UNBOUNDED,
 ) -> tuple[QueryCodes, KeyCodes]:
-    """Codes of all three, in one launch; `left` as in `bind_quantize`."""
-    queries, keys = rooms(query, key, cu_seqlens_q, cu_seqlens_k)
-    ends = cu_seqlens_q, cu_seqlens_k, q_longest, k_longest
-    _launch(query, key, value, queries, keys, *ends, rotate, left)
+    """Codes of all three, in one launch; `left` as in `bind`."""
+    queries = room_for_queries(query, blocks_in(query, cu_seqlens_q))
+    keys = room_for_keys(key, blocks_in(key, cu_seqlens_k))
+    ends = cu_seqlens_q, cu_seqlens_k
+    _quantize_now((query, key, value), queries, keys, ends, (q_longest, k_longest), left, rotate)
     return queries, keys
 
 
-def rooms(
-    query: Tensor, key: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None
-) -> tuple[QueryCodes, KeyCodes]:
-    """Room for the codes of all three."""
-    return room_for_queries(query, _blocks(query, cu_seqlens_q)), room_for_keys(key, _blocks(key, cu_seqlens_k))
+def blocks_in(rows: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Blocks of the codes of rows `[B, T, H, D]`, or of a pack `[N, H, D]`."""
+    batch = rows.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return blocks_of(rows.shape[-3], batch, cu_seqlens is not None)
 
 
-def bind_quantize(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    queries: QueryCodes,
-    keys: KeyCodes,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    q_longest: int,
-    k_longest: int,
-    rotate: bool,
+Rows = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value; where queries or keys are not quantised, any tensors of their dtype and rank."""
+
+Ends = tuple[Tensor | None, Tensor | None]
+"""Where sequences of a pack end, of queries and of keys."""
+
+
+def bind(
+    rows: Rows,
+    queries: QueryCodes | None,
+    keys: KeyCodes | None,
+    ends: Ends,
+    longest: tuple[int, int],
     left: int = UNBOUNDED,
-) -> Launch | None:
-    """The kernel as a function of query, key, value, codes (of queries, keys and values, then scales of queries and
-    keys) and cu_seqlens; None where there is nothing to do.
+    rotate: bool = False,
+) -> Launch:
+    """The kernel as a function of query, key, value, what `codes_in_order` returns, and both `ends`.
 
-    `left` is that side of the call's window: keys and values that no query sees by it become zeros, whatever they are.
-    The last query stands at the last key, so those are the first ones.
+    `queries` and `keys` are the codes that it writes, or samples of them; None: those are not quantised. `longest`:
+    rows of the longest sequence. `left` is that side of the call's window: keys and values that no query sees by it
+    become zeros, whatever they are. The last query stands at the last key, so those are the first ones.
     """
-    packed, dim = cu_seqlens_q is not None, query.shape[-1]
-    batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    (q_len, q_heads), (k_len, kv_heads) = query.shape[-3:-1], key.shape[-3:-1]
-    q_tiles, k_tiles = (cdiv(n, BLOCK) for n in ((q_longest, k_longest) if packed else (q_len, k_len)))
-    q_programs, k_programs = batch * q_tiles * q_heads, batch * k_tiles * kv_heads
-    if q_programs + k_programs == 0:
-        return None
-    unit = UNIT if is_aligned(query, key, value) else 1
-    codes = as_integers(*_all(queries, keys))
+    grid, sizes = sizes_of(rows, queries, keys, ends, longest, left)
+    dim = rows[0].shape[-1]
     return _quantize.bind_addresses(
-        q_programs + 2 * k_programs,
+        grid,
         {"num_warps": (ROTATED_WARPS if rotate else WARPS)[dim]},
-        q_ptr=query,
-        k_ptr=key,
-        v_ptr=value,
-        **named("q_codes_ptr k_codes_ptr v_words_ptr q_scales_ptr k_scales_ptr", codes),
-        cu_q_ptr=cu_seqlens_q,
-        cu_k_ptr=cu_seqlens_k,
-        **named("stride_qb stride_qm stride_qh", row_strides(query, packed, unit)),
-        **named("stride_kb stride_kn stride_kh", row_strides(key, packed, unit)),
-        **named("stride_vb stride_vn stride_vh", row_strides(value, packed, unit)),
-        q_len=q_len,
-        k_len=k_len,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        q_tiles=q_tiles,
-        k_tiles=k_tiles,
-        q_blocks=queries.query.shape[1] // BLOCK,
-        k_blocks=keys.key.shape[1] // BLOCK,
-        k_programs=k_programs,
-        k_floor=0 if left == UNBOUNDED else max(k_len - q_len - left, 0),
-        left=min(left, FAR),
+        rows[0].device,
+        **named("q_ptr k_ptr v_ptr", rows),
+        q_codes_ptr=sample((), torch.uint8),
+        k_codes_ptr=sample((), torch.uint8),
+        v_words_ptr=sample((), torch.int32),
+        q_scales_ptr=sample((), torch.float32),
+        k_scales_ptr=sample((), torch.float32),
+        **named("cu_q_ptr cu_k_ptr", ends),
+        **sizes.arguments(),
         D=dim,
-        UNIT=unit,
-        HAS_LEFT=packed and left != UNBOUNDED,
-        PACKED=packed,
+        PACKED=ends[0] is not None,
         ROTATE=rotate,
         HARDWARE=not interpreter.active(),
     )
 
 
-def _blocks(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return blocks_of(x.shape[-3], batch, cu_seqlens is not None)
+_SIZES = f"{QKV_STRIDES} q_len k_len q_heads kv_heads q_tiles k_tiles q_blocks k_blocks k_programs k_floor left"
 
 
-def as_integers(q_codes: Any, k_codes: Any, v_codes: Any, q_scales: Any, k_scales: Any) -> tuple[Any, ...]:
-    """Codes as the kernel writes them; addresses as they are."""
-    if type(q_codes) is int:
-        return q_codes, k_codes, v_codes, q_scales, k_scales
-    codes = q_codes.view(torch.uint8), k_codes.view(torch.uint8), v_codes.view(-1).view(torch.int32)
-    return (*codes, q_scales, k_scales)
+def sizes_of(
+    rows: Rows,
+    queries: QueryCodes | None,
+    keys: KeyCodes | None,
+    ends: Ends,
+    longest: tuple[int, int],
+    left: int = UNBOUNDED,
+) -> tuple[int, Sizes]:
+    """The grid, and the arguments that depend on lengths."""
+    query, key, value = rows
+    packed = ends[0] is not None
+    batch = query.shape[0] if ends[0] is None else ends[0].shape[0] - 1
+    q_len, k_len = query.shape[-3], key.shape[-3]
+    q_heads, q_blocks = (0, 0) if queries is None else (query.shape[-2], queries.query.shape[1] // BLOCK)
+    kv_heads, k_blocks = (0, 0) if keys is None else (key.shape[-2], keys.key.shape[1] // BLOCK)
+    q_tiles, k_tiles = (cdiv(length, BLOCK) for length in (longest if packed else (q_len, k_len)))
+    k_programs = batch * k_tiles * kv_heads
+    k_floor = 0 if left == UNBOUNDED else max(k_len - q_len - left, 0)
+    unit = UNIT if is_aligned(query, key, value) else 1
+    strides = (stride for t in rows for stride in row_strides(t, packed, unit))
+    counts = (
+        q_len,
+        k_len,
+        q_heads,
+        kv_heads,
+        q_tiles,
+        k_tiles,
+        q_blocks,
+        k_blocks,
+        k_programs,
+        k_floor,
+        max(min(left, FAR), 0),
+    )
+    constants = {"UNIT": unit, "HAS_LEFT": packed and left != UNBOUNDED}
+    return batch * q_tiles * q_heads + 2 * k_programs, Sizes(_SIZES, (*strides, *counts), constants, {})
 
 
-def _all(queries: QueryCodes, keys: KeyCodes) -> tuple[Tensor, ...]:
-    return queries.query, keys.key, keys.value, queries.scales, keys.scales
+def codes_in_order(queries: QueryCodes | None, keys: KeyCodes | None) -> tuple[Tensor, ...]:
+    """Codes of queries, keys and values, scales of queries and of keys. What is not there is not written either, and
+    what is stands in for it."""
+    q_codes, q_scales = queries[:2] if queries is not None else (keys.key, keys.scales)  # type: ignore[union-attr]
+    k_codes, v_codes, k_scales = (q_codes, q_codes, q_scales) if keys is None else keys[:3]
+    return q_codes, k_codes, v_codes, q_scales, k_scales
 
 
-def _launch(query: Tensor, key: Tensor, value: Tensor, queries: QueryCodes, keys: KeyCodes, *others: Any) -> None:
-    launch = bind_quantize(query, key, value, queries, keys, *others)
-    if launch is not None:
-        launch(query, key, value, *as_integers(*_all(queries, keys)), *others[:2])
+def _quantize_now(
+    rows: Rows, queries: QueryCodes | None, keys: KeyCodes | None, ends: Ends, *how: Any, **options: Any
+) -> None:
+    bind(rows, queries, keys, ends, *how, **options)(*rows, *codes_in_order(queries, keys), *ends)
+
+
+class QuantizeKeys:
+    """The launch of calls of `quantize_fp8` whose tensors lie alike."""
+
+    def __init__(self, room: KeyCodes, launch: Launch) -> None:
+        self._room, self._launch = room, launch
+
+    @classmethod
+    def prepare(cls, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, longest: int, rotate: bool) -> QuantizeKeys:
+        room = room_for_keys(key, blocks_in(key, cu_seqlens), sample)
+        return cls(room, bind((key, key, value), None, room, (cu_seqlens, cu_seqlens), (0, longest), rotate=rotate))
+
+    def resized(self, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, longest: int) -> QuantizeKeys | None:
+        """The same of other lengths; None where another kernel computes it, or the call is to be refused."""
+        if key.shape != value.shape or not key.stride(-1) == value.stride(-1) == 1:
+            return None
+        room = room_for_keys(key, blocks_in(key, cu_seqlens), sample)
+        sizes = sizes_of((key, key, value), None, room, (cu_seqlens, cu_seqlens), (0, longest))
+        launch = self._launch.resized(*sizes)
+        return None if launch is None else QuantizeKeys(room, launch)
+
+    def room(self, key: Tensor) -> KeyCodes:
+        """Memory for the codes, on the device of the key."""
+        codes, values, scales, rows = self._room
+        return KeyCodes(codes.empty(key), values.empty(key), scales.empty(key), rows)  # type: ignore[attr-defined]
+
+    def __call__(self, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, codes: KeyCodes) -> None:
+        """Write the codes."""
+        self._launch(key, key, value, *codes_in_order(None, codes), cu_seqlens, cu_seqlens)
 
 
 _quantize = Kernel(_quantize_kernel)

@@ -197,12 +197,12 @@ class Found(NamedTuple):
 
     key: launch_cache.Key
     call: launch_cache.PreparedCall | None
-    tensors: tuple[Any, ...]
+    inputs: Inputs
     seed_number: int | None  # of a call with dropout whose seed is no tensor
 
     def compute(self, return_lse: bool) -> Any:
         assert self.call is not None
-        inputs = Inputs._make(self.tensors)
+        inputs = self.inputs
         if inputs.seed is None and self.seed_number is not _NO_DROPOUT:
             inputs = inputs._replace(seed=seed_tensor(self.seed_number, inputs.query))
         out, lse = self.call(inputs, return_lse)
@@ -262,17 +262,18 @@ def look_up(
     seed_number = _NO_DROPOUT
     if dropout_p and not isinstance(seed, Tensor):
         seed_number, seed = seed, None
-    tensors = query, key, value, mask, bias, slopes, sink, _contiguous(seed), *cu_seqlens
+    inputs = Inputs(query, key, value, mask, bias, slopes, sink, _contiguous(seed), *cu_seqlens)
+    key_options = others
     if precision is not None or rotate is not False:
         if precision != "fp8" or type(precision) is not str or type(rotate) is not bool:
             return None
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (query, key, value)):
             return None  # to be refused
-        others = *others, precision, rotate
-    cache_key = launch_cache.key_of(tensors, lengths, others)
+        key_options = *others, precision, rotate
+    cache_key = launch_cache.key_of(inputs, lengths, key_options)
     if cache_key is None:
         return None
-    return Found(cache_key, launch_cache.find(cache_key, tensors, lengths, others), tensors, seed_number)
+    return Found(cache_key, launch_cache.find(cache_key, inputs, others), inputs, seed_number)
 
 
 def _subclass_call(query: Any) -> Callable[..., Any] | None:

@@ -189,11 +189,7 @@ def _run(call: _Call, addresses: list[int], inputs: DecodeInputs, options: tuple
     if look is not False and (look is not None or reads_values):
         left = UNBOUNDED if options[1] is None else options[1][0]
         validate.lengths_and_pages(inputs.cache, inputs.query.shape[1], left, look)
-    if launch_cache.is_profiled():
-        with torch.profiler.record_function("stream_attention::decode"):
-            found = compute(inputs, addresses)
-    else:
-        found = compute(inputs, addresses)
+    found = launch_cache.labelled("decode", compute, inputs, addresses)
     if launch_cache.COMPARE:
         given = inputs.out
         fresh = inputs._replace(out=None if given is None else torch.empty_like(given), workspace=None)

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 from functools import partial
 from inspect import signature
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from ..backends import BY_NAME, makes_fp8_codes
+from ..base.fp8_layout import CodedInputs, KeyCodes
 from ..base.graph_break import uncompiled
 from ..base.kv_layouts.fp8 import Fp8KV
-from ..base.problem import UNBOUNDED, Forward, Inputs, Problem, distinct
+from ..base.problem import Inputs, Problem
 from ..dispatch import launch_cache, validate
+from ..dispatch.launch_cache import Key, PreparedCall, layout_of
 from ..dispatch.plan import Plan, plan, requested
-from ..dispatch.prepare import no_autocast, problem_of
+from ..dispatch.prepare import no_autocast, problem_of, without_autocast
+from . import varlen
 from .attention import in_autocast_dtype, op_arguments
-from .varlen import longest
-
-if TYPE_CHECKING:
-    from ..base.fp8_layout import KeyCodes, QueryCodes
 
 REASON = "FP8 kernels are launched, not traced"
 
@@ -65,22 +63,84 @@ def quantize_fp8(
 @uncompiled(REASON)
 def _quantized(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Fp8KV:
     key, value = _as_they_lie(key, value)
-    validate.fp8_keys(key, value, rotate, cu_seqlens, max_seqlen)
-    most = key.shape[-3]
+    found = call = None
+    if launch_cache.ENABLED and not launch_cache.is_watched():
+        found = _key_of_keys(key, value, rotate, cu_seqlens, max_seqlen)
+        if found is not None:
+            cache_key, most = found
+            call = launch_cache.find_call(*cache_key, lambda like: like.resized(key, value, cu_seqlens, most))
+    if call is None:
+        validate.fp8_keys(key, value, rotate, cu_seqlens, max_seqlen)
+        most = key.shape[-3]
+        if cu_seqlens is not None:
+            most = varlen.longest("cu_seqlens", cu_seqlens, most, max_seqlen)
     if cu_seqlens is not None:
-        most = longest("cu_seqlens", cu_seqlens, key.shape[0], max_seqlen)
         cu_seqlens = cu_seqlens.clone()  # the caller may use his for the next batch
-    with no_autocast(key.device.type), torch.no_grad():
-        codes: Any
-        if makes_fp8_codes(key.device) and key.numel():
-            from ..gpu import quantize_fp8 as kernels
+    if call is not None or (makes_fp8_codes(key.device) and key.numel()):
+        codes = _codes_by_kernel(call, None if found is None else found[0], key, value, cu_seqlens, most, rotate)
+    else:
+        from ..backends.reference import fp8 as reference_fp8
 
-            codes = kernels.quantize_keys(key, value, cu_seqlens, most, rotate)
-        else:
-            from ..backends.reference import fp8 as reference_fp8
-
+        with no_autocast(key.device.type), torch.no_grad():
             codes = reference_fp8.quantize_keys(key, value, cu_seqlens, rotate)
     return Fp8KV(codes, tuple(key.shape), key.dtype, rotate, cu_seqlens, most)
+
+
+def _codes_by_kernel(
+    call: Any, cache_key: Key | None, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, most: int, rotate: bool
+) -> KeyCodes:
+    """What a launch writes: as it was prepared before, or prepared and kept now."""
+    prepare = None
+    if call is None or launch_cache.COMPARE:
+        from ..gpu.quantize_fp8 import QuantizeKeys
+
+        prepare = partial(QuantizeKeys.prepare, key, value, cu_seqlens, most, rotate)
+    if call is None:
+        assert prepare is not None
+        call = prepare()
+        if cache_key is not None:
+            launch_cache.keep_call(cache_key, call)
+    codes: KeyCodes = call.room(key)
+    if launch_cache.COMPARE:  # blocks that a pack leaves free are not written
+        for t in codes[:3]:
+            t.view(torch.uint8).zero_()
+        fresh = codes._replace(key=codes.key.clone(), value=codes.value.clone(), scales=codes.scales.clone())
+    launch_cache.labelled("quantize_fp8", call, key, value, cu_seqlens, codes)
+    if launch_cache.COMPARE:
+        assert prepare is not None
+        prepare()(key, value, cu_seqlens, fresh)
+        launch_cache.compare(codes[:3], fresh[:3])
+    return codes
+
+
+def _key_of_keys(key: Any, value: Any, rotate: Any, cu_seqlens: Any, max_seqlen: Any) -> tuple[Key, int] | None:
+    """The key of a call of `quantize_fp8`, and its longest sequence; None where it must be checked first."""
+    split = _split(key), _split(value)
+    if None in split or type(rotate) is not bool:
+        return None
+    (of_key, lengths), (of_value, value_lengths) = split  # type: ignore[misc]
+    most, offsets = lengths[0], None
+    if cu_seqlens is not None:
+        if not varlen.has_offsets(key, cu_seqlens, max_seqlen):
+            return None
+        most, offsets = varlen.longest("cu_seqlens", cu_seqlens, most, max_seqlen), layout_of(cu_seqlens)
+    elif max_seqlen is not None:
+        return None
+    return Key((_quantized, rotate, of_key, of_value, offsets), (lengths, value_lengths, most)), most
+
+
+def _split(t: Any) -> tuple[tuple[Any, ...], tuple[int, tuple[int, ...]]] | None:
+    """The layout of rows `[..., T, H, D]` but for their length and strides, and these; None where a call with them is
+    not kept."""
+    if not isinstance(t, Tensor) or t.dim() < 3 or (t.requires_grad and torch.is_grad_enabled()):
+        return None
+    layout = layout_of(t)
+    if not layout:
+        return None
+    dtype, shape, strides, device, offset = layout
+    if device >= 0 and device != torch._C._cuda_getDevice():
+        return None
+    return (dtype, shape[:-3], shape[-2:], device, offset), (shape[-3], strides)
 
 
 class Fp8Options(TypedDict, total=False):
@@ -140,8 +200,9 @@ def attention_fp8(
     >>> attention_fp8(query, quantize_fp8(key, value), causal=True, backend="reference").shape
     torch.Size([1, 300, 4, 64])
     """
-    out, lse = _attended(query, kv, causal, window, scale, return_lse, cu_seqlens_q, max_seqlen_q, backend)
-    return (out, lse) if return_lse else out
+    arguments = query, kv, causal, window, scale, return_lse, cu_seqlens_q, max_seqlen_q, backend
+    out, lse = _attended(*arguments)
+    return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
 def explain_fp8(query: Tensor, kv: Fp8KV, **arguments: Any) -> Plan:
@@ -159,31 +220,64 @@ def explain_fp8(query: Tensor, kv: Fp8KV, **arguments: Any) -> Plan:
     except TypeError as error:
         raise TypeError(f"attention_fp8() {error}") from None
     bound.apply_defaults()
-    planned, _ = _planned(**bound.arguments)
+    planned, _ = _plan_coded(_checked(**bound.arguments))
     print(planned)
     return planned
 
 
 @uncompiled(REASON)
-def _attended(query: Tensor, kv: Fp8KV, *options: Any) -> tuple[Tensor, Tensor]:
-    planned, inputs = _planned(query, kv, *options)
-    query, cu_q, cu_k = inputs.query, inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    if planned.problem.empty:
-        return _nothing(query)
-    with no_autocast(query.device.type), torch.no_grad():
-        queries: Any
-        if planned.backend == "reference":
-            from ..backends.reference import fp8 as reference_fp8
-
-            queries = reference_fp8.quantize_queries(query, cu_q, kv.rotate)
-        else:
-            from ..gpu import quantize_fp8 as kernels
-
-            queries = kernels.quantize_queries(query, cu_q, planned.problem.q_len, kv.rotate)
-        return attend_to_codes(planned, queries, kv.codes, cu_q, cu_k)
+def _attended(query: Tensor, kv: Fp8KV, *options: Any) -> tuple[Tensor, Tensor | None]:
+    (query,) = _as_they_lie(query)
+    found = None
+    if launch_cache.ENABLED and not launch_cache.is_watched():
+        found = _look_up(query, kv, *options)
+        if found is not None and (call := launch_cache.find(*found)) is not None:
+            return call(found[1], options[3])  # type: ignore[arg-type]
+    arguments = _checked(query, kv, *options)
+    call = _prepare_coded(arguments)
+    inputs: Any = CodedInputs._make(arguments[:_CODED])
+    if found is not None:
+        launch_cache.keep(found[0], call, inputs)
+    return call(inputs, options[3])
 
 
-def _planned(
+def _look_up(
+    query: Any,
+    kv: Any,
+    causal: Any,
+    window: Any,
+    scale: Any,
+    return_lse: Any,
+    cu_seqlens_q: Any,
+    max_seqlen_q: Any,
+    backend: Any,
+) -> tuple[Key, CodedInputs, tuple[Any, ...]] | None:
+    """The key of a call of `attention_fp8`, its inputs and options; None where it must be checked first."""
+    split = _split(query)
+    if split is None or type(kv) is not Fp8KV or query.dim() != len(kv.shape):
+        return None
+    options = launch_cache.options_of(query.shape[-1], causal, window, 0.0, scale, 0.0, None, None, return_lse, backend)
+    codes, k_ends = [layout_of(t) for t in kv.codes[:3]], kv.cu_seqlens
+    if options is None or launch_cache.NO_LAYOUT in codes:
+        return None
+    q_len, offsets = 0, None
+    if cu_seqlens_q is not None:
+        if k_ends is None or not varlen.has_offsets(query, cu_seqlens_q, max_seqlen_q) or not k_ends.is_contiguous():
+            return None
+        q_len = varlen.longest("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
+        offsets = layout_of(cu_seqlens_q), layout_of(k_ends)
+    elif k_ends is not None or max_seqlen_q is not None:
+        return None
+    kind, (rows, strides) = split
+    others = [(dtype, device, offset) for dtype, _, _, device, offset in codes]
+    *lead, k_rows, heads, dim = kv.shape
+    family = _attended, options, kind, kv.rotate, kv.dtype, *lead, heads, dim, offsets, *others
+    lengths = rows, k_rows, k_rows, strides, codes[0][2], codes[1][2], (q_len, kv.max_seqlen)
+    inputs = CodedInputs(query, *kv.codes[:2], cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=k_ends, kv=kv)
+    return Key(family, lengths), inputs, options
+
+
+def _checked(
     query: Tensor,
     kv: Fp8KV,
     causal: bool,
@@ -193,80 +287,61 @@ def _planned(
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int | None,
     backend: str,
-) -> tuple[Plan, Inputs]:
-    """Check the arguments of `attention_fp8`, and plan it; the inputs' key and value only have the shape of theirs."""
+) -> tuple[Any, ...]:
+    """Check a call of `attention_fp8` and turn it into `CodedInputs` and the options of the library op."""
     backend = requested(backend)
     (query,) = _as_they_lie(query)
     validate.fp8_query(query, kv, cu_seqlens_q, max_seqlen_q)
     validate.options(causal, window, 0.0, scale, 0.0, None, None, return_lse, query)
-    keys = kv.codes.scales.new_empty(()).expand(kv.shape)
-    inputs = Inputs(query, keys, keys, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=kv.cu_seqlens)
-    q_len = 0 if cu_seqlens_q is None else longest("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
+    q_len = 0
+    if cu_seqlens_q is not None:
+        q_len = varlen.longest("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
+    inputs = Inputs(query, *kv.codes[:2], cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=kv.cu_seqlens)
     arguments = op_arguments(inputs, causal, window, 0.0, scale, 0.0, None, None, backend, q_len, kv.max_seqlen)
-    problem, inputs, backend = problem_of(arguments)
+    return *arguments[:_INPUTS], kv, *arguments[_INPUTS:]
+
+
+_INPUTS, _CODED = len(Inputs._fields), len(CodedInputs._fields)
+
+
+def _plan_coded(arguments: tuple[Any, ...]) -> tuple[Plan, CodedInputs]:
+    """The plan of a call of `attention_fp8` that was checked."""
+    inputs = CodedInputs._make(arguments[:_CODED])
+    rows = inputs.kv.codes.scales.new_empty(()).expand(inputs.kv.shape)  # of the shape of what was quantised
+    problem, _, backend = problem_of((inputs.query, rows, rows, *inputs[3:-1], *arguments[_CODED:]))
     return plan(in_fp8(problem), backend), inputs
+
+
+def _prepare_coded(arguments: tuple[Any, ...]) -> PreparedCall:
+    """A call of `attention_fp8` that was checked, planned and bound."""
+    planned, inputs = _plan_coded(arguments)
+    return _prepared(planned, inputs, inputs.kv.rotate, arguments[_CODED:], _prepare_coded)
 
 
 @uncompiled(REASON)
 def call(arguments: tuple[Any, ...], rotate: bool) -> tuple[Tensor, Tensor]:
     """Compute `(out, lse)` in FP8, of a call that was checked as one of the library op."""
-    inputs = Inputs._make(arguments[: len(Inputs._fields)])
+    inputs = Inputs._make(arguments[:_INPUTS])
     query, key, value = (t.resolve_neg() for t in inputs[:3])
     inputs = inputs._replace(query=query, key=key, value=value)
-    out, lse = prepare((*inputs, *arguments[len(inputs) :]), rotate).forward(inputs, True)
+    out, lse = prepare((*inputs, *arguments[_INPUTS:]), rotate).forward(inputs, True)
     assert lse is not None
     return out, lse
 
 
-def prepare(arguments: tuple[Any, ...], rotate: bool) -> launch_cache.PreparedCall:
+def prepare(arguments: tuple[Any, ...], rotate: bool) -> PreparedCall:
     """A call that was checked as one of the library op, planned and bound: the pre-pass and the kernel."""
     problem, inputs, backend = problem_of(arguments)
     planned = plan(in_fp8(problem), backend)
-    forward = _prepare(planned, inputs, rotate)
-    anew = partial(prepare, rotate=rotate)
-    places = launch_cache.places_of(inputs)
-    return launch_cache.PreparedCall(planned, planned.problem, forward, places, arguments[len(Inputs._fields) :], anew)
+    return _prepared(planned, inputs, rotate, arguments[_INPUTS:], partial(prepare, rotate=rotate))
 
 
-def _prepare(planned: Plan, inputs: Inputs, rotate: bool) -> Forward:
-    problem = planned.problem
-    if problem.empty:
-        return lambda inputs, with_lse: _nothing(inputs.query)
-    if planned.backend == "reference":
-
-        def by_reference(inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor]:
-            with no_autocast(problem.device.type), torch.no_grad():
-                codes = make_codes(planned, inputs, rotate)
-                return attend_to_codes(planned, *codes, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-
-        return by_reference
-
-    from ..gpu.quantize_fp8 import as_integers, bind_quantize, rooms
-    from ..gpu.scratch import Scratch
-
-    query, key, value, cu_q, cu_k = distinct(*inputs[:3], inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    assert query is not None and key is not None and value is not None
-    samples = rooms(query.to("meta"), key.to("meta"), cu_q, cu_k)
-    tensors = query, key, value, *samples, cu_q, cu_k
-    quantize = bind_quantize(*tensors, problem.q_len, problem.k_len, rotate, problem.left)
-    prepare_fp8 = BY_NAME[planned.backend].prepare_fp8
-    launch, attend = prepare_fp8(problem, *samples, cu_q, cu_k, planned.config, query.device)
-    scratch = Scratch.of(*(t for codes in samples for t in codes[:-1]))
-
-    assert quantize is not None
-
-    def compute(inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor]:
-        query, key, value = inputs[:3]
-        ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        is_compiled = quantize.is_compiled and launch.is_compiled
-        memory, (q_codes, q_scales, k_codes, v_codes, k_scales) = scratch.allocate(query, is_compiled)
-        codes = q_codes, k_codes, v_codes, q_scales, k_scales
-        quantize(query, key, value, *as_integers(*codes), *ends)
-        result = attend(*codes, *ends, query)
-        del memory  # all that reads it is queued
-        return result
-
-    return compute
+def _prepared(planned: Plan, inputs: Any, rotate: bool, options: tuple[Any, ...], anew: Any) -> PreparedCall:
+    problem, backend = planned.problem, BY_NAME[planned.backend]
+    forward = backend.prepare_fp8(problem, inputs, planned.config, rotate)
+    if not backend.compiles:
+        forward = without_autocast(forward, problem.device.type)
+    return PreparedCall(planned, problem, forward, launch_cache.places_of(inputs), options, anew)
 
 
 def in_fp8(problem: Problem) -> Problem:
@@ -274,66 +349,6 @@ def in_fp8(problem: Problem) -> Problem:
     return problem.replace(fp8=True, addressable=True)
 
 
-def make_codes(planned: Plan, inputs: Inputs, rotate: bool) -> tuple[QueryCodes, KeyCodes]:
-    """The pre-pass of a planned call."""
-    problem, (query, key, value) = planned.problem, (t.resolve_neg() for t in inputs[:3])
-    if planned.backend != "reference":
-        from ..gpu.quantize_fp8 import quantize
-
-        ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        return quantize(query, key, value, *ends, problem.q_len, problem.k_len, rotate, problem.left)
-
-    from ..backends.reference import fp8 as reference_fp8
-
-    hidden = _hidden(problem, inputs)
-    if hidden is not None:
-        key, value = (t.masked_fill(hidden[:, None, None], 0.0) for t in (key, value))
-    queries = reference_fp8.quantize_queries(query, inputs.cu_seqlens_q, rotate)
-    return queries, reference_fp8.quantize_keys(key, value, inputs.cu_seqlens_k, rotate)
-
-
-def attend_to_codes(
-    planned: Plan, queries: QueryCodes, keys: KeyCodes, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of a planned call whose codes are there."""
-    problem, offsets = planned.problem, (cu_seqlens_q, cu_seqlens_k)
-    if planned.backend != "reference":
-        return BY_NAME[planned.backend].forward_fp8(problem, queries, keys, *offsets, planned.config)
-
-    from ..backends.reference import fp8 as reference_fp8
-    from ..gpu.scratch import Outputs
-
-    rows, row_lses = reference_fp8.attention(problem, queries, keys, *offsets)
-    out, lse = Outputs.of(problem, queries.rows).allocate(queries.scales)
-    count = rows.shape[-3]  # of a pack behind whose last sequence there are rows, fewer than these
-    out[..., :count, :, :] = rows
-    lse[..., :count] = row_lses
-    return out, lse
-
-
-def _hidden(problem: Problem, inputs: Inputs) -> Tensor | None:
-    """Keys that no query of the call sees, `[Tk]` or of a pack `[Nk]`: codes of 0, which have no say in a scale."""
-    if problem.left == problem.right == UNBOUNDED:
-        return None
-    q_ends, k_ends = [0, problem.q_len], [0, problem.k_len]
-    if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
-        q_ends, k_ends = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
-    hidden = torch.ones(inputs.key.shape[-3], dtype=torch.bool, device=inputs.key.device)
-    for (q_first, q_last), (k_first, k_last) in zip(pairwise(q_ends), pairwise(k_ends), strict=True):
-        queries, keys = q_last - q_first, k_last - k_first
-        floor = 0 if problem.left == UNBOUNDED else max(keys - queries - problem.left, 0)
-        limit = keys if problem.right == UNBOUNDED else min(keys + problem.right, keys)
-        hidden[k_first + floor : k_first + max(limit, 0)] = False
-    return hidden
-
-
 def _as_they_lie(*tensors: Tensor) -> tuple[Tensor, ...]:
     """In autocast's dtype, and with what torch does to a view when it is read, which kernels would not see."""
     return tuple(t.resolve_neg() if isinstance(t, Tensor) else t for t in in_autocast_dtype(*tensors))
-
-
-def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of queries that see no key."""
-    *lead, rows, heads, _ = query.shape
-    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    return out, query.new_full((*lead, heads, rows), -torch.inf, dtype=torch.float32)

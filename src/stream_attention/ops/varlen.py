@@ -200,19 +200,26 @@ def _lengths(
         and max_seqlen_k >= 0
     ):  # nothing is read on the host, and the key of the call says the rest
         return min(max_seqlen_q, query.shape[0]), min(max_seqlen_k, key.shape[0])
-    for rows, offsets in zip((query, key), cu_seqlens, strict=True):
-        if type(rows) is not Tensor or rows.is_nested or rows.dim() != 3 or type(offsets) is not Tensor:
-            return None
-        is_list = offsets.dtype in (torch.int32, torch.int64) and offsets.dim() == 1 and offsets.numel() > 0
-        if not is_list or not offsets.is_contiguous() or offsets.device != rows.device:
-            return None
+    if not has_offsets(query, q_offsets, max_seqlen_q) or not has_offsets(key, k_offsets, max_seqlen_k):
+        return None
     if type(value) is not Tensor or value.is_nested or value.shape[:-1] != key.shape[:-1]:
         return None
-    for told in (max_seqlen_q, max_seqlen_k):
-        if told is not None and (type(told) is not int or told < 0):
-            return None
     q_len = longest("cu_seqlens_q", cu_seqlens[0], query.shape[0], max_seqlen_q)
     return q_len, longest("cu_seqlens_k", cu_seqlens[1], key.shape[0], max_seqlen_k)
+
+
+def has_offsets(rows: Any, offsets: Any, told: Any) -> bool:
+    """Whether a pack has contiguous offsets, which can be read before the call is checked."""
+    if type(rows) is not Tensor or rows.is_nested or rows.dim() != 3 or type(offsets) is not Tensor:
+        return False
+    return (
+        offsets.dtype in (torch.int32, torch.int64)
+        and offsets.dim() == 1
+        and offsets.numel() > 0
+        and offsets.is_contiguous()
+        and offsets.device == rows.device
+        and (told is None or (type(told) is int and told >= 0))
+    )
 
 
 def prepare_varlen(

@@ -27,7 +27,7 @@ from stream_attention.base.kv_layouts import checks
 from stream_attention.base.problem import Hardware, state_problem
 from stream_attention.dispatch import launch_cache, plan, prepare
 from stream_attention.gpu import driver, launch
-from stream_attention.ops import attention, decode
+from stream_attention.ops import append, attention, decode, fp8
 
 ARCH, PROCESSORS = 90, 132
 
@@ -171,6 +171,8 @@ def pretend_gpu(keep_launches: bool = True) -> Iterator[list[Launched]]:
             (prepare, "state_problem", on_gpu),
             (attention, "state_problem", on_gpu),
             (decode, "hardware_of", lambda _: Hardware(torch.device("cuda", 0), ARCH, PROCESSORS)),
+            (fp8, "makes_fp8_codes", lambda _: True),
+            (append, "runs_triton", lambda _: True),
             (checks, "should_validate", lambda asked, _: bool(asked)),
             (device, "arch", lambda _: ARCH),
         ):

@@ -17,7 +17,7 @@ from append_cases import BF16, F16, F32, angles, caches, normal
 from compile_gate import atomics
 
 from stream_attention.base.kv_layouts import Rotary
-from stream_attention.gpu.append import launch_append
+from stream_attention.gpu.append import Append as Launches
 from stream_attention_tools.testing.offline import compiling_for, report
 
 
@@ -47,7 +47,9 @@ class Append(NamedTuple):
         rotary = Rotary(*angles(64, self.pairs), self.interleaved) if self.pairs else None
         with compiling_for(self.arch) as compiled:
             table = paged.page_table if self.paged else None
-            launch_append(new, new, *map(shifted, stores), table, paged.lengths, 64, rotary)
+            cos, sin, interleaved = rotary or (None, None, False)
+            tensors = new, new, *map(shifted, stores), cos, sin, table, paged.lengths
+            Launches.prepare(tensors, 64, interleaved)(tensors)
         return compiled
 
 

@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 from append_cases import BF16, F16, F32, F64, Case, angles, caches, check, draw_case, int32, normal
 
 from stream_attention.base.kv_layouts import ContiguousKV, PagedKV, Rotary
+from stream_attention.dispatch import launch_cache
 from stream_attention.gpu import append as module
 from stream_attention.kvcache import quantize_kv
 
@@ -31,9 +32,9 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """How a row is cut: as it is, or so that several programs share one of a small shape."""
     for name, number in zip(("TILE", "ALONE"), request.param, strict=True):
         monkeypatch.setattr(module, name, number)
-    module.layout.cache_clear()
+    launch_cache.clear()
     yield str(request.param)
-    module.layout.cache_clear()
+    launch_cache.clear()
 
 
 # What it means

@@ -23,7 +23,7 @@ Hidden keys need no care beyond their scores: values that do not exist, or that 
 Grid: one program per processor, or fewer. Parity with the reference: tests/backends/hopper/test_forward_fp8_gpu.py.
 """
 
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,9 +33,10 @@ from triton.experimental.gluon import language as gl
 
 from ...base.fp8_layout import KeyCodes, QueryCodes
 from ...base.problem import UNBOUNDED, Problem, distinct
-from ...gpu.arguments import FAR, UNIT, line_strides, named, row_strides
-from ...gpu.launch import Descriptor, Kernel, Launch
-from ...gpu.scratch import Outputs, Sample
+from ...gpu.arguments import FAR, cdiv, sample
+from ...gpu.fp8_call import Fp8Kernel
+from ...gpu.launch import Descriptor, Kernel, Launch, Sizes
+from ...gpu.scratch import OUTPUT_STRIDES, Outputs, Sample
 from .forward_fp8_consumer import RECOMPUTE, Fp8Scales, bit, consume, declare_vote, first_row, overflowed_tiles
 from .fp8_tuning import GluonFp8Config
 from .launch import even_group, jit, rows_descriptor
@@ -242,53 +243,6 @@ def _forward_fp8_kernel(
         )
 
 
-def prepare_fp8(
-    problem: Problem,
-    queries: QueryCodes,
-    keys: KeyCodes,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    config: GluonFp8Config,
-    device: torch.device | None = None,
-) -> tuple[Launch, Callable[..., tuple[Tensor, Tensor]]]:
-    """The kernel, and the forward of codes that lie as these do: a function of codes (of queries, keys and values, then
-    scales of queries and keys), cu_seqlens, and a tensor on their device, which returns out `[B, Tq, Hq, D]` and lse
-    `[B, Hq, Tq]`; packed: `[Nq, Hq, D]` and `[Hq, Nq]`."""
-    # From which the launch draws its tiles, and a word for each of its programs.
-    words: Any = Sample((1 + problem.processors,), torch.int32)
-    outputs = Outputs.of(problem, queries.rows)
-    out, lse = outputs.samples()
-    launch = bind_fp8(problem, queries, keys, cu_seqlens_q, cu_seqlens_k, config, out, lse, words, device)
-
-    def run(*codes_and_ends: Any) -> tuple[Tensor, Tensor]:
-        *given, like = codes_and_ends
-        if isinstance(given[4], Tensor):
-            given[4] = given[4].view(torch.int64)  # the scales of a block's keys and values, as one word
-        out, lse = outputs.allocate(like, launch.is_compiled)
-        counter = words.filled(like, 0.0, launch.is_compiled)
-        launch(*given, out, lse, counter)
-        return out, lse
-
-    return launch, run
-
-
-def forward_fp8(
-    problem: Problem,
-    queries: QueryCodes,
-    keys: KeyCodes,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    config: GluonFp8Config,
-) -> tuple[Tensor, Tensor]:
-    """What `prepare_fp8` prepares, at once."""
-    if problem.empty:
-        return Outputs.of(problem, queries.rows).allocate(queries.scales)
-    ends = cu_seqlens_q, cu_seqlens_k
-    codes = queries.query, keys.key, keys.value, queries.scales, keys.scales
-    _, run = prepare_fp8(problem, queries, keys, *ends, config)
-    return run(*codes, *ends, queries.scales)
-
-
 def bind_fp8(
     problem: Problem,
     queries: QueryCodes,
@@ -296,28 +250,30 @@ def bind_fp8(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     config: GluonFp8Config,
-    out: Tensor,
-    lse: Tensor,
-    counter: Tensor,
+    out: Any,
+    lse: Any,
+    counter: Any,
     device: torch.device | None = None,
 ) -> Launch:
     """The kernel as a function of query, key and value codes, scales of queries and keys, cu_seqlens, out, lse and the
     counter of tiles. Where there is no tensor, the LSE stands in for it, unread."""
-    dim, packed = problem.head_dim, problem.packed
-    lines, tiles_m = problem.batch * problem.q_heads, -(-problem.q_len // (config.warpgroups * ROWS.value))
-    tiles = lines * tiles_m
-    scales = keys.scales.view(torch.int64)
+    dim = problem.head_dim
+    grid, sizes = _sizes(problem, queries, keys, config, Outputs(out, lse, False))
+    scales = sample(keys.scales.shape[:2], torch.int64)  # of a block's keys and of its values, as one word
     cu_seqlens_q, cu_seqlens_k = distinct(cu_seqlens_q, cu_seqlens_k)
     return _kernel.bind(
-        min(problem.processors, tiles),
+        grid,
         (queries.query, keys.key, keys.value, queries.scales, scales, cu_seqlens_q, cu_seqlens_k, out, lse, counter),
         {"num_warps": 4},
         device,
-        described={"q_desc": queries.query, "k_desc": keys.key, "v_desc": keys.value, "o_desc": out},
-        q_desc=_codes_descriptor(queries.query, ROWS.value, dim),
-        k_desc=_codes_descriptor(keys.key, config.block_n, dim),
-        v_desc=_codes_descriptor(keys.value, dim, config.block_n),
-        o_desc=rows_descriptor(out, ROWS.value, dim // config.parts),
+        described=sizes.described,
+        **sizes.arguments()
+        | {
+            "q_desc": _codes_descriptor(queries.query, ROWS.value, dim),
+            "k_desc": _codes_descriptor(keys.key, config.block_n, dim),
+            "v_desc": _codes_descriptor(keys.value, dim, config.block_n),
+            "o_desc": rows_descriptor(out, ROWS.value, dim // config.parts),
+        },
         out_ptr=out,
         lse_ptr=lse,
         query_scales_ptr=queries.scales,
@@ -325,23 +281,8 @@ def bind_fp8(
         cu_q_ptr=lse if cu_seqlens_q is None else cu_seqlens_q,
         cu_k_ptr=lse if cu_seqlens_k is None else cu_seqlens_k,
         count_ptr=counter,
-        batch_heads=lines,
-        tiles_m=tiles_m,
-        head_group=_lines_in_cache(problem, lines),
-        tiles=tiles,
         q_heads=problem.q_heads,
         group=problem.group,
-        q_len=problem.q_len,
-        k_len=problem.k_len,
-        offset=problem.q_start - problem.k_start,
-        left=min(problem.left, FAR),
-        right=min(problem.right, FAR),
-        q_rows=queries.rows,
-        k_rows=keys.rows,
-        query_scales_of_head=queries.scales.shape[1],
-        blocks_of_head=keys.scales.shape[1],
-        **named("stride_ob stride_om stride_oh", row_strides(out, packed, UNIT)),
-        **named("stride_lb stride_lh", line_strides(lse, packed)),
         scale=problem.scale,
         D=dim,
         WARPGROUPS=config.warpgroups,
@@ -354,27 +295,61 @@ def bind_fp8(
         PARTS=config.parts,
         LAZY=config.lazy,
         SUMS_FIRST=config.sums_first,
-        HAS_LEFT=problem.left != UNBOUNDED,
-        HAS_RIGHT=problem.right != UNBOUNDED,
-        IS_PACKED=packed,
-        MASKS_BEYOND_FIRST_BLOCK=masks_beyond_first_block(problem, config.block_n),
+        IS_PACKED=problem.packed,
         CONSUMER_REGISTERS=config.consumer_registers,
         PRODUCER_REGISTERS=config.producer_registers,
     )
 
 
-def _codes_descriptor(t: Tensor, rows: int, columns: int) -> Descriptor:
+_SIZES = "batch_heads tiles_m head_group tiles q_len k_len offset left right q_rows k_rows query_scales_of_head "
+_SIZES += f"blocks_of_head {OUTPUT_STRIDES}"
+
+
+def _sizes(
+    problem: Problem, queries: QueryCodes, keys: KeyCodes, config: GluonFp8Config, outputs: Outputs
+) -> tuple[int, Sizes]:
+    """The grid and the arguments that depend on lengths."""
+    (batch, q_len, q_heads, *_), (layout, k_len, *_), (left, right) = problem.shape, problem.kv, problem.window
+    offset = problem.positions.q_start - problem.positions.k_start
+    batch_heads, tiles_m = batch * q_heads, cdiv(q_len, config.warpgroups * ROWS.value)
+    tiles = batch_heads * tiles_m
+    numbers = (
+        *(batch_heads, tiles_m, _heads_in_cache(problem, batch_heads), tiles, q_len, k_len, offset),
+        *(min(left, FAR), min(right, FAR), queries.rows, keys.rows, queries.scales.shape[1], keys.scales.shape[1]),
+        *outputs.strides(layout == "packed"),
+    )
+    constants = {
+        "HAS_LEFT": left != UNBOUNDED,
+        "HAS_RIGHT": right != UNBOUNDED,
+        "MASKS_BEYOND_FIRST_BLOCK": masks_beyond_first_block(problem, config.block_n),
+    }
+    described = {"q_desc": queries.query, "k_desc": keys.key, "v_desc": keys.value, "o_desc": outputs.out}
+    return min(problem.hardware.processors, tiles), Sizes(_SIZES, numbers, constants, described)
+
+
+def _codes_descriptor(t: Any, rows: int, columns: int) -> Descriptor:
     """How TMA reads tiles of codes of one head."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns), element_bitwidth=8, rank=3)
-    return Descriptor(t.dtype, tuple(t.shape), t.stride(), (1, rows, columns), layout)
+    return Descriptor(t.dtype, tuple(t.shape), t.stride(), (1, rows, columns), _codes_layout(min(128, columns)))
 
 
-def _lines_in_cache(problem: Problem, lines: int) -> int:
+@cache
+def _codes_layout(swizzle: int) -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8, rank=3)
+
+
+def _heads_in_cache(problem: Problem, batch_heads: int) -> int:
     """Heads (of all batch entries) that are worked on together, in groups of about the same size."""
     if problem.right == UNBOUNDED:
         return 1
     size = problem.k_len * 2 * problem.head_dim
-    return even_group(lines, max(1, (32 << 20) // max(1, size)) * problem.group)
+    return even_group(batch_heads, max(1, (32 << 20) // max(1, size)) * problem.group)
+
+
+def _counter(problem: Problem) -> Sample:
+    """From which the launch fetches its tiles, and a word for each of its programs."""
+    return Sample((1 + problem.processors,), torch.int32)
 
 
 _kernel = Kernel(_forward_fp8_kernel, **COMPILE_OPTIONS)
+_fp8 = Fp8Kernel(bind_fp8, _sizes, _counter)
+prepare_fp8, forward_fp8 = _fp8.prepare, _fp8.forward

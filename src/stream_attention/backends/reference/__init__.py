@@ -10,6 +10,7 @@ class Reference(Backend):
     """Computed by the ops that are asked for it by name: torch differentiates it, any number of times."""
 
     name = "reference"
+    fp8_kernels = ".reference.fp8"
 
     def reasons(self, problem: Problem, request: Request) -> Reasons:
         if problem.fp8:

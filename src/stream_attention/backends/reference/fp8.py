@@ -20,6 +20,7 @@ Dense, slow, on any device; no other kernel imports it.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from ...base.fp8_layout import (
     QUERY_BLOCK,
     SHIFT,
     SMALLEST,
+    CodedInputs,
     KeyCodes,
     QueryCodes,
     blocks_of,
@@ -42,7 +44,8 @@ from ...base.fp8_layout import dequantized_keys as dequantized_keys
 from ...base.fp8_layout import dequantized_queries as dequantized_queries
 from ...base.fp8_layout import hadamard as hadamard
 from ...base.fp8_layout import in_order as in_order
-from ...base.problem import UNBOUNDED, Problem
+from ...base.problem import UNBOUNDED, Forward, Inputs, Problem
+from ...gpu.scratch import Outputs
 
 
 def power_of_two(largest: Tensor) -> Tensor:
@@ -129,6 +132,60 @@ def attention(
     if problem.packed:
         return torch.cat(outs, 1).transpose(0, 1), torch.cat(lses, 1)
     return torch.stack(outs).transpose(1, 2), torch.stack(lses)
+
+
+def prepare_fp8(problem: Problem, inputs: Inputs | CodedInputs, config: str, rotate: bool) -> Forward:
+    """The forward from tensors, or from keys and values that are codes."""
+    if problem.empty:
+        return lambda inputs, with_lse: Outputs.of(problem, inputs.query.shape[-3]).allocate(inputs.query)
+
+    def forward(inputs: Inputs | CodedInputs, with_lse: bool) -> tuple[Tensor, Tensor]:
+        ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+        keys = inputs.kv.codes if isinstance(inputs, CodedInputs) else _visible_codes(problem, inputs, rotate)
+        queries = quantize_queries(inputs.query, ends[0], rotate)
+        return forward_fp8(problem, queries, keys, *ends, config)
+
+    return forward
+
+
+def forward_fp8(
+    problem: Problem,
+    queries: QueryCodes,
+    keys: KeyCodes,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    config: str,
+) -> tuple[Tensor, Tensor]:
+    """`attention` as backends return it. Of a pack behind whose last sequence there are rows, those see no key."""
+    out, lse = Outputs.of(problem, queries.rows).allocate(queries.scales)
+    rows, row_lses = attention(problem, queries, keys, cu_seqlens_q, cu_seqlens_k)
+    count = rows.shape[-3]
+    out[..., :count, :, :] = rows
+    lse[..., :count] = row_lses
+    return out, lse
+
+
+def _visible_codes(problem: Problem, inputs: Inputs, rotate: bool) -> KeyCodes:
+    """Codes of keys and values, 0 where no query of the call sees them: those have no say in a scale."""
+    key, value = inputs[1:3]
+    if problem.left != UNBOUNDED or problem.right != UNBOUNDED:
+        hidden = _hidden(problem, inputs)[:, None, None]
+        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+    return quantize_keys(key, value, inputs.cu_seqlens_k, rotate)
+
+
+def _hidden(problem: Problem, inputs: Inputs) -> Tensor:
+    """Keys that no query of the call sees, `[Tk]` or of a pack `[Nk]`."""
+    q_ends, k_ends = [0, problem.q_len], [0, problem.k_len]
+    if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
+        q_ends, k_ends = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
+    hidden = torch.ones(inputs.key.shape[-3], dtype=torch.bool, device=inputs.key.device)
+    for (q_first, q_last), (k_first, k_last) in zip(pairwise(q_ends), pairwise(k_ends), strict=True):
+        queries, keys = q_last - q_first, k_last - k_first
+        floor = 0 if problem.left == UNBOUNDED else max(keys - queries - problem.left, 0)
+        limit = keys if problem.right == UNBOUNDED else min(keys + problem.right, keys)
+        hidden[k_first + floor : k_first + max(limit, 0)] = False
+    return hidden
 
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> tuple[list[tuple[int, Tensor]], int]:

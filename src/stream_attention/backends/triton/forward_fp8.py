@@ -19,7 +19,6 @@ Not here: splits of keys, and whatever is more than positions and a scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,9 +27,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...base.fp8_layout import BLOCK, QUERY_BLOCK, SHIFT, KeyCodes, QueryCodes
-from ...base.problem import UNBOUNDED, Problem
-from ...gpu.arguments import FAR, scale_of
-from ...gpu.launch import Kernel, Launch, jit
+from ...base.problem import UNBOUNDED, Problem, distinct
+from ...gpu.arguments import FAR, cdiv, named, scale_of
+from ...gpu.fp8_call import Fp8Kernel
+from ...gpu.launch import Kernel, Launch, Sizes, jit
 from ...gpu.scratch import Outputs
 from ...gpu.tiles import LN2, LOG2E, packed_rows
 from .fp8_tuning import TritonFp8Config
@@ -193,79 +193,58 @@ def _forward_fp8_kernel(
     tl.store(lse_ptr + offs_m, lse, mask=mask_m)
 
 
-def prepare_fp8(
+def bind_fp8(
     problem: Problem,
     queries: QueryCodes,
     keys: KeyCodes,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     config: TritonFp8Config,
+    out: Any,
+    lse: Any,
+    counter: Any,
     device: torch.device | None = None,
-) -> tuple[Launch, Callable[..., tuple[Tensor, Tensor]]]:
-    """The kernel, and the forward of codes that lie as these do: a function of codes (of queries, keys and values, then
-    scales of queries and keys), cu_seqlens, and a tensor on their device, which returns out `[B, Tq, Hq, D]` and lse
-    `[B, Hq, Tq]`; packed: `[Nq, Hq, D]` and `[Hq, Nq]`."""
+) -> Launch:
+    """The kernel as a function of query, key and value codes, scales of queries and keys, cu_seqlens, out, lse and a
+    counter, which it does not need."""
     scale = scale_of(problem)
-    outputs = Outputs.of(problem, queries.rows)
-    out, lse = outputs.samples()
-    launch = _kernel.bind_addresses(
-        -(-problem.q_len // config.block_m) * problem.q_heads * problem.batch,
+    grid, sizes = _sizes(problem, queries, keys, config, Outputs(out, lse, False))
+    ends = distinct(cu_seqlens_q, cu_seqlens_k)
+    codes = queries.query, keys.key, keys.value, queries.scales, keys.scales
+    return _kernel.bind(
+        grid,
+        (*codes, *ends, out, lse, counter),
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
         device,
-        q_ptr=queries.query,
-        k_ptr=keys.key,
-        v_ptr=keys.value,
-        q_scales_ptr=queries.scales,
-        k_scales_ptr=keys.scales,
-        cu_q_ptr=cu_seqlens_q,
-        cu_k_ptr=cu_seqlens_k,
+        **named("q_ptr k_ptr v_ptr q_scales_ptr k_scales_ptr", codes),
+        **named("cu_q_ptr cu_k_ptr", ends),
         out_ptr=out,
         lse_ptr=lse,
-        q_blocks=queries.query.shape[1] // BLOCK,
-        k_blocks=keys.key.shape[1] // BLOCK,
-        q_len=problem.q_len,
-        k_len=problem.k_len,
-        q_rows=queries.rows,
-        k_rows=keys.rows,
+        **sizes.arguments(),
         q_heads=problem.q_heads,
-        left=min(problem.left, FAR),
-        right=min(problem.right, FAR),
-        offset=problem.q_start - problem.k_start,
         scale=scale,
         GROUP=problem.group,
         D=problem.head_dim,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        HAS_LEFT=problem.left != UNBOUNDED,
-        HAS_RIGHT=problem.right != UNBOUNDED,
         IS_PACKED=problem.packed,
         SCALE_LATE=scale > 0,
     )
 
-    def run(*codes_and_ends: Any) -> tuple[Tensor, Tensor]:
-        *given, like = codes_and_ends
-        out, lse = outputs.allocate(like, launch.is_compiled)
-        launch(*given, out, lse)
-        return out, lse
 
-    return launch, run
-
-
-def forward_fp8(
-    problem: Problem,
-    queries: QueryCodes,
-    keys: KeyCodes,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    config: TritonFp8Config,
-) -> tuple[Tensor, Tensor]:
-    """What `prepare_fp8` prepares, at once."""
-    if problem.empty:
-        return Outputs.of(problem, queries.rows).allocate(queries.scales)
-    ends = cu_seqlens_q, cu_seqlens_k
-    codes = queries.query, keys.key, keys.value, queries.scales, keys.scales
-    _, run = prepare_fp8(problem, queries, keys, *ends, config)
-    return run(*codes, *ends, queries.scales)
+def _sizes(
+    problem: Problem, queries: QueryCodes, keys: KeyCodes, config: TritonFp8Config, outputs: Outputs
+) -> tuple[int, Sizes]:
+    """The grid and the arguments that depend on lengths."""
+    numbers = (
+        *(queries.query.shape[1] // BLOCK, keys.key.shape[1] // BLOCK, problem.q_len, problem.k_len),
+        *(queries.rows, keys.rows, min(problem.left, FAR), min(problem.right, FAR), problem.q_start - problem.k_start),
+    )
+    constants = {"HAS_LEFT": problem.left != UNBOUNDED, "HAS_RIGHT": problem.right != UNBOUNDED}
+    grid = cdiv(problem.q_len, config.block_m) * problem.q_heads * problem.batch
+    return grid, Sizes("q_blocks k_blocks q_len k_len q_rows k_rows left right offset", numbers, constants, {})
 
 
 _kernel = Kernel(_forward_fp8_kernel)
+_fp8 = Fp8Kernel(bind_fp8, _sizes)
+prepare_fp8, forward_fp8 = _fp8.prepare, _fp8.forward

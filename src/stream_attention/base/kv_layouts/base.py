@@ -29,6 +29,9 @@ class Cache(ABC):
     append_kernel: ClassVar[Callable[..., bool] | None] = None
     """`(cache, key, value, rotary)`: appends by a kernel and returns True, or returns False. Set by ops/append.py."""
 
+    cached_append: ClassVar[Callable[..., Callable[[], None] | None] | None] = None
+    """Likewise: the append of tensors that lie as some did that were checked, or None. Set there too."""
+
     @property
     @abstractmethod
     def batch(self) -> int:
@@ -145,24 +148,32 @@ class Cache(ABC):
         bits as the torch operations that do it elsewhere: for a `QuantizedKV`, in fp64, under `torch.compile`, on other
         devices and without Triton. It is not differentiable; key and value may not overlap the cache.
         """
+        cached = None if Cache.cached_append is None else Cache.cached_append(self, key, value, rotary)
+        lengths = self._check_append(key, value, rotary) if cached is None else self.lengths
+        assert lengths is not None
+        if checks.should_validate(validate, lengths):
+            self.validate(key.shape[1], first=lengths)
+            if rotary is not None and key.shape[1]:
+                checks.capacity(lengths, key.shape[1], rotary.cos.shape[0], "the rotary table's positions")
+        if cached is not None:
+            cached()
+        elif not self._launch(key, value, rotary):
+            self._operate(key, value, rotary, lengths)
+        return self
+
+    def _check_append(self, key: Tensor, value: Tensor, rotary: Rotary | None) -> Tensor:
+        """Check all of an append but the values of lengths and pages; returns the lengths."""
         lengths = self.lengths
         if lengths is None:
             hint = "Pass lengths=torch.zeros(B, dtype=torch.int32)."
             refuse("lengths", "an int32 tensor [B] in a cache to append to", None, hint)
         check_new(key, value, rotary, self._plain()[0], (self.batch, self.kv_heads, self.head_dim, self.value_dim))
-        n = key.shape[1]
-        if n > self.capacity:
-            refuse("key", f"at most {self.capacity} tokens, the capacity of a row", n)
+        if key.shape[1] > self.capacity:
+            refuse("key", f"at most {self.capacity} tokens, the capacity of a row", key.shape[1])
         for name, written in zip(self.STORES, self._plain(), strict=True):
             checks.writable(name, written)
         checks.writable("lengths", lengths)
-        if checks.should_validate(validate, lengths):
-            self.validate(n, first=lengths)
-            if rotary is not None and n:
-                checks.capacity(lengths, n, rotary.cos.shape[0], "the rotary table's positions")
-        if not self._launch(key, value, rotary):
-            self._operate(key, value, rotary, lengths)
-        return self
+        return lengths
 
     @torch.no_grad()
     def _operate(self, key: Tensor, value: Tensor, rotary: Rotary | None, lengths: Tensor) -> None:

@@ -31,15 +31,14 @@ class Fp8KV:
     max_seqlen: int = 0  # the longest sequence
 
     def __post_init__(self) -> None:
-        from ..fp8_layout import BLOCK, E4M3, blocks_of
+        from ..fp8_layout import E4M3, blocks_of, key_shapes
 
         packed = self.cu_seqlens is not None
         if len(self.shape) != (3 if packed else 4):
             refuse("shape", "[Nk, Hkv, D]" if packed else "[B, Tk, Hkv, D]", list(self.shape))
         *_, rows, heads, dim = self.shape
         blocks = blocks_of(rows, self.batch, packed)
-        shapes = ((heads, blocks * BLOCK, dim), (heads, dim, blocks * BLOCK), (heads, blocks, 2))
-        dtypes = (E4M3, E4M3, torch.float32)
+        shapes, dtypes = key_shapes(heads, dim, blocks), (E4M3, E4M3, torch.float32)
         for name, tensor, shape, dtype in zip(("key", "value", "scales"), self.codes[:3], shapes, dtypes, strict=True):
             if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous():
                 got = f"{tensor.dtype} of shape {list(tensor.shape)}, strides {tensor.stride()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from stream_attention.backends import AUTO, BACKENDS
+from stream_attention.backends import AUTO, BACKENDS, BY_NAME
 from stream_attention.backends.reference import fp8 as reference_fp8
 from stream_attention.base.fp8_layout import BLOCK, SHIFT, first_block
-from stream_attention.base.problem import UNBOUNDED, Inputs, Problem
+from stream_attention.base.problem import UNBOUNDED, Problem
 from stream_attention.dispatch.plan import Plan, plan
 from stream_attention.ops.attention import attention
 from stream_attention.ops.explain import problems_of_call
-from stream_attention.ops.fp8 import attend_to_codes, make_codes
 from stream_attention.ops.varlen import varlen_attention
 
 from ..suites import Cell, Tensors, draw, shortened
@@ -98,9 +98,12 @@ class Fp8Kernel(Fp8):
         if x.query not in self._coded:
             planned = self._planned(x)
             offsets = x.options.get("cu_seqlens_q"), x.options.get("cu_seqlens_k")
-            inputs = Inputs(x.query, x.key, x.value, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
-            self._coded[x.query] = (planned, *make_codes(planned, inputs, rotate=False), *offsets)
-        return attend_to_codes(*self._coded[x.query])[0]
+            queries = reference_fp8.quantize_queries(x.query, offsets[0])
+            keys = reference_fp8.quantize_keys(x.key, x.value, offsets[1])
+            attend = BY_NAME[planned.backend].forward_fp8
+            self._coded[x.query] = partial(attend, planned.problem, queries, keys, *offsets, planned.config)
+        out: Tensor = self._coded[x.query]()[0]
+        return out
 
 
 def _gathered(rows: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -1,0 +1,144 @@
+"""A call in FP8 on a GPU: a launch that quantises, and one that attends to what it wrote.
+
+Codes, the LSE where nobody wants it, and the counter of tiles lie in one allocation, freed once both are queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base.fp8_layout import CodedInputs, KeyCodes, QueryCodes, room_for_keys, room_for_queries
+from ..base.problem import UNBOUNDED, Forward, Inputs, Problem
+from . import driver, quantize_fp8
+from .arguments import sample
+from .launch import Launch, Sizes
+from .scratch import Outputs, Sample, Scratch
+
+
+def no_counter(problem: Problem) -> Sample:
+    """Of a kernel whose programs have a tile each."""
+    return Sample((0,), torch.int32)
+
+
+class Fp8Kernel(NamedTuple):
+    """How a backend attends to codes."""
+
+    bind: Callable[..., Launch]
+    """Of problem, queries, keys, cu_seqlens of both, config, out, lse, counter, device: the kernel as a function of
+    codes of queries, keys and values, scales of queries and keys, cu_seqlens of both, out, lse and counter."""
+
+    sizes: Callable[[Problem, QueryCodes, KeyCodes, Any, Outputs], tuple[int, Sizes]]
+    """The grid, and the arguments that depend on lengths."""
+
+    counter: Callable[[Problem], Sample] = no_counter
+    """From which programs fetch tiles: it is 0 when the kernel begins."""
+
+    def prepare(self, problem: Problem, inputs: Inputs | CodedInputs, config: Any, rotate: bool) -> Forward:
+        """The forward of every call whose tensors lie as these do."""
+        outputs = Outputs.of(problem, inputs.query.shape[-3])
+        if problem.empty:
+            return lambda inputs, with_lse: outputs.allocate(inputs.query)
+        prepass, keys = _Prepass.of(problem, inputs)
+        memory = *outputs.samples(), self.counter(problem)
+        attend = self.bind(problem, prepass.queries, keys, *prepass.ends, config, *memory, inputs.query.device)
+        return _Forward(self, prepass, quantize_fp8.bind(*prepass, rotate=rotate), attend, outputs, memory[-1])
+
+    def forward(
+        self,
+        problem: Problem,
+        queries: QueryCodes,
+        keys: KeyCodes,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        config: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """`(out, lse)` of codes that are there."""
+        like, ends = queries.scales, (cu_seqlens_q, cu_seqlens_k)
+        out, lse = Outputs.of(problem, queries.rows).allocate(like)
+        if not problem.empty:
+            memory = out, lse, self.counter(problem).empty(like).zero_()
+            launch = self.bind(problem, queries, keys, *ends, config, *memory)
+            launch(*quantize_fp8.codes_in_order(queries, keys), *ends, *memory)
+        return out, lse
+
+
+class _Prepass(NamedTuple):
+    """The arguments of the launch that quantises, as `quantize_fp8.sizes_of` takes them."""
+
+    rows: quantize_fp8.Rows
+    queries: QueryCodes
+    keys: KeyCodes | None  # None: those of the call are codes
+    ends: quantize_fp8.Ends
+    longest: tuple[int, int]
+    left: int
+
+    @classmethod
+    def of(cls, problem: Problem, inputs: Inputs | CodedInputs) -> tuple[_Prepass, KeyCodes]:
+        """That of a call, and the codes of keys which are attended to; memory stands for what is written."""
+        query, key, value = inputs[:3]
+        ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+        queries = room_for_queries(query, quantize_fp8.blocks_in(query, ends[0]), sample)
+        if isinstance(inputs, CodedInputs):
+            return cls((query, query, query), queries, None, ends, (problem.q_len, 0), UNBOUNDED), inputs.kv.codes
+        keys = room_for_keys(key, quantize_fp8.blocks_in(key, ends[1]), sample)
+        lengths = problem.q_len, problem.k_len
+        return cls((query, key, value), queries, keys, ends, lengths, problem.left), keys
+
+
+class _Forward:
+    """The two launches, as a function of inputs."""
+
+    __slots__ = ("_attend", "_by_address", "_counter", "_kernel", "_outputs", "_quantize", "_scratch")
+
+    def __init__(
+        self, kernel: Fp8Kernel, prepass: _Prepass, quantize: Launch, attend: Launch, outputs: Outputs, counter: Sample
+    ) -> None:
+        self._kernel, self._quantize, self._attend, self._outputs = kernel, quantize, attend, outputs
+        self._counter = counter.numel()
+        self._by_address = False  # whether both are compiled, so that launches take addresses
+        keys = () if prepass.keys is None else prepass.keys[:3]
+        self._scratch = Scratch.of(*prepass.queries[:2], counter, outputs.lse, *keys)
+
+    def __call__(self, inputs: Any, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        query, key, value = inputs[:3]
+        ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+        by_address = self._by_address
+        if not by_address:
+            by_address = driver.is_available() and self._quantize.is_compiled and self._attend.is_compiled
+            self._by_address = by_address
+        by_address = by_address and query.get_device() == torch._C._cuda_getDevice()
+        memory, (q_codes, q_scales, counter, lse, *keys) = self._scratch.allocate(query, by_address)
+        if keys:
+            k_codes, v_codes, k_scales = keys
+        else:
+            k_codes, v_codes, k_scales, _ = inputs.kv.codes
+            key = value = query
+        if with_lse:
+            out, lse = self._outputs.allocate(query, by_address)
+        else:
+            out = self._outputs.allocate_out(query, by_address)
+        if by_address and self._counter:
+            driver.fill_words(counter, 0, self._counter, torch._C._cuda_getCurrentRawStream(query.get_device()))
+        elif not by_address:
+            counter.zero_()
+        codes = q_codes, k_codes, v_codes, q_scales, k_scales
+        self._quantize(query, key, value, *codes, *ends)
+        self._attend(*codes, *ends, out, lse, counter)
+        del memory  # all that reads it is queued
+        return out, lse if with_lse else None
+
+    def resized(self, problem: Problem, inputs: Any, config: Any) -> Forward | None:
+        """The same call on tensors of other lengths; None where another kernel computes it."""
+        if problem.empty:
+            return None
+        outputs = self._outputs.resized(inputs.query.shape[-3])
+        kernel, (prepass, keys) = self._kernel, _Prepass.of(problem, inputs)
+        quantize = self._quantize.resized(*quantize_fp8.sizes_of(*prepass))
+        attend = self._attend.resized(*kernel.sizes(problem, prepass.queries, keys, config, outputs))
+        if quantize is None or attend is None:
+            return None
+        return _Forward(kernel, prepass, quantize, attend, outputs, kernel.counter(problem))
