@@ -60,16 +60,9 @@ def first_seen(length, q_len, left, HAS_LEFT: tl.constexpr):
 
 @triton.jit
 def modify_scores(
-    qk,
-    scale,
-    softcap,
-    slopes,
-    q_pos,
-    k_pos,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    TANH: tl.constexpr,
-):
+    qk, scale, softcap, slopes, q_pos, k_pos,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, TANH: tl.constexpr,
+):  # fmt: skip
     """Scores in log2 units from q . k. The tile lies either way up: slopes and positions broadcast against it."""
     if HAS_SOFTCAP:
         scores = softcap_scores(qk * scale, softcap, TANH) * LOG2E
@@ -82,19 +75,9 @@ def modify_scores(
 
 @triton.jit
 def hide_scores(
-    scores,
-    inside,
-    q_pos,
-    k_pos,
-    left,
-    right,
-    tree_ptr,
-    first_new,
-    mask_r,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_TREE: tl.constexpr,
-):
+    scores, inside, q_pos, k_pos, left, right, tree_ptr, first_new, mask_r,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_TREE: tl.constexpr,
+):  # fmt: skip
     """-inf for what a row does not see. The tile lies either way up. `tree_ptr` points to each row's line of the tree,
     `first_new` is the position of its first column; with a tree, a query before position 0 sees nothing."""
     visible = inside
@@ -157,30 +140,11 @@ def normalised(acc, row_max, row_sum):
 
 @triton.jit
 def leave_out(
-    out,
-    lse,
-    column,
-    columns,
-    out_ptr,
-    sink_ptr,
-    workspace_ptr,
-    stride_ob,
-    stride_om,
-    stride_oh,
-    stride_od,
-    batch,
-    kv_heads,
-    q_len,
-    num_splits,
-    split,
-    b,
-    kv_head,
-    offs_r,
-    GROUP: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK: tl.constexpr,
+    out, lse, column, columns, out_ptr, sink_ptr, workspace_ptr, stride_ob, stride_om, stride_oh, stride_od,
+    batch, kv_heads, q_len, num_splits, split, b, kv_head, offs_r,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-):
+):  # fmt: skip
     """Leave `columns` of a program's outputs, from `column` on, as the answer or as a part of it."""
     rows = GROUP * q_len
     mask_r = offs_r < rows
@@ -201,20 +165,10 @@ def leave_out(
 
 @triton.jit
 def leave_lse(
-    lse,
-    lse_ptr,
-    sink_ptr,
-    workspace_ptr,
-    kv_heads,
-    q_len,
-    num_splits,
-    split,
-    b,
-    kv_head,
-    offs_r,
+    lse, lse_ptr, sink_ptr, workspace_ptr, kv_heads, q_len, num_splits, split, b, kv_head, offs_r,
     GROUP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-):
+):  # fmt: skip
     """Leave a program's LSEs likewise."""
     rows = GROUP * q_len
     mask_r = offs_r < rows
@@ -229,24 +183,12 @@ def leave_lse(
 
 @jit
 def _merge_parts_kernel(
-    workspace_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    stride_ob: tl.int64,
-    stride_om: tl.int64,
-    stride_oh: tl.int64,
-    stride_od: tl.int64,
-    batch: tl.int32,
-    kv_heads: tl.int32,
-    q_len: tl.int32,
-    num_splits: tl.int32,
-    GROUP: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    workspace_ptr, sink_ptr, out_ptr, lse_ptr,
+    stride_ob: tl.int64, stride_om: tl.int64, stride_oh: tl.int64, stride_od: tl.int64,
+    batch: tl.int32, kv_heads: tl.int32, q_len: tl.int32, num_splits: tl.int32,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: one program per row."""
     if EARLY:
         wait_for_kernels_ahead()

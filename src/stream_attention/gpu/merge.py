@@ -21,20 +21,11 @@ from .tiles import LN2, LOG2E, online_softmax_step
 
 @jit
 def _merge_kernel(
-    outs_ptr,
-    lses_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    rows: tl.int64,
-    q_len: tl.int32,
-    heads: tl.int32,
-    num_splits: tl.int32,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    outs_ptr, lses_ptr, sink_ptr, out_ptr, lse_ptr,
+    rows: tl.int64, q_len: tl.int32, heads: tl.int32, num_splits: tl.int32,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
     HAS_SINK: tl.constexpr,
-):
+):  # fmt: skip
     # Where am I: rows in the order of the LSE, [B, Hq, Tq]; outputs are [B, Tq, Hq, DV].
     offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -94,20 +85,11 @@ def bind_merge(
 
 @jit
 def _fold_kernel(
-    out_ptr,
-    lse_ptr,
-    more_out_ptr,
-    more_lse_ptr,
-    stride_ob: tl.int64,
-    stride_lb: tl.int64,
-    stride_lh: tl.int64,
-    q_len: tl.int32,
-    heads: tl.int32,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    out_ptr, lse_ptr, more_out_ptr, more_lse_ptr,
+    stride_ob: tl.int64, stride_lb: tl.int64, stride_lh: tl.int64,
+    q_len: tl.int32, heads: tl.int32,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     # Where am I: some rows of one batch entry, in the order of the outputs, [T, H].
     rows = q_len * heads
     blocks = tl.cdiv(rows, BLOCK_R)

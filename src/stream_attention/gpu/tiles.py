@@ -96,32 +96,10 @@ def dropout_keep(row_words, col_words, threshold):
 
 @triton.jit
 def tile_gradients(
-    qk,
-    dp,
-    lse,
-    delta,
-    q_pos,
-    k_pos,
-    inside,
-    attend,
-    bias,
-    slopes,
-    keep,
-    scale,
-    softcap,
-    left,
-    right,
-    dropout_scale,
-    EDGE: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    TANH: tl.constexpr,
-):
+    qk, dp, lse, delta, q_pos, k_pos, inside, attend, bias, slopes, keep, scale, softcap, left, right, dropout_scale,
+    EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, TANH: tl.constexpr,
+):  # fmt: skip
     """From tiles of qk = q . k and dp = dO . v: p (before dropout), d(scores), d(qk).
 
         p = exp(s - lse)        ds = p (dp - delta)

@@ -63,35 +63,13 @@ def stepwise_softmax(scores, factor, row_max, row_sum, GUARD: tl.constexpr):
 
 @jit
 def _forward_fp8_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_scales_ptr,
-    k_scales_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    out_ptr,
-    lse_ptr,
-    q_blocks: tl.int32,
-    k_blocks: tl.int32,
-    q_len: tl.int32,
-    k_len: tl.int32,
-    q_rows: tl.int32,
-    k_rows: tl.int32,
-    q_heads: tl.int32,
-    left: tl.int32,
-    right: tl.int32,
-    offset: tl.int32,
+    q_ptr, k_ptr, v_ptr, q_scales_ptr, k_scales_ptr, cu_q_ptr, cu_k_ptr, out_ptr, lse_ptr,
+    q_blocks: tl.int32, k_blocks: tl.int32, q_len: tl.int32, k_len: tl.int32, q_rows: tl.int32, k_rows: tl.int32,
+    q_heads: tl.int32, left: tl.int32, right: tl.int32, offset: tl.int32,
     scale,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-    SCALE_LATE: tl.constexpr,
-):
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SCALE_LATE: tl.constexpr,
+):  # fmt: skip
     # Where am I: tile of queries fastest, the longest first where later queries see more keys.
     tiles_m = tl.cdiv(q_len, BLOCK_M)
     pid = tl.program_id(0)
