@@ -30,14 +30,14 @@ from ...gpu.decode_tiles import (
     first_seen,
     hide_scores,
     keys_of_split,
-    leave_lse,
-    leave_out,
-    modify_scores,
-    normalised,
+    leave_state,
+    queries_of_rows,
+    rows_of_program,
     wait_for_kernels_ahead,
 )
 from ...gpu.interpreter import active as interpreting
 from ...gpu.launch import Kernel, jit
+from ...gpu.tiles import modify_scores, normalised, online_softmax_step
 
 _INT4 = tl.constexpr("""{
 .reg .b32 w;
@@ -85,40 +85,34 @@ mul.rn.f16x2 $1, $1, $4; }""")
 
 
 @triton.jit
-def _numbers_of_4(words, s0, s1, s2, s3, z0, z1, z2, z3, INTERPRETED: tl.constexpr):
-    """The four planes of int4 words, fp16. Scales and zeros broadcast against them."""
+def _numbers(words, scales, zeros, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The planes of words, fp16. Scales and zeros, of each plane one, broadcast against them."""
     if INTERPRETED:
-        c0, c1, c2, c3 = words & 15, (words >> 4) & 15, (words >> 8) & 15, (words >> 12) & 15
-        return (
-            _exact(c0 - 8, s0, z0), _exact(c1 - 8, s1, z1), _exact(c2 - 8, s2, z2), _exact(c3 - 8, s3, z3),
-        )  # fmt: skip
-    else:
+        numbers = ()
+        for plane in tl.static_range(4 if FORMAT == "int4" else 2):
+            if FORMAT == "int4":
+                code = ((words >> 4 * plane) & 15) - 8
+            elif FORMAT == "int8":
+                code = ((words >> 8 * plane) & 255) - 128
+            else:
+                code = ((words >> 8 * plane) & 255).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+            number = code.to(tl.float32) * scales[plane].to(tl.float32)  # rounded once, with the zero
+            numbers = numbers + ((number + (zeros[plane] if FORMAT == "int4" else 0.0)).to(tl.float16),)
+        return numbers
+    elif FORMAT == "int4":
         return tl.inline_asm_elementwise(
             _INT4,
             "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
-            [words, s0, s1, s2, s3, z0, z1, z2, z3],
+            (words,) + scales + zeros,
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
             pack=2,
         )
-
-
-@triton.jit
-def _numbers_of_8(words, s0, s1, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The two planes of int8 or fp8 words, fp16."""
-    if INTERPRETED:
-        low, high = words & 255, (words >> 8) & 255
-        if FORMAT == "int8":
-            return _exact(low - 128, s0, 0.0), _exact(high - 128, s1, 0.0)
-        else:
-            a = low.to(tl.int8).to(tl.float8e4nv, bitcast=True)
-            b = high.to(tl.int8).to(tl.float8e4nv, bitcast=True)
-            return _exact(a, s0, 0.0), _exact(b, s1, 0.0)
     else:
         return tl.inline_asm_elementwise(
             _INT8 if FORMAT == "int8" else _FP8,
             "=&r,=&r,r,r,r",
-            [words, s0, s1],
+            (words,) + scales,
             dtype=(tl.float16, tl.float16),
             is_pure=True,
             pack=2,
@@ -126,49 +120,40 @@ def _numbers_of_8(words, s0, s1, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr
 
 
 @triton.jit
-def _exact(code, scale, zero):
-    """An fp16 multiply-add, rounded once."""
-    return (code.to(tl.float32) * scale.to(tl.float32) + zero).to(tl.float16)
+def _load(ptr, inside, MASKED: tl.constexpr):
+    return tl.load(ptr, mask=inside, other=0.0) if MASKED else tl.load(ptr)
 
 
 @triton.jit
-def _read_scales(scale_ptr, zero_ptr, at, inside, MASKED: tl.constexpr):
-    """Scales and zeros at `at`; where there are no zeros, scales twice."""
-    if MASKED:
-        scale = tl.load(scale_ptr + at, mask=inside, other=0.0)
-    else:
-        scale = tl.load(scale_ptr + at)
+def _read_scales(scale_ptr, zero_ptr, first, offs, inside, MASKED: tl.constexpr):
+    """Scales and zeros from `first` on; where there are no zeros, scales twice."""
+    scale = _load(scale_ptr + first + offs, inside, MASKED)
     zero = scale
     if zero_ptr is not None:
-        if MASKED:
-            zero = tl.load(zero_ptr + at, mask=inside, other=0.0)
-        else:
-            zero = tl.load(zero_ptr + at)
+        zero = _load(zero_ptr + first + offs, inside, MASKED)
     return scale, zero
 
 
 @triton.jit
 def _scales_of_keys(
     scale_ptr, zero_ptr, token, stride_s,
-    plane: tl.constexpr, W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    PLANES: tl.constexpr, W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     TOKENS: tl.constexpr, PER_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Those of a plane of the keys from `token` on, against words [BLOCK_N, BLOCK_W]: of channels, a row, or of tokens,
-    a column. `stride_s` lies between blocks of TOKENS tokens, or between groups of TOKENS channels."""
-    if PER_CHANNEL:
-        skipped = (token // TOKENS) * stride_s + plane * W
-        w = tl.arange(0, BLOCK_W)
-        scale, zero = _read_scales(
-            scale_ptr + skipped, zero_ptr if zero_ptr is None else zero_ptr + skipped, w, w < W, BLOCK_W != W
-        )
-        return scale[None, :], zero[None, :]
-    else:
-        skipped = (plane * W // TOKENS) * stride_s + token
-        n = tl.arange(0, BLOCK_N)
-        scale, zero = _read_scales(
-            scale_ptr + skipped, zero_ptr if zero_ptr is None else zero_ptr + skipped, n, n >= 0, False
-        )
-        return scale[:, None], zero[:, None]
+    """Those of the planes of the keys from `token` on, against words [BLOCK_N, BLOCK_W]: of channels, a row, or of
+    tokens, a column. `stride_s` lies between blocks of TOKENS tokens, or between groups of TOKENS channels."""
+    scales, zeros = (), ()
+    for plane in tl.static_range(PLANES):
+        if PER_CHANNEL:
+            w = tl.arange(0, BLOCK_W)
+            first = (token // TOKENS) * stride_s + plane * W
+            scale, zero = _read_scales(scale_ptr, zero_ptr, first, w, w < W, BLOCK_W != W)
+            scales, zeros = scales + (scale[None, :],), zeros + (zero[None, :],)
+        else:
+            first = (plane * W // TOKENS) * stride_s + token
+            scale, zero = _read_scales(scale_ptr, zero_ptr, first, tl.arange(0, BLOCK_N), True, False)
+            scales, zeros = scales + (scale[:, None],), zeros + (zero[:, None],)
+    return scales, zeros
 
 
 @triton.jit
@@ -182,50 +167,58 @@ def _pairs(ptr, BLOCK_N: tl.constexpr):
 @triton.jit
 def _scales_of_values(
     scale_ptr, zero_ptr, token, stride_s, hidden,
-    plane: tl.constexpr, W: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, HAS_LEFT: tl.constexpr,
+    PLANES: tl.constexpr, W: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Those of a plane of the values from `token` on, against words [BLOCK_WV, BLOCK_N]: a row. The first `hidden` are
-    0, because nobody sees them."""
-    skipped = (plane * W // TOKENS) * stride_s + token
-    n = tl.arange(0, BLOCK_N)
-    if not HAS_LEFT:
-        scale = _pairs(scale_ptr + skipped, BLOCK_N)
-        zero = scale
-        if zero_ptr is not None:
-            zero = _pairs(zero_ptr + skipped, BLOCK_N)
-        return scale, zero
-    else:
-        scale, zero = _read_scales(
-            scale_ptr + skipped, zero_ptr if zero_ptr is None else zero_ptr + skipped, n, n >= hidden, HAS_LEFT
-        )
-        return scale[None, :], zero[None, :]
+    """Those of the planes of the values from `token` on, against words [BLOCK_WV, BLOCK_N]: a row. The first `hidden`
+    are 0, because nobody sees them."""
+    scales, zeros = (), ()
+    for plane in tl.static_range(PLANES):
+        first = (plane * W // TOKENS) * stride_s + token
+        if HAS_LEFT:
+            n = tl.arange(0, BLOCK_N)
+            scale, zero = _read_scales(scale_ptr, zero_ptr, first, n, n >= hidden, HAS_LEFT)
+            scales, zeros = scales + (scale[None, :],), zeros + (zero[None, :],)
+        else:
+            scale = _pairs(scale_ptr + first, BLOCK_N)
+            zero = scale if zero_ptr is None else _pairs(zero_ptr + first, BLOCK_N)
+            scales, zeros = scales + (scale,), zeros + (zero,)
+    return scales, zeros
 
 
 @triton.jit
-def _plane_of_query(q_rows, mask_r, plane: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr):
-    """[BLOCK_W, rows]"""
+def _zeros(PLANES: tl.constexpr, BLOCK_WV: tl.constexpr, BLOCK_R: tl.constexpr):
+    planes = ()
+    for _ in tl.static_range(PLANES):
+        planes = planes + (tl.zeros([BLOCK_WV, BLOCK_R], tl.float32),)
+    return planes
+
+
+@triton.jit
+def _planes_of_query(q_rows, mask_r, PLANES: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr):
+    """[BLOCK_W, rows] each."""
     w = tl.arange(0, BLOCK_W)
-    return tl.load(q_rows[None, :] + (plane * W + w)[:, None], mask=mask_r[None, :] & (w < W)[:, None], other=0.0)
+    planes = ()
+    for plane in tl.static_range(PLANES):
+        at = q_rows[None, :] + (plane * W + w)[:, None]
+        planes = planes + (tl.load(at, mask=mask_r[None, :] & (w < W)[:, None], other=0.0),)
+    return planes
 
 
 @triton.jit
-def _in_half(x, factor):
-    return (x.to(tl.float32) * factor[None, :]).to(tl.float16)
+def _peak(planes, PLANES: tl.constexpr):
+    """The largest magnitude of each row."""
+    peak = tl.max(tl.abs(planes[0].to(tl.float32)), 0)
+    for plane in tl.static_range(1, PLANES):
+        peak = tl.maximum(peak, tl.max(tl.abs(planes[plane].to(tl.float32)), 0))
+    return peak
 
 
 @triton.jit
-def _peak(x):
-    return tl.max(tl.abs(x.to(tl.float32)), 0)
-
-
-@triton.jit
-def _online_softmax_step(scores, row_max, row_sum):
-    """That of tiles.py for a tile whose columns are rows."""
-    new_max = tl.maximum(row_max, tl.max(scores, 0))
-    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(scores - finite_max[None, :])
-    rescale = tl.exp2(row_max - finite_max)
-    return p, rescale, new_max, row_sum * rescale + tl.sum(p, 0)
+def _in_half(planes, factor, PLANES: tl.constexpr):
+    halves = ()
+    for plane in tl.static_range(PLANES):
+        halves = halves + ((planes[plane].to(tl.float32) * factor[None, :]).to(tl.float16),)
+    return halves
 
 
 @jit
@@ -269,17 +262,10 @@ def _codes_kernel(
     WV: tl.constexpr = DV // PLANES
 
     # Where am I.
-    tiles_r = tl.cdiv(GROUP * q_len, BLOCK_R)
-    pid = tl.program_id(0)
-    kv_head = pid % kv_heads
-    split = pid // kv_heads % num_splits
-    tile_r = pid // kv_heads // num_splits % tiles_r
-    b = (pid // kv_heads // num_splits // tiles_r).to(tl.int64)
+    kv_head, split, b, offs_r = rows_of_program(kv_heads, num_splits, q_len, GROUP, BLOCK_R)
     length = tl.minimum(tl.load(lengths_ptr + b), capacity)
     coded = tl.maximum(length - residual, 0) // TOKENS * TOKENS
-    offs_r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask_r = offs_r < GROUP * q_len
-    head, t = kv_head * GROUP + offs_r // q_len, offs_r % q_len
+    mask_r, head, t = queries_of_rows(offs_r, kv_head, q_len, GROUP)
     across = (length - q_len + t)[None, :]  # where the queries stand
     q_rows = q_ptr + b * stride_qb + t * stride_qm + head * stride_qh
     slopes = 0.0
@@ -288,19 +274,12 @@ def _codes_kernel(
     tree_rows = q_rows
     if HAS_TREE:
         tree_rows = (tree_ptr + b * stride_rb + t * stride_rm)[None, :]
-    q0 = _plane_of_query(q_rows, mask_r, 0, W, BLOCK_W)
-    q1 = _plane_of_query(q_rows, mask_r, 1, W, BLOCK_W)
-    peak = tl.maximum(_peak(q0), _peak(q1))
-    if PLANES == 4:
-        q2 = _plane_of_query(q_rows, mask_r, 2, W, BLOCK_W)
-        q3 = _plane_of_query(q_rows, mask_r, 3, W, BLOCK_W)
-        peak = tl.maximum(peak, tl.maximum(_peak(q2), _peak(q3)))
+    q = _planes_of_query(q_rows, mask_r, PLANES, W, BLOCK_W)
     # Queries in fp16, at most 1, so that no product overflows.
+    peak = _peak(q, PLANES)
     power = tl.where(peak > 1e-30, tl.exp2(tl.ceil(tl.log2(peak))), 1.0)
     row_scale = (scale * power)[None, :]
-    h0, h1 = _in_half(q0, 1.0 / power), _in_half(q1, 1.0 / power)
-    if PLANES == 4:
-        h2, h3 = _in_half(q2, 1.0 / power), _in_half(q3, 1.0 / power)
+    q_half = _in_half(q, 1.0 / power, PLANES)
 
     first = first_seen(length, q_len, left, HAS_LEFT)
     of_codes = tl.maximum(num_splits - 1, 1)
@@ -325,10 +304,7 @@ def _codes_kernel(
 
     row_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_R], tl.float32)
-    acc0 = tl.zeros([BLOCK_WV, BLOCK_R], tl.float32)
-    acc1 = tl.zeros([BLOCK_WV, BLOCK_R], tl.float32)
-    acc2 = tl.zeros([BLOCK_WV, BLOCK_R], tl.float32)
-    acc3 = tl.zeros([BLOCK_WV, BLOCK_R], tl.float32)
+    acc = _zeros(PLANES, BLOCK_WV, BLOCK_R)
     offs_w, offs_wv = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_WV)
     for start in range(begin, end, step):
         start = tl.multiple_of(start, BLOCK_N)
@@ -358,18 +334,15 @@ def _codes_kernel(
         kz_ptr, vz_ptr = k_zero_ptr, v_zero_ptr
         if k_zero_ptr is not None:
             kz_ptr, vz_ptr = k_zero_ptr + at_ks, v_zero_ptr + at_vs
-        s0, z0 = _scales_of_keys(ks_ptr, kz_ptr, token, stride_kss, 0, W, BLOCK_N, BLOCK_W, TOKENS, PER_CHANNEL)
-        s1, z1 = _scales_of_keys(ks_ptr, kz_ptr, token, stride_kss, 1, W, BLOCK_N, BLOCK_W, TOKENS, PER_CHANNEL)
-        if PLANES == 4:
-            s2, z2 = _scales_of_keys(ks_ptr, kz_ptr, token, stride_kss, 2, W, BLOCK_N, BLOCK_W, TOKENS, PER_CHANNEL)
-            s3, z3 = _scales_of_keys(ks_ptr, kz_ptr, token, stride_kss, 3, W, BLOCK_N, BLOCK_W, TOKENS, PER_CHANNEL)
-            k0, k1, k2, k3 = _numbers_of_4(k_words, s0, s1, s2, s3, z0, z1, z2, z3, INTERPRETED)
-            qk = tl.dot(k3, h3, tl.dot(k2, h2, tl.dot(k1, h1, tl.dot(k0, h0))))
-        else:
-            k0, k1 = _numbers_of_8(k_words, s0, s1, FORMAT, INTERPRETED)
-            qk = tl.dot(k1, h1, tl.dot(k0, h0))
+        scales, zeros = _scales_of_keys(
+            ks_ptr, kz_ptr, token, stride_kss, PLANES, W, BLOCK_N, BLOCK_W, TOKENS, PER_CHANNEL
+        )
+        k = _numbers(k_words, scales, zeros, FORMAT, INTERPRETED)
+        qk = tl.dot(k[0], q_half[0])
+        for plane in tl.static_range(1, PLANES):
+            qk = tl.dot(k[plane], q_half[plane], qk)
         down = k_pos[:, None]
-        scores = modify_scores(qk, row_scale, softcap, slopes, across, down, HAS_SOFTCAP, HAS_ALIBI, TANH)
+        scores, _ = modify_scores(qk, row_scale, softcap, slopes, across, down, 0.0, HAS_SOFTCAP, HAS_ALIBI, 0, TANH)
         if PAGE != 0:
             scores = tl.where(exists, scores, float("nan"))
         if not ALL_VISIBLE:
@@ -377,28 +350,21 @@ def _codes_kernel(
                 scores, visible[:, None], across, down, left, right, tree_rows, length - q_len, mask_r[None, :],
                 HAS_LEFT, HAS_RIGHT, HAS_TREE,
             )  # fmt: skip
-        p, rescale, row_max, row_sum = _online_softmax_step(scores, row_max, row_sum)
-        p_operand = p.to(tl.float16)
-        some = tl.full([1, BLOCK_N], True, tl.int1)
-        if HAS_TREE and not ALL_VISIBLE:  # a new token that nobody sees may hold anything
-            some = (tl.max(scores, 1) != float("-inf"))[None, :]
-        hidden = first - start
-        s0, z0 = _scales_of_values(vs_ptr, vz_ptr, token, stride_vss, hidden, 0, WV, BLOCK_N, TOKENS, HAS_LEFT)
-        s1, z1 = _scales_of_values(vs_ptr, vz_ptr, token, stride_vss, hidden, 1, WV, BLOCK_N, TOKENS, HAS_LEFT)
-        if PLANES == 4:
-            s2, z2 = _scales_of_values(vs_ptr, vz_ptr, token, stride_vss, hidden, 2, WV, BLOCK_N, TOKENS, HAS_LEFT)
-            s3, z3 = _scales_of_values(vs_ptr, vz_ptr, token, stride_vss, hidden, 3, WV, BLOCK_N, TOKENS, HAS_LEFT)
-            v0, v1, v2, v3 = _numbers_of_4(v_words, s0, s1, s2, s3, z0, z1, z2, z3, INTERPRETED)
-            if HAS_TREE and not ALL_VISIBLE:
-                v2, v3 = tl.where(some, v2, 0.0), tl.where(some, v3, 0.0)
-            acc2 = tl.dot(v2, p_operand, acc2 * rescale[None, :])
-            acc3 = tl.dot(v3, p_operand, acc3 * rescale[None, :])
-        else:
-            v0, v1 = _numbers_of_8(v_words, s0, s1, FORMAT, INTERPRETED)
+        p, rescale, row_max, row_sum = online_softmax_step(scores, 1.0, row_max, row_sum, GUARD=True, AXIS=0)
+        p_half = p.to(tl.float16)
+        scales, zeros = _scales_of_values(
+            vs_ptr, vz_ptr, token, stride_vss, first - start, PLANES, WV, BLOCK_N, TOKENS, HAS_LEFT
+        )
+        v = _numbers(v_words, scales, zeros, FORMAT, INTERPRETED)
         if HAS_TREE and not ALL_VISIBLE:
-            v0, v1 = tl.where(some, v0, 0.0), tl.where(some, v1, 0.0)
-        acc0 = tl.dot(v0, p_operand, acc0 * rescale[None, :])
-        acc1 = tl.dot(v1, p_operand, acc1 * rescale[None, :])
+            seen = (tl.max(scores, 1) != float("-inf"))[None, :]
+        summed = ()
+        for plane in tl.static_range(PLANES):
+            v_plane = v[plane]
+            if HAS_TREE and not ALL_VISIBLE:  # a new token that nobody sees may hold anything
+                v_plane = tl.where(seen, v_plane, 0.0)
+            summed = summed + (tl.dot(v_plane, p_half, acc[plane] * rescale[None, :]),)
+        acc = summed
 
     # The latest tokens, as they came: position n in slot n % slots.
     if split == num_splits - 1:
@@ -411,45 +377,31 @@ def _codes_kernel(
             mask_k, mask_v = (offs_w < W)[None, :], (offs_wv < WV)[None, :]
             k_at = k_window_ptr + (slot * stride_kwn)[:, None] + offs_w[None, :]
             v_at = v_window_ptr + (slot * stride_vwn)[:, None] + offs_wv[None, :]
-            qk = tl.dot(tl.load(k_at, mask=mask_k, other=0.0), q0)
-            qk = tl.dot(tl.load(k_at + W, mask=mask_k, other=0.0), q1, qk)
-            if PLANES == 4:
-                qk = tl.dot(tl.load(k_at + 2 * W, mask=mask_k, other=0.0), q2, qk)
-                qk = tl.dot(tl.load(k_at + 3 * W, mask=mask_k, other=0.0), q3, qk)
+            qk = tl.dot(tl.load(k_at, mask=mask_k, other=0.0), q[0])
+            for plane in tl.static_range(1, PLANES):
+                qk = tl.dot(tl.load(k_at + plane * W, mask=mask_k, other=0.0), q[plane], qk)
             down = k_pos[:, None]
-            scores = modify_scores(qk, scale, softcap, slopes, across, down, HAS_SOFTCAP, HAS_ALIBI, TANH)
+            scores, _ = modify_scores(qk, scale, softcap, slopes, across, down, 0.0, HAS_SOFTCAP, HAS_ALIBI, 0, TANH)
             scores = hide_scores(
                 scores, inside[:, None], across, down, left, right, tree_rows, length - q_len, mask_r[None, :],
                 HAS_LEFT, HAS_RIGHT, HAS_TREE,
             )  # fmt: skip
             if HAS_TREE:
                 mask_v = mask_v & (tl.max(scores, 1) != float("-inf"))[:, None]
-            p, rescale, row_max, row_sum = _online_softmax_step(scores, row_max, row_sum)
-            p_operand = p.to(q0.dtype)
-            acc0 = tl.dot(tl.load(v_at, mask=mask_v, other=0.0).T, p_operand, acc0 * rescale[None, :])
-            acc1 = tl.dot(tl.load(v_at + WV, mask=mask_v, other=0.0).T, p_operand, acc1 * rescale[None, :])
-            if PLANES == 4:
-                acc2 = tl.dot(tl.load(v_at + 2 * WV, mask=mask_v, other=0.0).T, p_operand, acc2 * rescale[None, :])
-                acc3 = tl.dot(tl.load(v_at + 3 * WV, mask=mask_v, other=0.0).T, p_operand, acc3 * rescale[None, :])
+            p, rescale, row_max, row_sum = online_softmax_step(scores, 1.0, row_max, row_sum, GUARD=True, AXIS=0)
+            summed = ()
+            for plane in tl.static_range(PLANES):
+                v = tl.load(v_at + plane * WV, mask=mask_v, other=0.0).T
+                summed = summed + (tl.dot(v, p.to(v.dtype), acc[plane] * rescale[None, :]),)
+            acc = summed
 
     for plane in tl.static_range(PLANES):
-        acc = acc0
-        if plane == 1:
-            acc = acc1
-        if plane == 2:
-            acc = acc2
-        if plane == 3:
-            acc = acc3
-        out, lse = normalised(acc.T, row_max, row_sum)
-        leave_out(
-            out, lse, plane * WV, WV, out_ptr, sink_ptr, workspace_ptr, stride_ob, stride_om, stride_oh, stride_od,
+        out, lse = normalised(acc[plane].T, row_max, row_sum)
+        leave_state(
+            out, lse, plane * WV, WV, out_ptr, lse_ptr, sink_ptr, workspace_ptr,
+            stride_ob, stride_om, stride_oh, stride_od,
             batch, kv_heads, q_len, num_splits, split, b, kv_head, offs_r, GROUP, DV, BLOCK_WV, IS_SPLIT,
         )  # fmt: skip
-        if plane == 0:
-            leave_lse(
-                lse, lse_ptr, sink_ptr, workspace_ptr, kv_heads, q_len, num_splits, split, b, kv_head, offs_r,
-                GROUP, IS_SPLIT,
-            )  # fmt: skip
 
 
 def codes_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
