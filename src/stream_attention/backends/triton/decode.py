@@ -7,7 +7,7 @@ once for all of them. A program streams its keys with the online softmax of forw
 A row's length and its pages are read on the device, so nothing here waits for them. Blocks that reach beyond the last
 key read that one again, and nothing that nobody sees: it may be NaN.
 
-Not here: quantised caches (decode_codes.py).
+Not here: quantised caches (decode_quantized.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ...gpu.decode_tiles import (
 from ...gpu.decode_tuning import DecodeConfig
 from ...gpu.launch import Kernel, Sizes, jit
 from ...gpu.tiles import initial_state, load_rows, modify_scores, normalised, online_softmax_step
-from .decode_codes import codes_arguments, codes_kernel
+from .decode_quantized import quantized_kernel, quantized_kernel_arguments
 
 
 @jit
@@ -143,7 +143,7 @@ def prepare_decode(problem: Problem, inputs: DecodeInputs, config: DecodeConfig)
 
 def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
     if isinstance(cache, QuantizedKV):
-        return codes_kernel, codes_arguments(call, cache)
+        return quantized_kernel, quantized_kernel_arguments(call, cache)
     if isinstance(cache, PagedKV):
         return rows_kernel, row_arguments(call, cache.key_pages, cache.value_pages, side_by_side(cache.page_table))
     return rows_kernel, row_arguments(call, cache.key, cache.value)

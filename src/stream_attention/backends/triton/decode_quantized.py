@@ -85,6 +85,11 @@ mul.rn.f16x2 $1, $1, $4; }""")
 
 
 @triton.jit
+def _append(planes, plane):
+    return planes + (plane,)
+
+
+@triton.jit
 def _numbers(words, scales, zeros, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr):
     """The planes of words, fp16. Scales and zeros, of each plane one, broadcast against them."""
     if INTERPRETED:
@@ -97,7 +102,7 @@ def _numbers(words, scales, zeros, FORMAT: tl.constexpr, INTERPRETED: tl.constex
             else:
                 code = ((words >> 8 * plane) & 255).to(tl.int8).to(tl.float8e4nv, bitcast=True)
             number = code.to(tl.float32) * scales[plane].to(tl.float32)  # rounded once, with the zero
-            numbers = numbers + ((number + (zeros[plane] if FORMAT == "int4" else 0.0)).to(tl.float16),)
+            numbers = _append(numbers, (number + (zeros[plane] if FORMAT == "int4" else 0.0)).to(tl.float16))
         return numbers
     elif FORMAT == "int4":
         return tl.inline_asm_elementwise(
@@ -148,11 +153,11 @@ def _scales_of_keys(
             w = tl.arange(0, BLOCK_W)
             first = (token // TOKENS) * stride_s + plane * W
             scale, zero = _read_scales(scale_ptr, zero_ptr, first, w, w < W, BLOCK_W != W)
-            scales, zeros = scales + (scale[None, :],), zeros + (zero[None, :],)
+            scales, zeros = _append(scales, scale[None, :]), _append(zeros, zero[None, :])
         else:
             first = (plane * W // TOKENS) * stride_s + token
             scale, zero = _read_scales(scale_ptr, zero_ptr, first, tl.arange(0, BLOCK_N), True, False)
-            scales, zeros = scales + (scale[:, None],), zeros + (zero[:, None],)
+            scales, zeros = _append(scales, scale[:, None]), _append(zeros, zero[:, None])
     return scales, zeros
 
 
@@ -177,11 +182,11 @@ def _scales_of_values(
         if HAS_LEFT:
             n = tl.arange(0, BLOCK_N)
             scale, zero = _read_scales(scale_ptr, zero_ptr, first, n, n >= hidden, HAS_LEFT)
-            scales, zeros = scales + (scale[None, :],), zeros + (zero[None, :],)
+            scales, zeros = _append(scales, scale[None, :]), _append(zeros, zero[None, :])
         else:
             scale = _pairs(scale_ptr + first, BLOCK_N)
             zero = scale if zero_ptr is None else _pairs(zero_ptr + first, BLOCK_N)
-            scales, zeros = scales + (scale,), zeros + (zero,)
+            scales, zeros = _append(scales, scale), _append(zeros, zero)
     return scales, zeros
 
 
@@ -189,7 +194,7 @@ def _scales_of_values(
 def _zeros(PLANES: tl.constexpr, BLOCK_WV: tl.constexpr, BLOCK_R: tl.constexpr):
     planes = ()
     for _ in tl.static_range(PLANES):
-        planes = planes + (tl.zeros([BLOCK_WV, BLOCK_R], tl.float32),)
+        planes = _append(planes, tl.zeros([BLOCK_WV, BLOCK_R], tl.float32))
     return planes
 
 
@@ -200,7 +205,7 @@ def _planes_of_query(q_rows, mask_r, PLANES: tl.constexpr, W: tl.constexpr, BLOC
     planes = ()
     for plane in tl.static_range(PLANES):
         at = q_rows[None, :] + (plane * W + w)[:, None]
-        planes = planes + (tl.load(at, mask=mask_r[None, :] & (w < W)[:, None], other=0.0),)
+        planes = _append(planes, tl.load(at, mask=mask_r[None, :] & (w < W)[:, None], other=0.0))
     return planes
 
 
@@ -217,12 +222,12 @@ def _peak(planes, PLANES: tl.constexpr):
 def _in_half(planes, factor, PLANES: tl.constexpr):
     halves = ()
     for plane in tl.static_range(PLANES):
-        halves = halves + ((planes[plane].to(tl.float32) * factor[None, :]).to(tl.float16),)
+        halves = _append(halves, (planes[plane].to(tl.float32) * factor[None, :]).to(tl.float16))
     return halves
 
 
 @jit
-def _codes_kernel(
+def _decode_quantized_kernel(
     q_ptr, k_ptr, k_scale_ptr, k_zero_ptr, v_ptr, v_scale_ptr, v_zero_ptr, k_window_ptr, v_window_ptr,
     table_ptr, lengths_ptr, tree_ptr, slopes_ptr, sink_ptr, out_ptr, lse_ptr, workspace_ptr,
     residual: tl.int32, slots: tl.int32,
@@ -363,7 +368,7 @@ def _codes_kernel(
             v_plane = v[plane]
             if HAS_TREE and not ALL_VISIBLE:  # a new token that nobody sees may hold anything
                 v_plane = tl.where(seen, v_plane, 0.0)
-            summed = summed + (tl.dot(v_plane, p_half, acc[plane] * rescale[None, :]),)
+            summed = _append(summed, tl.dot(v_plane, p_half, acc[plane] * rescale[None, :]))
         acc = summed
 
     # The latest tokens, as they came: position n in slot n % slots.
@@ -392,7 +397,7 @@ def _codes_kernel(
             summed = ()
             for plane in tl.static_range(PLANES):
                 v = tl.load(v_at + plane * WV, mask=mask_v, other=0.0).T
-                summed = summed + (tl.dot(v, p.to(v.dtype), acc[plane] * rescale[None, :]),)
+                summed = _append(summed, tl.dot(v, p.to(v.dtype), acc[plane] * rescale[None, :]))
             acc = summed
 
     for plane in tl.static_range(PLANES):
@@ -404,7 +409,7 @@ def _codes_kernel(
         )  # fmt: skip
 
 
-def codes_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
+def quantized_kernel_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
     """The kernel's arguments, by name."""
     coding = cache.coding
     planes = 4 if coding.format == "int4" else 2
@@ -429,4 +434,4 @@ def codes_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
     }
 
 
-codes_kernel = Kernel(_codes_kernel)
+quantized_kernel = Kernel(_decode_quantized_kernel)
