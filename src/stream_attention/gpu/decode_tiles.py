@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .launch import Kernel, jit
-from .tiles import LN2, LOG2E, online_softmax_step, softcap_scores
+from .tiles import LN2, LOG2E, initial_state, normalised, online_softmax_step, visible_by_position
 
 
 @triton.jit
@@ -30,6 +30,24 @@ def wait_for_kernels_ahead():
     """Let the kernel behind this one be launched, and wait for those before it."""
     gdc_launch_dependents()
     gdc_wait()
+
+
+@triton.jit
+def rows_of_program(kv_heads, num_splits, q_len, GROUP: tl.constexpr, BLOCK_R: tl.constexpr):
+    """KV head, split, batch entry and rows of this program, KV heads fastest."""
+    pid = tl.program_id(0)
+    tiles_r = tl.cdiv(GROUP * q_len, BLOCK_R)
+    split = pid // kv_heads % num_splits
+    tile_r = pid // kv_heads // num_splits % tiles_r
+    b = (pid // kv_heads // num_splits // tiles_r).to(tl.int64)
+    return pid % kv_heads, split, b, tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
+
+
+@triton.jit
+def queries_of_rows(offs_r, kv_head, q_len, GROUP: tl.constexpr):
+    """Which rows of a tile exist, and the head and the query that each of them is."""
+    head, t = kv_head * GROUP + offs_r // q_len, offs_r % q_len
+    return offs_r < GROUP * q_len, head, t
 
 
 @triton.jit
@@ -59,49 +77,13 @@ def first_seen(length, q_len, left, HAS_LEFT: tl.constexpr):
 
 
 @triton.jit
-def modify_scores(
-    qk,
-    scale,
-    softcap,
-    slopes,
-    q_pos,
-    k_pos,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    TANH: tl.constexpr,
-):
-    """Scores in log2 units from q . k. The tile lies either way up: slopes and positions broadcast against it."""
-    if HAS_SOFTCAP:
-        scores = softcap_scores(qk * scale, softcap, TANH) * LOG2E
-    else:
-        scores = qk * (scale * LOG2E)
-    if HAS_ALIBI:
-        scores -= (slopes * LOG2E) * tl.abs(q_pos - k_pos).to(tl.float32)
-    return scores
-
-
-@triton.jit
 def hide_scores(
-    scores,
-    inside,
-    q_pos,
-    k_pos,
-    left,
-    right,
-    tree_ptr,
-    first_new,
-    mask_r,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_TREE: tl.constexpr,
-):
+    scores, inside, q_pos, k_pos, left, right, tree_ptr, first_new, mask_r,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_TREE: tl.constexpr,
+):  # fmt: skip
     """-inf for what a row does not see. The tile lies either way up. `tree_ptr` points to each row's line of the tree,
     `first_new` is the position of its first column; with a tree, a query before position 0 sees nothing."""
-    visible = inside
-    if HAS_RIGHT:
-        visible = visible & (k_pos <= q_pos + right)
-    if HAS_LEFT:
-        visible = visible & (k_pos >= q_pos - left)
+    visible = visible_by_position(inside, q_pos, k_pos, left, right, HAS_LEFT, HAS_RIGHT)
     if HAS_TREE:
         new = k_pos - first_new
         named = tl.load(tree_ptr + new, mask=mask_r & inside & (new >= 0), other=1) != 0
@@ -148,105 +130,42 @@ def _outs(workspace_ptr, lines, num_splits, rows):
 
 
 @triton.jit
-def normalised(acc, row_max, row_sum):
-    """The state of rows, 0 and -inf for one that has seen nothing."""
-    seen_any = row_sum != 0  # NaN is: what a row sees shows
-    out = acc / tl.where(seen_any, row_sum, 1.0)[:, None]
-    return out, tl.where(seen_any, row_max + tl.log2(row_sum), float("-inf"))
-
-
-@triton.jit
-def leave_out(
-    out,
-    lse,
-    column,
-    columns,
-    out_ptr,
-    sink_ptr,
-    workspace_ptr,
-    stride_ob,
-    stride_om,
-    stride_oh,
-    stride_od,
-    batch,
-    kv_heads,
-    q_len,
-    num_splits,
-    split,
-    b,
-    kv_head,
-    offs_r,
-    GROUP: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-):
-    """Leave `columns` of a program's outputs, from `column` on, as the answer or as a part of it."""
+def leave_state(
+    out, lse, column: tl.constexpr, columns, out_ptr, lse_ptr, sink_ptr, workspace_ptr,
+    stride_ob, stride_om, stride_oh, stride_od,
+    batch, kv_heads, q_len, num_splits, split, b, kv_head, offs_r,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, IS_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Leave `columns` of a program's outputs, from `column` on, as the answer or as a part of it, and with the first of
+    them its LSEs."""
     rows = GROUP * q_len
-    mask_r = offs_r < rows
-    head, t = kv_head * GROUP + offs_r // q_len, offs_r % q_len
+    mask_r, head, t = queries_of_rows(offs_r, kv_head, q_len, GROUP)
     if IS_SPLIT:
         at = ((b * kv_heads + kv_head) * num_splits + split) * rows + offs_r
         offs = tl.arange(0, BLOCK)
         inside = mask_r[:, None] & (offs < columns)[None, :]
         to = _outs(workspace_ptr, batch * kv_heads, num_splits, rows) + at[:, None] * DV + (column + offs)[None, :]
         tl.store(to, out, mask=inside)
+        if column == 0:
+            tl.store(workspace_ptr + at, lse, mask=mask_r)
     else:
-        factor, _ = _join_sink(lse, sink_ptr, head, mask_r)
+        factor, lse = _join_sink(lse, sink_ptr, head, mask_r)
         _store_out(
             out * factor[:, None], column, columns, out_ptr, stride_ob, stride_om, stride_oh, stride_od,
             b, t, head, mask_r, BLOCK,
         )  # fmt: skip
-
-
-@triton.jit
-def leave_lse(
-    lse,
-    lse_ptr,
-    sink_ptr,
-    workspace_ptr,
-    kv_heads,
-    q_len,
-    num_splits,
-    split,
-    b,
-    kv_head,
-    offs_r,
-    GROUP: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-):
-    """Leave a program's LSEs likewise."""
-    rows = GROUP * q_len
-    mask_r = offs_r < rows
-    head, t = kv_head * GROUP + offs_r // q_len, offs_r % q_len
-    if IS_SPLIT:
-        at = ((b * kv_heads + kv_head) * num_splits + split) * rows + offs_r
-        tl.store(workspace_ptr + at, lse, mask=mask_r)
-    else:
-        _, lse = _join_sink(lse, sink_ptr, head, mask_r)
-        _store_lse(lse, lse_ptr, b, t, head, kv_heads * GROUP, q_len, mask_r)
+        if column == 0:
+            _store_lse(lse, lse_ptr, b, t, head, kv_heads * GROUP, q_len, mask_r)
 
 
 @jit
 def _merge_parts_kernel(
-    workspace_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    stride_ob: tl.int64,
-    stride_om: tl.int64,
-    stride_oh: tl.int64,
-    stride_od: tl.int64,
-    batch: tl.int32,
-    kv_heads: tl.int32,
-    q_len: tl.int32,
-    num_splits: tl.int32,
-    GROUP: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    workspace_ptr, sink_ptr, out_ptr, lse_ptr,
+    stride_ob: tl.int64, stride_om: tl.int64, stride_oh: tl.int64, stride_od: tl.int64,
+    batch: tl.int32, kv_heads: tl.int32, q_len: tl.int32, num_splits: tl.int32,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: one program per row."""
     if EARLY:
         wait_for_kernels_ahead()
@@ -254,9 +173,7 @@ def _merge_parts_kernel(
     line, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     outs = _outs(workspace_ptr, batch * kv_heads, num_splits, rows)
     offs_dv = tl.arange(0, BLOCK_DV)
-    row_max = tl.full([1], float("-inf"), tl.float32)
-    row_sum = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    row_max, row_sum, acc = initial_state(1, BLOCK_DV)
     for first in range(0, num_splits, AT_ONCE):
         part = first + tl.arange(0, AT_ONCE)
         there = part < num_splits
@@ -269,8 +186,7 @@ def _merge_parts_kernel(
     out, lse = normalised(acc, row_max, row_sum)
     b, kv_head = (line // kv_heads).to(tl.int64), line % kv_heads
     offs_r = row + tl.arange(0, 1)
-    head, t = kv_head * GROUP + offs_r // q_len, offs_r % q_len
-    mask_r = offs_r < rows
+    mask_r, head, t = queries_of_rows(offs_r, kv_head, q_len, GROUP)
     factor, lse = _join_sink(lse, sink_ptr, head, mask_r)
     _store_out(
         out * factor[:, None], 0, DV, out_ptr, stride_ob, stride_om, stride_oh, stride_od,

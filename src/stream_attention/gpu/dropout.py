@@ -25,21 +25,12 @@ BLOCK = 1024
 
 @jit
 def _words_kernel(
-    seed_ptr,
-    words_ptr,
-    cu_ptr,
-    length: tl.int32,
-    lines: tl.int32,
-    heads: tl.int32,
-    first: tl.int32,
-    step: tl.int32,
-    batch_start: tl.int32,
-    stride_b: tl.int64,
-    stride_h: tl.int64,
+    seed_ptr, words_ptr, cu_ptr,
+    length: tl.int32, lines: tl.int32, heads: tl.int32, first: tl.int32, step: tl.int32, batch_start: tl.int32,
+    stride_b: tl.int64, stride_h: tl.int64,
     BLOCK: tl.constexpr,
-    IS_COLUMN: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-):
+    IS_COLUMN: tl.constexpr, IS_PACKED: tl.constexpr,
+):  # fmt: skip
     """Word 0 of Philox4x32-10: key = seed, counter = (index, 2 * (b * Hq + h) + IS_COLUMN, offset low, offset high)."""
     blocks = tl.cdiv(length, BLOCK)
     pid = tl.program_id(0)

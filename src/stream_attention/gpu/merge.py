@@ -16,25 +16,16 @@ from torch import Tensor
 
 from .arguments import cdiv
 from .launch import Kernel, Launch, jit
-from .tiles import LN2, LOG2E, online_softmax_step
+from .tiles import LN2, LOG2E, initial_state, normalised, online_softmax_step
 
 
 @jit
 def _merge_kernel(
-    outs_ptr,
-    lses_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    rows: tl.int64,
-    q_len: tl.int32,
-    heads: tl.int32,
-    num_splits: tl.int32,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    outs_ptr, lses_ptr, sink_ptr, out_ptr, lse_ptr,
+    rows: tl.int64, q_len: tl.int32, heads: tl.int32, num_splits: tl.int32,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
     HAS_SINK: tl.constexpr,
-):
+):  # fmt: skip
     # Where am I: rows in the order of the LSE, [B, Hq, Tq]; outputs are [B, Tq, Hq, DV].
     offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -44,9 +35,7 @@ def _merge_kernel(
     out_offs = out_rows[:, None] * DV + offs_dv[None, :]
     mask_out = mask_r[:, None] & (offs_dv[None, :] < DV)
 
-    row_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    row_max, row_sum, acc = initial_state(BLOCK_R, BLOCK_DV)
     for split in range(num_splits):
         lse = tl.load(lses_ptr + split * rows + offs_r, mask=mask_r, other=float("-inf")) * LOG2E
         out = tl.load(outs_ptr + split * rows * DV + out_offs, mask=mask_out, other=0.0)
@@ -57,11 +46,9 @@ def _merge_kernel(
         _, rescale, row_max, row_sum = online_softmax_step(sink[:, None], 1.0, row_max, row_sum, GUARD=True)
         acc = acc * rescale[:, None]
 
-    seen_any = row_sum != 0
-    merged = acc / tl.where(seen_any, row_sum, 1.0)[:, None]
-    tl.store(out_ptr + out_offs, merged.to(out_ptr.dtype.element_ty), mask=mask_out)
-    lse = tl.where(seen_any, (row_max + tl.log2(row_sum)) * LN2, float("-inf"))
-    tl.store(lse_ptr + offs_r, lse, mask=mask_r)
+    out, lse = normalised(acc, row_max, row_sum)
+    tl.store(out_ptr + out_offs, out.to(out_ptr.dtype.element_ty), mask=mask_out)
+    tl.store(lse_ptr + offs_r, lse * LN2, mask=mask_r)
 
 
 def bind_merge(
@@ -94,20 +81,11 @@ def bind_merge(
 
 @jit
 def _fold_kernel(
-    out_ptr,
-    lse_ptr,
-    more_out_ptr,
-    more_lse_ptr,
-    stride_ob: tl.int64,
-    stride_lb: tl.int64,
-    stride_lh: tl.int64,
-    q_len: tl.int32,
-    heads: tl.int32,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    out_ptr, lse_ptr, more_out_ptr, more_lse_ptr,
+    stride_ob: tl.int64, stride_lb: tl.int64, stride_lh: tl.int64,
+    q_len: tl.int32, heads: tl.int32,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     # Where am I: some rows of one batch entry, in the order of the outputs, [T, H].
     rows = q_len * heads
     blocks = tl.cdiv(rows, BLOCK_R)

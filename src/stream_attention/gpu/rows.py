@@ -42,6 +42,24 @@ def padded_rows(problem: Problem, query: Tensor) -> int:
 
 
 @triton.jit
+def line_start(batch, head, heads, rows, row, IS_PACKED: tl.constexpr):
+    """Where the rows of a head begin in contiguous `[B, heads, rows]`; packed: in `[heads, rows]`, from `row` on."""
+    if IS_PACKED:
+        return head.to(tl.int64) * rows + row
+    else:
+        return (batch * heads + head) * rows
+
+
+@triton.jit
 def padded_row(row, sequence):
     """Where the rows of a packed sequence begin, given where they do in the pack: no two share a tile."""
     return (row + sequence * PAD) // PAD * PAD
+
+
+@triton.jit
+def padded_line_start(batch, head, heads, row_tiles, row, IS_PACKED: tl.constexpr):
+    """`line_start` among padded rows, `row_tiles * PAD` of a head."""
+    if IS_PACKED:
+        return head.to(tl.int64) * row_tiles * PAD + padded_row(row, batch)
+    else:
+        return (batch * heads + head) * row_tiles * PAD

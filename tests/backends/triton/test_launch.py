@@ -40,8 +40,8 @@ FLOATS = {"scale", "softcap", "dropout_scale"}
 
 
 def test_every_kernel_is_found() -> None:
-    names = "advance append bias codes decode fold forward_fp8 forward key merge merge_parts quantize query seen"
-    names = [*names.split(), "start_pack", "words"]
+    names = "advance append bias decode decode_quantized fold forward_fp8 forward key merge merge_parts quantize query"
+    names = [*names.split(), "seen", "start_pack", "words"]
     assert sorted(FUNCTIONS) == [f"_{name}_kernel" for name in names]
 
 

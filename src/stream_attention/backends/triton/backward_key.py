@@ -17,97 +17,47 @@ from ...base.problem import Inputs, Problem
 from ...gpu.arguments import WIDE, cdiv, is_aligned
 from ...gpu.launch import Kernel, Launch, jit
 from ...gpu.prepass import Prepass
-from ...gpu.rows import PAD, Rows, padded_row
+from ...gpu.rows import Rows, line_start, padded_line_start
 from ...gpu.tail import clear_tail, first_of_tail
-from ...gpu.tiles import dropout_keep, load_broadcast, packed_rows, tile_gradients
-from .backward_arguments import shared_arguments, shared_sizes
+from ...gpu.tiles import (
+    dropout_keep,
+    load_broadcast,
+    load_rows,
+    packed_rows,
+    phases,
+    tile_gradients,
+    tile_of_program,
+    visible_span,
+)
+from .arguments import bind_tiles
+from .backward_arguments import shared_sizes
 from .tuning import Tile
 
 
 @jit
 def _key_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
-    bias_ptr,
-    keys_seen_ptr,
-    queries_seen_ptr,
-    slopes_ptr,
-    row_words_ptr,
-    col_words_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    grad_out_ptr,
-    rows_lse_ptr,
-    rows_delta_ptr,
-    dk_ptr,
-    dv_ptr,
-    stride_qb: tl.int64,
-    stride_qm: tl.int64,
-    stride_qh: tl.int64,
-    stride_kb: tl.int64,
-    stride_kn: tl.int64,
-    stride_kh: tl.int64,
-    stride_vb: tl.int64,
-    stride_vn: tl.int64,
-    stride_vh: tl.int64,
-    stride_gb: tl.int64,
-    stride_gm: tl.int64,
-    stride_gh: tl.int64,
-    stride_mb: tl.int64,
-    stride_mh: tl.int64,
-    stride_mm: tl.int64,
-    stride_mn: tl.int64,
-    stride_bb: tl.int64,
-    stride_bh: tl.int64,
-    stride_bm: tl.int64,
-    stride_bn: tl.int64,
-    stride_fb: tl.int64,
-    stride_fh: tl.int64,
-    stride_sb: tl.int64,
-    stride_sh: tl.int64,
-    stride_ab: tl.int64,
-    batches: tl.int32,
-    q_len: tl.int32,
-    k_len: tl.int32,
-    q_rows: tl.int32,
-    k_rows: tl.int32,
-    row_tiles: tl.int32,
-    kv_heads: tl.int32,
-    num_splits: tl.int32,
-    left: tl.int32,
-    right: tl.int32,
-    q_start: tl.int32,
-    k_start: tl.int32,
-    dropout_threshold: tl.uint32,
-    scale,
-    softcap,
-    dropout_scale,
-    GROUP: tl.constexpr,
-    Q_STRIDE: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    WANT_KEY: tl.constexpr,
-    WANT_VALUE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TANH: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, keys_seen_ptr, queries_seen_ptr, slopes_ptr,
+    row_words_ptr, col_words_ptr, cu_q_ptr, cu_k_ptr,
+    grad_out_ptr, rows_lse_ptr, rows_delta_ptr,
+    dk_ptr, dv_ptr,
+    stride_qb: tl.int64, stride_qm: tl.int64, stride_qh: tl.int64,
+    stride_kb: tl.int64, stride_kn: tl.int64, stride_kh: tl.int64,
+    stride_vb: tl.int64, stride_vn: tl.int64, stride_vh: tl.int64,
+    stride_gb: tl.int64, stride_gm: tl.int64, stride_gh: tl.int64,
+    stride_mb: tl.int64, stride_mh: tl.int64, stride_mm: tl.int64, stride_mn: tl.int64,
+    stride_bb: tl.int64, stride_bh: tl.int64, stride_bm: tl.int64, stride_bn: tl.int64,
+    stride_fb: tl.int64, stride_fh: tl.int64, stride_sb: tl.int64, stride_sh: tl.int64, stride_ab: tl.int64,
+    batches: tl.int32, q_len: tl.int32, k_len: tl.int32, q_rows: tl.int32, k_rows: tl.int32,
+    row_tiles: tl.int32, kv_heads: tl.int32, num_splits: tl.int32,
+    left: tl.int32, right: tl.int32, q_start: tl.int32, k_start: tl.int32,
+    dropout_threshold: tl.uint32, scale, softcap, dropout_scale,
+    GROUP: tl.constexpr, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGNED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    IS_PACKED: tl.constexpr, IS_SPLIT: tl.constexpr,
+    WANT_KEY: tl.constexpr, WANT_VALUE: tl.constexpr, PRECISION: tl.constexpr, TANH: tl.constexpr,
+):  # fmt: skip
     # Strides of what is read in wide words arrive in units of those, so that the compiler knows.
     if ALIGNED:
         stride_qb, stride_qm, stride_qh = stride_qb * 8, stride_qm * 8, stride_qh * 8
@@ -119,18 +69,11 @@ def _key_kernel(
     if BIAS >= WIDE:
         stride_bb, stride_bh, stride_bm = stride_bb * 8, stride_bh * 8, stride_bm * 8
 
-    # Where am I: tile of keys fastest; the first are seen by most queries where there is a right edge.
+    # Where am I: the tiles of keys that most queries see come first.
     tiles_n = tl.cdiv(k_len, BLOCK_N)
-    pid = tl.program_id(0)
-    tile_n = pid % tiles_n
-    rest = pid // tiles_n
-    if IS_SPLIT:
-        split = rest % num_splits
-        rest = rest // num_splits
-    kv_head = rest % kv_heads
-    batch = (rest // kv_heads).to(tl.int64)
+    tile_n, split, kv_head, batch = tile_of_program(tiles_n, num_splits, kv_heads, False, IS_SPLIT)
     q_heads = kv_heads * GROUP
-    k_row = batch * k_rows  # of row 0 in contiguous tensors [B, Tk, Hkv, D]
+    q_row, k_row = batch * 0, batch * k_rows  # of row 0 in contiguous tensors [B, Tk, Hkv, D]
     if IS_PACKED:
         longest = q_len
         q_row, q_len = packed_rows(cu_q_ptr + batch, q_rows)
@@ -167,63 +110,37 @@ def _key_kernel(
     if MASK or BIAS:
         keys_seen_ptr += batch * stride_fb + kv_head * stride_fh
         load_n = load_n & (tl.load(keys_seen_ptr + offs_n, mask=mask_n, other=0) != 0)
-    k = tl.load(
-        k_ptr + batch * stride_kb + kv_head * stride_kh + offs_n[:, None] * stride_kn + offs_d[None, :],
-        mask=load_n[:, None] & (offs_d[None, :] < D),
-        other=0.0,
-    )
-    v = tl.load(
-        v_ptr + batch * stride_vb + kv_head * stride_vh + offs_n[:, None] * stride_vn + offs_dv[None, :],
-        mask=load_n[:, None] & (offs_dv[None, :] < DV),
-        other=0.0,
-    )
+    k_ptrs = k_ptr + batch * stride_kb + kv_head * stride_kh + offs_n[:, None] * stride_kn
+    k = load_rows(k_ptrs, offs_d[None, :], load_n, D, BLOCK_D, MASKED=True)
+    v_ptrs = v_ptr + batch * stride_vb + kv_head * stride_vh + offs_n[:, None] * stride_vn
+    v = load_rows(v_ptrs, offs_dv[None, :], load_n, DV, BLOCK_DV, MASKED=True)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
-    # Queries [row_lo, row_hi) see some key of the tile, those in [whole_lo, whole_hi) every key.
-    row_lo, row_hi, whole_lo, whole_hi = 0, q_len, 0, q_len
-    if HAS_RIGHT:
-        row_lo = (tl.maximum(first_pos - right - q_start, 0) + Q_STRIDE - 1) // Q_STRIDE
-        whole_lo = (tl.maximum(last_pos - right - q_start, 0) + Q_STRIDE - 1) // Q_STRIDE
-    if HAS_LEFT:
-        row_hi = tl.minimum(q_len, (tl.maximum(last_pos + left - q_start, -Q_STRIDE) + Q_STRIDE) // Q_STRIDE)
-        whole_hi = tl.minimum(q_len, (tl.maximum(first_pos + left - q_start, -Q_STRIDE) + Q_STRIDE) // Q_STRIDE)
-    begin, end = row_lo // BLOCK_M, tl.cdiv(row_hi, BLOCK_M)  # in tiles from here on
-    if IS_SPLIT:
-        per_split = tl.cdiv(tl.maximum(end - begin, 0), num_splits)
-        begin += split * per_split
-        end = tl.minimum(end, begin + per_split)
-    whole_begin = tl.minimum(tl.maximum(tl.cdiv(whole_lo, BLOCK_M), begin), tl.maximum(end, begin))
-    whole_end = end
-    if HAS_LEFT:
-        whole_end = tl.maximum(tl.minimum(whole_hi // BLOCK_M, end), whole_begin)
+    # Rows behind the last query have weights of 0 by their LSE, and need no masking.
+    row_lo, row_hi, whole_lo, whole_hi = visible_span(
+        first_pos, last_pos, right, left, q_start, Q_STRIDE, q_len, HAS_RIGHT, HAS_LEFT
+    )
+    edges = phases(
+        row_lo, row_hi, whole_lo, whole_hi, split, num_splits, BLOCK_M, MASKS_END=HAS_LEFT, IS_SPLIT=IS_SPLIT
+    )
 
     for member in tl.range(0, GROUP):
         head = kv_head * GROUP + member
         q_ptrs = q_ptr + batch * stride_qb + head * stride_qh
         grad_ptrs = grad_out_ptr + batch * stride_gb + head * stride_gh
-        q_line = (batch * q_heads + head) * q_rows  # of row 0 in contiguous tensors [B, Hq, Tq]
-        k_line = (batch * q_heads + head) * k_rows
-        row_line = (batch * q_heads + head) * row_tiles * PAD
-        if IS_PACKED:
-            q_line = head.to(tl.int64) * q_rows + q_row
-            k_line = head.to(tl.int64) * k_rows + k_row
-            row_line = head.to(tl.int64) * row_tiles * PAD + padded_row(q_row, batch)
+        row_line = padded_line_start(batch, head, q_heads, row_tiles, q_row, IS_PACKED)
         slopes = 0.0
         if HAS_ALIBI:
             slopes = tl.load(slopes_ptr + batch * stride_ab + head).to(tl.float32)
         if HAS_DROPOUT:
+            q_line = line_start(batch, head, q_heads, q_rows, q_row, IS_PACKED)
+            k_line = line_start(batch, head, q_heads, k_rows, k_row, IS_PACKED)
             col_words = tl.load(col_words_ptr + k_line + offs_n, mask=mask_n, other=0)
 
         # Stream tiles. Phase 0: those the right edge cuts; 1: those that see every key; 2: those the left edge cuts.
         for phase in tl.static_range(0 if HAS_RIGHT else 1, 3 if HAS_LEFT else 2):
-            if phase == 0:
-                tiles_begin, tiles_end = begin, whole_begin
-            elif phase == 1:
-                tiles_begin, tiles_end = whole_begin, whole_end
-            else:
-                tiles_begin, tiles_end = whole_end, end
-            for tile_m in tl.range(tiles_begin, tiles_end):
+            for tile_m in tl.range(edges[phase], edges[phase + 1]):
                 offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
                 mask_m = (offs_m >= row_lo) & (offs_m < row_hi)
                 q_pos = q_start + offs_m * Q_STRIDE
@@ -242,9 +159,8 @@ def _key_kernel(
                     load_m = tl.load(seen_ptrs, mask=mask_m, other=0) != 0
                 q_offs = offs_m[:, None] * stride_qm + offs_d[None, :]
                 grad_offs = offs_m[:, None] * stride_gm + offs_dv[None, :]
-                q = tl.load(q_ptrs + q_offs, mask=load_m[:, None] & (offs_d[None, :] < D), other=0.0)
-                grad = tl.load(grad_ptrs + grad_offs, mask=load_m[:, None] & (offs_dv[None, :] < DV), other=0.0)
-                grad = grad.to(v.dtype)
+                q = load_rows(q_ptrs, q_offs, load_m, D, BLOCK_D, MASKED=True)
+                grad = load_rows(grad_ptrs, grad_offs, load_m, DV, BLOCK_DV, MASKED=True).to(v.dtype)
                 lse = tl.load(rows_lse_ptr + row_line + offs_m)
                 delta = tl.load(rows_delta_ptr + row_line + offs_m)
                 if HAS_DROPOUT:
@@ -255,32 +171,10 @@ def _key_kernel(
                 if WANT_KEY:
                     dp = tl.dot(v, grad.T, input_precision=PRECISION)
                 p, _, d_qk = tile_gradients(
-                    qk,
-                    dp,
-                    lse[None, :],
-                    delta[None, :],
-                    q_pos[None, :],
-                    k_pos[:, None],
-                    True,
-                    attend,
-                    bias,
-                    slopes,
-                    keep,
-                    scale,
-                    softcap,
-                    left,
-                    right,
-                    dropout_scale,
-                    EDGE=phase != 1,
-                    HAS_LEFT=HAS_LEFT,
-                    HAS_RIGHT=HAS_RIGHT,
-                    MASK=MASK,
-                    BIAS=BIAS,
-                    HAS_ALIBI=HAS_ALIBI,
-                    HAS_SOFTCAP=HAS_SOFTCAP,
-                    HAS_DROPOUT=HAS_DROPOUT,
-                    TANH=TANH,
-                )
+                    qk, dp, lse[None, :], delta[None, :], q_pos[None, :], k_pos[:, None], True,
+                    attend, bias, slopes, keep, scale, softcap, left, right, dropout_scale,
+                    phase != 1, HAS_LEFT, HAS_RIGHT, MASK, BIAS, HAS_ALIBI, HAS_SOFTCAP, HAS_DROPOUT, TANH,
+                )  # fmt: skip
                 if WANT_VALUE:
                     if HAS_DROPOUT:
                         p = tl.where(keep, p, 0.0)
@@ -325,18 +219,13 @@ def bind_key(
 
     With several splits they are `[splits, B, Tk, Hkv, D]`, a part of the sum each.
     """
-    return _kernel.bind(
-        programs(problem, tile),
-        (*inputs, *before.samples, grad_out, *rows, dk, dv),
-        {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
-        **shared_arguments(problem, inputs, tile, before, grad_out, rows),
-        **shared_sizes(problem, inputs, grad_out, is_aligned(*inputs[:3], grad_out)).arguments(),
-        dk_ptr=dk,
-        dv_ptr=dv,
-        kv_heads=problem.kv_heads,
+    names, others = "grad_out_ptr rows_lse_ptr rows_delta_ptr dk_ptr dv_ptr", (grad_out, *rows, dk, dv)
+    sizes = shared_sizes(problem, inputs, grad_out, is_aligned(*inputs[:3], grad_out))
+    return bind_tiles(
+        _kernel, programs(problem, tile), tile, problem, inputs, before.samples, names, others, sizes,
         WANT_KEY=dk is not None,
         WANT_VALUE=dv is not None,
-    )
+    )  # fmt: skip
 
 
 _kernel = Kernel(_key_kernel)

@@ -22,108 +22,50 @@ from ...base.problem import Inputs, Problem
 from ...gpu.arguments import WIDE, cdiv, is_aligned
 from ...gpu.launch import Kernel, Launch, jit
 from ...gpu.prepass import Prepass
-from ...gpu.rows import PAD, Rows, padded_row
+from ...gpu.rows import Rows, line_start, padded_line_start
 from ...gpu.tail import clear_tail, first_of_tail
-from ...gpu.tiles import LOG2E, dropout_keep, load_broadcast, packed_rows, tile_gradients
-from .backward_arguments import shared_arguments, shared_sizes
+from ...gpu.tiles import (
+    LOG2E,
+    dropout_keep,
+    load_broadcast,
+    load_rows,
+    packed_rows,
+    phases,
+    tile_gradients,
+    tile_of_program,
+    visible_span,
+)
+from .arguments import bind_tiles
+from .backward_arguments import shared_sizes
 from .tuning import Tile
 
 
 @jit
 def _query_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
-    bias_ptr,
-    keys_seen_ptr,
-    queries_seen_ptr,
-    slopes_ptr,
-    sink_ptr,
-    row_words_ptr,
-    col_words_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    out_ptr,
-    lse_ptr,
-    grad_out_ptr,
-    grad_lse_ptr,
-    rows_lse_ptr,
-    rows_delta_ptr,
-    dq_ptr,
-    d_slopes_ptr,
-    d_sink_ptr,
-    stride_qb: tl.int64,
-    stride_qm: tl.int64,
-    stride_qh: tl.int64,
-    stride_kb: tl.int64,
-    stride_kn: tl.int64,
-    stride_kh: tl.int64,
-    stride_vb: tl.int64,
-    stride_vn: tl.int64,
-    stride_vh: tl.int64,
-    stride_ob: tl.int64,
-    stride_om: tl.int64,
-    stride_oh: tl.int64,
-    stride_gb: tl.int64,
-    stride_gm: tl.int64,
-    stride_gh: tl.int64,
-    stride_mb: tl.int64,
-    stride_mh: tl.int64,
-    stride_mm: tl.int64,
-    stride_mn: tl.int64,
-    stride_bb: tl.int64,
-    stride_bh: tl.int64,
-    stride_bm: tl.int64,
-    stride_bn: tl.int64,
-    stride_fb: tl.int64,
-    stride_fh: tl.int64,
-    stride_sb: tl.int64,
-    stride_sh: tl.int64,
-    stride_ab: tl.int64,
-    batches: tl.int32,
-    q_len: tl.int32,
-    k_len: tl.int32,
-    q_rows: tl.int32,
-    k_rows: tl.int32,
-    row_tiles: tl.int32,
-    q_heads: tl.int32,
-    num_splits: tl.int32,
-    left: tl.int32,
-    right: tl.int32,
-    q_start: tl.int32,
-    k_start: tl.int32,
-    dropout_threshold: tl.uint32,
-    scale,
-    softcap,
-    dropout_scale,
-    GROUP: tl.constexpr,
-    Q_STRIDE: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    HAS_LSE_GRAD: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    WANT_QUERY: tl.constexpr,
-    WANT_SLOPES: tl.constexpr,
-    WANT_SINK: tl.constexpr,
-    EXACT_DELTA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TANH: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, keys_seen_ptr, queries_seen_ptr, slopes_ptr, sink_ptr,
+    row_words_ptr, col_words_ptr, cu_q_ptr, cu_k_ptr,
+    out_ptr, lse_ptr, grad_out_ptr, grad_lse_ptr, rows_lse_ptr, rows_delta_ptr,
+    dq_ptr, d_slopes_ptr, d_sink_ptr,
+    stride_qb: tl.int64, stride_qm: tl.int64, stride_qh: tl.int64,
+    stride_kb: tl.int64, stride_kn: tl.int64, stride_kh: tl.int64,
+    stride_vb: tl.int64, stride_vn: tl.int64, stride_vh: tl.int64,
+    stride_ob: tl.int64, stride_om: tl.int64, stride_oh: tl.int64,
+    stride_gb: tl.int64, stride_gm: tl.int64, stride_gh: tl.int64,
+    stride_mb: tl.int64, stride_mh: tl.int64, stride_mm: tl.int64, stride_mn: tl.int64,
+    stride_bb: tl.int64, stride_bh: tl.int64, stride_bm: tl.int64, stride_bn: tl.int64,
+    stride_fb: tl.int64, stride_fh: tl.int64, stride_sb: tl.int64, stride_sh: tl.int64, stride_ab: tl.int64,
+    batches: tl.int32, q_len: tl.int32, k_len: tl.int32, q_rows: tl.int32, k_rows: tl.int32,
+    row_tiles: tl.int32, q_heads: tl.int32, num_splits: tl.int32,
+    left: tl.int32, right: tl.int32, q_start: tl.int32, k_start: tl.int32,
+    dropout_threshold: tl.uint32, scale, softcap, dropout_scale,
+    GROUP: tl.constexpr, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGNED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_LSE_GRAD: tl.constexpr,
+    IS_PACKED: tl.constexpr, IS_SPLIT: tl.constexpr,
+    WANT_QUERY: tl.constexpr, WANT_SLOPES: tl.constexpr, WANT_SINK: tl.constexpr, EXACT_DELTA: tl.constexpr,
+    PRECISION: tl.constexpr, TANH: tl.constexpr,
+):  # fmt: skip
     # Strides of what is read in wide words arrive in units of those, so that the compiler knows.
     if ALIGNED:
         stride_qb, stride_qm, stride_qh = stride_qb * 8, stride_qm * 8, stride_qh * 8
@@ -136,24 +78,11 @@ def _query_kernel(
     if BIAS >= WIDE:
         stride_bb, stride_bh, stride_bm = stride_bb * 8, stride_bh * 8, stride_bm * 8
 
-    # Where am I: tile of queries fastest, the longest first where later queries see more keys.
+    # Where am I: the tiles that see most keys first.
     tiles_m = tl.cdiv(q_len, BLOCK_M)
-    pid = tl.program_id(0)
-    tile_m = pid % tiles_m
-    if HAS_RIGHT:
-        tile_m = tiles_m - 1 - tile_m
-    rest = pid // tiles_m
-    split = 0
-    if IS_SPLIT:
-        split = rest % num_splits
-        rest = rest // num_splits
-    head = rest % q_heads
-    batch = (rest // q_heads).to(tl.int64)
+    tile_m, split, head, batch = tile_of_program(tiles_m, num_splits, q_heads, HAS_RIGHT, IS_SPLIT)
     kv_head = head // GROUP
-    q_row = batch * q_rows  # of row 0 in contiguous tensors [B, Tq, Hq, D] ...
-    q_line = (batch * q_heads + head) * q_rows  # ... and in [B, Hq, Tq]
-    k_line = (batch * q_heads + head) * k_rows
-    row_line = (batch * q_heads + head) * row_tiles * PAD
+    q_row, k_row = batch * q_rows, batch * 0  # of row 0 in contiguous tensors [B, Tq, Hq, D]
     if IS_PACKED:
         q_row, q_len = packed_rows(cu_q_ptr + batch, q_rows)
         k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
@@ -167,13 +96,10 @@ def _query_kernel(
         v_ptr += k_row * stride_vn
         out_ptr += q_row * stride_om
         grad_out_ptr += q_row * stride_gm
-        q_line = head.to(tl.int64) * q_rows + q_row
-        k_line = head.to(tl.int64) * k_rows + k_row
-        row_line = head.to(tl.int64) * row_tiles * PAD + padded_row(q_row, batch)
-
+    q_line = line_start(batch, head, q_heads, q_rows, q_row, IS_PACKED)
+    row_line = padded_line_start(batch, head, q_heads, row_tiles, q_row, IS_PACKED)
     offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
+    offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     mask_m = offs_m < q_len
     first_pos = q_start + tile_m * BLOCK_M * Q_STRIDE
     last_pos = q_start + tl.minimum(tile_m * BLOCK_M + BLOCK_M - 1, q_len - 1) * Q_STRIDE
@@ -189,11 +115,10 @@ def _query_kernel(
         load_m = load_m & (tl.load(queries_seen_ptr + batch * stride_sb + head * stride_sh + offs_m, mask_m, 0) != 0)
 
     # Delta, as the output says.
-    mask_out = load_m[:, None] & (offs_dv[None, :] < DV)
     out_ptr += batch * stride_ob + head * stride_oh
     grad_out_ptr += batch * stride_gb + head * stride_gh
-    out = tl.load(out_ptr + offs_m[:, None] * stride_om + offs_dv[None, :], mask=mask_out, other=0.0)
-    grad = tl.load(grad_out_ptr + offs_m[:, None] * stride_gm + offs_dv[None, :], mask=mask_out, other=0.0)
+    out = load_rows(out_ptr + offs_m[:, None] * stride_om, offs_dv[None, :], load_m, DV, BLOCK_DV, MASKED=True)
+    grad = load_rows(grad_out_ptr + offs_m[:, None] * stride_gm, offs_dv[None, :], load_m, DV, BLOCK_DV, MASKED=True)
     grad_lse = tl.zeros([BLOCK_M], tl.float32)
     if HAS_LSE_GRAD:
         grad_lse = tl.load(grad_lse_ptr + q_line + offs_m, mask=mask_m, other=0.0)
@@ -208,11 +133,8 @@ def _query_kernel(
             tl.store(rows_delta_ptr + row_line + offs_m, delta)
 
     if WANT_QUERY or WANT_SLOPES or EXACT_DELTA:
-        q = tl.load(
-            q_ptr + batch * stride_qb + head * stride_qh + offs_m[:, None] * stride_qm + offs_d[None, :],
-            mask=load_m[:, None] & (offs_d[None, :] < D),
-            other=0.0,
-        )
+        q_ptr += batch * stride_qb + head * stride_qh
+        q = load_rows(q_ptr + offs_m[:, None] * stride_qm, offs_d[None, :], load_m, D, BLOCK_D, MASKED=True)
         k_ptr += batch * stride_kb + kv_head * stride_kh
         v_ptr += batch * stride_vb + kv_head * stride_vh
         if MASK or BIAS:
@@ -226,7 +148,7 @@ def _query_kernel(
             slopes = tl.load(slopes_ptr + batch * stride_ab + head).to(tl.float32)
         if HAS_DROPOUT:
             row_words = tl.load(row_words_ptr + q_line + offs_m, mask=mask_m, other=0)
-            col_words_ptr += k_line
+            col_words_ptr += line_start(batch, head, q_heads, k_rows, k_row, IS_PACKED)
         grad = grad.to(q.dtype)
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         d_slopes = tl.zeros([BLOCK_M], tl.float32)
@@ -234,31 +156,16 @@ def _query_kernel(
         sum_d_scores = tl.zeros([BLOCK_M], tl.float32)
         sum_distance = tl.zeros([BLOCK_M], tl.float32)
 
-        # Keys [key_lo, key_hi) are seen by some row of the tile, those in [whole_lo, whole_hi) by every row.
-        key_lo, key_hi, whole_lo, whole_hi = 0, k_len, 0, k_len
-        if HAS_LEFT:
-            key_lo = (tl.maximum(first_pos - left - k_start, 0) + K_STRIDE - 1) // K_STRIDE
-            whole_lo = (tl.maximum(last_pos - left - k_start, 0) + K_STRIDE - 1) // K_STRIDE
-        if HAS_RIGHT:
-            key_hi = tl.minimum(k_len, (tl.maximum(last_pos + right - k_start, -K_STRIDE) + K_STRIDE) // K_STRIDE)
-            whole_hi = tl.minimum(k_len, (tl.maximum(first_pos + right - k_start, -K_STRIDE) + K_STRIDE) // K_STRIDE)
-        begin, end = key_lo // BLOCK_N, tl.cdiv(key_hi, BLOCK_N)  # in tiles from here on
-        if IS_SPLIT:
-            per_split = tl.cdiv(tl.maximum(end - begin, 0), num_splits)
-            begin += split * per_split
-            end = tl.minimum(end, begin + per_split)
-        whole_begin = tl.minimum(tl.maximum(tl.cdiv(whole_lo, BLOCK_N), begin), tl.maximum(end, begin))
-        whole_end = tl.maximum(tl.minimum(whole_hi // BLOCK_N, end), whole_begin)
+        key_lo, key_hi, whole_lo, whole_hi = visible_span(
+            first_pos, last_pos, left, right, k_start, K_STRIDE, k_len, HAS_LEFT, HAS_RIGHT
+        )
+        edges = phases(
+            key_lo, key_hi, whole_lo, whole_hi, split, num_splits, BLOCK_N, MASKS_END=True, IS_SPLIT=IS_SPLIT
+        )
 
         # Stream tiles. Phase 0: those the left edge cuts; 1: seen whole; 2: those the right edge or the last key cuts.
         for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
-            if phase == 0:
-                tiles_begin, tiles_end = begin, whole_begin
-            elif phase == 1:
-                tiles_begin, tiles_end = whole_begin, whole_end
-            else:
-                tiles_begin, tiles_end = whole_end, end
-            for tile_n in tl.range(tiles_begin, tiles_end):
+            for tile_n in tl.range(edges[phase], edges[phase + 1]):
                 offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
                 mask_n = (offs_n >= key_lo) & (offs_n < key_hi)
                 k_pos = k_start + offs_n * K_STRIDE
@@ -274,50 +181,18 @@ def _query_kernel(
                     load_n = tl.load(keys_seen_ptr + offs_n, mask=mask_n, other=0) != 0
                 k_offs = offs_n[:, None] * stride_kn + offs_d[None, :]
                 v_offs = offs_n[:, None] * stride_vn + offs_dv[None, :]
-                if phase != 1 or MASK or BIAS:
-                    k = tl.load(k_ptr + k_offs, mask=load_n[:, None] & (offs_d[None, :] < D), other=0.0)
-                    v = tl.load(v_ptr + v_offs, mask=load_n[:, None] & (offs_dv[None, :] < DV), other=0.0)
-                else:
-                    if BLOCK_D != D:
-                        k = tl.load(k_ptr + k_offs, mask=offs_d[None, :] < D, other=0.0)
-                    else:
-                        k = tl.load(k_ptr + k_offs)
-                    if BLOCK_DV != DV:
-                        v = tl.load(v_ptr + v_offs, mask=offs_dv[None, :] < DV, other=0.0)
-                    else:
-                        v = tl.load(v_ptr + v_offs)
+                k = load_rows(k_ptr, k_offs, load_n, D, BLOCK_D, MASKED=phase != 1 or MASK or BIAS)
+                v = load_rows(v_ptr, v_offs, load_n, DV, BLOCK_DV, MASKED=phase != 1 or MASK or BIAS)
                 if HAS_DROPOUT:
                     col_words = tl.load(col_words_ptr + offs_n, mask=mask_n, other=0)
                     keep = dropout_keep(row_words, col_words, dropout_threshold)
                 qk = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
                 dp = tl.dot(grad, v.T, input_precision=PRECISION)
                 p, d_scores, d_qk = tile_gradients(
-                    qk,
-                    dp,
-                    lse[:, None],
-                    delta[:, None],
-                    q_pos[:, None],
-                    k_pos[None, :],
-                    mask_n[None, :],
-                    attend,
-                    bias,
-                    slopes,
-                    keep,
-                    scale,
-                    softcap,
-                    left,
-                    right,
-                    dropout_scale,
-                    EDGE=phase != 1,
-                    HAS_LEFT=HAS_LEFT,
-                    HAS_RIGHT=HAS_RIGHT,
-                    MASK=MASK,
-                    BIAS=BIAS,
-                    HAS_ALIBI=HAS_ALIBI,
-                    HAS_SOFTCAP=HAS_SOFTCAP,
-                    HAS_DROPOUT=HAS_DROPOUT,
-                    TANH=TANH,
-                )
+                    qk, dp, lse[:, None], delta[:, None], q_pos[:, None], k_pos[None, :], mask_n[None, :],
+                    attend, bias, slopes, keep, scale, softcap, left, right, dropout_scale,
+                    phase != 1, HAS_LEFT, HAS_RIGHT, MASK, BIAS, HAS_ALIBI, HAS_SOFTCAP, HAS_DROPOUT, TANH,
+                )  # fmt: skip
                 if WANT_SLOPES:
                     distance = tl.abs(q_pos[:, None] - k_pos[None, :]).to(tl.float32)
                     d_slopes -= tl.sum(d_scores * distance, 1)
@@ -333,7 +208,7 @@ def _query_kernel(
             delta = exact_delta
             tl.store(rows_delta_ptr + row_line + offs_m, delta)
         if WANT_SLOPES:
-            tl.store(d_slopes_ptr + pid, tl.sum(tl.where(mask_m, d_slopes, 0.0), 0))
+            tl.store(d_slopes_ptr + tl.program_id(0), tl.sum(tl.where(mask_m, d_slopes, 0.0), 0))
         if WANT_QUERY:
             if IS_SPLIT:
                 q_row = (batch + split * batches) * q_rows
@@ -347,7 +222,7 @@ def _query_kernel(
     if WANT_SINK:
         if split == 0:
             sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2E
-            tl.store(d_sink_ptr + pid, -tl.sum(tl.exp2(sink - lse) * delta, 0))
+            tl.store(d_sink_ptr + tl.program_id(0), -tl.sum(tl.exp2(sink - lse) * delta, 0))
 
 
 def bind_query(
@@ -374,26 +249,17 @@ def bind_query(
     The LSE and its gradient, words and dq are contiguous.
     """
     aligned = is_aligned(*inputs[:3], out, grad_out)
-    return _kernel.bind(
-        programs(problem, tile),
-        (*inputs, *before.samples, out, lse, grad_out, grad_lse, *rows, dq, d_slopes, d_sink),
-        {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
-        **shared_arguments(problem, inputs, tile, before, grad_out, rows),
-        **shared_sizes(problem, inputs, grad_out, aligned, out).arguments(),
-        sink_ptr=inputs.sink,
-        out_ptr=out,
-        lse_ptr=lse,
-        grad_lse_ptr=grad_lse,
-        dq_ptr=dq,
-        d_slopes_ptr=d_slopes,
-        d_sink_ptr=d_sink,
-        q_heads=problem.q_heads,
+    names = "out_ptr lse_ptr grad_out_ptr grad_lse_ptr rows_lse_ptr rows_delta_ptr dq_ptr d_slopes_ptr d_sink_ptr"
+    others = out, lse, grad_out, grad_lse, *rows, dq, d_slopes, d_sink
+    sizes = shared_sizes(problem, inputs, grad_out, aligned, out)
+    return bind_tiles(
+        _kernel, programs(problem, tile), tile, problem, inputs, before.samples, names, others, sizes,
         HAS_LSE_GRAD=grad_lse is not None,
         WANT_QUERY=dq is not None,
         WANT_SLOPES=d_slopes is not None,
         WANT_SINK=d_sink is not None,
         EXACT_DELTA=exact_delta,
-    )
+    )  # fmt: skip
 
 
 def programs(problem: Problem, tile: Tile) -> int:

@@ -7,7 +7,7 @@ once for all of them. A program streams its keys with the online softmax of forw
 A row's length and its pages are read on the device, so nothing here waits for them. Blocks that reach beyond the last
 key read that one again, and nothing that nobody sees: it may be NaN.
 
-Not here: quantised caches (decode_codes.py).
+Not here: quantised caches (decode_quantized.py).
 """
 
 from __future__ import annotations
@@ -27,76 +27,33 @@ from ...gpu.decode_tiles import (
     first_seen,
     hide_scores,
     keys_of_split,
-    leave_lse,
-    leave_out,
-    modify_scores,
-    normalised,
+    leave_state,
+    queries_of_rows,
+    rows_of_program,
     wait_for_kernels_ahead,
 )
 from ...gpu.decode_tuning import DecodeConfig
 from ...gpu.launch import Kernel, Sizes, jit
-from ...gpu.tiles import online_softmax_step
-from .decode_codes import codes_arguments, codes_kernel
+from ...gpu.tiles import initial_state, load_rows, modify_scores, normalised, online_softmax_step
+from .decode_quantized import quantized_kernel, quantized_kernel_arguments
 
 
 @jit
 def _decode_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    lengths_ptr,
-    tree_ptr,
-    slopes_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    workspace_ptr,
-    stride_qb: tl.int64,
-    stride_qm: tl.int64,
-    stride_qh: tl.int64,
-    stride_kb: tl.int64,
-    stride_kn: tl.int64,
-    stride_kh: tl.int64,
-    stride_vb: tl.int64,
-    stride_vn: tl.int64,
-    stride_vh: tl.int64,
-    stride_tb: tl.int64,
-    stride_rb: tl.int64,
-    stride_rm: tl.int64,
-    stride_ab: tl.int64,
-    stride_ob: tl.int64,
-    stride_om: tl.int64,
-    stride_oh: tl.int64,
-    stride_od: tl.int64,
-    batch: tl.int32,
-    kv_heads: tl.int32,
-    capacity: tl.int32,
-    pages: tl.int32,
-    q_len: tl.int32,
-    num_splits: tl.int32,
-    split_keys: tl.int32,
-    left: tl.int32,
-    right: tl.int32,
-    scale,
-    softcap,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    EARLY: tl.constexpr,
-    TANH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, tree_ptr, slopes_ptr, sink_ptr, out_ptr, lse_ptr, workspace_ptr,
+    stride_qb: tl.int64, stride_qm: tl.int64, stride_qh: tl.int64,
+    stride_kb: tl.int64, stride_kn: tl.int64, stride_kh: tl.int64,
+    stride_vb: tl.int64, stride_vn: tl.int64, stride_vh: tl.int64,
+    stride_tb: tl.int64, stride_rb: tl.int64, stride_rm: tl.int64, stride_ab: tl.int64,
+    stride_ob: tl.int64, stride_om: tl.int64, stride_oh: tl.int64, stride_od: tl.int64,
+    batch: tl.int32, kv_heads: tl.int32, capacity: tl.int32, pages: tl.int32, q_len: tl.int32,
+    num_splits: tl.int32, split_keys: tl.int32,
+    left: tl.int32, right: tl.int32, scale, softcap,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    IS_SPLIT: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr, TANH: tl.constexpr,
+):  # fmt: skip
     if ALIGNED:
         stride_qb, stride_qm, stride_qh = stride_qb * 8, stride_qm * 8, stride_qh * 8
         stride_kb, stride_kn, stride_kh = stride_kb * 8, stride_kn * 8, stride_kh * 8
@@ -107,18 +64,11 @@ def _decode_kernel(
     HAS_ALIBI: tl.constexpr = slopes_ptr is not None
 
     # Where am I.
-    tiles_r = tl.cdiv(GROUP * q_len, BLOCK_R)
-    pid = tl.program_id(0)
-    kv_head = pid % kv_heads
-    split = pid // kv_heads % num_splits
-    tile_r = pid // kv_heads // num_splits % tiles_r
-    b = (pid // kv_heads // num_splits // tiles_r).to(tl.int64)
+    kv_head, split, b, offs_r = rows_of_program(kv_heads, num_splits, q_len, GROUP, BLOCK_R)
+    mask_r, head, t = queries_of_rows(offs_r, kv_head, q_len, GROUP)
     length = capacity
     if lengths_ptr is not None:
         length = tl.minimum(tl.load(lengths_ptr + b), capacity)
-    offs_r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask_r = offs_r < GROUP * q_len
-    head, t = kv_head * GROUP + offs_r // q_len, offs_r % q_len
     down = (length - q_len + t)[:, None]  # where the queries stand
     offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     q_rows = q_ptr + b * stride_qb + t * stride_qm + head * stride_qh
@@ -134,7 +84,7 @@ def _decode_kernel(
         table_ptr += b * stride_tb
         # A block's pages are looked up an iteration ahead.
         page = tl.load(table_ptr + tl.maximum(tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1), 0) // PAGE)
-    q = tl.load(q_rows[:, None] + offs_d[None, :], mask=mask_r[:, None] & (offs_d < D)[None, :], other=0.0)
+    q = load_rows(q_rows[:, None], offs_d[None, :], mask_r, D, BLOCK_D, MASKED=True)
     slopes = 0.0
     if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + b * stride_ab + head, mask=mask_r, other=0.0).to(tl.float32)[:, None]
@@ -142,9 +92,7 @@ def _decode_kernel(
     if HAS_TREE:
         tree_rows = (tree_ptr + b * stride_rb + t * stride_rm)[:, None]
 
-    row_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    row_max, row_sum, acc = initial_state(BLOCK_R, BLOCK_DV)
     for start in range(begin, end, step):
         k_pos = start + tl.arange(0, BLOCK_N)
         inside = k_pos < end
@@ -158,14 +106,8 @@ def _decode_kernel(
             k_rows = place * stride_kb + slot * stride_kn
             v_rows = place * stride_vb + slot * stride_vn
             page = tl.load(table_ptr + tl.minimum(k_pos + step, end - 1) // PAGE)
-        if BLOCK_D == D:
-            k = tl.load(k_ptr + k_rows[:, None] + offs_d[None, :])
-        else:
-            k = tl.load(k_ptr + k_rows[:, None] + offs_d[None, :], mask=(offs_d < D)[None, :], other=0.0)
-        if BLOCK_DV == DV:
-            v = tl.load(v_ptr + v_rows[:, None] + offs_dv[None, :])
-        else:
-            v = tl.load(v_ptr + v_rows[:, None] + offs_dv[None, :], mask=(offs_dv < DV)[None, :], other=0.0)
+        k = load_rows(k_ptr + k_rows[:, None], offs_d[None, :], inside, D, BLOCK_D, MASKED=False)
+        v = load_rows(v_ptr + v_rows[:, None], offs_dv[None, :], inside, DV, BLOCK_DV, MASKED=False)
         if PRECISION == "ieee" and BLOCK_D > 64:
             # Sums of 64 products, added up: 256 one after the other are off by more than torch's, which adds in a tree.
             parts: tl.constexpr = BLOCK_D // 64
@@ -175,7 +117,7 @@ def _decode_kernel(
         else:
             qk = tl.dot(q, k.T, input_precision=PRECISION)
         across = k_pos[None, :]
-        scores = modify_scores(qk, scale, softcap, slopes, down, across, HAS_SOFTCAP, HAS_ALIBI, TANH)
+        scores, _ = modify_scores(qk, scale, softcap, slopes, down, across, 0.0, HAS_SOFTCAP, HAS_ALIBI, 0, TANH)
         if PAGE != 0:
             scores = tl.where(exists[None, :], scores, float("nan"))
         scores = hide_scores(
@@ -188,13 +130,10 @@ def _decode_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
     out, lse = normalised(acc, row_max, row_sum)
-    leave_out(
-        out, lse, 0, DV, out_ptr, sink_ptr, workspace_ptr, stride_ob, stride_om, stride_oh, stride_od,
+    leave_state(
+        out, lse, 0, DV, out_ptr, lse_ptr, sink_ptr, workspace_ptr, stride_ob, stride_om, stride_oh, stride_od,
         batch, kv_heads, q_len, num_splits, split, b, kv_head, offs_r, GROUP, DV, BLOCK_DV, IS_SPLIT,
     )  # fmt: skip
-    leave_lse(
-        lse, lse_ptr, sink_ptr, workspace_ptr, kv_heads, q_len, num_splits, split, b, kv_head, offs_r, GROUP, IS_SPLIT
-    )
 
 
 def prepare_decode(problem: Problem, inputs: DecodeInputs, config: DecodeConfig) -> PreparedDecode:
@@ -204,7 +143,7 @@ def prepare_decode(problem: Problem, inputs: DecodeInputs, config: DecodeConfig)
 
 def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
     if isinstance(cache, QuantizedKV):
-        return codes_kernel, codes_arguments(call, cache)
+        return quantized_kernel, quantized_kernel_arguments(call, cache)
     if isinstance(cache, PagedKV):
         return rows_kernel, row_arguments(call, cache.key_pages, cache.value_pages, side_by_side(cache.page_table))
     return rows_kernel, row_arguments(call, cache.key, cache.value)

@@ -32,7 +32,18 @@ from ...gpu.arguments import FAR, cdiv, named, scale_of
 from ...gpu.fp8_call import Fp8Kernel
 from ...gpu.launch import Kernel, Launch, Sizes, jit
 from ...gpu.scratch import Outputs
-from ...gpu.tiles import LN2, LOG2E, packed_rows
+from ...gpu.tiles import (
+    LN2,
+    LOG2E,
+    initial_state,
+    normalised,
+    online_softmax_step,
+    packed_rows,
+    phases,
+    tile_of_program,
+    visible_by_position,
+    visible_span,
+)
 from .fp8_tuning import TritonFp8Config
 
 ROWS = tl.constexpr(BLOCK)
@@ -47,59 +58,18 @@ def place_of_key(column):
     return (column & ~14) | ((column >> 1) & 6) | ((column & 2) << 2)
 
 
-@triton.jit
-def stepwise_softmax(scores, factor, row_max, row_sum, GUARD: tl.constexpr):
-    """Take a block of scores, times a positive factor per row, into a running softmax whose maximum is an integer.
-
-    Returns p times 2^8, the rescale of older sums, the new row max and the new row sum. GUARD: all keys so far may be
-    masked for a row; its p are 0 then, not NaN.
-    """
-    new_max = tl.maximum(row_max, tl.ceil(tl.max(scores, 1) * factor))
-    finite = tl.where(new_max == float("-inf"), 0.0, new_max) if GUARD else new_max
-    p = tl.exp2(scores * factor[:, None] - (finite - RAISED)[:, None])
-    rescale = tl.exp2(row_max - finite)
-    return p, rescale, new_max, row_sum * rescale + tl.sum(p, 1)
-
-
 @jit
 def _forward_fp8_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_scales_ptr,
-    k_scales_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    out_ptr,
-    lse_ptr,
-    q_blocks: tl.int32,
-    k_blocks: tl.int32,
-    q_len: tl.int32,
-    k_len: tl.int32,
-    q_rows: tl.int32,
-    k_rows: tl.int32,
-    q_heads: tl.int32,
-    left: tl.int32,
-    right: tl.int32,
-    offset: tl.int32,
+    q_ptr, k_ptr, v_ptr, q_scales_ptr, k_scales_ptr, cu_q_ptr, cu_k_ptr, out_ptr, lse_ptr,
+    q_blocks: tl.int32, k_blocks: tl.int32, q_len: tl.int32, k_len: tl.int32, q_rows: tl.int32, k_rows: tl.int32,
+    q_heads: tl.int32, left: tl.int32, right: tl.int32, offset: tl.int32,
     scale,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-    SCALE_LATE: tl.constexpr,
-):
-    # Where am I: tile of queries fastest, the longest first where later queries see more keys.
-    tiles_m = tl.cdiv(q_len, BLOCK_M)
-    pid = tl.program_id(0)
-    tile_m = pid % tiles_m
-    if HAS_RIGHT:
-        tile_m = tiles_m - 1 - tile_m
-    head = (pid // tiles_m % q_heads).to(tl.int64)
-    batch = (pid // tiles_m // q_heads).to(tl.int64)
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SCALE_LATE: tl.constexpr,
+):  # fmt: skip
+    # Where am I: the tiles that see most keys first.
+    tile_m, split, head, batch = tile_of_program(tl.cdiv(q_len, BLOCK_M), 1, q_heads, HAS_RIGHT, IS_SPLIT=False)
+    head = head.to(tl.int64)
     kv_head = head // GROUP
     if IS_PACKED:  # rows of the pack before this sequence; its keys and queries end together
         q_row, q_len = packed_rows(cu_q_ptr + batch, q_rows)
@@ -117,7 +87,7 @@ def _forward_fp8_kernel(
         out_ptr += (batch * q_len * q_heads + head) * D
         lse_ptr += (batch * q_heads + head) * q_len
     offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_pos = offset + offs_m
+    q_pos = (offset + offs_m)[:, None]
     offs_d = tl.arange(0, D)
     offs_c = tl.arange(0, BLOCK_N)
     place = place_of_key(offs_c)
@@ -133,33 +103,17 @@ def _forward_fp8_kernel(
     k_scales_ptr += (kv_head * k_blocks + k_block) * 2
     block_rows = tl.full([], BLOCK_N, tl.int64)
 
-    # Initial state.
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
-
-    # Keys [key_lo, key_hi) are seen by some row of the tile, those in [whole_lo, whole_hi) by every row.
+    row_max, row_sum, acc = initial_state(BLOCK_M, D)
     first_pos = offset + tile_m * BLOCK_M
     last_pos = offset + tl.minimum(tile_m * BLOCK_M + BLOCK_M, q_len) - 1
-    key_lo, key_hi, whole_lo, whole_hi = 0, k_len, 0, k_len
-    if HAS_LEFT:
-        key_lo, whole_lo = tl.maximum(first_pos - left, 0), tl.maximum(last_pos - left, 0)
-    if HAS_RIGHT:
-        key_hi = tl.minimum(k_len, tl.maximum(last_pos + right + 1, 0))
-        whole_hi = tl.minimum(k_len, tl.maximum(first_pos + right + 1, 0))
-    begin, end = key_lo // BLOCK_N, tl.cdiv(key_hi, BLOCK_N)  # in blocks from here on
-    whole_begin = tl.minimum(tl.maximum(tl.cdiv(whole_lo, BLOCK_N), begin), tl.maximum(end, begin))
-    whole_end = tl.maximum(tl.minimum(whole_hi // BLOCK_N, end), whole_begin)
+    key_lo, key_hi, whole_lo, whole_hi = visible_span(
+        first_pos, last_pos, left, right, 0, 1, k_len, HAS_LEFT, HAS_RIGHT
+    )
+    edges = phases(key_lo, key_hi, whole_lo, whole_hi, split, 1, BLOCK_N, MASKS_END=True, IS_SPLIT=False)
 
     # Stream blocks. Phase 0: those the left edge cuts; 1: those seen whole; 2: those the right edge or last key cuts.
     for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
-        if phase == 0:
-            blocks_begin, blocks_end = begin, whole_begin
-        elif phase == 1:
-            blocks_begin, blocks_end = whole_begin, whole_end
-        else:
-            blocks_begin, blocks_end = whole_end, end
-        for block in tl.range(blocks_begin, blocks_end):
+        for block in tl.range(edges[phase], edges[phase + 1]):
             first = block * block_rows
             k = tl.load(k_ptr + first * D + k_offs)
             scales = k_scales_ptr + first // ROWS * 2
@@ -170,27 +124,21 @@ def _forward_fp8_kernel(
             else:
                 scores, factor = scores * factor[:, None], tl.full([BLOCK_M], 1.0, tl.float32)
             if phase != 1:
-                offs_n = block * BLOCK_N + place
-                visible = (offs_n < k_len)[None, :]
-                if HAS_RIGHT:
-                    visible = visible & (offs_n[None, :] <= (q_pos + right)[:, None])
-                if HAS_LEFT:
-                    visible = visible & (offs_n[None, :] >= (q_pos - left)[:, None])
+                k_pos = (block * BLOCK_N + place)[None, :]
+                visible = visible_by_position(k_pos < k_len, q_pos, k_pos, left, right, HAS_LEFT, HAS_RIGHT)
                 scores = tl.where(visible, scores, float("-inf"))
-            p, rescale, row_max, row_sum = stepwise_softmax(scores, factor, row_max, row_sum, GUARD=phase != 1)
+            p, rescale, row_max, row_sum = online_softmax_step(
+                scores, factor, row_max, row_sum, GUARD=phase != 1, RAISED=RAISED
+            )
             v = tl.load(v_ptrs + first)
             acc = acc * rescale[:, None] + tl.dot(p.to(tl.float8e4nv), v.T) * tl.load(scales + 1)
 
     # Finish.
-    seen_any = row_sum != 0
-    lse = tl.where(seen_any, (row_max - RAISED + tl.log2(row_sum)) * LN2, float("-inf"))
-    out = acc / tl.where(seen_any, row_sum, 1.0)[:, None]
-
-    # Store.
+    out, lse = normalised(acc, row_max - RAISED, row_sum)
     mask_m = offs_m < q_len
     out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * (q_heads * D) + offs_d[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_m[:, None])
-    tl.store(lse_ptr + offs_m, lse, mask=mask_m)
+    tl.store(lse_ptr + offs_m, lse * LN2, mask=mask_m)
 
 
 def bind_fp8(
