@@ -135,26 +135,14 @@ def bind_rows(
     """
     block_d, block_dv = tile_widths(problem)
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    dq, dk, dv = grads if problem.packed else (None, None, None)
+    written = grads if problem.packed else (None, None, None)
+    tensors = (out, grad_out, lse, grad_lse, cu_q, cu_k, *rows, scratch, counts, counter, *written)
     grid, sizes = rows_sizes(problem, inputs, lines, out, lse, grad_out, grad_lse, rows, first_count)
     return _prepare.bind(
         grid,
-        (out, grad_out, lse, grad_lse, cu_q, cu_k, *rows, scratch, counts, counter, dq, dk, dv),
+        tensors,
         {"num_warps": 4},
-        out_ptr=out,
-        grad_out_ptr=grad_out,
-        lse_ptr=lse,
-        grad_lse_ptr=grad_lse,
-        cu_q_ptr=cu_q,
-        cu_k_ptr=cu_k,
-        rows_lse_ptr=rows.lse,
-        rows_delta_ptr=rows.delta,
-        scratch_ptr=scratch,
-        counts_ptr=counts,
-        counter_ptr=counter,
-        dq_ptr=dq,
-        dk_ptr=dk,
-        dv_ptr=dv,
+        **dict(zip(_prepare.addresses, tensors, strict=True)),
         **sizes.arguments(),
         sequences=problem.batch,
         heads=problem.q_heads,
