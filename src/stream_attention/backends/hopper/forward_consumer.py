@@ -137,7 +137,7 @@ def _step(
 
 
 @gluon.jit
-def consume(WARPGROUP: gl.constexpr, config, seqlen, score_mod, epilogue, pipelines, states):
+def consume(WARPGROUP: gl.constexpr, config, seqlen, score_mod, epilogue, channel, pipelines, states):
     """Compute 64 rows of every tile."""
     queries = pipelines.queries
     keys = pipelines.keys
@@ -162,7 +162,7 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, score_mod, epilogue, pipeli
             pass_turn(0)
     kv_iter = 0
     tile_iter = 0
-    work = pipelines.channel.receive(0)
+    work = channel.receive(0)
     while work.is_valid():
         r0, low, high, skipped_blocks = seqlen.own_blocks(work.index, work, WARPGROUP, config.WARPGROUPS, BLOCK_N)
         blocks = high - low - skipped_blocks
@@ -239,7 +239,7 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, score_mod, epilogue, pipeli
             queries.release(tile_iter)
         values.wait_full(kv_iter)
         acc_issued = warpgroup_mma(state.p, values.tile(kv_iter), acc, use_acc=True, is_async=True)
-        next_work = pipelines.channel.receive(tile_iter + 1)
+        next_work = channel.receive(tile_iter + 1)
         if JOINS:
             if WARPGROUP < epilogue.STATES:
                 states.wait_full(tile_iter)

@@ -241,8 +241,8 @@ def _wait_written():
 class State:
     """The online softmax and the accumulator, to which P V of the last block is still to be added."""
 
-    unit: gl.tensor  # the bits of the scale of the values of that block, in which the accumulator is held
     start: gl.tensor  # the first key of that block
+    unit: gl.tensor  # the bits of the scale of its values, in which the accumulator is held
     row_max: gl.tensor
     row_sum: gl.tensor  # eight partial sums
     acc: gl.tuple  # by parts of the columns
@@ -328,11 +328,11 @@ def _step(
             rescale = rescale * rescale_again
     row_sum = row_sum + sums
     pending = rescale * ratio
-    return State(state.next_unit, start, row_max, row_sum, acc, p_packed, next_scale, next_unit, pending)
+    return State(start, state.next_unit, row_max, row_sum, acc, p_packed, next_scale, next_unit, pending)
 
 
 @gluon.jit
-def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, pipelines, counter, staging):
+def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, counter, pipelines, staging):
     """Compute 64 rows of every tile."""
     queries = pipelines.queries
     keys = pipelines.keys
@@ -354,7 +354,7 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, pipelines, c
     word = counter + (1 + gl.program_id(0))
     kv_iter = 0
     tile_iter = 0
-    work = pipelines.channel.receive(0)
+    work = channel.receive(0)
     while work.is_valid():
         recompute = work.index // RECOMPUTE
         index = work.index % RECOMPUTE
@@ -396,7 +396,7 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, pipelines, c
         p_packed = _pack_e4m3(p)
         next_scale, next_unit = fp8.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
         pending = gl.zeros((ROWS,), gl.float32, S_ROWS)
-        state = State(unit, start, row_max, row_sum, acc, p_packed, next_scale, next_unit, pending)
+        state = State(start, unit, row_max, row_sum, acc, p_packed, next_scale, next_unit, pending)
 
         # Main loop.
         for j in range(1, blocks):
@@ -416,7 +416,7 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, pipelines, c
             _report_overflow(word, tile_iter, total, r0 + rows < work.q_len, recompute)
             barrier()
         queries.release(tile_iter)
-        next_work = pipelines.channel.receive(tile_iter + 1)
+        next_work = channel.receive(tile_iter + 1)
         acc = _add_values(fp8, p_operand, v, state.acc, issued, state.pending, state.pending * 0.0 + 1.0)
         values.release(kv_iter)
         kv_iter += 1

@@ -59,7 +59,7 @@ def _load(ring, desc, kv_iter, head, row, column):
 
 
 @gluon.jit
-def _producer(config, seqlen, fp8, scheduler, counter, pipelines, q_desc, k_desc, v_desc):
+def _producer(config, seqlen, fp8, scheduler, counter, channel, pipelines, q_desc, k_desc, v_desc):
     """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ..."""
     TILE_ROWS: gl.constexpr = config.WARPGROUPS * ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
@@ -82,12 +82,12 @@ def _producer(config, seqlen, fp8, scheduler, counter, pipelines, q_desc, k_desc
     third_last = tile * 1
     while tile < scheduler.tiles:
         batch_head, m = scheduler.place(tile)
-        work = seqlen.work_tile(m + recompute, batch_head)
+        work = seqlen.work_tile(m, batch_head)
         first = m * TILE_ROWS
         pending_tile = tile
         overflowed = zero
         if first < work.q_len:
-            pipelines.channel.send(tile_iter, work)
+            channel.send(tile_iter, work, recompute)
             kv_head = work.head // seqlen.group
             low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), work.k_len, seqlen.offset_of(work), BLOCK_N)
             blocks = high - low
@@ -138,7 +138,7 @@ def _producer(config, seqlen, fp8, scheduler, counter, pipelines, q_desc, k_desc
                         tile = gl.where(looked_at == tile_iter - 1, last, older)
                         recompute = zero + RECOMPUTE
                     looked_at += 1
-    pipelines.channel.close(tile_iter)
+    channel.close(tile_iter)
 
 
 @jit
@@ -158,7 +158,8 @@ def _forward_fp8_kernel(
     keys = make_ring(k_desc, K_SLOTS, 1, WARPGROUPS)
     values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
     staging = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS * PARTS] + o_desc.block_type.shape, o_desc.layout)
-    pipelines = Pipelines(make_channel(WARPGROUPS), queries, keys, values)
+    channel = make_channel(WARPGROUPS)
+    pipelines = Pipelines(queries, keys, values)
     gl.static_assert(TWO_LEVEL or not LAZY, "sums in the matrix units are rescaled before weights are known")
     if LAZY:
         declare_vote()
@@ -179,16 +180,16 @@ def _forward_fp8_kernel(
     # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, config, seqlen, fp8, epilogue, pipelines, count_ptr, staging)),
-            (consume, (1, config, seqlen, fp8, epilogue, pipelines, count_ptr, staging)),
-            (_producer, (config, seqlen, fp8, scheduler, count_ptr, pipelines, q_desc, k_desc, v_desc)),
+            (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
+            (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
+            (_producer, (config, seqlen, fp8, scheduler, count_ptr, channel, pipelines, q_desc, k_desc, v_desc)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, config, seqlen, fp8, epilogue, pipelines, count_ptr, staging)),
-            (consume, (1, config, seqlen, fp8, epilogue, pipelines, count_ptr, staging)),
-            (consume, (2, config, seqlen, fp8, epilogue, pipelines, count_ptr, staging)),
-            (_producer, (config, seqlen, fp8, scheduler, count_ptr, pipelines, q_desc, k_desc, v_desc)),
+            (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
+            (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
+            (consume, (2, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
+            (_producer, (config, seqlen, fp8, scheduler, count_ptr, channel, pipelines, q_desc, k_desc, v_desc)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 

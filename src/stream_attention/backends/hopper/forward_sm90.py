@@ -62,7 +62,7 @@ def _load_pairs(first, last, k_iter, v_iter, pipelines, k_desc, v_desc, entry, r
 
 
 @gluon.jit
-def _producer(config, seqlen, epilogue, scheduler, counter, pipelines, states, q_desc, k_desc, v_desc):
+def _producer(config, seqlen, epilogue, scheduler, counter, channel, pipelines, states, q_desc, k_desc, v_desc):
     """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ...
 
     States that are joined come in the middle of a tile, when everybody is done with those of the tile before and nobody
@@ -85,7 +85,7 @@ def _producer(config, seqlen, epilogue, scheduler, counter, pipelines, states, q
         first = m * TILE_ROWS
         pending_tile = tile
         if first < work.q_len:
-            pipelines.channel.send(tile_iter, work)
+            channel.send(tile_iter, work)
             kv_head = work.head // seqlen.group
             entry = seqlen.entry(work)
             offset = seqlen.offset_of(work)
@@ -126,7 +126,7 @@ def _producer(config, seqlen, epilogue, scheduler, counter, pipelines, states, q
         else:  # a sequence of the pack that is shorter
             pending_tile = fetch_next(counter)
         tile = resolve(pending_tile)
-    pipelines.channel.close(tile_iter)
+    channel.close(tile_iter)
 
 
 @jit
@@ -152,7 +152,8 @@ def _forward_kernel(
     states = queries
     if STATES > 0:
         states = make_ring(o_desc, 1, STATES, STATES)
-    pipelines = Pipelines(make_channel(WARPGROUPS), queries, keys, values)
+    channel = make_channel(WARPGROUPS)
+    pipelines = Pipelines(queries, keys, values)
     config = WarpgroupConfig(WARPGROUPS, IN_TURN, RESCALE_LATE, KEYS_FIRST)
     scheduler = TileScheduler(batch_heads, tiles_m, head_group, tiles)
     seqlen = SeqlenInfo(
@@ -172,16 +173,20 @@ def _forward_kernel(
     # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, config, seqlen, score_mod, epilogue, pipelines, states)),
-            (consume, (1, config, seqlen, score_mod, epilogue, pipelines, states)),
-            (_producer, (config, seqlen, epilogue, scheduler, counter_ptr, pipelines, states, q_desc, k_desc, v_desc)),
+            (consume, (0, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
+            (consume, (1, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
+            (_producer, (
+                config, seqlen, epilogue, scheduler, counter_ptr, channel, pipelines, states, q_desc, k_desc, v_desc,
+            )),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, config, seqlen, score_mod, epilogue, pipelines, states)),
-            (consume, (1, config, seqlen, score_mod, epilogue, pipelines, states)),
-            (consume, (2, config, seqlen, score_mod, epilogue, pipelines, states)),
-            (_producer, (config, seqlen, epilogue, scheduler, counter_ptr, pipelines, states, q_desc, k_desc, v_desc)),
+            (consume, (0, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
+            (consume, (1, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
+            (consume, (2, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
+            (_producer, (
+                config, seqlen, epilogue, scheduler, counter_ptr, channel, pipelines, states, q_desc, k_desc, v_desc,
+            )),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 

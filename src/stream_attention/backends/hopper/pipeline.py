@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .scheduler import WorkTileChannel
 from .versions import aggregate, tma_load
 
 
@@ -88,9 +87,8 @@ def load_rows(ring, desc, iteration, batch, row, head):
 
 @aggregate
 class Pipelines:
-    """The rings of a forward, and the channel of its tile scheduler."""
+    """The rings of a forward."""
 
-    channel: WorkTileChannel
     queries: Ring
     keys: Ring
     values: Ring

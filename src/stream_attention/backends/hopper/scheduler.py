@@ -87,10 +87,10 @@ class WorkTileChannel:
     empty: gl.shared_memory_descriptor
 
     @gluon.jit
-    def send(self, k, work):
-        """Producer: the k-th message."""
+    def send(self, k, work, mark=0):
+        """Producer: the k-th message. `mark` is added to the tile's index."""
+        words = (work.index + mark, work.batch, work.head, work.q_first, work.q_len, work.k_first, work.k_len)
         slot = k % 2
-        words = (work.index, work.batch, work.head, work.q_first, work.q_len, work.k_first, work.k_len)
         mbarrier.wait(self.empty.index(slot), ((k // 2) & 1) ^ 1)
         for word in gl.static_range(WORDS):
             self._write(slot, word, words[word])
