@@ -20,8 +20,6 @@ are at most what codes of fp16 numbers have.
 The last splits have the latest tokens, which lie in the window as they came. A program waits for every block of them.
 """
 
-# No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
-
 from typing import Any
 
 from triton.experimental import gluon
@@ -37,11 +35,14 @@ from .decode_tiles import (
     FIRST,
     MMA,
     SECOND,
-    Rows,
     by_row,
     copied,
-    seen,
+    hide,
+    modify,
+    query,
+    row_parameters,
     softmax_step,
+    store_partial,
     swizzled,
     upper,
     wait_for_kernels_ahead,
@@ -49,7 +50,7 @@ from .decode_tiles import (
 from .decode_window import WINDOW_N, window_part
 from .launch import jit
 from .tiles import log2
-from .versions import COMPILE_OPTIONS, aggregate, barrier, copy_async
+from .versions import COMPILE_OPTIONS, barrier, copy_async
 
 _INT4 = gl.constexpr("""{
 .reg .b32 w;
@@ -82,13 +83,21 @@ def _planes(words, FORMAT: gl.constexpr):
     """The codes of words, by planes: int4 in units of 2^-24 and 2^-20 in turn, int8 in units of 2^-24, fp8 as it is."""
     if FORMAT == "int4":
         return gl.inline_asm_elementwise(
-            _INT4, "=&r,=&r,=&r,=&r,r", [words], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True,
+            _INT4,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
             pack=2,
-        )  # fmt: skip
+        )
     else:
-        asm: gl.constexpr = _INT8 if FORMAT == "int8" else _FP8
         return gl.inline_asm_elementwise(
-            asm, "=&r,=&r,r", [words], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+            _INT8 if FORMAT == "int8" else _FP8,
+            "=&r,=&r,r",
+            [words],
+            dtype=(gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
         )
 
 
@@ -177,30 +186,27 @@ def _codes_kernel(
     first = 0
     if HAS_LEFT:
         first = gl.maximum(length - q_len - left, 0)
-    parts = GROUP * q_len
+    rows = GROUP * q_len
     q_ptr += b * stride_qb
-    place = ((b * kv_heads + kv_head) * num_splits + split) * parts
-    outs_ptr = workspace_ptr + gl.cdiv((b * 0 + batch) * kv_heads * num_splits * parts, 4) * 4
-    slopes_row = lengths_ptr  # where there are none, it is not read
+    at = ((b * kv_heads + kv_head) * num_splits + split) * rows
+    outs_ptr = workspace_ptr + gl.cdiv((b * 0 + batch) * kv_heads * num_splits * rows, 4) * 4
+    slopes_row = slopes_ptr
     if HAS_ALIBI:
         slopes_row = slopes_ptr + b * stride_ab + kv_head * GROUP
-    tree_row = lengths_ptr
+    tree_row = tree_ptr
     if HAS_TREE:
         tree_row = tree_ptr + b * stride_rb
-    rows = Rows(
-        q_ptr, stride_qm, stride_qh, slopes_row, tree_row, stride_rm, workspace_ptr, outs_ptr, place,
-        kv_head, q_len, length, left, right, scale, softcap,
-        GROUP, D, DV, HAS_LEFT, HAS_RIGHT, HAS_TREE, HAS_ALIBI, HAS_SOFTCAP, TANH,
-    )  # fmt: skip
     quantized_splits = num_splits - window_splits
     if split >= quantized_splits:
         split_len = gl.cdiv(gl.cdiv(slots, window_splits), WINDOW_N) * WINDOW_N
         begin = gl.maximum(quantized_len, first) + (split - quantized_splits) * split_len
         window_part(
-            rows,
+            q_ptr, stride_qm, stride_qh,
             k_window_ptr + b * (stride_kwb * 8) + kv_head * (stride_kwh * 8), stride_kwn * 8,
             v_window_ptr + b * (stride_vwb * 8) + kv_head * (stride_vwh * 8), stride_vwn * 8,
-            begin, gl.minimum(begin + split_len, length), slots,
+            slopes_row, tree_row, stride_rm, workspace_ptr, outs_ptr, at, kv_head, q_len, length,
+            begin, gl.minimum(begin + split_len, length), slots, left, right, scale, softcap,
+            GROUP, D, DV, HAS_LEFT, HAS_RIGHT, HAS_TREE, HAS_ALIBI, HAS_SOFTCAP, TANH,
         )  # fmt: skip
     else:
         # A share of the codes, in one run.
@@ -222,110 +228,74 @@ def _codes_kernel(
             value_scale_at += b * (stride_vsb * 8)
         else:
             table_row = table_ptr + b * stride_tb
-        k_zeros, v_zeros = k_scale_ptr, v_scale_ptr
+        k_zeros, v_zeros = k_zero_ptr, v_zero_ptr
         if FORMAT == "int4":
             k_zeros, v_zeros = k_zero_ptr + key_scale_at, v_zero_ptr + value_scale_at
-        keys = Side(k_ptr + key_at, k_scale_ptr + key_scale_at, k_zeros, stride_kss * 8, stride_kb * 8, stride_ksb * 8)
-        values = Side(
-            v_ptr + value_at, v_scale_ptr + value_scale_at, v_zeros, stride_vss * 8, stride_vb * 8, stride_vsb * 8
-        )
         quantized_part(
-            rows, keys, values, table_row, pages, begin, end, first, BLOCK_N, PAGE, FORMAT, TOKENS, ALL_VISIBLE, STAGES
-        )
-
-
-@aggregate
-class Side:
-    """Where the keys or the values of a head are: codes, scales, and zeros, which only int4 has."""
-
-    codes: gl.tensor
-    scales: gl.tensor
-    zeros: gl.tensor
-    scale_stride: gl.tensor  # from blocks of tokens, or groups of channels, to the next
-    page_stride: gl.tensor  # of codes ...
-    scale_page_stride: gl.tensor  # ... and of scales and zeros
-
-    @gluon.jit
-    def in_page(self, page):
-        """The same in a page."""
-        scales = page * self.scale_page_stride
-        return Side(
-            self.codes + page * self.page_stride, self.scales + scales, self.zeros + scales,
-            self.scale_stride, self.page_stride, self.scale_page_stride,
+            q_ptr, stride_qm, stride_qh,
+            k_ptr + key_at, k_scale_ptr + key_scale_at, k_zeros, stride_kss * 8,
+            v_ptr + value_at, v_scale_ptr + value_scale_at, v_zeros, stride_vss * 8,
+            table_row, stride_kb * 8, stride_vb * 8, stride_ksb * 8, stride_vsb * 8, pages,
+            slopes_row, tree_row, stride_rm, workspace_ptr, outs_ptr, at, kv_head, q_len, length, begin, end, first,
+            left, right, scale, softcap,
+            GROUP, D, DV, BLOCK_N, PAGE, HAS_LEFT, HAS_RIGHT, HAS_TREE, HAS_ALIBI, HAS_SOFTCAP, TANH,
+            FORMAT, TOKENS, ALL_VISIBLE, STAGES,
         )  # fmt: skip
-
-
-@aggregate
-class Buffers:
-    """Blocks of tokens in shared memory."""
-
-    keys: gl.shared_memory_descriptor
-    key_scales: gl.shared_memory_descriptor
-    key_zeros: gl.shared_memory_descriptor
-    values: gl.shared_memory_descriptor
-    value_scales: gl.shared_memory_descriptor
-    value_zeros: gl.shared_memory_descriptor
-
-
-@gluon.jit
-def _copy_ahead(
-    smem, keys, values, table_ptr, pages, page, missing, begin, ahead, count, slot,
-    BLOCK_N: gl.constexpr, PAGE: gl.constexpr, FORMAT: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Begin to copy block number `ahead` of `count`, which lies in `page`, to the slot before `slot`: the page of the
-    block after it, and which blocks lie in no page."""
-    missing = missing << 1
-    if ahead < count:
-        place = page
-        if PAGE != 0:
-            exists = (page >= 0) & (page < pages)
-            missing += 1 - exists.to(gl.int32)
-            place = gl.where(exists, page, 0)
-            after = begin + (ahead + 1) * BLOCK_N
-            page = gl.load(table_ptr + after // PAGE, mask=ahead + 1 < count, other=0)
-        start = begin + ahead * BLOCK_N
-        to = gl.where(slot == 0, STAGES - 1, slot - 1)
-        _copy_block(smem, keys, values, start, place, to, PAGE, FORMAT, TOKENS)
-    async_copy.commit_group()
-    return page, missing
 
 
 @gluon.jit
 def _copy_block(
-    smem, keys, values, start, page, slot, PAGE: gl.constexpr, FORMAT: gl.constexpr, TOKENS: gl.constexpr
+    start, page, slot,
+    k_ptr, k_scale_ptr, k_zero_ptr, stride_kss, v_ptr, v_scale_ptr, v_zero_ptr, stride_vss,
+    stride_kp, stride_vp, stride_ksp, stride_vsp,
+    keys, key_scales, key_zeros, values, value_scales, value_zeros,
+    PAGE: gl.constexpr, FORMAT: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy the block of tokens at `start`, codes, scales and zeros."""
-    BLOCK_N: gl.constexpr = smem.keys.shape[1]
     token = start
+    k_scales, v_scales = k_scale_ptr, v_scale_ptr
+    k_zeros, v_zeros = k_zero_ptr, v_zero_ptr
     if PAGE != 0:
         token = start % PAGE
-        keys = keys.in_page(page)
-        values = values.in_page(page)
-    token = token // BLOCK_N * BLOCK_N  # as it is, which the compiler does not know: copies are of 16 bytes then
-    _copy_rows(keys.codes + token.to(gl.int64) * smem.keys.shape[2], smem.keys.index(slot))
-    _copy_line(keys.scales + (token // TOKENS) * keys.scale_stride, smem.key_scales.index(slot))
-    if FORMAT == "int4":
-        _copy_line(keys.zeros + (token // TOKENS) * keys.scale_stride, smem.key_zeros.index(slot))
-    for g in gl.static_range(smem.value_scales.shape[1] // BLOCK_N):
-        to = smem.value_scales.index(slot).slice(g * BLOCK_N, BLOCK_N)
-        _copy_line(values.scales + g * values.scale_stride + token, to)
+        k_ptr += page * stride_kp
+        v_ptr += page * stride_vp
+        k_scales += page * stride_ksp
+        v_scales += page * stride_vsp
         if FORMAT == "int4":
-            to = smem.value_zeros.index(slot).slice(g * BLOCK_N, BLOCK_N)
-            _copy_line(values.zeros + g * values.scale_stride + token, to)
-    _copy_rows(values.codes + token.to(gl.int64) * smem.values.shape[2], smem.values.index(slot))
+            k_zeros += page * stride_ksp
+            v_zeros += page * stride_vsp
+    token = token // BLOCK_N * BLOCK_N  # as it is, which the compiler does not know: copies are of 16 bytes then
+    _copy_rows(k_ptr + token.to(gl.int64) * keys.shape[2], keys.index(slot))
+    _copy_line(k_scales + (token // TOKENS) * stride_kss, key_scales.index(slot))
+    if FORMAT == "int4":
+        _copy_line(k_zeros + (token // TOKENS) * stride_kss, key_zeros.index(slot))
+    for g in gl.static_range(GROUPS):
+        to = value_scales.index(slot).slice(g * BLOCK_N, BLOCK_N)
+        _copy_line(v_scales + g * stride_vss + token, to)
+        if FORMAT == "int4":
+            to = value_zeros.index(slot).slice(g * BLOCK_N, BLOCK_N)
+            _copy_line(v_zeros + g * stride_vss + token, to)
+    _copy_rows(v_ptr + token.to(gl.int64) * values.shape[2], values.index(slot))
 
 
 @gluon.jit
 def quantized_part(
-    rows, keys, values, table_ptr, pages, begin, end, first, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
+    q_ptr, stride_qm, stride_qh,
+    k_ptr, k_scale_ptr, k_zero_ptr, stride_kss, v_ptr, v_scale_ptr, v_zero_ptr, stride_vss,
+    table_ptr, stride_kp, stride_vp, stride_ksp, stride_vsp, pages,
+    slopes_ptr, tree_ptr, stride_rm, workspace_ptr, outs_ptr, at, kv_head, q_len, length, begin, end, first,
+    left, right, scale, softcap,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_TREE: gl.constexpr, HAS_ALIBI: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, TANH: gl.constexpr,
     FORMAT: gl.constexpr, TOKENS: gl.constexpr, ALL_VISIBLE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The part of a share of the codes, from `begin` to `end`."""
     PLANES: gl.constexpr = 4 if FORMAT == "int4" else 2
-    W: gl.constexpr = rows.D // PLANES
-    WV: gl.constexpr = rows.DV // PLANES
-    GROUPS: gl.constexpr = rows.DV // TOKENS if rows.DV > TOKENS else 1  # of channels that share a value's scale
-    WITH_REST: gl.constexpr = rows.q_ptr.dtype.element_ty == gl.float16
+    W: gl.constexpr = D // PLANES
+    WV: gl.constexpr = DV // PLANES
+    GROUPS: gl.constexpr = DV // TOKENS if DV > TOKENS else 1  # of channels that share a value's scale
+    WITH_REST: gl.constexpr = q_ptr.dtype.element_ty == gl.float16
     UNIT_OF_CODES: gl.constexpr = 1.0 if FORMAT == "fp8" else 2.0**24
     MIDDLE: gl.constexpr = 8.0 if FORMAT == "int4" else 128.0
     PEAK: gl.constexpr = 4.0 if FORMAT == "int4" else (64.0 if FORMAT == "int8" else 256.0)
@@ -334,16 +304,15 @@ def quantized_part(
     OF_FIRST: gl.constexpr = gl.SliceLayout(0, FIRST)  # what lies along the sum of a first factor, or a second
     OF_SECOND: gl.constexpr = gl.SliceLayout(1, SECOND)
 
-    key_codes = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, W], swizzled(W))
-    value_codes = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, WV], swizzled(WV))
+    keys = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, W], swizzled(W))
+    values = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, WV], swizzled(WV))
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    key_scales = gl.allocate_shared_memory(gl.float16, [STAGES, rows.D], plain)
+    key_scales = gl.allocate_shared_memory(gl.float16, [STAGES, D], plain)
     value_scales = gl.allocate_shared_memory(gl.float16, [STAGES, GROUPS * BLOCK_N], plain)
     key_zeros, value_zeros = key_scales, value_scales
     if FORMAT == "int4":
-        key_zeros = gl.allocate_shared_memory(gl.float16, [STAGES, rows.D], plain)
+        key_zeros = gl.allocate_shared_memory(gl.float16, [STAGES, D], plain)
         value_zeros = gl.allocate_shared_memory(gl.float16, [STAGES, GROUPS * BLOCK_N], plain)
-    smem = Buffers(key_codes, key_scales, key_zeros, value_codes, value_scales, value_zeros)
 
     # Blocks are on their way STAGES - 1 ahead, and the pages in which they lie are known one ahead of that.
     count = gl.maximum(gl.cdiv(end - begin, BLOCK_N), 0)
@@ -352,23 +321,36 @@ def quantized_part(
     if PAGE != 0:
         page = gl.load(table_ptr + begin // PAGE, mask=count > 0, other=0)
     for i in gl.static_range(STAGES - 1):
-        page, missing = _copy_ahead(
-            smem, keys, values, table_ptr, pages, page, missing, begin, i, count, i + 1, BLOCK_N, PAGE, FORMAT, TOKENS,
-            STAGES,
-        )  # fmt: skip
+        missing = missing << 1
+        if i < count:
+            start = begin + i * BLOCK_N
+            place = page
+            if PAGE != 0:
+                exists = (page >= 0) & (page < pages)
+                missing += 1 - exists.to(gl.int32)
+                place = gl.where(exists, page, 0)
+                page = gl.load(table_ptr + (start + BLOCK_N) // PAGE, mask=i + 1 < count, other=0)
+            _copy_block(
+                start, place, i, k_ptr, k_scale_ptr, k_zero_ptr, stride_kss,
+                v_ptr, v_scale_ptr, v_zero_ptr, stride_vss, stride_kp, stride_vp, stride_ksp, stride_vsp,
+                keys, key_scales, key_zeros, values, value_scales, value_zeros, PAGE, FORMAT, TOKENS, BLOCK_N, GROUPS,
+            )  # fmt: skip
+        async_copy.commit_group()
 
     # Queries in fp16, at most PEAK; of odd planes of int4 a sixteenth, as their codes count sixteen times as much.
     peak = gl.zeros([16], gl.float32, gl.SliceLayout(1, FIRST))
     for plane in gl.static_range(PLANES):
-        q = rows.query(plane * W, W)
+        q = query(q_ptr, stride_qm, stride_qh, kv_head, q_len, plane * W, GROUP, W)
         peak = gl.maximum(peak, gl.max(gl.abs(q.to(gl.float32)), 1))
     power = gl.where(peak > 1e-30, gl.exp2(gl.ceil(gl.log2(peak))), 1.0)
     queries = _no_tensors()
     for plane in gl.static_range(PLANES):
-        q = rows.query(plane * W, W).to(gl.float32)
+        q = query(q_ptr, stride_qm, stride_qh, kv_head, q_len, plane * W, GROUP, W).to(gl.float32)
         queries = queries + ((q * (PEAK / _times_sixteen(FORMAT, plane) / power)[:, None]).to(gl.float16),)
-    row_scale = _first_eight(power, ROWS) * (rows.scale / PEAK)
-    own = rows.parameters(ROWS)
+    row_scale = _first_eight(power, ROWS) * (scale / PEAK)
+    mask_r, q_pos, slopes, tree_rows = row_parameters(
+        length, q_len, slopes_ptr, tree_ptr, stride_rm, GROUP, HAS_ALIBI, HAS_TREE, ROWS
+    )  # fmt: skip
 
     none = gl.zeros([16, 8], gl.float32, MMA)
     row_max = gl.full([8], float("-inf"), gl.float32, ROWS)
@@ -386,19 +368,32 @@ def quantized_part(
         async_copy.wait_group(STAGES - 2)
         barrier()
         start = begin + i * BLOCK_N
-        page, missing = _copy_ahead(
-            smem, keys, values, table_ptr, pages, page, missing, begin, i + STAGES - 1, count, slot, BLOCK_N, PAGE,
-            FORMAT, TOKENS, STAGES,
-        )  # fmt: skip
+        ahead = i + STAGES - 1
+        missing = missing << 1
+        if ahead < count:
+            place = page
+            if PAGE != 0:
+                exists = (page >= 0) & (page < pages)
+                missing += 1 - exists.to(gl.int32)
+                place = gl.where(exists, page, 0)
+                after = begin + (ahead + 1) * BLOCK_N
+                page = gl.load(table_ptr + after // PAGE, mask=ahead + 1 < count, other=0)
+            _copy_block(
+                begin + ahead * BLOCK_N, place, gl.where(slot == 0, STAGES - 1, slot - 1),
+                k_ptr, k_scale_ptr, k_zero_ptr, stride_kss,
+                v_ptr, v_scale_ptr, v_zero_ptr, stride_vss, stride_kp, stride_vp, stride_ksp, stride_vsp,
+                keys, key_scales, key_zeros, values, value_scales, value_zeros, PAGE, FORMAT, TOKENS, BLOCK_N, GROUPS,
+            )  # fmt: skip
+        async_copy.commit_group()
 
         # Scores.
-        planes = _planes(smem.keys.index(slot).permute((1, 0)).load(SECOND), FORMAT)
+        planes = _planes(keys.index(slot).permute((1, 0)).load(SECOND), FORMAT)
         qk = gl.zeros([16, BLOCK_N], gl.float32, MMA)
         middle = none
         even = none
         odd = none
         for plane in gl.static_range(PLANES):
-            scales = smem.key_scales.index(slot).slice(plane * W, W).load(OF_FIRST)
+            scales = key_scales.index(slot).slice(plane * W, W).load(OF_FIRST)
             scales = scales[None, :].broadcast_to([16, W])
             scaled = _times(queries[plane], scales)
             constant = gl.full([W, 8], MIDDLE * _times_sixteen(FORMAT, plane), gl.float16, SECOND)
@@ -411,7 +406,7 @@ def quantized_part(
             if FORMAT != "fp8":
                 middle = mma_v2(scaled, constant, middle)
             if FORMAT == "int4":
-                zero = smem.key_zeros.index(slot).slice(plane * W, W).load(OF_SECOND)[:, None].broadcast_to([W, 8])
+                zero = key_zeros.index(slot).slice(plane * W, W).load(OF_SECOND)[:, None].broadcast_to([W, 8])
                 if plane % 2 == 1:
                     odd = mma_v2(queries[plane], zero, odd)
                 else:
@@ -421,18 +416,24 @@ def quantized_part(
             above = gl.max(upper(middle - even - 16.0 * odd), 1)  # all alike
             qk -= gl.convert_layout(above, ROWS)[:, None]
         k_pos = (start + gl.arange(0, BLOCK_N, layout=KEYS))[None, :]
-        scores = rows.scores(qk, row_scale[:, None], own, k_pos)
+        scores = modify(
+            qk, row_scale[:, None], softcap, slopes, q_pos, k_pos, HAS_SOFTCAP, HAS_ALIBI, TANH
+        )  # fmt: skip
         if PAGE != 0:
             scores = gl.where((missing >> (STAGES - 1)) & 1 == 0, scores, float("nan"))
         if not ALL_VISIBLE:
-            scores = rows.hide(scores, k_pos >= first, own, k_pos)
+            scores = hide(
+                scores, k_pos >= first, q_pos, k_pos, left, right, tree_rows, length - q_len, mask_r,
+                HAS_LEFT, HAS_RIGHT, HAS_TREE,
+            )  # fmt: skip
 
         # Weights, and how much the values' scales add to them.
         of_values = _no_tensors()
         for g in gl.static_range(GROUPS):
-            of_group = smem.value_scales.index(slot).slice(g * BLOCK_N, BLOCK_N).load(OF_SECOND)
+            of_group = value_scales.index(slot).slice(g * BLOCK_N, BLOCK_N).load(OF_SECOND)
             if not ALL_VISIBLE:  # what nobody sees may hold anything
-                of_group = gl.where(seen(scores, OF_SECOND), of_group, 0.0)
+                visible = gl.convert_layout(gl.max(scores, 0), OF_SECOND) != float("-inf")
+                of_group = gl.where(visible, of_group, 0.0)
             of_values = of_values + (of_group,)
         largest = of_values[0]
         for g in gl.static_range(1, GROUPS):
@@ -443,7 +444,7 @@ def quantized_part(
         rescale_rows = by_row(rescale)
 
         # Outputs.
-        planes = _planes(smem.values.index(slot).permute((1, 0)).load(FIRST), FORMAT)
+        planes = _planes(values.index(slot).permute((1, 0)).load(FIRST), FORMAT)
         sums = _no_tensors()
         middles_now = _no_tensors()
         zeros_now = _no_tensors()
@@ -452,7 +453,8 @@ def quantized_part(
             for plane in gl.static_range(g * PLANES // GROUPS, (g + 1) * PLANES // GROUPS):
                 v = planes[plane]
                 if FORMAT == "fp8" and not ALL_VISIBLE:
-                    v = gl.where(seen(scores, OF_FIRST)[None, :], v, 0.0)
+                    visible = gl.convert_layout(gl.max(scores, 0), OF_FIRST) != float("-inf")
+                    v = gl.where(visible[None, :], v, 0.0)
                 sums = sums + (mma_v2(v, scaled, acc[plane] * rescale_rows),)
             if FORMAT != "fp8":
                 constant = gl.full([16, BLOCK_N], MIDDLE, gl.float16, FIRST)
@@ -460,9 +462,10 @@ def quantized_part(
             else:
                 middles_now = middles_now + (middles[g],)
             if FORMAT == "int4":
-                zero = smem.value_zeros.index(slot).slice(g * BLOCK_N, BLOCK_N).load(OF_FIRST)
+                zero = value_zeros.index(slot).slice(g * BLOCK_N, BLOCK_N).load(OF_FIRST)
                 if not ALL_VISIBLE:
-                    zero = gl.where(seen(scores, OF_FIRST), zero, 0.0)
+                    visible = gl.convert_layout(gl.max(scores, 0), OF_FIRST) != float("-inf")
+                    zero = gl.where(visible, zero, 0.0)
                 zero = zero[None, :].broadcast_to([16, BLOCK_N])
                 zeros_now = zeros_now + (mma_v2(zero, p_operand, zeros[g] * rescale_rows),)
             else:
@@ -477,7 +480,7 @@ def quantized_part(
         if FORMAT != "fp8":
             below = zeros[plane * GROUPS // PLANES] - middles[plane * GROUPS // PLANES]
             total += gl.max(below, 0)[None, :]  # all alike
-        rows.store_partial(total, row_max, row_sum, plane * WV, plane == 0)
+        store_partial(total, row_max, row_sum, workspace_ptr, outs_ptr, at, GROUP * q_len, plane * WV, DV, plane == 0)
 
 
 def prepare_decode(*arguments: Any) -> Any:
