@@ -20,7 +20,7 @@ from sass_gate import SHARED_BYTES, as_file, fingerprint, ran, warn_if_not_run
 
 from stream_attention import ContiguousKV, PagedKV, QuantizedKV, quantize_kv
 from stream_attention.backends import BY_NAME
-from stream_attention.backends.hopper.decode_codes import prepare_decode
+from stream_attention.backends.hopper.decode_quantized import prepare_decode
 from stream_attention.base.problem import DecodeInputs, Problem, Request
 from stream_attention.gpu.decode_tuning import INVARIANT_KEYS, batch_heads, configure_gluon, workspace_numbers
 from stream_attention.ops.decode import decode_problem

@@ -16,7 +16,7 @@ from . import fp8_tuning, tuning
 class Hopper(Backend):
     name = "gluon"
     kernels = ".hopper.kernels"
-    decode_kernels = ".hopper.decode_codes"
+    decode_kernels = ".hopper.decode_quantized"
     fp8_kernels = ".hopper.forward_fp8_sm90"
     compiles = True
     dim_multiple = 8

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...gpu.rows import PAD as PADDED_ROWS
 from .pipeline import Ring, arrive, arrive_on, sync, sync_on
-from .tiles import LOG2E, dropout_keep, log2, subtract_alibi
+from .tiles import LOG2E, accumulator, clear_rows, dropout_keep, log2, subtract_alibi
 from .tuning import KEYS as KEYS_OF_A_WARPGROUP
 from .versions import aggregate, as_tiles_of, tma_store
 
@@ -66,10 +66,38 @@ class SharedStorage:
     read: gl.shared_memory_descriptor  # flips when both consumers have read K, V and dS of a tile for the last time
 
     @gluon.jit
+    def wait_keys(self, part, seqlen, work, tile_iter):
+        """Consumer: until the tile's keys and values are there. Those that no query sees are cleared."""
+        mbarrier.wait(self.kv_full, tile_iter & 1)
+        if part.LOADS_MASKED_ROWS:
+            D: gl.constexpr = self.queries.tiles.shape[4]
+            first = work.index * (2 * KEYS)
+            floor, limit = seqlen.visible_keys(work.q_len, work.k_len, seqlen.offset_of(work))
+            clear_rows(self.keys.index(0).reshape([2 * KEYS, D]), first, floor, limit)
+            if part.LOADS_V:
+                clear_rows(self.values.index(0).reshape([2 * KEYS, D]), first, floor, limit)
+
+    @gluon.jit
     def wait_both_read(self, tile_iter):
         """Consumer: that the memory of the tile's keys and values may be written."""
         mbarrier.arrive(self.read, count=1)
         mbarrier.wait(self.read, tile_iter & 1)
+
+    @gluon.jit
+    def release_keys(self):
+        """Consumer: what it wrote there has been copied."""
+        tma.store_wait(pendings=0)
+        mbarrier.arrive(self.kv_empty, count=1)
+
+    @gluon.jit
+    def wait_queries(self, part, seqlen, tile, q, do, q_iter, row):
+        """Consumer: until a block of queries is there. Those that see no key are cleared, and their gradients."""
+        self.queries.wait_full(q_iter)
+        if part.LOADS_MASKED_ROWS:
+            self.grads.wait_full(q_iter)
+            floor, limit = queries_with_keys(seqlen, tile.q_len, tile.k_len, tile.offset)
+            clear_rows(q, row, floor, limit)
+            clear_rows(do, row, floor, limit)
 
     @gluon.jit
     def leave_chunk(self, WARPGROUP: gl.constexpr, dq):
@@ -108,12 +136,12 @@ class Scratch:
     skipped: gl.tensor  # their rows, of which there are none here
 
     @gluon.jit
-    def first_row(self, seqlen, batch, head, q_first):
+    def first_row(self, seqlen, work, head):
         """The first row of a head of a sequence, among those of all heads."""
         if seqlen.IS_PACKED:
-            return head * self.rows + (q_first + batch * PAD) // PAD * PAD
+            return head * self.rows + (work.q_first + work.batch * PAD) // PAD * PAD
         else:
-            return (batch * (seqlen.q_heads * seqlen.group) + head) * self.rows
+            return (work.batch * (seqlen.q_heads * seqlen.group) + head) * self.rows
 
     @gluon.jit
     def chunk(self, row, w, D: gl.constexpr):
@@ -159,29 +187,32 @@ def _load(place, ORDER: gl.constexpr):
 
 
 @gluon.jit
-def query_blocks(seqlen, first, k_len, q_len, offset, BLOCK_M: gl.constexpr):
-    """(lowest, one past the highest) block of queries that see keys of the tile at `first`; may be none."""
-    low = q_len * 0
-    high = (q_len + BLOCK_M - 1) // BLOCK_M
+def query_blocks(seqlen, work, BLOCK_M: gl.constexpr):
+    """(lowest, one past the highest) block of queries that see keys of a tile; may be none."""
+    offset = seqlen.offset_of(work)
+    first = work.index * (2 * KEYS)
+    low = work.q_len * 0
+    high = (work.q_len + BLOCK_M - 1) // BLOCK_M
     if seqlen.HAS_RIGHT:  # row i sees key j if j <= i + offset + right
         low = gl.maximum(first - offset - seqlen.right, 0) // BLOCK_M
     if seqlen.HAS_LEFT:  # and if j >= i + offset - left
-        last = gl.minimum(first + (2 * KEYS - 1), k_len - 1) + seqlen.left - offset
+        last = gl.minimum(first + (2 * KEYS - 1), work.k_len - 1) + seqlen.left - offset
         high = gl.minimum(high, gl.maximum(last + BLOCK_M, 0) // BLOCK_M)
     return low, gl.maximum(high, low)
 
 
 @gluon.jit
-def key_tiles(seqlen, row, k_len, offset, BLOCK_M: gl.constexpr):
+def key_tiles(seqlen, row, work, BLOCK_M: gl.constexpr):
     """(lowest, one past the highest) tile of keys for which `query_blocks` has the block at `row`; may be none."""
     TILE: gl.constexpr = 2 * KEYS
-    low = k_len * 0
-    high = (k_len + TILE - 1) // TILE
+    offset = seqlen.offset_of(work)
+    low = work.k_len * 0
+    high = (work.k_len + TILE - 1) // TILE
     if seqlen.HAS_RIGHT:
         high = gl.minimum(high, gl.maximum(row + (BLOCK_M + TILE - 1) + offset + seqlen.right, 0) // TILE)
     if seqlen.HAS_LEFT:
         floor = gl.maximum(row + offset - seqlen.left, 0)
-        low = gl.where(floor < k_len, floor // TILE, high)
+        low = gl.where(floor < work.k_len, floor // TILE, high)
     return low, gl.maximum(high, low)
 
 
@@ -210,35 +241,6 @@ def mask_pairs(x, seqlen, own, row, offset, k_len, FILL: gl.constexpr):
             visible = visible & (key[:, None] >= (query - seqlen.left)[None, :])
         x = gl.where(visible, x, FILL)
     return x
-
-
-@gluon.jit
-def clear_rows(tile, start, floor, limit):
-    """Zero the rows of a tile before `floor` and from `limit` on, where it has any; its first row is `start`.
-
-    Their weight is 0, but they may be NaN, and 0 * NaN is NaN. Every consumer writes the same, so nobody waits.
-    """
-    ROWS: gl.constexpr = tile.shape[0]
-    AT_ONCE: gl.constexpr = 16  # rows, to need few registers
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    if (start < floor) | (start + ROWS > limit):
-        for part in gl.static_range(ROWS // AT_ONCE):
-            rows = tile.slice(part * AT_ONCE, AT_ONCE, dim=0)
-            row = start + part * AT_ONCE + gl.arange(0, AT_ONCE, gl.SliceLayout(1, layout))
-            rows.store(gl.where(((row >= floor) & (row < limit))[:, None], rows.load(layout), 0.0))
-        fence_async_shared()
-
-
-@gluon.jit
-def visible_keys(seqlen, q_len, k_len, offset):
-    """(first, one past the last) key that some query sees."""
-    floor = k_len * 0
-    limit = k_len
-    if seqlen.HAS_LEFT:
-        floor = gl.maximum(offset - seqlen.left, 0)
-    if seqlen.HAS_RIGHT:
-        limit = gl.minimum(limit, q_len + offset + seqlen.right)
-    return floor, limit
 
 
 @gluon.jit
@@ -321,6 +323,16 @@ class Tile:
         return dropout_keep(of_keys, of_queries, score_mod.threshold)
 
     @gluon.jit
+    def drop(self, score_mod, p, dp, row, dropout_scale):
+        """The weights of a piece behind dropout, and the gradients before it."""
+        kept = p
+        if score_mod.HAS_DROPOUT:
+            keep = self.keep(score_mod, p, row)
+            kept = gl.where(keep, p * dropout_scale, 0.0)
+            dp = gl.where(keep, dp * dropout_scale, 0.0)
+        return kept, dp
+
+    @gluon.jit
     def grad_scores(self, score_mod, p, dp, lse, delta, row):
         """dS of a piece, of the products where scores are capped."""
         d_scores = p * (dp - of_columns(delta, dp))
@@ -336,17 +348,18 @@ class Tile:
 
 
 @gluon.jit
-def make_tile(score_mod, own, q_len, k_len, offset, batch, head, q_first, k_first):
+def make_tile(seqlen, score_mod, work, own, head):
     """The tile of keys from `own`, with what belongs to a query head."""
     slope = score_mod.scale * 0.0
     if score_mod.HAS_ALIBI:
-        slope = gl.load(score_mod.slopes + batch * score_mod.stride_ab + head).to(gl.float32)
+        slope = gl.load(score_mod.slopes + work.batch * score_mod.stride_ab + head).to(gl.float32)
     key_words = score_mod.col_words
     query_words = score_mod.row_words
     if score_mod.HAS_DROPOUT:
-        key_words += batch.to(gl.int64) * score_mod.stride_cb + head.to(gl.int64) * score_mod.stride_ch + k_first
-        query_words += batch.to(gl.int64) * score_mod.stride_rb + head.to(gl.int64) * score_mod.stride_rh + q_first
-    return Tile(own, q_len, k_len, offset, slope, key_words, query_words)
+        batch = work.batch.to(gl.int64)
+        key_words += batch * score_mod.stride_cb + head.to(gl.int64) * score_mod.stride_ch + work.k_first
+        query_words += batch * score_mod.stride_rb + head.to(gl.int64) * score_mod.stride_rh + work.q_first
+    return Tile(own, work.q_len, work.k_len, seqlen.offset_of(work), slope, key_words, query_words)
 
 
 @aggregate
@@ -359,7 +372,7 @@ class Sum:
     D: gl.constexpr
 
     @gluon.jit
-    def store(self, WARPGROUP: gl.constexpr, sums, memory, batch, head, k_first, own, k_len, IS_PACKED: gl.constexpr):
+    def store(self, WARPGROUP: gl.constexpr, sums, memory, seqlen, work, own):
         """Write 64 rows through `memory`. The copy runs until it is waited for.
 
         fp32, of a shard and so of no pack, has no room there, and leaves from registers; so do rows of a pack behind
@@ -367,41 +380,27 @@ class Sum:
         """
         FP32: gl.constexpr = self.ptr.dtype.element_ty == gl.float32
         elements = sums.to(self.ptr.dtype.element_ty)
-        first = k_first
+        first = work.k_first
         if FP32:
-            first = batch.to(gl.int64) * k_len
-        if FP32 or (IS_PACKED and own + KEYS > k_len):
+            first = work.batch.to(gl.int64) * work.k_len
+        if FP32 or (seqlen.IS_PACKED and own + KEYS > work.k_len):
             key = gl.arange(0, KEYS, gl.SliceLayout(1, sums.type.layout))
             column = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
-            batch_head = ((first + own + key).to(gl.int64) * self.heads + head) * self.D
-            inside = (own + key < k_len)[:, None] & (column < self.D)[None, :]
-            gl.store(self.ptr + batch_head[:, None] + column[None, :], elements, mask=inside)
+            line = ((first + own + key).to(gl.int64) * self.heads + work.head) * self.D
+            inside = (own + key < work.k_len)[:, None] & (column < self.D)[None, :]
+            gl.store(self.ptr + line[:, None] + column[None, :], elements, mask=inside)
         else:
-            entry = batch
-            if IS_PACKED:
-                entry = batch * 0
             place = as_tiles_of(self.desc, memory, 2).index(WARPGROUP)
             place.reshape([KEYS, sums.shape[1]]).store(elements)
             fence_async_shared()
-            tma_store(self.desc, [entry, k_first + own, head, 0], place)
+            tma_store(self.desc, [seqlen.entry(work), work.k_first + own, work.head, 0], place)
 
 
 @gluon.jit
 def _block(
-    WARPGROUP: gl.constexpr,
-    IS_PARTIAL: gl.constexpr,
-    part,
-    seqlen,
-    score_mod,
-    smem,
-    tile,
-    dk,
-    dv,
-    q_iter,
-    began,
-    i,
+    WARPGROUP: gl.constexpr, IS_PARTIAL: gl.constexpr, part, seqlen, score_mod, smem, tile, dk, dv, q_iter, began, i,
     dropout_scale,
-):
+):  # fmt: skip
     """A block of queries: take it into dK and dV, write its dS, and leave the dQ of the block before."""
     queries = smem.queries
     grads = smem.grads
@@ -409,30 +408,27 @@ def _block(
     D: gl.constexpr = queries.tiles.shape[4]
     dtype: gl.constexpr = queries.tiles.dtype
     HALF: gl.constexpr = BLOCK_M // 2
-    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    A_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P_TILE: gl.constexpr = gl.DotOperandLayout(0, A_TILE, 2)
-    OF_HALF: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
+    S_TILE: gl.constexpr = accumulator(BLOCK_M)
+    P_TILE: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
+    OF_HALF: gl.constexpr = gl.SliceLayout(0, accumulator(HALF))
     none = gl.zeros((KEYS, BLOCK_M), gl.float32, S_TILE)
-    no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16]))
+    no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, accumulator(CHUNK))
     row = i * BLOCK_M
     factor = score_mod.factor()
     z = opaque_zero()
     slot = q_iter % queries.SLOTS
-    q = queries.tiles.index(slot).reshape([BLOCK_M, D])
-    do = grads.tiles.index(slot).reshape([BLOCK_M, D])
+    q = queries.matrix(slot)
+    do = grads.matrix(slot)
     k = smem.keys.index(z).reshape([2 * KEYS, D])
     own_k = k.slice(WARPGROUP * KEYS, KEYS, dim=0)
     own_v = smem.values.index(z).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
     lses = smem.lses.index(slot)
     deltas = smem.deltas.index(slot)
 
-    queries.wait_full(q_iter)
-    if IS_PARTIAL and part.LOADS_MASKED_ROWS:
-        grads.wait_full(q_iter)
-        floor, limit = queries_with_keys(seqlen, tile.q_len, tile.k_len, tile.offset)
-        clear_rows(q, row, floor, limit)
-        clear_rows(do, row, floor, limit)
+    if IS_PARTIAL:
+        smem.wait_queries(part, seqlen, tile, q, do, q_iter, row)
+    else:
+        queries.wait_full(q_iter)
     s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
     # Before the wait: else every exponential queues behind the other consumer's traffic in shared memory.
     if part.HALVES:
@@ -454,32 +450,20 @@ def _block(
         dp = warpgroup_mma_wait(0, deps=(dp_issued,))
         delta_b = deltas.slice(HALF, HALF).load(OF_HALF)
         dp_a, dp_b = halves(dp)
-        kept_a = p_a
-        kept_b = p_b
-        if score_mod.HAS_DROPOUT:
-            keep = tile.keep(score_mod, p_a, row)
-            kept_a = gl.where(keep, p_a * dropout_scale, 0.0)
-            dp_a = gl.where(keep, dp_a * dropout_scale, 0.0)
-            keep = tile.keep(score_mod, p_b, row + HALF)
-            kept_b = gl.where(keep, p_b * dropout_scale, 0.0)
-            dp_b = gl.where(keep, dp_b * dropout_scale, 0.0)
+        kept_a, dp_a = tile.drop(score_mod, p_a, dp_a, row, dropout_scale)
+        kept_b, dp_b = tile.drop(score_mod, p_b, dp_b, row + HALF, dropout_scale)
         ds_a = tile.grad_scores(score_mod, p_a, dp_a, lse_a, delta_a, row).to(dtype)
         ds_b = tile.grad_scores(score_mod, p_b, dp_b, lse_b, delta_b, row + HALF).to(dtype)
         ds = join_halves(ds_a, ds_b, S_TILE)
         # After dS: P and dP make room for what becomes of them.
-        p_operand = gl.convert_layout(
-            join_halves(kept_a.to(dtype), kept_b.to(dtype), S_TILE), P_TILE, assert_trivial=True
-        )
+        kept = join_halves(kept_a.to(dtype), kept_b.to(dtype), S_TILE)
+        p_operand = gl.convert_layout(kept, P_TILE, assert_trivial=True)
     else:
         p = tile.probabilities(IS_PARTIAL, seqlen, score_mod, s, lse, row, factor)
         grads.wait_full(q_iter)  # once more: the assembler does not move the next wait before this one
         dp = warpgroup_mma_wait(0, deps=(dp_issued,))
-        p_kept = p
-        if score_mod.HAS_DROPOUT:
-            keep = tile.keep(score_mod, p, row)
-            p_kept = gl.where(keep, p * dropout_scale, 0.0)
-            dp = gl.where(keep, dp * dropout_scale, 0.0)
-        p_operand = gl.convert_layout(p_kept.to(dtype), P_TILE, assert_trivial=True)
+        kept, dp = tile.drop(score_mod, p, dp, row, dropout_scale)
+        p_operand = gl.convert_layout(kept.to(dtype), P_TILE, assert_trivial=True)
         delta = deltas.load(gl.SliceLayout(0, S_TILE))
         ds = tile.grad_scores(score_mod, p, dp, lse, delta, row).to(dtype)
 
@@ -508,61 +492,56 @@ def consume(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, smem, dk_
     """64 keys of every tile."""
     BLOCK_M: gl.constexpr = smem.queries.tiles.shape[2]
     D: gl.constexpr = smem.queries.tiles.shape[4]
-    A_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    Q_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    IS_PARTIAL: gl.constexpr = part.HAS_PARTIAL_BLOCKS and not part.PEEL
     q_iter = 0
     tile_iter = 0
-    n, batch, kv_head, q_first, q_len, k_first, k_len = channel.receive(0)
-    while n >= 0:
-        first = n * (2 * KEYS)
+    work = channel.receive(0)
+    while work.is_valid():
+        # Prologue.
+        first = work.index * (2 * KEYS)
         own = first + WARPGROUP * KEYS
-        offset = seqlen.offset_of(q_len, k_len)
-        low, high = query_blocks(seqlen, first, k_len, q_len, offset, BLOCK_M)
-        dk = gl.zeros((KEYS, D), gl.float32, A_TILE)
-        dv = gl.zeros((KEYS, D), gl.float32, A_TILE)
+        low, high = query_blocks(seqlen, work, BLOCK_M)
+        dk = gl.zeros((KEYS, D), gl.float32, accumulator(D))
+        dv = gl.zeros((KEYS, D), gl.float32, accumulator(D))
         arrive_on(HALF_READY + 2 * WARPGROUP + ((q_iter + 1) & 1), BOTH)  # for dS of the block before the first
-        mbarrier.wait(smem.kv_full, tile_iter & 1)
-        if part.LOADS_MASKED_ROWS:
-            floor, limit = visible_keys(seqlen, q_len, k_len, offset)
-            clear_rows(smem.keys.index(0).reshape([2 * KEYS, D]), first, floor, limit)
-            clear_rows(smem.values.index(0).reshape([2 * KEYS, D]), first, floor, limit)
+        smem.wait_keys(part, seqlen, work, tile_iter)
         began = q_iter
+
+        # Main loop.
         for g in range(seqlen.group):
-            head = kv_head * seqlen.group + g
-            tile = make_tile(score_mod, own, q_len, k_len, offset, batch, head, q_first, k_first)
+            tile = make_tile(seqlen, score_mod, work, own, work.head * seqlen.group + g)
             first_full = low
             if part.PEEL:  # rows from here on see all keys of the tile, if it has all
-                first_full = gl.maximum(first + (2 * KEYS - 1) - offset - seqlen.right + (BLOCK_M - 1), 0) // BLOCK_M
-                first_full = gl.minimum(gl.maximum(first_full, low), high)
-                if first + 2 * KEYS > k_len:
+                first_full = first + (2 * KEYS - 1) - seqlen.offset_of(work) - seqlen.right + (BLOCK_M - 1)
+                first_full = gl.minimum(gl.maximum(gl.maximum(first_full, 0) // BLOCK_M, low), high)
+                if first + 2 * KEYS > work.k_len:
                     first_full = high
                 for i in range(low, first_full):
                     dk, dv = _block(
                         WARPGROUP, True, part, seqlen, score_mod, smem, tile, dk, dv, q_iter, began, i, dropout_scale
                     )
                     q_iter += 1
-            IS_PARTIAL: gl.constexpr = part.HAS_PARTIAL_BLOCKS and not part.PEEL
             for i in range(first_full, high):
                 dk, dv = _block(
                     WARPGROUP, IS_PARTIAL, part, seqlen, score_mod, smem, tile, dk, dv, q_iter, began, i, dropout_scale
                 )
                 q_iter += 1
-        # dQ of the last block.
+
+        # Epilogue: dQ of the last block. Then dK and dV leave through the memory of K and V, when both consumers have
+        # read it for the last time.
         sync_on(HALF_READY + 2 * (1 - WARPGROUP) + ((q_iter + 1) & 1), BOTH)
         if q_iter > began:
-            no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, Q_TILE)
+            no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, accumulator(CHUNK))
             k = smem.keys.index(opaque_zero()).reshape([2 * KEYS, D])
             dq_issued = issue_dq(WARPGROUP, smem.d_scores.index((q_iter + 1) & 1), k, no_dq, BLOCK_M == 2 * CHUNK)
             dq = warpgroup_mma_wait(0, deps=(dq_issued,))
             smem.leave_chunk(WARPGROUP, dq)
             fence_async_shared()
             smem.chunk_is_written(WARPGROUP)
-        next_tile = channel.receive(tile_iter + 1)
-        # dK and dV leave through the memory of K and V, when both consumers have read it for the last time.
+        next_work = channel.receive(tile_iter + 1)
         smem.wait_both_read(tile_iter)
-        dk_sum.store(WARPGROUP, dk * score_mod.scale, smem.keys, batch, kv_head, k_first, own, k_len, seqlen.IS_PACKED)
-        dv_sum.store(WARPGROUP, dv, smem.values, batch, kv_head, k_first, own, k_len, seqlen.IS_PACKED)
-        tma.store_wait(pendings=0)
-        mbarrier.arrive(smem.kv_empty, count=1)
+        dk_sum.store(WARPGROUP, dk * score_mod.scale, smem.keys, seqlen, work, own)
+        dv_sum.store(WARPGROUP, dv, smem.values, seqlen, work, own)
+        smem.release_keys()
         tile_iter += 1
-        n, batch, kv_head, q_first, q_len, k_first, k_len = next_tile
+        work = next_work

@@ -2,17 +2,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from .backward_block import CHUNK, key_tiles, query_blocks
-from .tuning import KEYS as KEYS_OF_A_WARPGROUP
 from .versions import as_tiles_of, tma_add, tma_load
 
-KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
 UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
 
 
@@ -21,41 +16,30 @@ def reducer(WARPGROUP: gl.constexpr, part, seqlen, channel, smem, scratch, BLOCK
     """Add the chunks of dQ that a consumer leaves in shared memory to the scratch."""
     smem.chunk_is_free(WARPGROUP)
     tile_iter = 0
-    n, batch, kv_head, q_first, q_len, _, k_len = channel.receive(0, 1)
-    while n >= 0:
-        offset = seqlen.offset_of(q_len, k_len)
-        low, high = query_blocks(seqlen, n * (2 * KEYS), k_len, q_len, offset, BLOCK_M)
+    work = channel.receive(0, 1)
+    while work.is_valid():
+        low, high = query_blocks(seqlen, work, BLOCK_M)
         for g in range(seqlen.group):
-            at = scratch.first_row(seqlen, batch, kv_head * seqlen.group + g, q_first)
+            at = scratch.first_row(seqlen, work, work.head * seqlen.group + g)
             for i in range(low, high):
                 chunk = scratch.chunk(at + i * BLOCK_M, WARPGROUP, D)
                 if part.ORDERED:
-                    _, n_high = key_tiles(seqlen, i * BLOCK_M, k_len, offset, BLOCK_M)
-                    scratch.wait_for(chunk, n_high - 1 - n)
+                    _, n_high = key_tiles(seqlen, i * BLOCK_M, work, BLOCK_M)
+                    scratch.wait_for(chunk, n_high - 1 - work.index)
                 smem.wait_chunk_written(WARPGROUP)
                 tma_add(scratch.desc, [chunk * CHUNK, 0], smem.staging.index(WARPGROUP))
                 tma.store_wait(pendings=0)  # it has been read
                 smem.chunk_is_free(WARPGROUP)
                 scratch.count(chunk)
         tile_iter += 1
-        n, batch, kv_head, q_first, q_len, _, k_len = channel.receive(tile_iter, 1)
+        work = channel.receive(tile_iter, 1)
 
 
 @gluon.jit
 def finisher(
-    FINISHER: gl.constexpr,
-    FINISHERS: gl.constexpr,
-    part,
-    seqlen,
-    scheduler,
-    smem,
-    scratch,
-    dq_ptr,
-    scale,
-    BLOCK_M: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    D: gl.constexpr,
-):
+    FINISHER: gl.constexpr, FINISHERS: gl.constexpr, part, seqlen, scheduler, smem, scratch, dq_ptr, scale,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
     """Take the chunks of dQ to which every key tile has added out of the scratch, with one or two places to land."""
     CHUNKS: gl.constexpr = BLOCK_M * BLOCK_D // (CHUNK * CHUNK)  # of a block: 2 or 4
     PLACES: gl.constexpr = smem.landed.shape[0] // FINISHERS
@@ -66,15 +50,15 @@ def finisher(
     while item < scheduler.tiles:
         batch_head, m = scheduler.place(item)
         block = (scheduler.tiles_m - 1 - m) * BLOCK_M  # causal: the first rows are finished first
-        batch, kv_head, q_first, q_len, _, k_len = seqlen.sequences(scratch.first_batch_head + batch_head)
-        if block < q_len:
-            low, high = key_tiles(seqlen, block, k_len, seqlen.offset_of(q_len, k_len), BLOCK_M)
-            first = q_first.to(gl.int64)
+        work = seqlen.work_tile(m, scratch.first_batch_head + batch_head)
+        if block < work.q_len:
+            low, high = key_tiles(seqlen, block, work, BLOCK_M)
+            first = work.q_first.to(gl.int64)
             if not seqlen.IS_PACKED:
-                first += batch.to(gl.int64) * q_len
+                first += work.batch.to(gl.int64) * work.q_len
             for g in range(seqlen.group):
-                head = kv_head * seqlen.group + g
-                chunk = scratch.chunk(scratch.first_row(seqlen, batch, head, q_first) + block, 0, BLOCK_D)
+                head = work.head * seqlen.group + g
+                chunk = scratch.chunk(scratch.first_row(seqlen, work, head) + block, 0, BLOCK_D)
                 for pair in range(CHUNKS // PLACES):
                     for w in gl.static_range(PLACES):  # both are on their way while the first is converted
                         if part.COUNTS:
@@ -86,7 +70,7 @@ def finisher(
                     for w in range(PLACES):
                         mbarrier.wait(smem.landed.index(MINE + w), q_iter & 1)
                         row = block
-                        column = k_len * 0
+                        column = work.k_len * 0
                         if BLOCK_M == 2 * CHUNK:
                             row += (pair * PLACES + w) * CHUNK
                         else:
@@ -94,9 +78,9 @@ def finisher(
                         corner = dq_ptr + ((first + row) * q_heads + head) * (D // UNIT) * UNIT + column
                         stride = q_heads * (D // UNIT)
                         if part.COUNTS:
-                            _convert_rows(smem, MINE + w, corner, q_len - row, D - column, stride, scale)
+                            _convert_rows(smem, MINE + w, corner, work.q_len - row, D - column, stride, scale)
                         else:
-                            _convert_registers(smem, MINE + w, corner, q_len - row, D - column, stride, scale)
+                            _convert_registers(smem, MINE + w, corner, work.q_len - row, D - column, stride, scale)
                     q_iter += 1
                     chunk += PLACES
         item += FINISHERS * gl.num_programs(0)

@@ -27,48 +27,16 @@ CHUNK = tl.constexpr(64)
 
 @jit
 def _prepare_kernel(
-    out_ptr,
-    grad_out_ptr,
-    lse_ptr,
-    grad_lse_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    rows_lse_ptr,
-    rows_delta_ptr,
-    scratch_ptr,
-    counts_ptr,
-    counter_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    stride_ob: tl.int64,
-    stride_om: tl.int64,
-    stride_oh: tl.int64,
-    stride_gb: tl.int64,
-    stride_gm: tl.int64,
-    stride_gh: tl.int64,
-    stride_lb: tl.int64,
-    stride_lh: tl.int64,
-    stride_eb: tl.int64,
-    stride_eh: tl.int64,
-    sequences: tl.int32,
-    heads: tl.int32,
-    kv_heads: tl.int32,
-    q_len: tl.int32,
-    q_rows: tl.int32,
-    k_rows: tl.int32,
-    rows: tl.int32,
-    blocks: tl.int32,
-    first_head: tl.int32,
-    first_count: tl.int32,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-    HAS_LSE_GRAD: tl.constexpr,
-):
+    out_ptr, grad_out_ptr, lse_ptr, grad_lse_ptr, cu_q_ptr, cu_k_ptr,
+    rows_lse_ptr, rows_delta_ptr, scratch_ptr, counts_ptr, counter_ptr, dq_ptr, dk_ptr, dv_ptr,
+    stride_ob: tl.int64, stride_om: tl.int64, stride_oh: tl.int64,
+    stride_gb: tl.int64, stride_gm: tl.int64, stride_gh: tl.int64,
+    stride_lb: tl.int64, stride_lh: tl.int64, stride_eb: tl.int64, stride_eh: tl.int64,
+    sequences: tl.int32, heads: tl.int32, kv_heads: tl.int32, q_len: tl.int32, q_rows: tl.int32, k_rows: tl.int32,
+    rows: tl.int32, blocks: tl.int32, first_head: tl.int32, first_count: tl.int32,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    IS_PACKED: tl.constexpr, HAS_LSE_GRAD: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     if IS_PACKED:
         tail = first_of_tail(cu_q_ptr, sequences, q_rows)
@@ -167,26 +135,14 @@ def bind_rows(
     """
     block_d, block_dv = tile_widths(problem)
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    dq, dk, dv = grads if problem.packed else (None, None, None)
+    written = grads if problem.packed else (None, None, None)
+    tensors = (out, grad_out, lse, grad_lse, cu_q, cu_k, *rows, scratch, counts, counter, *written)
     grid, sizes = rows_sizes(problem, inputs, lines, out, lse, grad_out, grad_lse, rows, first_count)
     return _prepare.bind(
         grid,
-        (out, grad_out, lse, grad_lse, cu_q, cu_k, *rows, scratch, counts, counter, dq, dk, dv),
+        tensors,
         {"num_warps": 4},
-        out_ptr=out,
-        grad_out_ptr=grad_out,
-        lse_ptr=lse,
-        grad_lse_ptr=grad_lse,
-        cu_q_ptr=cu_q,
-        cu_k_ptr=cu_k,
-        rows_lse_ptr=rows.lse,
-        rows_delta_ptr=rows.delta,
-        scratch_ptr=scratch,
-        counts_ptr=counts,
-        counter_ptr=counter,
-        dq_ptr=dq,
-        dk_ptr=dk,
-        dv_ptr=dv,
+        **dict(zip(_prepare.addresses, tensors, strict=True)),
         **sizes.arguments(),
         sequences=problem.batch,
         heads=problem.q_heads,

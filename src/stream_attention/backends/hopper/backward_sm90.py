@@ -36,7 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...base.problem import UNBOUNDED, Backward, Gradients, Inputs, Problem, Wanted, addressable
-from ...gpu.arguments import FAR, line_strides, named, sample, scale_of, slope_stride, tanh
+from ...gpu.arguments import FAR, named, sample
 from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
@@ -46,7 +46,15 @@ from .backward_block import CHUNK, Part, Scratch, SharedStorage, Sum, consume, q
 from .backward_query_grad import finisher, reducer
 from .backward_rows import bind_rows, rows_sizes
 from .backward_wide import consume_for_key, consume_for_value
-from .launch import chunks_descriptor, elements_descriptor, even_group, jit, rows_descriptor, scales_late
+from .launch import (
+    chunks_descriptor,
+    config_constants,
+    elements_descriptor,
+    even_group,
+    jit,
+    rows_descriptor,
+    score_arguments,
+)
 from .parameters import ScoreMod, SeqlenInfo
 from .pipeline import make_ring
 from .scheduler import TileScheduler, fetch_next, make_channel, resolve
@@ -98,115 +106,62 @@ def _producer(part, seqlen, scheduler, counter, channel, smem, scratch, sources)
         n = m
         if not part.ORDERED:
             n = scheduler.tiles_m - 1 - m  # causal: key tile 0 is seen by most queries, and comes first
-        batch, kv_head, q_first, q_len, k_first, k_len = seqlen.sequences(scratch.first_batch_head + batch_head)
+        work = seqlen.work_tile(n, scratch.first_batch_head + batch_head)
         first = n * (2 * KEYS)
         pending_tile = tile
-        if first < k_len:
-            channel.send(tile_iter, n, batch, kv_head, q_first, q_len, k_first, k_len)
-            entry = batch
-            if seqlen.IS_PACKED:
-                entry = batch * 0
-            offset = seqlen.offset_of(q_len, k_len)
-            low, high = query_blocks(seqlen, first, k_len, q_len, offset, BLOCK_M)
+        if first < work.k_len:
+            channel.send(tile_iter, work)
+            entry = seqlen.entry(work)
+            low, high = query_blocks(seqlen, work, BLOCK_M)
             for g in range(seqlen.group):
-                head = kv_head * seqlen.group + g
-                at = scratch.first_row(seqlen, batch, head, q_first)
+                head = work.head * seqlen.group + g
+                at = scratch.first_row(seqlen, work, head)
                 for i in range(low, high):
                     row = i * BLOCK_M
                     queries.wait_empty(q_iter)
                     landing = queries.expect(q_iter, OF_QUERIES)
-                    place = queries.tiles.index(q_iter % queries.SLOTS)
-                    tma_load(sources.query, [entry, q_first + row, head, 0], landing, place)
-                    tma_load(sources.lse, [at + row], landing, smem.lses.index(q_iter % queries.SLOTS))
+                    slot = queries.place(q_iter)
+                    place = queries.tiles.index(slot)
+                    tma_load(sources.query, [entry, work.q_first + row, head, 0], landing, place)
+                    tma_load(sources.lse, [at + row], landing, smem.lses.index(slot))
                     if (g == 0) & (i == low):  # behind the first queries, which need not wait for the tile before
-                        _load_keys(part, smem, sources, entry, k_first + first, kv_head, tile_iter)
+                        _load_keys(part, smem, sources, entry, work.k_first + first, work.head, tile_iter)
                     if (g == seqlen.group - 1) & (i == gl.maximum(high - AHEAD, low)):
                         pending_tile = fetch_next(counter)
                     grads.wait_empty(q_iter)
                     landing = grads.expect(q_iter, OF_GRADS)
-                    place = grads.tiles.index(q_iter % grads.SLOTS)
-                    tma_load(sources.grad, [entry, q_first + row, head, 0], landing, place)
-                    tma_load(sources.delta, [at + row], landing, smem.deltas.index(q_iter % grads.SLOTS))
+                    place = grads.tiles.index(slot)
+                    tma_load(sources.grad, [entry, work.q_first + row, head, 0], landing, place)
+                    tma_load(sources.delta, [at + row], landing, smem.deltas.index(slot))
                     q_iter += 1
             if low == high:  # nobody sees these keys
-                _load_keys(part, smem, sources, entry, k_first + first, kv_head, tile_iter)
+                _load_keys(part, smem, sources, entry, work.k_first + first, work.head, tile_iter)
                 pending_tile = fetch_next(counter)
             tile_iter += 1
         else:
             pending_tile = fetch_next(counter)
         tile = resolve(pending_tile)
-    zero = q_iter * 0
-    channel.send(tile_iter, zero - 1, zero, zero, zero, zero, zero, zero)
+    channel.close(tile_iter)
 
 
 @jit
 def _backward_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    do_desc,
-    dk_desc,
-    dv_desc,
-    lse_desc,
-    delta_desc,
-    scratch_desc,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    scratch_ptr,
-    counts_ptr,
-    counter_ptr,
-    slopes_ptr,
-    row_words_ptr,
-    col_words_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    batch_heads: gl.int32,
-    tiles_n: gl.int32,
-    group_n: gl.int32,
-    blocks_m: gl.int32,
-    kv_heads: gl.int32,
-    group: gl.int32,
-    q_len: gl.int32,
-    k_len: gl.int32,
-    offset: gl.int32,
-    left: gl.int32,
-    right: gl.int32,
-    q_rows: gl.int32,
-    k_rows: gl.int32,
-    rows: gl.int32,
-    first_batch_head: gl.int32,
-    skipped: gl.int32,
-    stride_ab: gl.int64,
-    stride_rb: gl.int64,
-    stride_rh: gl.int64,
-    stride_cb: gl.int64,
-    stride_ch: gl.int64,
-    dropout_threshold: gl.uint32,
-    scale,
-    softcap,
-    dropout_scale,
-    D: gl.constexpr,
-    DV: gl.constexpr,
-    PART: gl.constexpr,
-    SLOTS: gl.constexpr,
-    PLACES: gl.constexpr,
-    HALVES: gl.constexpr,
-    PEEL: gl.constexpr,
-    ORDERED: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-    HAS_ALIBI: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    HAS_DROPOUT: gl.constexpr,
-    IS_PACKED: gl.constexpr,
-    HAS_PARTIAL_BLOCKS: gl.constexpr,
-    LOADS_MASKED_ROWS: gl.constexpr,
-    SCALE_LATE: gl.constexpr,
-    TANH: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    WARP_REGISTERS: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_desc, delta_desc, scratch_desc,
+    dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counts_ptr, counter_ptr, slopes_ptr, row_words_ptr, col_words_ptr,
+    cu_q_ptr, cu_k_ptr,
+    batch_heads: gl.int32, tiles_n: gl.int32, group_n: gl.int32, blocks_m: gl.int32,
+    kv_heads: gl.int32, group: gl.int32, q_len: gl.int32, k_len: gl.int32, offset: gl.int32,
+    left: gl.int32, right: gl.int32, q_rows: gl.int32, k_rows: gl.int32,
+    rows: gl.int32, first_batch_head: gl.int32, skipped: gl.int32,
+    stride_ab: gl.int64, stride_rb: gl.int64, stride_rh: gl.int64, stride_cb: gl.int64, stride_ch: gl.int64,
+    dropout_threshold: gl.uint32, scale, softcap, dropout_scale,
+    D: gl.constexpr, DV: gl.constexpr, PART: gl.constexpr, SLOTS: gl.constexpr, PLACES: gl.constexpr,
+    HALVES: gl.constexpr, PEEL: gl.constexpr, ORDERED: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    HAS_DROPOUT: gl.constexpr, IS_PACKED: gl.constexpr,
+    HAS_PARTIAL_BLOCKS: gl.constexpr, LOADS_MASKED_ROWS: gl.constexpr, SCALE_LATE: gl.constexpr,
+    TANH: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, WARP_REGISTERS: gl.constexpr,
+):  # fmt: skip
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[1]
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
     IS_ALL: gl.constexpr = PART == "all"
@@ -462,11 +417,7 @@ def _bind(
 ) -> Launch:
     """The kernel as a function of inputs, of what is computed before, of grad_out, the pieces of scratch memory, dq, dk
     and dv. Where there is no tensor, the counter stands in for it, unread."""
-    slopes, _, _, cu_q, cu_k = inputs[5:]
-    _, _, row_words, col_words = before.samples
-    (dq, dk, dv), (scratch, counts, counter) = layout.grads, layout.workspace
-    packed = problem.packed
-    what, slots, consumer_registers, warp_registers = part
+    scratch, _, counter = layout.workspace
     sizes = _sizes(problem, inputs, config, batch_heads, layout)
     dim, value_dim = tile_widths(problem)
     boxes = {
@@ -485,46 +436,19 @@ def _bind(
     descriptors["scratch_desc"] = chunks_descriptor(sizes.described["scratch_desc"], CHUNK.value)
     return _kernel.bind(
         programs,
-        (*inputs, *before.samples, layout.saved[2], *layout.rows, *layout.workspace, dq, dk, dv),
+        (*inputs, *before.samples, layout.saved[2], *layout.rows, *layout.workspace, *layout.grads),
         {"num_warps": 4},
         described=described,
         **sizes.arguments() | descriptors,
-        dq_ptr=dq,
-        dk_ptr=dk,
-        dv_ptr=dv,
-        scratch_ptr=scratch,
-        counts_ptr=counts,
-        counter_ptr=counter,
-        slopes_ptr=counter if slopes is None else slopes,
-        row_words_ptr=counter if row_words is None else row_words,
-        col_words_ptr=counter if col_words is None else col_words,
-        cu_q_ptr=counter if cu_q is None else cu_q,
-        cu_k_ptr=counter if cu_k is None else cu_k,
+        **named("dq_ptr dk_ptr dv_ptr", layout.grads),
+        **named("scratch_ptr counts_ptr counter_ptr", layout.workspace),
         kv_heads=problem.kv_heads,
-        group=problem.group,
-        stride_ab=slope_stride(slopes),
-        **named("stride_rb stride_rh", line_strides(row_words, packed)),
-        **named("stride_cb stride_ch", line_strides(col_words, packed)),
-        dropout_threshold=int(problem.dropout_p * 2**32),
-        scale=scale_of(problem),
-        softcap=problem.softcap,
-        dropout_scale=1.0 / (1.0 - problem.dropout_p),
         D=problem.head_dim,
         DV=problem.value_dim,
-        PART=what,
-        SLOTS=slots,
-        PLACES=config.places,
-        HALVES=config.halves,
-        PEEL=config.peel,
         ORDERED=problem.deterministic,
-        HAS_ALIBI=slopes is not None,
-        HAS_SOFTCAP=problem.softcap != 0.0,
-        HAS_DROPOUT=problem.dropout_p != 0.0,
-        IS_PACKED=packed,
-        SCALE_LATE=scales_late(problem),
-        TANH=tanh(problem),
-        CONSUMER_REGISTERS=consumer_registers,
-        WARP_REGISTERS=warp_registers,
+        **score_arguments(problem, inputs, before, counter),
+        **named("PART SLOTS CONSUMER_REGISTERS WARP_REGISTERS", part),
+        **config_constants(_kernel, config),
     )
 
 

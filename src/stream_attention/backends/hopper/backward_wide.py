@@ -7,27 +7,11 @@ finishes it.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from .backward_block import (
-    BOTH,
-    CHUNK,
-    HALF_READY,
-    KEYS,
-    clear_rows,
-    make_tile,
-    opaque_zero,
-    queries_with_keys,
-    query_blocks,
-    visible_keys,
-)
+from .backward_block import BOTH, CHUNK, HALF_READY, KEYS, make_tile, opaque_zero, queries_with_keys, query_blocks
 from .pipeline import arrive, sync
+from .tiles import accumulator, clear_rows
 
 
 @gluon.jit
@@ -63,46 +47,36 @@ def consume_for_key(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, s
     grads = smem.grads
     BLOCK_M: gl.constexpr = queries.tiles.shape[2]
     D: gl.constexpr = queries.tiles.shape[4]
-    dtype: gl.constexpr = queries.tiles.dtype
-    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    A_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P_TILE: gl.constexpr = gl.DotOperandLayout(0, A_TILE, 2)
+    S_TILE: gl.constexpr = accumulator(BLOCK_M)
+    P_TILE: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
     none = gl.zeros((KEYS, BLOCK_M), gl.float32, S_TILE)
-    no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16]))
+    no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, accumulator(CHUNK))
     factor = score_mod.factor()
     q_iter = 0
     tile_iter = 0
-    n, batch, kv_head, q_first, q_len, k_first, k_len = channel.receive(0)
-    while n >= 0:
-        first = n * (2 * KEYS)
-        own = first + WARPGROUP * KEYS
-        offset = seqlen.offset_of(q_len, k_len)
-        low, high = query_blocks(seqlen, first, k_len, q_len, offset, BLOCK_M)
-        dk = gl.zeros((KEYS, D), gl.float32, A_TILE)
-        mbarrier.wait(smem.kv_full, tile_iter & 1)
-        if part.LOADS_MASKED_ROWS:
-            floor, limit = visible_keys(seqlen, q_len, k_len, offset)
-            clear_rows(smem.keys.index(0).reshape([2 * KEYS, D]), first, floor, limit)
-            clear_rows(smem.values.index(0).reshape([2 * KEYS, D]), first, floor, limit)
+    work = channel.receive(0)
+    while work.is_valid():
+        # Prologue.
+        own = work.index * (2 * KEYS) + WARPGROUP * KEYS
+        low, high = query_blocks(seqlen, work, BLOCK_M)
+        dk = gl.zeros((KEYS, D), gl.float32, accumulator(D))
+        smem.wait_keys(part, seqlen, work, tile_iter)
+
+        # Main loop.
         for g in range(seqlen.group):
-            head = kv_head * seqlen.group + g
-            tile = make_tile(score_mod, own, q_len, k_len, offset, batch, head, q_first, k_first)
-            at = scratch.first_row(seqlen, batch, head, q_first)
+            head = work.head * seqlen.group + g
+            tile = make_tile(seqlen, score_mod, work, own, head)
+            at = scratch.first_row(seqlen, work, head)
             for i in range(low, high):
                 row = i * BLOCK_M
                 z = opaque_zero()
-                q = queries.tiles.index(z).reshape([BLOCK_M, D])
-                do = grads.tiles.index(z).reshape([BLOCK_M, D])
+                q = queries.matrix(z)
+                do = grads.matrix(z)
                 k = smem.keys.index(z).reshape([2 * KEYS, D])
                 own_k = k.slice(WARPGROUP * KEYS, KEYS, dim=0)
                 own_v = smem.values.index(z).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
                 d_scores = smem.d_scores.index(z)
-                queries.wait_full(q_iter)
-                if part.LOADS_MASKED_ROWS:
-                    grads.wait_full(q_iter)
-                    floor, limit = queries_with_keys(seqlen, q_len, k_len, offset)
-                    clear_rows(q, row, floor, limit)
-                    clear_rows(do, row, floor, limit)
+                smem.wait_queries(part, seqlen, tile, q, do, q_iter, row)
                 s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
                 grads.wait_full(q_iter)
                 dp_issued = warpgroup_mma(own_v, do.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -115,9 +89,8 @@ def consume_for_key(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, s
                 dp = warpgroup_mma_wait(0, deps=(dp_issued,))
                 delta = smem.deltas.index(0).load(gl.SliceLayout(0, S_TILE))
                 grads.release(q_iter)
-                if score_mod.HAS_DROPOUT:
-                    dp = gl.where(tile.keep(score_mod, p, row), dp * dropout_scale, 0.0)
-                ds = tile.grad_scores(score_mod, p, dp, lse, delta, row).to(dtype)
+                _, dp = tile.drop(score_mod, p, dp, row, dropout_scale)
+                ds = tile.grad_scores(score_mod, p, dp, lse, delta, row).to(queries.tiles.dtype)
                 d_own = gl.convert_layout(ds, P_TILE, assert_trivial=True)
                 _meet(WARPGROUP, 0)  # both have read dS of the block before
                 d_scores.slice(WARPGROUP * KEYS, KEYS, dim=0).store(ds)
@@ -136,13 +109,14 @@ def consume_for_key(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, s
                 dq = warpgroup_mma_wait(0, deps=(dq_issued,))
                 _add_chunk(dq, to + (2 * WARPGROUP + 1) * CHUNK * CHUNK)
                 q_iter += 1
-        next_tile = channel.receive(tile_iter + 1)
+
+        # Epilogue.
+        next_work = channel.receive(tile_iter + 1)
         smem.wait_both_read(tile_iter)
-        dk_sum.store(WARPGROUP, dk * score_mod.scale, smem.keys, batch, kv_head, k_first, own, k_len, seqlen.IS_PACKED)
-        tma.store_wait(pendings=0)
-        mbarrier.arrive(smem.kv_empty, count=1)
+        dk_sum.store(WARPGROUP, dk * score_mod.scale, smem.keys, seqlen, work, own)
+        smem.release_keys()
         tile_iter += 1
-        n, batch, kv_head, q_first, q_len, k_first, k_len = next_tile
+        work = next_work
 
 
 @gluon.jit
@@ -164,52 +138,49 @@ def consume_for_value(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel,
     BLOCK_M: gl.constexpr = queries.tiles.shape[2]
     D: gl.constexpr = queries.tiles.shape[4]
     dtype: gl.constexpr = queries.tiles.dtype
-    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    A_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P_TILE: gl.constexpr = gl.DotOperandLayout(0, A_TILE, 2)
+    S_TILE: gl.constexpr = accumulator(BLOCK_M)
+    P_TILE: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
     none = gl.zeros((KEYS, BLOCK_M), gl.float32, S_TILE)
     factor = score_mod.factor()
     q_iter = 0
     tile_iter = 0
-    n, batch, kv_head, q_first, q_len, k_first, k_len = channel.receive(0)
-    while n >= 0:
-        first = n * (2 * KEYS)
-        own = first + WARPGROUP * KEYS
-        offset = seqlen.offset_of(q_len, k_len)
-        low, high = query_blocks(seqlen, first, k_len, q_len, offset, BLOCK_M)
+    work = channel.receive(0)
+    while work.is_valid():
+        own = work.index * (2 * KEYS) + WARPGROUP * KEYS
+        low, high = query_blocks(seqlen, work, BLOCK_M)
         blocks = seqlen.group * (high - low)
-        floor, limit = queries_with_keys(seqlen, q_len, k_len, offset)
-        dv = gl.zeros((KEYS, D), gl.float32, A_TILE)
-        mbarrier.wait(smem.kv_full, tile_iter & 1)
-        if part.LOADS_MASKED_ROWS:
-            k_floor, k_limit = visible_keys(seqlen, q_len, k_len, offset)
-            clear_rows(smem.keys.index(0).reshape([2 * KEYS, D]), first, k_floor, k_limit)
+        floor, limit = queries_with_keys(seqlen, work.q_len, work.k_len, seqlen.offset_of(work))
+        dv = gl.zeros((KEYS, D), gl.float32, accumulator(D))
+        smem.wait_keys(part, seqlen, work, tile_iter)
         if blocks > 0:
+            # Prologue: the first block.
             i = low
-            head = kv_head * seqlen.group
-            tile = make_tile(score_mod, own, q_len, k_len, offset, batch, head, q_first, k_first)
+            head = work.head * seqlen.group
+            tile = make_tile(seqlen, score_mod, work, own, head)
             queries.wait_full(q_iter)
-            q = queries.tiles.index(q_iter % queries.SLOTS).reshape([BLOCK_M, D])
+            q = queries.tile(q_iter)
             if part.LOADS_MASKED_ROWS:
                 clear_rows(q, low * BLOCK_M, floor, limit)
             own_k = smem.keys.index(opaque_zero()).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
             s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(s_issued,))
-            lse = smem.lses.index(q_iter % queries.SLOTS).load(gl.SliceLayout(0, S_TILE))
+            lse = smem.lses.index(queries.place(q_iter)).load(gl.SliceLayout(0, S_TILE))
             p = _dropped_p(part, seqlen, score_mod, tile, s, lse, i * BLOCK_M, factor, dropout_scale)
             queries.release(q_iter)
             queries.wait_full(q_iter + 1, pred=blocks > 1)
             p_operand = gl.convert_layout(p.to(dtype), P_TILE, assert_trivial=True)
             before = i * BLOCK_M
+
+            # Main loop.
             for j in range(1, blocks):
                 i += 1
                 if i == high:
                     i = low
                     head += 1
-                tile = make_tile(score_mod, own, q_len, k_len, offset, batch, head, q_first, k_first)
+                tile = make_tile(seqlen, score_mod, work, own, head)
                 own_k = smem.keys.index(opaque_zero()).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
-                q = queries.tiles.index((q_iter + 1) % queries.SLOTS).reshape([BLOCK_M, D])
-                do = grads.tiles.index(q_iter % grads.SLOTS).reshape([BLOCK_M, D])
+                q = queries.tile(q_iter + 1)
+                do = grads.tile(q_iter)
                 if part.LOADS_MASKED_ROWS:
                     clear_rows(q, i * BLOCK_M, floor, limit)
                     grads.wait_full(q_iter)
@@ -218,7 +189,7 @@ def consume_for_value(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel,
                 grads.wait_full(q_iter)
                 dv_issued = warpgroup_mma(p_operand, do, dv, use_acc=True, is_async=True)
                 s = warpgroup_mma_wait(1, deps=(s_issued,))
-                lse = smem.lses.index((q_iter + 1) % queries.SLOTS).load(gl.SliceLayout(0, S_TILE))
+                lse = smem.lses.index(queries.place(q_iter + 1)).load(gl.SliceLayout(0, S_TILE))
                 p = _dropped_p(part, seqlen, score_mod, tile, s, lse, i * BLOCK_M, factor, dropout_scale)
                 queries.release(q_iter + 1)
                 queries.wait_full(q_iter + 2, pred=j + 1 < blocks)
@@ -227,18 +198,21 @@ def consume_for_value(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel,
                 p_operand = gl.convert_layout(p.to(dtype), P_TILE, assert_trivial=True)
                 before = i * BLOCK_M
                 q_iter += 1
+
+            # The last product.
             grads.wait_full(q_iter)
-            do = grads.tiles.index(q_iter % grads.SLOTS).reshape([BLOCK_M, D])
+            do = grads.tile(q_iter)
             if part.LOADS_MASKED_ROWS:
                 clear_rows(do, before, floor, limit)
             dv_issued = warpgroup_mma(p_operand, do, dv, use_acc=True, is_async=True)
             dv = warpgroup_mma_wait(0, deps=(dv_issued,))
             grads.release(q_iter)
             q_iter += 1
-        next_tile = channel.receive(tile_iter + 1)
+
+        # Epilogue.
+        next_work = channel.receive(tile_iter + 1)
         smem.wait_both_read(tile_iter)
-        dv_sum.store(WARPGROUP, dv, smem.keys, batch, kv_head, k_first, own, k_len, seqlen.IS_PACKED)
-        tma.store_wait(pendings=0)
-        mbarrier.arrive(smem.kv_empty, count=1)
+        dv_sum.store(WARPGROUP, dv, smem.keys, seqlen, work, own)
+        smem.release_keys()
         tile_iter += 1
-        n, batch, kv_head, q_first, q_len, k_first, k_len = next_tile
+        work = next_work

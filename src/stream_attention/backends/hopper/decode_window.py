@@ -1,4 +1,4 @@
-"""The part of decode_codes.py that is over the latest tokens, which a quantised cache keeps as they came."""
+"""The part of decode_quantized.py that is over the latest tokens, which a quantised cache keeps as they came."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

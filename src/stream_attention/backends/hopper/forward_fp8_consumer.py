@@ -4,16 +4,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ...base.fp8_layout import BLOCK as ROWS_OF_A_BLOCK
 from ...base.fp8_layout import SHIFT as SHIFT_OF_WEIGHTS
 from .pipeline import pass_turn, take_turn
-from .tiles import LN2, log2, mask_scores, opaque, row_sums
+from .tiles import LN2, log2, opaque, row_sums
 from .tuning import ROWS as ROWS_OF_A_WARPGROUP
 from .versions import aggregate, barrier
 
@@ -241,17 +237,112 @@ def _wait_written():
     gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@aggregate
+class State:
+    """The online softmax and the accumulator, to which P V of the last block is still to be added."""
+
+    start: gl.tensor  # the first key of that block
+    unit: gl.tensor  # the bits of the scale of its values, in which the accumulator is held
+    row_max: gl.tensor
+    row_sum: gl.tensor  # eight partial sums
+    acc: gl.tuple  # by parts of the columns
+    p: gl.tensor  # the weights of the last block, words of four codes
+    next_scale: gl.tensor  # of the next block's keys ...
+    next_unit: gl.tensor  # ... and values
+    pending: gl.tensor  # two levels: what the accumulator is still to be multiplied with
+
+
 @gluon.jit
-def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, counter, queries, keys, values, staging):
+def _step(
+    WARPGROUP: gl.constexpr, config, seqlen, fp8, pipelines, visible, q, q_factor, state, kv_iter, kv_head, begin,
+    recompute, j, blocks,
+):  # fmt: skip
+    """Block j of `blocks`: its scores beside P V of the block before, then its weights."""
+    keys = pipelines.keys
+    values = pipelines.values
+    AFTER: gl.constexpr = (WARPGROUP + 1) % config.WARPGROUPS
+    BLOCK_N: gl.constexpr = keys.tiles.shape[2]
+    BLOCK_D: gl.constexpr = keys.tiles.shape[3]
+    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    P_TILE: gl.constexpr = gl.DotOperandLayout(0, state.acc[0].type.layout, 4)
+    no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
+    k = keys.tile(kv_iter + 1)
+    v = values.tile(kv_iter)
+    factor = q_factor * state.next_scale
+    ratio = state.unit.to(gl.float32, bitcast=True) * (0x7F000000 - state.next_unit).to(gl.float32, bitcast=True)
+    careful = (recompute != 0) | (state.start >= visible.full_limit)  # or else a row may have seen no key yet
+    start = state.start - BLOCK_N
+    next_scale, next_unit = fp8.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
+    row_max = state.row_max
+    row_sum = state.row_sum
+    acc = state.acc
+    p_packed = state.p
+    if config.IN_TURN:
+        take_turn(WARPGROUP)
+    if fp8.APART:
+        values.wait_full(kv_iter)
+        p = _unpack_e4m3(p_packed, P_TILE)
+        acc = _add_values(fp8, p, v, acc, _issue_values(fp8, p, v, acc, 0), state.pending, state.pending)
+        values.release(kv_iter)
+        keys.wait_full(kv_iter + 1)  # not earlier: ptxas then frees the sums' registers before S needs them
+        s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if config.IN_TURN:
+            pass_turn(AFTER)
+        s = warpgroup_mma_wait(0, deps=(s,))
+    else:
+        s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        values.wait_full(kv_iter)
+        p = _unpack_e4m3(p_packed, P_TILE)
+        issued = _issue_values(fp8, p, v, acc, 0)
+        if config.IN_TURN:
+            pass_turn(AFTER)
+        s = warpgroup_mma_wait(1, deps=(s_issued,))
+    keys.release(kv_iter + 1)
+    if seqlen.MASKS_BEYOND_FIRST_BLOCK:
+        if fp8.APART:  # in every block: a branch would spill what it does not touch
+            s = visible.mask(s, start, columns)
+        else:
+            s = visible.mask_where_cut(s, start, columns)
+    rescale = gl.full((ROWS,), 1.0, gl.float32, gl.SliceLayout(1, S_TILE))
+    if not fp8.LAZY or careful:
+        new_max = gl.maximum(row_max, _up(_row_max(s, BLOCK_D) * factor))
+        rescale = _two_to(row_max - new_max)
+        row_sum = row_sum * _broadcast_rows(row_sum, rescale)
+        row_max = new_max
+    if not fp8.APART:
+        keys.wait_full(kv_iter + 2, pred=j + 1 < blocks)
+        acc = _add_values(fp8, p, v, acc, issued, state.pending, rescale * ratio)
+        values.release(kv_iter)
+        if fp8.SUMS_FIRST:
+            acc = _finished(acc)
+    p = gl.exp2(s * factor - (row_max - SHIFT)[:, None])
+    sums = row_sums(p)
+    p_packed = _pack_e4m3(p)
+    if fp8.LAZY:
+        if _too_large(sums):
+            row_max, rescale_again = _raise_max(row_max, sums)
+            p_packed = _pack_e4m3(p * rescale_again[:, None])
+            sums = sums * _broadcast_rows(sums, rescale_again)
+            row_sum = row_sum * _broadcast_rows(row_sum, rescale_again)
+            rescale = rescale * rescale_again
+    row_sum = row_sum + sums
+    pending = rescale * ratio
+    return State(start, state.next_unit, row_max, row_sum, acc, p_packed, next_scale, next_unit, pending)
+
+
+@gluon.jit
+def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, counter, pipelines, staging):
     """Compute 64 rows of every tile."""
-    TILE_ROWS: gl.constexpr = config.WARPGROUPS * ROWS
+    queries = pipelines.queries
+    keys = pipelines.keys
+    values = pipelines.values
     AFTER: gl.constexpr = (WARPGROUP + 1) % config.WARPGROUPS
     BLOCK_N: gl.constexpr = keys.tiles.shape[2]
     BLOCK_D: gl.constexpr = keys.tiles.shape[3]
     S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     WIDTH: gl.constexpr = BLOCK_D // fp8.PARTS
     O_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    P_TILE: gl.constexpr = gl.DotOperandLayout(0, O_TILE, 4)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
 
     no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
@@ -263,52 +354,30 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, cou
     word = counter + (1 + gl.program_id(0))
     kv_iter = 0
     tile_iter = 0
-    m, batch, head, q_first, q_len, k_first, k_len = channel.receive(0)
-    while m >= 0:
-        # Where am I.
-        recompute = m // RECOMPUTE
-        m = m % RECOMPUTE
-        first = m * TILE_ROWS
-        offset = seqlen.offset_of(q_len, k_len)
-        low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), k_len, offset, BLOCK_N)
-        r0 = first + WARPGROUP * ROWS
-        skipped_blocks = k_len * 0  # blocks that other warpgroups see and this one does not
-        if seqlen.HAS_RIGHT:
-            _, own_high = seqlen.blocks(r0, r0 + (ROWS - 1), k_len, offset, BLOCK_N)
-            skipped_blocks = gl.maximum(high - own_high, 0)
+    work = channel.receive(0)
+    while work.is_valid():
+        recompute = work.index // RECOMPUTE
+        index = work.index % RECOMPUTE
+        r0, low, high, skipped_blocks = seqlen.own_blocks(index, work, WARPGROUP, config.WARPGROUPS, BLOCK_N)
         blocks = high - low - skipped_blocks
-        limit = gl.full([ROWS], 0, gl.int32, S_ROWS) + k_len
-        safe_limit = k_len
-        if seqlen.HAS_RIGHT:
-            limit = gl.minimum(limit, (r0 + offset + seqlen.right + 1) + rows)
-            safe_limit = gl.minimum(k_len, r0 + offset + seqlen.right + 1)
-        floor = limit
-        safe_floor = k_len
-        if seqlen.HAS_LEFT:
-            floor = (r0 + offset - seqlen.left) + rows
-            safe_floor = r0 + (ROWS - 1) + offset - seqlen.left
-        kv_head = head // seqlen.group
-        begin = first_row(seqlen, batch, k_first, k_len)
-        q_factor = fp8.of_queries(head, first_row(seqlen, batch, q_first, q_len) + r0)
+        visible = seqlen.key_range(r0, rows, work.k_len, seqlen.offset_of(work))
+        kv_head = work.head // seqlen.group
+        begin = first_row(seqlen, work.batch, work.k_first, work.k_len)
+        q_factor = fp8.of_queries(work.head, first_row(seqlen, work.batch, work.q_first, work.q_len) + r0)
         start = (high - 1 - skipped_blocks) * BLOCK_N
         k_scale, unit = fp8.of_keys(kv_head, begin + start)
 
-        # The first block: no older sums, and no product P V beside it.
+        # Prologue: the first block. There are no older sums, and no product P V beside it.
         for x in range(skipped_blocks):
-            keys.wait_full(kv_iter + x)
-            keys.release(kv_iter + x)
+            keys.skip(kv_iter + x)
         queries.wait_full(tile_iter)
-        q = queries.tiles.index((tile_iter % queries.SLOTS) * config.WARPGROUPS + WARPGROUP).reshape([ROWS, BLOCK_D])
+        q = queries.tile(tile_iter, WARPGROUP)
         keys.wait_full(kv_iter + skipped_blocks)
-        k = keys.tiles.index((kv_iter + skipped_blocks) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
+        k = keys.tile(kv_iter + skipped_blocks)
         s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         keys.release(kv_iter + skipped_blocks)
-        is_partial = start + BLOCK_N > safe_limit
-        if seqlen.HAS_LEFT:
-            is_partial = is_partial | (start < safe_floor)
-        if is_partial:
-            s = mask_scores(s, start + columns, floor, limit, seqlen.HAS_LEFT)
+        s = visible.mask_where_cut(s, start, columns)
         factor = q_factor * k_scale
         row_max = gl.maximum(_up(_row_max(s, BLOCK_D) * factor), NO_KEY_MAX)
         p = gl.exp2(s * factor - (row_max - SHIFT)[:, None])
@@ -316,8 +385,7 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, cou
         if not fp8.APART:
             keys.wait_full(kv_iter + skipped_blocks + 1, pred=blocks > 1)
         for x in range(skipped_blocks):
-            values.wait_full(kv_iter + x)
-            values.release(kv_iter + x)
+            values.skip(kv_iter + x)
             if config.IN_TURN:
                 take_turn(WARPGROUP)
                 pass_turn(AFTER)
@@ -327,117 +395,42 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, cou
             acc = acc + (gl.zeros((ROWS, WIDTH), gl.float32, O_TILE),)  # type: ignore[assignment]
         p_packed = _pack_e4m3(p)
         next_scale, next_unit = fp8.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
+        pending = gl.zeros((ROWS,), gl.float32, S_ROWS)
+        state = State(start, unit, row_max, row_sum, acc, p_packed, next_scale, next_unit, pending)
 
-        # Stream.
-        pending = gl.zeros((ROWS,), gl.float32, S_ROWS)  # two levels: what the sums are still to be multiplied with
+        # Main loop.
         for j in range(1, blocks):
-            k = keys.tiles.index((kv_iter + 1) % keys.SLOTS).reshape([BLOCK_N, BLOCK_D])
-            v = values.tiles.index(kv_iter % values.SLOTS).reshape([BLOCK_D, BLOCK_N])
-            factor = q_factor * next_scale
-            ratio = unit.to(gl.float32, bitcast=True) * (0x7F000000 - next_unit).to(gl.float32, bitcast=True)
-            unit = next_unit
-            careful = (recompute != 0) | (start >= safe_limit)  # or else a row may have seen no key yet
-            start -= BLOCK_N
-            next_scale, next_unit = fp8.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
-            if config.IN_TURN:
-                take_turn(WARPGROUP)
-            if fp8.APART:
-                values.wait_full(kv_iter)
-                p_operand = _unpack_e4m3(p_packed, P_TILE)
-                acc = _add_values(fp8, p_operand, v, acc, _issue_values(fp8, p_operand, v, acc, 0), pending, pending)
-                values.release(kv_iter)
-                keys.wait_full(kv_iter + 1)  # not earlier: ptxas then frees the sums' registers before S needs them
-                s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                if config.IN_TURN:
-                    pass_turn(AFTER)
-                s = warpgroup_mma_wait(0, deps=(s,))
-            else:
-                s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                values.wait_full(kv_iter)
-                p_operand = _unpack_e4m3(p_packed, P_TILE)
-                issued = _issue_values(fp8, p_operand, v, acc, 0)
-                if config.IN_TURN:
-                    pass_turn(AFTER)
-                s = warpgroup_mma_wait(1, deps=(s_issued,))
-            keys.release(kv_iter + 1)
-            if seqlen.MASKS_BEYOND_FIRST_BLOCK:
-                is_partial = start + BLOCK_N > safe_limit
-                if seqlen.HAS_LEFT:
-                    is_partial = is_partial | (start < safe_floor)
-                if fp8.APART:  # noqa: SIM114 - in every block: a branch would spill what it does not touch
-                    s = mask_scores(s, start + columns, floor, limit, seqlen.HAS_LEFT)
-                elif is_partial:
-                    s = mask_scores(s, start + columns, floor, limit, seqlen.HAS_LEFT)
-            rescale = gl.full((ROWS,), 1.0, gl.float32, S_ROWS)
-            if not fp8.LAZY or careful:
-                new_max = gl.maximum(row_max, _up(_row_max(s, BLOCK_D) * factor))
-                rescale = _two_to(row_max - new_max)
-                row_sum = row_sum * _broadcast_rows(row_sum, rescale)
-                row_max = new_max
-            if not fp8.APART:
-                keys.wait_full(kv_iter + 2, pred=j + 1 < blocks)
-                acc = _add_values(fp8, p_operand, v, acc, issued, pending, rescale * ratio)
-                values.release(kv_iter)
-                if fp8.SUMS_FIRST:
-                    acc = _finished(acc)
-            p = gl.exp2(s * factor - (row_max - SHIFT)[:, None])
-            sums = row_sums(p)
-            p_packed = _pack_e4m3(p)
-            if fp8.LAZY:
-                if _too_large(sums):
-                    row_max, rescale_again = _raise_max(row_max, sums)
-                    p_packed = _pack_e4m3(p * rescale_again[:, None])
-                    sums = sums * _broadcast_rows(sums, rescale_again)
-                    row_sum = row_sum * _broadcast_rows(row_sum, rescale_again)
-                    rescale = rescale * rescale_again
-            row_sum = row_sum + sums
-            pending = rescale * ratio
+            state = _step(
+                WARPGROUP, config, seqlen, fp8, pipelines, visible, q, q_factor, state, kv_iter, kv_head, begin,
+                recompute, j, blocks,
+            )  # fmt: skip
             kv_iter += 1
 
-        # The last product, and where the next tile is while it runs.
+        # Epilogue: the last product, and where the next tile is while it runs.
         values.wait_full(kv_iter)
-        v = values.tiles.index(kv_iter % values.SLOTS).reshape([BLOCK_D, BLOCK_N])
-        p_operand = _unpack_e4m3(p_packed, P_TILE)
-        issued = _issue_values(fp8, p_operand, v, acc, 0)
-        total = gl.convert_layout(gl.sum(row_sum, 1), S_ROWS, assert_trivial=True)
+        v = values.tile(kv_iter)
+        p_operand = _unpack_e4m3(state.p, gl.DotOperandLayout(0, O_TILE, 4))
+        issued = _issue_values(fp8, p_operand, v, state.acc, 0)
+        total = gl.convert_layout(gl.sum(state.row_sum, 1), S_ROWS, assert_trivial=True)
         if fp8.LAZY:
-            _report_overflow(word, tile_iter, total, r0 + rows < q_len, recompute)
+            _report_overflow(word, tile_iter, total, r0 + rows < work.q_len, recompute)
             barrier()
         queries.release(tile_iter)
-        next_m, next_batch, next_head, next_q, next_q_len, next_k, next_k_len = channel.receive(tile_iter + 1)
-        acc = _add_values(fp8, p_operand, v, acc, issued, pending, pending * 0.0 + 1.0)
+        next_work = channel.receive(tile_iter + 1)
+        acc = _add_values(fp8, p_operand, v, state.acc, issued, state.pending, state.pending * 0.0 + 1.0)
         values.release(kv_iter)
         kv_iter += 1
-
-        # Finish.
-        visible = total != 0  # a NaN is seen
-        inverse = unit.to(gl.float32, bitcast=True) / gl.where(visible, total, 1.0)
-        entry = batch
-        if seqlen.IS_PACKED:
-            entry = batch * 0
-        lse = gl.where(visible, (row_max + (log2(total) - SHIFT)) * LN2, -float("inf"))
-        lse_row = epilogue.lse + entry.to(gl.int64) * epilogue.stride_lb + head.to(gl.int64) * epilogue.stride_lh
-        gl.store(lse_row + (q_first + r0) + rows, lse, mask=r0 + rows < q_len)
+        visible_rows = total != 0  # a NaN is seen
+        inverse = state.unit.to(gl.float32, bitcast=True) / gl.where(visible_rows, total, 1.0)
+        lse = gl.where(visible_rows, (state.row_max + (log2(total) - SHIFT)) * LN2, -float("inf"))
+        epilogue.store_lse(lse, seqlen, work, r0, rows)
         tma.store_wait(pendings=0)  # of the tile before, long since drained
         if fp8.LAZY:
             if recompute != 0:
                 _wait_written()
         for part in gl.static_range(fp8.PARTS):
             out = acc[part] * _broadcast_rows(acc[part], inverse)
-            place = staging.index(WARPGROUP * fp8.PARTS + part)
-            if seqlen.IS_PACKED:
-                if r0 + ROWS <= q_len:
-                    epilogue.store_by_tma(out, place, entry, q_first + r0, head, part * WIDTH)
-                else:
-                    epilogue.store_from_registers(out, entry, q_first + r0, head, q_len - r0, part * WIDTH)
-            else:
-                epilogue.store_by_tma(out, place, entry, r0, head, part * WIDTH)
+            epilogue.store(out, staging.index(WARPGROUP * fp8.PARTS + part), seqlen, work, r0, part * WIDTH)
         tile_iter += 1
-        m = next_m
-        batch = next_batch
-        head = next_head
-        q_first = next_q
-        q_len = next_q_len
-        k_first = next_k
-        k_len = next_k_len
+        work = next_work
     tma.store_wait(pendings=0)

@@ -41,7 +41,7 @@ from .forward_fp8_consumer import RECOMPUTE, Fp8Scales, bit, consume, declare_vo
 from .fp8_tuning import GluonFp8Config
 from .launch import even_group, jit, rows_descriptor
 from .parameters import Epilogue, SeqlenInfo, WarpgroupConfig
-from .pipeline import make_ring
+from .pipeline import Pipelines, make_ring
 from .scheduler import TileScheduler, fetch_next, make_channel, of_lane_0, resolve
 from .tiles import LOG2E
 from .tuning import ROWS as ROWS_OF_A_WARPGROUP
@@ -56,15 +56,18 @@ def _load(ring, desc, kv_iter, head, row, column):
     """Fill a slot, as soon as it is empty."""
     ring.wait_empty(kv_iter)
     barrier = ring.expect(kv_iter, desc.block_type.nbytes)
-    tma_load(desc, [head, row, column], barrier, ring.tiles.index(kv_iter % ring.SLOTS))
+    tma_load(desc, [head, row, column], barrier, ring.tiles.index(ring.place(kv_iter)))
 
 
 @gluon.jit
-def _producer(config, seqlen, fp8, scheduler, counter, channel, queries, keys, values, q_desc, k_desc, v_desc):
+def _producer(config, seqlen, fp8, scheduler, counter, channel, pipelines, q_desc, k_desc, v_desc):
     """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ..."""
     TILE_ROWS: gl.constexpr = config.WARPGROUPS * ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
     AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
+    queries = pipelines.queries
+    keys = pipelines.keys
+    values = pipelines.values
     kv_iter = 0
     tile_iter = 0
     tile = gl.program_id(0)
@@ -80,26 +83,26 @@ def _producer(config, seqlen, fp8, scheduler, counter, channel, queries, keys, v
     third_last = tile * 1
     while tile < scheduler.tiles:
         batch_head, m = scheduler.place(tile)
-        batch, head, q_first, q_len, k_first, k_len = seqlen.sequences(batch_head)
+        work = seqlen.work_tile(m, batch_head)
         first = m * TILE_ROWS
         pending_tile = tile
         overflowed = zero
-        if first < q_len:
-            channel.send(tile_iter, m + recompute, batch, head, q_first, q_len, k_first, k_len)
-            kv_head = head // seqlen.group
-            low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), k_len, seqlen.offset_of(q_len, k_len), BLOCK_N)
+        if first < work.q_len:
+            channel.send(tile_iter, work, recompute)
+            kv_head = work.head // seqlen.group
+            low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), work.k_len, seqlen.offset_of(work), BLOCK_N)
             blocks = high - low
-            begin = first_row(seqlen, batch, k_first, k_len)
+            begin = first_row(seqlen, work.batch, work.k_first, work.k_len)
             row = begin + (high - 1) * BLOCK_N  # of the last block
             _load(keys, k_desc, kv_iter, kv_head, row, 0)
             queries.wait_empty(tile_iter)  # so all tiles before this one but `SLOTS` - 1 are done
             if fp8.LAZY:
                 overflowed = overflowed_tiles(word)
             landing = queries.expect(tile_iter, config.WARPGROUPS * q_desc.block_type.nbytes)
-            slot = (tile_iter % queries.SLOTS) * config.WARPGROUPS
-            q_row = first_row(seqlen, batch, q_first, q_len) + first
+            place = queries.place(tile_iter)
+            q_row = first_row(seqlen, work.batch, work.q_first, work.q_len) + first
             for w in gl.static_range(config.WARPGROUPS):
-                tma_load(q_desc, [head, q_row + w * ROWS, 0], landing, queries.tiles.index(slot + w))
+                tma_load(q_desc, [work.head, q_row + w * ROWS, 0], landing, queries.tiles.index(place + w))
             near_end = gl.maximum(blocks - AHEAD, 1)
             for j in range(1, near_end):
                 _load(keys, k_desc, kv_iter + j, kv_head, row - j * BLOCK_N, 0)
@@ -136,66 +139,28 @@ def _producer(config, seqlen, fp8, scheduler, counter, channel, queries, keys, v
                         tile = gl.where(looked_at == tile_iter - 1, last, older)
                         recompute = zero + RECOMPUTE
                     looked_at += 1
-    channel.send(tile_iter, zero - 1, zero, zero, zero, zero, zero, zero)
+    channel.close(tile_iter)
 
 
 @jit
 def _forward_fp8_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    o_desc,
-    out_ptr,
-    lse_ptr,
-    query_scales_ptr,
-    scales_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    count_ptr,
-    batch_heads: gl.int32,
-    tiles_m: gl.int32,
-    head_group: gl.int32,
-    tiles: gl.int32,
-    q_heads: gl.int32,
-    group: gl.int32,
-    q_len: gl.int32,
-    k_len: gl.int32,
-    offset: gl.int32,
-    left: gl.int32,
-    right: gl.int32,
-    q_rows: gl.int32,
-    k_rows: gl.int32,
-    query_scales_of_head: gl.int32,
-    blocks_of_head: gl.int32,
-    stride_ob: gl.int64,
-    stride_om: gl.int64,
-    stride_oh: gl.int64,
-    stride_lb: gl.int64,
-    stride_lh: gl.int64,
-    scale,
-    D: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
-    Q_SLOTS: gl.constexpr,
-    K_SLOTS: gl.constexpr,
-    V_SLOTS: gl.constexpr,
-    IN_TURN: gl.constexpr,
-    TWO_LEVEL: gl.constexpr,
-    APART: gl.constexpr,
-    PARTS: gl.constexpr,
-    LAZY: gl.constexpr,
-    SUMS_FIRST: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-    IS_PACKED: gl.constexpr,
-    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, query_scales_ptr, scales_ptr, cu_q_ptr, cu_k_ptr, count_ptr,
+    batch_heads: gl.int32, tiles_m: gl.int32, head_group: gl.int32, tiles: gl.int32,
+    q_heads: gl.int32, group: gl.int32, q_len: gl.int32, k_len: gl.int32, offset: gl.int32,
+    left: gl.int32, right: gl.int32, q_rows: gl.int32, k_rows: gl.int32,
+    query_scales_of_head: gl.int32, blocks_of_head: gl.int32,
+    stride_ob: gl.int64, stride_om: gl.int64, stride_oh: gl.int64, stride_lb: gl.int64, stride_lh: gl.int64, scale,
+    D: gl.constexpr, WARPGROUPS: gl.constexpr, Q_SLOTS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
+    IN_TURN: gl.constexpr, TWO_LEVEL: gl.constexpr, APART: gl.constexpr, PARTS: gl.constexpr, LAZY: gl.constexpr,
+    SUMS_FIRST: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, IS_PACKED: gl.constexpr,
+    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
     queries = make_ring(q_desc, Q_SLOTS, WARPGROUPS, WARPGROUPS)
     keys = make_ring(k_desc, K_SLOTS, 1, WARPGROUPS)
     values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
     staging = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS * PARTS] + o_desc.block_type.shape, o_desc.layout)
     channel = make_channel(WARPGROUPS)
+    pipelines = Pipelines(queries, keys, values)
     gl.static_assert(TWO_LEVEL or not LAZY, "sums in the matrix units are rescaled before weights are known")
     if LAZY:
         declare_vote()
@@ -215,32 +180,18 @@ def _forward_fp8_kernel(
     )  # fmt: skip
     # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
     if WARPGROUPS == 2:
-        gl.warp_specialize(
-            [
-                (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
-                (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
-                (
-                    _producer,
-                    (config, seqlen, fp8, scheduler, count_ptr, channel, queries, keys, values, q_desc, k_desc, v_desc),
-                ),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+        gl.warp_specialize([
+            (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
+            (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
+            (_producer, (config, seqlen, fp8, scheduler, count_ptr, channel, pipelines, q_desc, k_desc, v_desc)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
-        gl.warp_specialize(
-            [
-                (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
-                (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
-                (consume, (2, config, seqlen, fp8, epilogue, channel, count_ptr, queries, keys, values, staging)),
-                (
-                    _producer,
-                    (config, seqlen, fp8, scheduler, count_ptr, channel, queries, keys, values, q_desc, k_desc, v_desc),
-                ),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+        gl.warp_specialize([
+            (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
+            (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
+            (consume, (2, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
+            (_producer, (config, seqlen, fp8, scheduler, count_ptr, channel, pipelines, q_desc, k_desc, v_desc)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def bind_fp8(

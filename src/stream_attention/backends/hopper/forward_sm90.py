@@ -33,15 +33,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...base.problem import UNBOUNDED, Forward, Inputs, Problem
-from ...gpu.arguments import FAR, UNIT, line_strides, named, row_strides, sample, scale_of, slope_stride, tanh
+from ...gpu.arguments import FAR, UNIT, line_strides, named, row_strides, sample
 from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.scratch import OUTPUT_STRIDES, Outputs, Sample
 from ...gpu.tail import bind_start, resized_start
 from .forward_consumer import consume
-from .launch import even_group, jit, rows_descriptor, scales_late
+from .launch import config_constants, even_group, jit, rows_descriptor, score_arguments
 from .parameters import Epilogue, ScoreMod, SeqlenInfo, WarpgroupConfig
-from .pipeline import load_rows, make_ring
+from .pipeline import Pipelines, load_rows, make_ring
 from .scheduler import TileScheduler, fetch_next, make_channel, resolve
 from .tuning import ROWS as ROWS_OF_A_WARPGROUP
 from .tuning import GluonConfig, joining, loads_masked_kv, masks_beyond_first_block, tile_widths
@@ -54,18 +54,16 @@ JOINED_WIDTH = 128
 
 
 @gluon.jit
-def _load_pairs(first, last, k_iter, v_iter, keys, values, k_desc, v_desc, entry, row, kv_head):
+def _load_pairs(first, last, k_iter, v_iter, pipelines, k_desc, v_desc, entry, row, kv_head):
     """Blocks `first` to before `last` of K, and of V those before them; `row` is that of block 0."""
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
     for j in range(first, last):
-        load_rows(keys, k_desc, k_iter + j, entry, row - j * BLOCK_N, kv_head)
-        load_rows(values, v_desc, v_iter + j - 1, entry, row - (j - 1) * BLOCK_N, kv_head)
+        load_rows(pipelines.keys, k_desc, k_iter + j, entry, row - j * BLOCK_N, kv_head)
+        load_rows(pipelines.values, v_desc, v_iter + j - 1, entry, row - (j - 1) * BLOCK_N, kv_head)
 
 
 @gluon.jit
-def _producer(
-    config, seqlen, epilogue, scheduler, counter, channel, queries, keys, values, states, q_desc, k_desc, v_desc
-):
+def _producer(config, seqlen, epilogue, scheduler, counter, channel, pipelines, states, q_desc, k_desc, v_desc):
     """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ...
 
     States that are joined come in the middle of a tile, when everybody is done with those of the tile before and nobody
@@ -76,128 +74,79 @@ def _producer(
     BORROWED: gl.constexpr = epilogue.borrowed(config.WARPGROUPS)
     SKIPPED: gl.constexpr = (TILE_ROWS - ROWS + BLOCK_N - 1) // BLOCK_N  # blocks of a tile that not all see, at most
     AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
+    queries = pipelines.queries
+    keys = pipelines.keys
+    values = pipelines.values
     kv_iter = 0  # slots of K and V filled so far
     tile_iter = 0  # tiles
     tile = gl.program_id(0)
     while tile < scheduler.tiles:
         batch_head, m = scheduler.place(tile)
-        batch, head, q_first, q_len, k_first, k_len = seqlen.sequences(batch_head)
+        work = seqlen.work_tile(m, batch_head)
         first = m * TILE_ROWS
         pending_tile = tile
-        if first < q_len:
-            channel.send(tile_iter, m, batch, head, q_first, q_len, k_first, k_len)
-            kv_head = head // seqlen.group
-            entry = batch
-            if seqlen.IS_PACKED:
-                entry = batch * 0
-            offset = seqlen.offset_of(q_len, k_len)
-            low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), k_len, offset, BLOCK_N)
+        if first < work.q_len:
+            channel.send(tile_iter, work)
+            kv_head = work.head // seqlen.group
+            entry = seqlen.entry(work)
+            offset = seqlen.offset_of(work)
+            low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), work.k_len, offset, BLOCK_N)
             blocks = high - low
-            row = k_first + (high - 1) * BLOCK_N  # of the last block
+            row = work.k_first + (high - 1) * BLOCK_N  # of the last block
             k_iter = kv_iter + tile_iter * BORROWED
             load_rows(keys, k_desc, k_iter, entry, row, kv_head)
             queries.wait_empty(tile_iter)
             landing = queries.expect(tile_iter, config.WARPGROUPS * q_desc.block_type.nbytes)
-            slot = (tile_iter % queries.SLOTS) * config.WARPGROUPS
+            place = queries.place(tile_iter)
             for w in gl.static_range(config.WARPGROUPS):
-                tma_load(q_desc, [entry, q_first + first + w * ROWS, head, 0], landing, queries.tiles.index(slot + w))
+                q_row = work.q_first + first + w * ROWS
+                tma_load(q_desc, [entry, q_row, work.head, 0], landing, queries.tiles.index(place + w))
             near_end = gl.maximum(blocks - AHEAD, 1)
             loaded = 1
             if epilogue.STATES > 0:
                 # Not before the keys that a consumer waits for until it lets go of the state of the tile before.
                 middle = gl.minimum(gl.maximum(blocks // 2, SKIPPED + 1), blocks)
                 near_end = gl.maximum(near_end, middle)
-                _load_pairs(1, middle, k_iter, kv_iter, keys, values, k_desc, v_desc, entry, row, kv_head)
+                _load_pairs(1, middle, k_iter, kv_iter, pipelines, k_desc, v_desc, entry, row, kv_head)
                 states.wait_empty(tile_iter)
                 landing = states.expect(tile_iter, epilogue.STATES * epilogue.o_desc.block_type.nbytes)
                 for w in gl.static_range(epilogue.STATES):
-                    tma_load(epilogue.o_desc, [entry, first + w * ROWS, head, 0], landing, states.tiles.index(w))
+                    tma_load(epilogue.o_desc, [entry, first + w * ROWS, work.head, 0], landing, states.tiles.index(w))
                 loaded = middle
-            _load_pairs(loaded, near_end, k_iter, kv_iter, keys, values, k_desc, v_desc, entry, row, kv_head)
+            _load_pairs(loaded, near_end, k_iter, kv_iter, pipelines, k_desc, v_desc, entry, row, kv_head)
             pending_tile = fetch_next(counter)
-            _load_pairs(near_end, blocks, k_iter, kv_iter, keys, values, k_desc, v_desc, entry, row, kv_head)
+            _load_pairs(near_end, blocks, k_iter, kv_iter, pipelines, k_desc, v_desc, entry, row, kv_head)
             if BORROWED > 0:
                 keys.wait_empty(k_iter + blocks)
                 landing = keys.expect(k_iter + blocks, epilogue.o_desc.block_type.nbytes)
-                place = as_tile_of(epilogue.o_desc, keys.tiles.index((k_iter + blocks) % keys.SLOTS))
-                tma_load(epilogue.o_desc, [entry, first + epilogue.STATES * ROWS, head, 0], landing, place)
-            load_rows(values, v_desc, kv_iter + blocks - 1, entry, k_first + low * BLOCK_N, kv_head)
+                place = as_tile_of(epilogue.o_desc, keys.tiles.index(keys.place(k_iter + blocks)))
+                tma_load(epilogue.o_desc, [entry, first + epilogue.STATES * ROWS, work.head, 0], landing, place)
+            load_rows(values, v_desc, kv_iter + blocks - 1, entry, work.k_first + low * BLOCK_N, kv_head)
             kv_iter += blocks
             tile_iter += 1
         else:  # a sequence of the pack that is shorter
             pending_tile = fetch_next(counter)
         tile = resolve(pending_tile)
-    zero = kv_iter * 0
-    channel.send(tile_iter, zero - 1, zero, zero, zero, zero, zero, zero)
+    channel.close(tile_iter)
 
 
 @jit
 def _forward_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    o_desc,
-    out_ptr,
-    lse_ptr,
-    sink_ptr,
-    slopes_ptr,
-    row_words_ptr,
-    col_words_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    counter_ptr,
-    write_lse: gl.int32,
-    batch_heads: gl.int32,
-    tiles_m: gl.int32,
-    head_group: gl.int32,
-    tiles: gl.int32,
-    q_heads: gl.int32,
-    group: gl.int32,
-    q_len: gl.int32,
-    k_len: gl.int32,
-    offset: gl.int32,
-    left: gl.int32,
-    right: gl.int32,
-    q_rows: gl.int32,
-    k_rows: gl.int32,
-    stride_ob: gl.int64,
-    stride_om: gl.int64,
-    stride_oh: gl.int64,
-    stride_lb: gl.int64,
-    stride_lh: gl.int64,
-    stride_ab: gl.int64,
-    stride_rb: gl.int64,
-    stride_rh: gl.int64,
-    stride_cb: gl.int64,
-    stride_ch: gl.int64,
-    threshold: gl.uint32,
-    scale,
-    softcap,
-    dropout_scale,
-    DV: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
-    Q_SLOTS: gl.constexpr,
-    K_SLOTS: gl.constexpr,
-    V_SLOTS: gl.constexpr,
-    BY_TMA: gl.constexpr,
-    IN_TURN: gl.constexpr,
-    RESCALE_LATE: gl.constexpr,
-    KEYS_FIRST: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-    HAS_ALIBI: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    HAS_DROPOUT: gl.constexpr,
-    IS_PACKED: gl.constexpr,
-    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr,
-    LOADS_MASKED_KV: gl.constexpr,
-    SCALE_LATE: gl.constexpr,
-    TANH: gl.constexpr,
-    STATES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, sink_ptr, slopes_ptr, row_words_ptr, col_words_ptr,
+    cu_q_ptr, cu_k_ptr, counter_ptr,
+    write_lse: gl.int32, batch_heads: gl.int32, tiles_m: gl.int32, head_group: gl.int32, tiles: gl.int32,
+    q_heads: gl.int32, group: gl.int32, q_len: gl.int32, k_len: gl.int32, offset: gl.int32,
+    left: gl.int32, right: gl.int32, q_rows: gl.int32, k_rows: gl.int32,
+    stride_ob: gl.int64, stride_om: gl.int64, stride_oh: gl.int64, stride_lb: gl.int64, stride_lh: gl.int64,
+    stride_ab: gl.int64, stride_rb: gl.int64, stride_rh: gl.int64, stride_cb: gl.int64, stride_ch: gl.int64,
+    dropout_threshold: gl.uint32, scale, softcap, dropout_scale,
+    DV: gl.constexpr, WARPGROUPS: gl.constexpr, Q_SLOTS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
+    BY_TMA: gl.constexpr, IN_TURN: gl.constexpr, RESCALE_LATE: gl.constexpr, KEYS_FIRST: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_SINK: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, HAS_DROPOUT: gl.constexpr, IS_PACKED: gl.constexpr,
+    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr, LOADS_MASKED_KV: gl.constexpr, SCALE_LATE: gl.constexpr,
+    TANH: gl.constexpr, STATES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
     queries = make_ring(q_desc, Q_SLOTS, WARPGROUPS, WARPGROUPS)
     keys = make_ring(k_desc, K_SLOTS, 1, WARPGROUPS)
     values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
@@ -205,16 +154,16 @@ def _forward_kernel(
     if STATES > 0:
         states = make_ring(o_desc, 1, STATES, STATES)
     channel = make_channel(WARPGROUPS)
+    pipelines = Pipelines(queries, keys, values)
     config = WarpgroupConfig(WARPGROUPS, IN_TURN, RESCALE_LATE, KEYS_FIRST)
     scheduler = TileScheduler(batch_heads, tiles_m, head_group, tiles)
-    counter = counter_ptr
     seqlen = SeqlenInfo(
         q_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows,
         HAS_LEFT, HAS_RIGHT, IS_PACKED, MASKS_BEYOND_FIRST_BLOCK, LOADS_MASKED_KV,
     )  # fmt: skip
     score_mod = ScoreMod(
         scale, softcap, slopes_ptr, stride_ab, row_words_ptr, stride_rb, stride_rh, col_words_ptr, stride_cb, stride_ch,
-        threshold, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, TANH, SCALE_LATE,
+        dropout_threshold, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, TANH, SCALE_LATE,
     )  # fmt: skip
     epilogue = Epilogue(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, write_lse, sink_ptr,
@@ -222,60 +171,22 @@ def _forward_kernel(
     )  # fmt: skip
     # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
     if WARPGROUPS == 2:
-        gl.warp_specialize(
-            [
-                (consume, (0, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
-                (consume, (1, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
-                (
-                    _producer,
-                    (
-                        config,
-                        seqlen,
-                        epilogue,
-                        scheduler,
-                        counter,
-                        channel,
-                        queries,
-                        keys,
-                        values,
-                        states,
-                        q_desc,
-                        k_desc,
-                        v_desc,
-                    ),
-                ),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+        gl.warp_specialize([
+            (consume, (0, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
+            (consume, (1, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
+            (_producer, (
+                config, seqlen, epilogue, scheduler, counter_ptr, channel, pipelines, states, q_desc, k_desc, v_desc,
+            )),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
-        gl.warp_specialize(
-            [
-                (consume, (0, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
-                (consume, (1, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
-                (consume, (2, config, seqlen, score_mod, epilogue, channel, queries, keys, values, states)),
-                (
-                    _producer,
-                    (
-                        config,
-                        seqlen,
-                        epilogue,
-                        scheduler,
-                        counter,
-                        channel,
-                        queries,
-                        keys,
-                        values,
-                        states,
-                        q_desc,
-                        k_desc,
-                        v_desc,
-                    ),
-                ),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+        gl.warp_specialize([
+            (consume, (0, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
+            (consume, (1, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
+            (consume, (2, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
+            (_producer, (
+                config, seqlen, epilogue, scheduler, counter_ptr, channel, pipelines, states, q_desc, k_desc, v_desc,
+            )),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def prepare(problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward:
@@ -376,9 +287,7 @@ def _bind(
     """The kernel as a function of inputs, of what is computed before, of results and a counter of tiles, which is 0.
 
     Where there is no tensor, the LSE stands in for it, unread."""
-    slopes, sink, _, cu_q, cu_k = inputs[5:]
-    _, _, row_words, col_words = before.samples
-    packed = problem.packed
+    sink, packed = inputs.sink, problem.packed
     counter = sample((1,), torch.int32)
     by_tma = config.by_tma or states > 0
     grid, sizes = _sizes(problem, inputs, config, Outputs(out, lse, False), by_tma)
@@ -401,41 +310,14 @@ def _bind(
         out_ptr=out,
         lse_ptr=lse,
         sink_ptr=lse if sink is None else sink,
-        slopes_ptr=lse if slopes is None else slopes,
-        row_words_ptr=lse if row_words is None else row_words,
-        col_words_ptr=lse if col_words is None else col_words,
-        cu_q_ptr=lse if cu_q is None else cu_q,
-        cu_k_ptr=lse if cu_k is None else cu_k,
         counter_ptr=counter,
         write_lse=1,
         q_heads=problem.q_heads,
-        group=problem.group,
-        stride_ab=slope_stride(slopes),
-        **named("stride_rb stride_rh", line_strides(row_words, packed)),
-        **named("stride_cb stride_ch", line_strides(col_words, packed)),
-        threshold=int(problem.dropout_p * 2**32),
-        scale=scale_of(problem),
-        softcap=problem.softcap,
-        dropout_scale=1.0 / (1.0 - problem.dropout_p),
         DV=problem.value_dim,
-        WARPGROUPS=config.warpgroups,
-        Q_SLOTS=config.q_slots,
-        K_SLOTS=config.k_slots,
-        V_SLOTS=config.v_slots,
-        BY_TMA=config.by_tma,
-        IN_TURN=config.in_turn,
-        RESCALE_LATE=config.rescale_late,
-        KEYS_FIRST=config.keys_first,
-        HAS_ALIBI=slopes is not None,
         HAS_SINK=sink is not None,
-        HAS_SOFTCAP=problem.softcap != 0.0,
-        HAS_DROPOUT=problem.dropout_p != 0.0,
-        IS_PACKED=packed,
-        SCALE_LATE=scales_late(problem),
-        TANH=tanh(problem),
         STATES=states,
-        CONSUMER_REGISTERS=config.consumer_registers,
-        PRODUCER_REGISTERS=config.producer_registers,
+        **score_arguments(problem, inputs, before, lse),
+        **config_constants(_kernel, config),
     )
 
 

@@ -9,9 +9,10 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...base.problem import Problem
-from ...gpu.arguments import scale_of
-from ...gpu.launch import Descriptor
+from ...base.problem import Inputs, Problem
+from ...gpu.arguments import line_strides, named, scale_of, score_params, slope_stride, tanh
+from ...gpu.launch import Descriptor, Kernel
+from ...gpu.prepass import Prepass
 
 
 def jit(function: Any) -> Any:
@@ -66,6 +67,40 @@ def even_group(lines: int, fitting: int) -> int:
     """How many lines are worked on together where `fitting` may be: in groups of about the same size."""
     groups = -(-lines // min(fitting, lines))
     return -(-lines // groups)
+
+
+def config_constants(kernel: Kernel, config: Any) -> dict[str, Any]:
+    """The fields of a configuration that are constexprs of a kernel, under the same names in capitals."""
+    fields = {name.upper(): value for name, value in config._asdict().items()}
+    return {name: value for name, value in fields.items() if name in kernel.constants}
+
+
+def score_arguments(problem: Problem, inputs: Inputs, before: Prepass, stand_in: Any) -> dict[str, Any]:
+    """What modifies scores, and where sequences of a pack begin, as forward and backward take it. Where there is no
+    tensor, `stand_in` is, unread."""
+    slopes, packed = inputs.alibi_slopes, problem.packed
+    _, _, row_words, col_words = before.samples
+    tensors = {
+        "slopes_ptr": slopes,
+        "row_words_ptr": row_words,
+        "col_words_ptr": col_words,
+        "cu_q_ptr": inputs.cu_seqlens_q,
+        "cu_k_ptr": inputs.cu_seqlens_k,
+    }
+    return {
+        **{name: stand_in if tensor is None else tensor for name, tensor in tensors.items()},
+        **score_params(problem),
+        "group": problem.group,
+        "stride_ab": slope_stride(slopes),
+        **named("stride_rb stride_rh", line_strides(row_words, packed)),
+        **named("stride_cb stride_ch", line_strides(col_words, packed)),
+        "HAS_ALIBI": slopes is not None,
+        "HAS_SOFTCAP": problem.softcap != 0.0,
+        "HAS_DROPOUT": problem.dropout_p != 0.0,
+        "IS_PACKED": packed,
+        "SCALE_LATE": scales_late(problem),
+        "TANH": tanh(problem),
+    }
 
 
 def scales_late(problem: Problem) -> bool:

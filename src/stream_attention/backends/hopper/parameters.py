@@ -7,10 +7,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
+from .scheduler import WorkTile
 from .tiles import LOG2E, packed_rows, subtract_alibi, tanh
+from .tuning import ROWS as ROWS_OF_A_WARPGROUP
 from .versions import aggregate, as_tile_of, tma_store
 
 UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
+ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 
 
 @aggregate
@@ -45,23 +48,31 @@ class SeqlenInfo:
     LOADS_MASKED_KV: gl.constexpr  # TMA loads rows of V that are masked for every query
 
     @gluon.jit
-    def sequences(self, batch_head):
-        """(batch entry, head, first row and length of the queries, of the keys) of a line."""
+    def work_tile(self, index, batch_head):
+        """A tile of one head of one batch entry."""
         batch = batch_head // self.q_heads
         head = batch_head - batch * self.q_heads
         if self.IS_PACKED:
             q_first, q_len = packed_rows(self.cu_q + batch, self.q_rows)
             k_first, k_len = packed_rows(self.cu_k + batch, self.k_rows)
-            return batch, head, q_first, q_len, k_first, k_len
+            return WorkTile(index, batch, head, q_first, q_len, k_first, k_len)
         else:
             zero = self.q_len * 0
-            return batch, head, zero, self.q_len, zero, self.k_len
+            return WorkTile(index, batch, head, zero, self.q_len, zero, self.k_len)
 
     @gluon.jit
-    def offset_of(self, q_len, k_len):
+    def entry(self, work):
+        """The batch entry of descriptors and strides: a pack is one."""
+        if self.IS_PACKED:
+            return work.batch * 0
+        else:
+            return work.batch
+
+    @gluon.jit
+    def offset_of(self, work):
         """Position of query 0 less that of key 0: the last ones of a packed sequence stand at the same place."""
         if self.IS_PACKED:
-            return k_len - q_len
+            return work.k_len - work.q_len
         else:
             return self.offset
 
@@ -75,6 +86,80 @@ class SeqlenInfo:
         if self.HAS_RIGHT:
             end = gl.minimum(k_len, last + offset + self.right + 1)
         return low, gl.maximum((end + BLOCK_N - 1) // BLOCK_N, low + 1)
+
+    @gluon.jit
+    def own_blocks(self, index, work, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr):
+        """(first row of a warpgroup in tile `index`, lowest and one past the highest block of keys that the tile sees,
+        how many of them other warpgroups see and this one does not)."""
+        first = index * (WARPGROUPS * ROWS)
+        offset = self.offset_of(work)
+        low, high = self.blocks(first, first + (WARPGROUPS * ROWS - 1), work.k_len, offset, BLOCK_N)
+        row = first + WARPGROUP * ROWS
+        skipped = work.k_len * 0
+        if self.HAS_RIGHT:
+            _, own_high = self.blocks(row, row + (ROWS - 1), work.k_len, offset, BLOCK_N)
+            skipped = gl.maximum(high - own_high, 0)
+        return row, low, high, skipped
+
+    @gluon.jit
+    def visible_keys(self, q_len, k_len, offset):
+        """(first, one past the last) key that some query of a sequence sees."""
+        floor = k_len * 0
+        limit = k_len
+        if self.HAS_LEFT:
+            floor = gl.maximum(offset - self.left, 0)
+        if self.HAS_RIGHT:
+            limit = gl.minimum(limit, q_len + offset + self.right)
+        return floor, limit
+
+    @gluon.jit
+    def key_range(self, first, rows, k_len, offset):
+        """The keys that the rows of a warpgroup from `first` on see, which `rows` numbers."""
+        limit = gl.zeros_like(rows) + k_len
+        full_limit = k_len
+        if self.HAS_RIGHT:
+            limit = gl.minimum(limit, (first + offset + self.right + 1) + rows)
+            full_limit = gl.minimum(k_len, first + offset + self.right + 1)
+        floor = limit
+        full_floor = k_len
+        if self.HAS_LEFT:
+            floor = (first + offset - self.left) + rows
+            full_floor = first + (ROWS - 1) + offset - self.left
+        return KeyRange(limit, floor, full_limit, full_floor, self.HAS_LEFT)
+
+
+@aggregate
+class KeyRange:
+    """The keys that some rows see, and the range that all of them see."""
+
+    limit: gl.tensor  # of each row: one past the last key that it sees
+    floor: gl.tensor  # and the first, where there is a left edge
+    full_limit: gl.tensor  # one past the last key that all rows see
+    full_floor: gl.tensor
+    HAS_LEFT: gl.constexpr
+
+    @gluon.jit
+    def cuts(self, start, BLOCK_N: gl.constexpr):
+        """Whether some row does not see some key of the block from `start` on."""
+        is_cut = start + BLOCK_N > self.full_limit
+        if self.HAS_LEFT:
+            is_cut = is_cut | (start < self.full_floor)
+        return is_cut
+
+    @gluon.jit
+    def mask(self, scores, start, columns):
+        """-inf where a row does not see a key of the block from `start` on."""
+        visible = (start + columns)[None, :] < self.limit[:, None]
+        if self.HAS_LEFT:
+            visible = visible & ((start + columns)[None, :] >= self.floor[:, None])
+        return gl.where(visible, scores, float("-inf"))
+
+    @gluon.jit
+    def mask_where_cut(self, scores, start, columns):
+        """The same, for which most blocks pay one branch."""
+        if self.cuts(start, scores.shape[1]):
+            scores = self.mask(scores, start, columns)
+        return scores
 
 
 @aggregate
@@ -169,6 +254,25 @@ class Epilogue:
         inside = (batch_head < rows_left)[:, None] & (column < self.DV)[None, :]
         pointers = self.out + units[:, None] * UNIT + column[None, :]
         gl.store(pointers, out.to(self.out.dtype.element_ty), mask=inside)
+
+    @gluon.jit
+    def store(self, out, place, seqlen, work, row, first_column: gl.constexpr = 0):
+        """Write a tile whose first row is `row`: through `place` by TMA, if that writes no rows of others."""
+        entry = seqlen.entry(work)
+        if seqlen.IS_PACKED:
+            if row + out.shape[0] <= work.q_len:
+                self.store_by_tma(out, place, entry, work.q_first + row, work.head, first_column)
+            else:
+                self.store_from_registers(out, entry, work.q_first + row, work.head, work.q_len - row, first_column)
+        else:
+            self.store_by_tma(out, place, entry, row, work.head, first_column)
+
+    @gluon.jit
+    def store_lse(self, lse, seqlen, work, row, rows):
+        """Write the LSE of the rows from `row` on, which `rows` numbers."""
+        entry = seqlen.entry(work)
+        line = self.lse + entry.to(gl.int64) * self.stride_lb + work.head.to(gl.int64) * self.stride_lh
+        gl.store(line + (work.q_first + row) + rows, lse, mask=row + rows < work.q_len)
 
     @gluon.jit
     def previous_lse(self, rows, entry, row, head, rows_left):

@@ -24,6 +24,21 @@ class Ring:
     SLOTS: gl.constexpr
 
     @gluon.jit
+    def place(self, iteration, TILE: gl.constexpr = 0):
+        """The number of a tile of a slot, among all tiles."""
+        TILES: gl.constexpr = self.tiles.shape[0] // self.SLOTS
+        return (iteration % self.SLOTS) * TILES + TILE
+
+    @gluon.jit
+    def matrix(self, place):
+        """A tile as rows and columns."""
+        return self.tiles.index(place).reshape([self.tiles.shape[2], self.tiles.shape[-1]])
+
+    @gluon.jit
+    def tile(self, iteration, TILE: gl.constexpr = 0):
+        return self.matrix(self.place(iteration, TILE))
+
+    @gluon.jit
     def wait_full(self, iteration, pred=True):
         mbarrier.wait(self.full.index(iteration % self.SLOTS), (iteration // self.SLOTS) & 1, pred=pred)
 
@@ -31,6 +46,12 @@ class Ring:
     def release(self, iteration, pred=True):
         """One consumer has no more use for the slot."""
         mbarrier.arrive(self.empty.index(iteration % self.SLOTS), count=1, pred=pred)
+
+    @gluon.jit
+    def skip(self, iteration):
+        """One consumer has no use for the slot."""
+        self.wait_full(iteration)
+        self.release(iteration)
 
     @gluon.jit
     def wait_empty(self, iteration):
@@ -61,7 +82,16 @@ def load_rows(ring, desc, iteration, batch, row, head):
     """Fill a slot with rows of one head, as soon as it is empty. Rows that do not exist come as zeros."""
     ring.wait_empty(iteration)
     barrier = ring.expect(iteration, desc.block_type.nbytes)
-    tma_load(desc, [batch, row, head, 0], barrier, ring.tiles.index(iteration % ring.SLOTS))
+    tma_load(desc, [batch, row, head, 0], barrier, ring.tiles.index(ring.place(iteration)))
+
+
+@aggregate
+class Pipelines:
+    """The rings of a forward."""
+
+    queries: Ring
+    keys: Ring
+    values: Ring
 
 
 # Named barriers. Triton takes 0 for the first role and the next ones for the others; 8 and up are nobody's.

@@ -58,46 +58,60 @@ def resolve(pending_tile):
     return of_lane_0(pending_tile) + gl.num_programs(0)
 
 
+@aggregate
+class WorkTile:
+    """Where a tile is."""
+
+    index: gl.tensor  # of the tile of queries, in the backward of keys; -1: there are no more; FP8 marks some
+    batch: gl.tensor
+    head: gl.tensor  # of queries, in the backward of keys
+    q_first: gl.tensor  # first row and length of the queries ...
+    q_len: gl.tensor
+    k_first: gl.tensor  # ... and of the keys
+    k_len: gl.tensor
+
+    @gluon.jit
+    def is_valid(self):
+        return self.index >= 0
+
+
 WORDS = gl.constexpr(7)
 
 
 @aggregate
 class WorkTileChannel:
-    """Two slots through which the producer tells the consumers where their next tile is, in `WORDS` numbers: the tile
-    of queries (-1: no more; FP8 marks some), batch entry, head, first row and length of queries, and of keys."""
+    """Two slots through which the producer tells the consumers their next tile, in `WORDS` numbers."""
 
     words: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.jit
-    def send(self, k, m, batch, head, q_first, q_len, k_first, k_len):
-        """Producer: the k-th message."""
+    def send(self, k, work, mark=0):
+        """Producer: the k-th message. `mark` is added to the tile's index."""
+        words = (work.index + mark, work.batch, work.head, work.q_first, work.q_len, work.k_first, work.k_len)
         slot = k % 2
         mbarrier.wait(self.empty.index(slot), ((k // 2) & 1) ^ 1)
-        self._write(slot, 0, m)
-        self._write(slot, 1, batch)
-        self._write(slot, 2, head)
-        self._write(slot, 3, q_first)
-        self._write(slot, 4, q_len)
-        self._write(slot, 5, k_first)
-        self._write(slot, 6, k_len)
+        for word in gl.static_range(WORDS):
+            self._write(slot, word, words[word])
         mbarrier.arrive(self.full.index(slot), count=1)
+
+    @gluon.jit
+    def close(self, k):
+        """Producer: the k-th message is that there are no more tiles."""
+        zero = k * 0
+        self.send(k, WorkTile(zero - 1, zero, zero, zero, zero, zero, zero))
 
     @gluon.jit
     def receive(self, k, WARPS: gl.constexpr = 4):
         """Consumer, of so many warps: the k-th message."""
         slot = k % 2
         mbarrier.wait(self.full.index(slot), (k // 2) & 1)
-        m = self._read(WARPS, slot, 0)
-        batch = self._read(WARPS, slot, 1)
-        head = self._read(WARPS, slot, 2)
-        q_first = self._read(WARPS, slot, 3)
-        q_len = self._read(WARPS, slot, 4)
-        k_first = self._read(WARPS, slot, 5)
-        k_len = self._read(WARPS, slot, 6)
+        words = ()
+        for word in gl.static_range(WORDS):
+            words = words + (self._read(WARPS, slot, word),)  # type: ignore[assignment]
         mbarrier.arrive(self.empty.index(slot), count=1)
-        return m, batch, head, q_first, q_len, k_first, k_len
+        return WorkTile(*words)  # type: ignore[call-arg]
 
     @gluon.jit
     def _write(self, slot, word: gl.constexpr, value):

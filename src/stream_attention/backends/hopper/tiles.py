@@ -8,6 +8,12 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
 
+@gluon.constexpr_function
+def accumulator(columns, width=16):
+    """How a warpgroup holds a product of 64 rows; `width`: columns of the first factor that an instruction takes."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, width])
+
+
 @gluon.jit
 def packed_rows(cu_ptr, rows):
     """First row and length of a packed sequence, held within the pack whatever the offsets say."""
@@ -67,15 +73,6 @@ def dropout_keep(row_words, col_words, threshold):
 
 
 @gluon.jit
-def mask_scores(scores, k_pos, floor, limit, HAS_LEFT: gl.constexpr):
-    """-inf where a row does not see a key: keys from `floor` to before `limit` are seen."""
-    visible = k_pos[None, :] < limit[:, None]
-    if HAS_LEFT:
-        visible = visible & (k_pos[None, :] >= floor[:, None])
-    return gl.where(visible, scores, float("-inf"))
-
-
-@gluon.jit
 def row_sums(p):
     """Sums of a row as eight partial sums that need no other lane; added up once, at the end."""
     rows: gl.constexpr = p.shape[0]
@@ -90,20 +87,29 @@ def opaque(x):
 
 
 @gluon.jit
-def clear_masked_values(values, kv_iter, start, floor, limit):
-    """Zero the rows of a block of V that no query sees, where it has any: their weight is 0, but 0 * NaN is NaN.
+def clear_rows(tile, start, floor, limit):
+    """Zero the rows of a tile before `floor` and from `limit` on, where it has any; its first row is `start`.
 
-    Keys from `floor` to before `limit` are seen by some query. Every consumer writes the same, so nobody waits.
+    Their weight is 0, but they may be NaN, and 0 * NaN is NaN. Every consumer writes the same, so nobody waits.
     """
-    BLOCK_N: gl.constexpr = values.tiles.shape[2]
-    BLOCK_DV: gl.constexpr = values.tiles.shape[4]
+    if (start < floor) | (start + tile.shape[0] > limit):
+        _clear(tile, start, floor, limit)
+
+
+@gluon.jit
+def clear_rows_of_slot(ring, iteration, start, floor, limit):
+    """The same of the tile of a slot, which is waited for only then."""
+    if (start < floor) | (start + ring.tiles.shape[2] > limit):
+        ring.wait_full(iteration)
+        _clear(ring.tile(iteration), start, floor, limit)
+
+
+@gluon.jit
+def _clear(tile, start, floor, limit):
     CHUNK: gl.constexpr = 16  # rows at a time, to need few registers
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    if (start < floor) | (start + BLOCK_N > limit):
-        values.wait_full(kv_iter)
-        tile = values.tiles.index(kv_iter % values.SLOTS).reshape([BLOCK_N, BLOCK_DV])
-        for chunk in gl.static_range(BLOCK_N // CHUNK):
-            part = tile.slice(chunk * CHUNK, CHUNK, 0)
-            row = start + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-            part.store(gl.where(((row >= floor) & (row < limit))[:, None], part.load(layout), 0.0))
-        fence_async_shared()
+    for chunk in gl.static_range(tile.shape[0] // CHUNK):
+        rows = tile.slice(chunk * CHUNK, CHUNK, dim=0)
+        row = start + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+        rows.store(gl.where(((row >= floor) & (row < limit))[:, None], rows.load(layout), 0.0))
+    fence_async_shared()
