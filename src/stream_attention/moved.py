@@ -34,7 +34,7 @@ RENAMED = {
 LAYERED = {
     f"stream_attention.{old}": f"stream_attention.{new}"
     for old, new in {
-        **{name: f"base.{name}" for name in ("device", "errors", "files", "problem", "state")},
+        **{name: f"base.{name}" for name in ("device", "errors", "problem", "state")},
         "cache_views": "base.kv_layouts",
         "cache_views.codes": "base.kv_layouts.quantized_tensor",
         "kernels": "backends",
@@ -68,6 +68,7 @@ MOVED = {
     **_moved("distributed", "cluster", "calibrate planner speed traffic trial"),
     "stream_attention.distributed.demo": "stream_attention_tools.cli.demo",
     "stream_attention.testing": "stream_attention_tools.testing",
+    **{f"stream_attention.{old}": "stream_attention_tools.files" for old in ("files", "base.files")},
     **LAYERED,
     "stream_attention.tuning.search": "stream_attention_tools.tune",
     **_moved("utils", "memory", "allocator estimate profiler timeline"),
