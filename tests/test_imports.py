@@ -43,7 +43,7 @@ TOOL_LAYERS = (
     ("bench",),
     ("testing",),
     ("memory",),
-    ("files",),
+    ("files", "warmup"),
 )
 TOOL_RANK = {name: -depth for depth, layer in enumerate(TOOL_LAYERS) for name in layer}
 

@@ -70,6 +70,7 @@ MOVED = {
     "stream_attention.testing": "stream_attention_tools.testing",
     **{f"stream_attention.{old}": "stream_attention_tools.files" for old in ("files", "base.files")},
     **LAYERED,
+    "stream_attention.ops.warmup": "stream_attention_tools.warmup",
     "stream_attention.tuning.search": "stream_attention_tools.tune",
     **_moved("utils", "memory", "allocator estimate profiler timeline"),
 }
