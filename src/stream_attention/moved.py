@@ -66,6 +66,8 @@ MOVED = {
     "stream_attention.benchmark.overview": "stream_attention_tools.report.readme_report",
     "stream_attention.cli": "stream_attention_tools.cli",
     **_moved("distributed", "cluster", "calibrate planner speed traffic trial"),
+    "stream_attention.core._measure": "stream_attention_tools.module_timing",
+    "stream_attention.core.flashattention_v3": "stream_attention_tools.baseline",
     "stream_attention.distributed.demo": "stream_attention_tools.cli.demo",
     "stream_attention.testing": "stream_attention_tools.testing",
     **{f"stream_attention.{old}": "stream_attention_tools.files" for old in ("files", "base.files")},
@@ -76,8 +78,11 @@ MOVED = {
 }
 """Old name -> new name, of modules and of packages with all that is in them."""
 
-KEPT = ("stream_attention.cli", "stream_attention.utils.estimate", "stream_attention.utils.profiler")
-"""Old names that are not deprecated: commands, and what `stream_attention.utils.memory` offers."""
+KEPT = tuple(
+    f"stream_attention.{name}"
+    for name in ("cli", "core._measure", "core.flashattention_v3", "utils.estimate", "utils.profiler")
+)
+"""Old names that are not deprecated: commands, and instruments that `core` and `utils.memory` offer."""
 
 
 def new_name(old: str) -> str | None:

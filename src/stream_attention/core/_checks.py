@@ -1,13 +1,14 @@
-"""Checks that several modules share."""
+"""Checks that several modules share, and what times them."""
 
 from __future__ import annotations
 
 import dataclasses
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
-from ..base.errors import refuse
+from ..base.errors import check_int, refuse
 from ..dispatch.validate import is_tensor
 from .config import StreamAttentionConfig
 
@@ -48,3 +49,14 @@ def check_length(config: StreamAttentionConfig, keys: int, where: str = " on all
     if keys > config.max_sequence_length:
         limit = f"at most max_sequence_length={config.max_sequence_length} keys{where}"
         refuse("key", limit, keys, "Raise it in the StreamAttentionConfig.")
+
+
+def check_counts(**counts: int) -> None:
+    """Refuse sizes and repetitions that are not ints of at least 1."""
+    for name, count in counts.items():
+        check_int(name, count, 1)
+
+
+def timing() -> Any:
+    """What the modules' benchmarks are made of: an instrument, found by `moved` and imported when one is called."""
+    return import_module("._measure", __package__)

@@ -18,9 +18,8 @@ from ..dispatch import validate
 from ..dispatch.plan import Plan, check_backend, plan, requested
 from ..ops.attention import attention
 from ..ops.explain import problems_of_call
-from ._checks import check_heads
+from ._checks import check_counts, check_heads, timing
 from ._masks import split_mask
-from ._measure import check_counts, self_attention_figures
 from .config import PLANNED, check_tiles, tiled_backend
 
 
@@ -328,9 +327,8 @@ class FusedOnlineAttention(nn.Module):
             `time_ms` (median), `tflops`, `bandwidth_gb_s` (query, key, value and output once each), `seq_len`,
             `batch_size`, `dtype`, `device` and `backend`, the one that computed.
         """
-        figures = self_attention_figures(
-            self, seq_len, batch_size, self.num_heads, self.head_dim, self.device, self.dtype, warmup, iterations
-        )
+        size = seq_len, batch_size, self.num_heads, self.head_dim
+        figures = timing().self_attention_figures(self, *size, self.device, self.dtype, warmup, iterations)
         return {**figures, "backend": self.last_method_used}
 
     def extra_repr(self) -> str:

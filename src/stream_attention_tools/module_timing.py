@@ -7,20 +7,17 @@ providers and checks the outputs first.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.errors import check_int
-
-
-def check_counts(**counts: int) -> None:
-    """Refuse sizes and repetitions that are not ints of at least 1 (`warmup`: 0)."""
-    for name, count in counts.items():
-        check_int(name, count, 0 if name == "warmup" else 1)
+from stream_attention.base.errors import check_int, refuse
+from stream_attention.core import StreamAttention
+from stream_attention.core._checks import check_counts
 
 
 def median_ms(
@@ -100,7 +97,8 @@ def self_attention_figures(
 
     Inputs are drawn in `dtype` on a GPU and in fp32 on a CPU, which has no fast arithmetic for half types.
     """
-    check_counts(seq_len=seq_len, batch_size=batch_size, warmup=warmup, iterations=iterations)
+    check_counts(seq_len=seq_len, batch_size=batch_size, iterations=iterations)
+    check_int("warmup", warmup, 0)
     if device.type == "cpu":
         dtype = torch.float32
     tensors = random_qkv(batch_size, seq_len, num_heads, head_dim, device, dtype)
@@ -114,3 +112,44 @@ def self_attention_figures(
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),
     }
+
+
+def speedups(module: StreamAttention, seq_lengths: Any, batch_size: int) -> dict[int, dict[str, float]]:
+    """What `StreamAttention.benchmark_speedup` returns."""
+    lengths = _checked_lengths(seq_lengths)
+    check_counts(batch_size=batch_size)
+    device, heads, dim = module.attention.device, module.config.num_heads, module.config.head_dim
+    dtype = torch.float32 if device.type == "cpu" or not module.config.use_fp16 else torch.float16
+    results = {}
+    for length in lengths:
+        tensors = random_qkv(batch_size, length, heads, dim, device, dtype)
+        stream = partial(module.attention, *tensors, causal=True, dropout_p=0.0)
+        with torch.no_grad():
+            calls = {"stream": stream, "standard": partial(_standard_attention, *tensors)}
+            times = median_ms(calls, device, warmup=2, iterations=50, budget_s=2.0)
+        results[length] = {
+            "stream_time_ms": times["stream"],
+            "standard_time_ms": times["standard"],
+            "speedup": times["standard"] / times["stream"],
+            **rates(tensors, causal=True, time_ms=times["stream"]),
+        }
+    return results
+
+
+def _checked_lengths(given: Any) -> list[int]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        found = f"{given!r} ({type(given).__name__})"
+        refuse("seq_lengths", "a sequence of ints, such as [64]", found, error=TypeError)
+    lengths = list(given)
+    if not lengths:
+        refuse("seq_lengths", "at least one length", lengths)
+    check_counts(**{f"seq_lengths[{index}]": length for index, length in enumerate(lengths)})
+    return lengths
+
+
+def _standard_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal self-attention as one writes it without a library: Tq x Tk scores, softmax, product."""
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    masked = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(masked, -torch.inf)
+    return (torch.softmax(scores, -1) @ v).transpose(1, 2)
