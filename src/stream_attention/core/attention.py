@@ -189,9 +189,8 @@ class StreamAttention(nn.Module):
         if past is not None:
             key, value = (_appended(old, new, name) for old, new, name in zip(past, (key, value), "kv", strict=True))
         check_length(self.config, key.shape[1], where=", the cache included")
-        out, call = self.attention.attend(
-            query, key, value, causal=causal, attention_mask=attention_mask, dropout_p=dropout_p, seed=seed
-        )
+        options = {"causal": causal, "dropout_p": dropout_p}
+        out, call = self.attention.attend(query, key, value, attention_mask, None, seed, **options)
         if from_hidden_states:
             out = out.flatten(-2)
             out = out if self.out_proj is None else _in_dtype_of(out, self.out_proj)

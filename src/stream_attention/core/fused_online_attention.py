@@ -224,18 +224,8 @@ class FusedOnlineAttention(nn.Module):
             validate.unexpected(FusedOnlineAttention.forward, (), foreign)
         dropout_p = self.dropout_of_call() if dropout_p is None else dropout_p
         seed = self.next_seed(dropout_p)
-        result, call = self.attend(
-            query,
-            key,
-            value,
-            causal=causal,
-            attention_mask=attention_mask,
-            dropout_p=dropout_p,
-            seed=seed,
-            alibi_slopes=alibi_slopes,
-            deterministic=deterministic,
-            return_lse=return_lse,
-        )
+        options: dict[str, Any] = {"causal": causal, "dropout_p": dropout_p, "deterministic": deterministic}
+        result, call = self.attend(query, key, value, attention_mask, alibi_slopes, seed, return_lse, **options)
         self.computed(call, seed)
         return result
 
@@ -275,22 +265,20 @@ class FusedOnlineAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        causal: bool,
         attention_mask: Tensor | None,
-        dropout_p: float,
+        alibi_slopes: Tensor | None,
         seed: Tensor | None,
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool | None = None,
         return_lse: bool = False,
+        **options: Any,
     ) -> tuple[Any, _Call | None]:
         """`out` or `(out, lse)`, with every choice made, and the argument of `computed`, None where there is not one
-        plan: what `forward` and `StreamAttention` share."""
+        plan: what `forward` and `StreamAttention` share. `options` are `causal`, `dropout_p` and `deterministic`."""
         check_heads(self.num_heads, self.head_dim, query, key)
         mask, bias = split_mask(attention_mask, query, key)
         modifiers = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}
-        options = {"causal": causal, "scale": self.scale, "dropout_p": dropout_p}
-        options["deterministic"] = self.deterministic if deterministic is None else deterministic
+        options["scale"] = self.scale
+        if options.get("deterministic") is None:
+            options["deterministic"] = self.deterministic
         result = self._op()(
             query, key, value, **modifiers, **options, seed=seed, return_lse=return_lse, backend=self.backend
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backends import AUTO
-from ..base.problem import UNBOUNDED, Gradients, Inputs, Positions, Wanted, gradient_of, state_problem
+from ..base.problem import UNBOUNDED, Gradients, Inputs, Positions, Problem, Wanted, gradient_of, state_problem
 from ..dispatch import launch_cache, validate
 from ..dispatch.flops import register_flop_formulas
 from ..dispatch.plan import plan, requested
@@ -455,35 +455,21 @@ def leading_ones(tensor: Tensor | None, dims: int) -> Tensor | None:
     return tensor[(None,) * (dims - tensor.dim())]
 
 
-def forward_state(
-    inputs: Inputs, *, positions: Positions, batch_start: int = 0, backend: str = AUTO, **options: Any
-) -> tuple[Tensor, Tensor]:
+def forward_state(inputs: Inputs, *, backend: str = AUTO, **options: Any) -> tuple[Tensor, Tensor]:
     """One shard's state `(fp32 out, lse)`, for callers in this package that merge states themselves.
 
-    `inputs` are dense and in the form kernels read; `options` are the remaining keywords of `state_problem`. No sink:
-    it belongs to the merge, once.
+    `inputs` are dense and in the form kernels read; `options` are keywords of `state_problem`. No sink: it belongs to
+    the merge, once.
     """
-    assert inputs.sink is None and inputs.cu_seqlens_q is None
-    problem = state_problem(inputs, positions=positions, batch_start=batch_start, partial=True, **options)
-    return run_forward(plan(problem, requested(backend)), inputs)
+    return run_forward(plan(_shard_problem(inputs, **options), requested(backend)), inputs)
 
 
 def forward_into(
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    resumes: bool,
-    positions: Positions,
-    batch_start: int = 0,
-    backend: str = AUTO,
-    **options: Any,
+    inputs: Inputs, out: Tensor, lse: Tensor, *, resumes: bool, backend: str = AUTO, **options: Any
 ) -> None:
     """`forward_state`, written where `out [B, Tq, Hq, Dv]` and `lse [B, Hq, Tq]` lie, rows of larger tensors; if it
     resumes, merged into the state of other keys that is there. Without gradients."""
-    assert inputs.sink is None and inputs.cu_seqlens_q is None
-    problem = state_problem(inputs, positions=positions, batch_start=batch_start, partial=True, **options)
-    planned = plan(problem, requested(backend))
+    planned = plan(_shard_problem(inputs, **options), requested(backend))
     if run_forward_into(planned, inputs, out, lse, resumes):
         return
     state = run_forward(planned, inputs)
@@ -501,15 +487,16 @@ def backward_step(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     *,
-    positions: Positions,
     wanted: Wanted,
-    batch_start: int = 0,
     backend: str = AUTO,
     **options: Any,
 ) -> Gradients:
     """One shard's gradients in fp32, to be summed over the shards. `out` and `lse` are those of the whole row."""
-    assert inputs.sink is None and inputs.cu_seqlens_q is None
-    problem = state_problem(inputs, positions=positions, batch_start=batch_start, partial=True, **options)
-    rows = wanted.alibi_slopes or wanted.sink
-    problem = problem.replace(backward=True, lse_grad=grad_lse is not None, row_grad=rows)
+    row_grad = wanted.alibi_slopes or wanted.sink
+    problem = _shard_problem(inputs, **options).replace(backward=True, lse_grad=grad_lse is not None, row_grad=row_grad)
     return run_backward(plan(problem, requested(backend)), inputs, out, lse, grad_out, grad_lse, wanted)
+
+
+def _shard_problem(inputs: Inputs, *, positions: Positions, **options: Any) -> Problem:
+    assert inputs.sink is None and inputs.cu_seqlens_q is None
+    return state_problem(inputs, positions=positions, partial=True, **options)
