@@ -189,7 +189,7 @@ class StreamAttention(nn.Module):
         if past is not None:
             key, value = (_appended(old, new, name) for old, new, name in zip(past, (key, value), "kv", strict=True))
         check_length(self.config, key.shape[1], where=", the cache included")
-        options = {"causal": causal, "dropout_p": dropout_p}
+        options: dict[str, Any] = {"causal": causal, "dropout_p": dropout_p}
         out, call = self.attention.attend(query, key, value, attention_mask, None, seed, **options)
         if from_hidden_states:
             out = out.flatten(-2)

@@ -21,13 +21,13 @@ class StreamLayer(CacheLayerMixin):
     `placeholder`) of `total` tokens.
     """
 
+    kv: Any  # a cache; None before the first tokens
     is_sliding = False
     is_croppable = False  # cropping is not exact
 
     def __init__(self, padding: Tensor | None) -> None:
         super().__init__()
         self.padding = padding  # bool [B, T], True = a real token: of the prompt
-        self.kv: KVCache | None = None
         self._forget()
 
     def _forget(self) -> None:

@@ -45,7 +45,7 @@ class EvictingLayer(StreamLayer):
     reached, all but `budget.tokens` are evicted.
     """
 
-    kv: ContiguousKV | None
+    kv: ContiguousKV  # None before the first tokens
 
     def __init__(self, padding: Tensor | None, budget: Budget) -> None:
         self.budget = budget
@@ -80,7 +80,6 @@ class EvictingLayer(StreamLayer):
         cropped = self.voters is None and self.score_options is not None  # the voters come with this call
         if not cropped and max(self.rows) > self.budget.tokens and max(self.rows) + new > self.budget.capacity:
             self._evict()
-        assert self.kv is not None
         if max(self.rows) + new > self.kv.capacity:  # more at a time than the capacity: until after the attention
             self._allocate(self.kv.key, self.kv.value, max(self.rows) + new)
         self.kv.append(key, value)
@@ -106,7 +105,6 @@ class EvictingLayer(StreamLayer):
 
     @torch.no_grad()
     def _evict(self) -> None:
-        assert self.kv is not None
         length, device, budget = max(self.rows), self.kv.device, self.budget
         missing = [length - row for row in self.rows]
         shifts = [-gap for gap in missing]  # rows are aligned at their ends, as the queries are
@@ -149,7 +147,7 @@ class EvictingLayer(StreamLayer):
         return torch.tensor(self.rows, dtype=torch.int32, device=device)
 
     def _drop(self, count: int) -> None:
-        assert self.kv is not None and self.kv.lengths is not None
+        assert self.kv.lengths is not None
         if self.fresh is not None and count > self.fresh:
             hint = "Evicted tokens cannot be restored."
             refuse("crop", f"at most the {self.fresh} tokens since the last eviction", count, hint)
@@ -160,6 +158,5 @@ class EvictingLayer(StreamLayer):
             self.voters = self.voters[:, :-count] if count < self.voters.shape[1] else None
 
     def _select(self, index: Tensor) -> None:
-        assert self.kv is not None
         self.kv = ContiguousKV(self.kv.key[index], self.kv.value[index], self._lengths(index.device))
         self.voters = None if self.voters is None else self.voters[index]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Required, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from .attention import Options, call, call_fp8, in_autocast_dtype, leading_ones,
 
 
 class PackedOptions(Options, total=False):
+    cu_seqlens_q: Required[Tensor]
+    cu_seqlens_k: Required[Tensor]
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     mask: None
@@ -23,36 +25,15 @@ class PackedOptions(Options, total=False):
 
 @overload
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    return_lse: Literal[False] = False,
-    **options: Unpack[PackedOptions],
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[PackedOptions]
 ) -> Tensor: ...
 @overload
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    return_lse: Literal[True],
-    **options: Unpack[PackedOptions],
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[PackedOptions]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    return_lse: bool,
-    **options: Unpack[PackedOptions],
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[PackedOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @validate.refuses_foreign
 def varlen_attention(

@@ -91,11 +91,6 @@ class QuantizedKV(Cache):
         )
 
     @property
-    def requires_grad(self) -> bool:
-        tensors = (self.key_window, self.value_window, self.key.scale, self.value.scale, self.key.zero, self.value.zero)
-        return any(t is not None and t.requires_grad for t in tensors)
-
-    @property
     def batch(self) -> int:
         return self.key_window.shape[0]
 
