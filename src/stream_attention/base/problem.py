@@ -397,32 +397,25 @@ def state_problem(
 
     `positions` None aligns the last query with the last key.
     """
-    query, value, packed = inputs.query, inputs.value, inputs.cu_seqlens_q is not None
-    if not packed:
-        q_len, k_len = query.shape[1], inputs.key.shape[1]
+    query, key, value, mask, bias, alibi_slopes, sink, _, cu_seqlens_q, _ = inputs
+    batch, packed = query.shape[0], cu_seqlens_q is not None
+    if cu_seqlens_q is not None:
+        batch = cu_seqlens_q.shape[0] - 1
+    else:
+        q_len, k_len = query.shape[1], key.shape[1]
     offset = k_len - q_len
     positions = positions or Positions(offset, q_base=offset)
-    batch = inputs.cu_seqlens_q.shape[0] - 1 if inputs.cu_seqlens_q is not None else query.shape[0]
+    tma = all(addressable(t) for t in (query, key, value))
+    tf32 = query.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    bias_dtype = None if bias is None else bias.dtype
+    given = mask is not None, bias_dtype, alibi_slopes is not None, sink is not None
     return Problem(
-        Shape(batch, q_len, query.shape[-2], inputs.key.shape[-2], query.shape[-1], value.shape[-1]),
+        Shape(batch, q_len, query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]),
         KV("packed" if packed else "dense", k_len),
-        Operands(
-            query.dtype,
-            addressable=addressable(query) and addressable(inputs.key) and addressable(value),
-            tf32=query.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
-        ),
+        Operands(query.dtype, tma, tf32),
         hardware_of(query.device),
         _window(q_len, k_len, positions, causal, *window, packed=packed),
         positions,
-        Scores(
-            scale=float(scale),
-            softcap=float(softcap),
-            mask=inputs.mask is not None,
-            bias=None if inputs.bias is None else inputs.bias.dtype,
-            alibi=inputs.alibi_slopes is not None,
-            sink=inputs.sink is not None,
-            dropout_p=float(dropout_p),
-            batch_start=batch_start,
-        ),
+        Scores(float(scale), float(softcap), *given, float(dropout_p), batch_start),
         Direction(partial=partial, deterministic=deterministic),
     )

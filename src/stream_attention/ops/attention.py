@@ -358,24 +358,18 @@ def op_arguments(
     The small tensors are contiguous from here on: kernels read them without strides.
     """
     left, right = (min(side, _FAR) for side in window or (UNBOUNDED, UNBOUNDED))
-    return (
-        *inputs[:5],
-        _contiguous(inputs.alibi_slopes),
-        _contiguous(inputs.sink),
-        _contiguous(seed_tensor(seed, inputs.query)) if dropout_p else None,
-        _contiguous(inputs.cu_seqlens_q),
-        _contiguous(inputs.cu_seqlens_k),
-        q_len,
-        k_len,
-        causal,
-        left,
-        right,
-        float(softcap),
-        max(inputs.query.shape[-1], 1) ** -0.5 if scale is None else float(scale),
-        float(dropout_p),
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        backend,
+    scale = max(inputs.query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    inputs = inputs._replace(
+        alibi_slopes=_contiguous(inputs.alibi_slopes),
+        sink=_contiguous(inputs.sink),
+        seed=_contiguous(seed_tensor(seed, inputs.query)) if dropout_p else None,
+        cu_seqlens_q=_contiguous(inputs.cu_seqlens_q),
+        cu_seqlens_k=_contiguous(inputs.cu_seqlens_k),
     )
+    numbers = float(softcap), scale, float(dropout_p)
+    return (*inputs, q_len, k_len, causal, left, right, *numbers, deterministic, backend)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -408,15 +402,9 @@ def _call_reference(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     from ..backends.reference import attention as reference
 
     problem, inputs, _ = problem_of(arguments)
-    options: dict[str, Any] = {
-        "window": (problem.left, problem.right),
-        "alibi_slopes": inputs.alibi_slopes,
-        "sink": inputs.sink,
-        "softcap": problem.softcap,
-        "scale": problem.scale,
-        "dropout_p": problem.dropout_p,
-        "seed": inputs.seed,
-    }
+    options: dict[str, Any] = {name: getattr(inputs, name) for name in ("alibi_slopes", "sink", "seed")}
+    options |= {name: getattr(problem, name) for name in ("softcap", "scale", "dropout_p")}
+    options["window"] = tuple(problem.window)
     if problem.packed:
         if inputs.alibi_slopes is not None and inputs.alibi_slopes.shape[0] == 1:
             options["alibi_slopes"] = inputs.alibi_slopes[0]  # one for all sequences, as the caller gave it
