@@ -66,7 +66,7 @@ MOVED = {
     "stream_attention.benchmark.overview": "stream_attention_tools.report.readme_report",
     "stream_attention.cli": "stream_attention_tools.cli",
     **_moved("distributed", "cluster", "calibrate planner speed traffic trial"),
-    "stream_attention.core._measure": "stream_attention_tools.module_timing",
+    "stream_attention.core._measure": "stream_attention_tools.module_tools",
     "stream_attention.core.flashattention_v3": "stream_attention_tools.baseline",
     "stream_attention.distributed.demo": "stream_attention_tools.cli.demo",
     "stream_attention.testing": "stream_attention_tools.testing",

@@ -23,7 +23,7 @@ from stream_attention.core.config import StreamAttentionConfig
 from stream_attention.dispatch import validate
 from stream_attention.ops.attention import in_autocast_dtype
 
-from .module_timing import self_attention_figures
+from .module_tools import self_attention_figures
 
 
 class Call(NamedTuple):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stream_attention import FlashAttentionV3, FusedOnlineAttention, StreamAttention, StreamAttentionConfig, attention
 from stream_attention_tools.bench.suites import flops
-from stream_attention_tools.module_timing import rates
+from stream_attention_tools.module_tools import rates
 from stream_attention_tools.testing import Case
 
 

@@ -1,9 +1,8 @@
-"""Checks that several modules share, and what times them."""
+"""Checks that several modules share."""
 
 from __future__ import annotations
 
 import dataclasses
-from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -55,8 +54,3 @@ def check_counts(**counts: int) -> None:
     """Refuse sizes and repetitions that are not ints of at least 1."""
     for name, count in counts.items():
         check_int(name, count, 1)
-
-
-def timing() -> Any:
-    """What the modules' benchmarks are made of: an instrument, found by `moved` and imported when one is called."""
-    return import_module("._measure", __package__)

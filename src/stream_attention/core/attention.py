@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..base.errors import refuse
 from ..dispatch.validate import DTYPES, flags, hint_about, refuses_foreign, unexpected
-from ._checks import check_length, copied_config, timing
+from ._checks import check_length, copied_config
+from ._instruments import instruments
 from .config import StreamAttentionConfig
 from .fused_online_attention import FusedOnlineAttention
 from .multihead_attention import StreamMultiheadAttention
@@ -251,7 +252,7 @@ class StreamAttention(nn.Module):
             By length: `stream_time_ms`, `standard_time_ms`, `speedup` (standard by stream), and of the streaming pass
             `tflops` and `bandwidth_gb_s` (query, key, value and output once each).
         """
-        results: dict[int, dict[str, float]] = timing().speedups(self, seq_lengths, batch_size)
+        results: dict[int, dict[str, float]] = instruments().speedups(self, seq_lengths, batch_size)
         self.last_speedup_achieved = results[max(results)]["speedup"]
         return results
 

@@ -18,7 +18,8 @@ from ..dispatch import validate
 from ..dispatch.plan import Plan, check_backend, plan, requested
 from ..ops.attention import attention
 from ..ops.explain import problems_of_call
-from ._checks import check_counts, check_heads, timing
+from ._checks import check_counts, check_heads
+from ._instruments import instruments
 from ._masks import split_mask
 from .config import PLANNED, check_tiles, tiled_backend
 
@@ -316,7 +317,7 @@ class FusedOnlineAttention(nn.Module):
             `batch_size`, `dtype`, `device` and `backend`, the one that computed.
         """
         size = seq_len, batch_size, self.num_heads, self.head_dim
-        figures = timing().self_attention_figures(self, *size, self.device, self.dtype, warmup, iterations)
+        figures = instruments().self_attention_figures(self, *size, self.device, self.dtype, warmup, iterations)
         return {**figures, "backend": self.last_method_used}
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
-"""How the modules time themselves: one clock, one flop formula, medians.
+"""How the modules time themselves (one clock, one flop formula, medians), and the tiles of a config.
 
-For a rough figure. Use `stream-attention-benchmark` for results to publish: it rotates its inputs, interleaves the
+Times are rough figures. Use `stream-attention-benchmark` for results to publish: it rotates its inputs, interleaves the
 providers and checks the outputs first.
 """
 
@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stream_attention.base.errors import check_int, refuse
-from stream_attention.core import StreamAttention
+from stream_attention.base.errors import UnsupportedProblem, check_int, refuse
+from stream_attention.base.problem import KV, Operands, Problem, Scores, Shape, Window, hardware_of
+from stream_attention.core import StreamAttention, StreamAttentionConfig
 from stream_attention.core._checks import check_counts
+from stream_attention.core.config import tiled_backend
+from stream_attention.dispatch.plan import plan
 
 
 def median_ms(
@@ -153,3 +156,33 @@ def _standard_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     masked = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(masked, -torch.inf)
     return (torch.softmax(scores, -1) @ v).transpose(1, 2)
+
+
+def optimal_tile_sizes(config: StreamAttentionConfig, seq_len: int) -> tuple[int, int]:
+    """What the method of `StreamAttentionConfig` returns."""
+    check_int("seq_len", seq_len, 1)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        forced = tiled_backend(**config._tiles())
+        try:
+            planned = plan(causal_problem(config, seq_len, device), "triton" if forced == "auto" else forced).config
+        except UnsupportedProblem:
+            pass
+        else:
+            return planned.block_m, planned.block_n
+    for longest, tiles in ((1024, (64, 64)), (4096, (128, 64)), (16384, (128, 128))):
+        if seq_len <= longest:
+            return tiles
+    return 256, 128
+
+
+def causal_problem(config: StreamAttentionConfig, seq_len: int, device: torch.device) -> Problem:
+    """Causal self-attention over `seq_len` tokens."""
+    return Problem(
+        Shape(1, seq_len, config.num_heads, config.num_heads, config.head_dim, config.head_dim),
+        KV("dense", seq_len),
+        Operands(torch.float16 if config.use_fp16 else torch.float32),
+        hardware_of(device),
+        Window(right=0),
+        scores=Scores(config.head_dim**-0.5),
+    )
