@@ -317,12 +317,11 @@ def addressable(t: Tensor) -> bool:
     return aligned(t) and all(size == 1 or stride > 0 for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
-def aligned(t: Tensor) -> bool:
-    """Whether rows of `[..., D]` start on 16 bytes, and whole 16 bytes apart."""
-    unit = 16 // t.element_size()
-    return _address(t) % 16 == 0 and all(
-        size == 1 or stride % unit == 0 for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
-    )
+def aligned(t: Tensor, inner: int = -1) -> bool:
+    """Whether rows along the dim `inner`, the last by default, start on 16 bytes, and whole 16 bytes apart."""
+    steps = [stride if size > 1 else 0 for size, stride in zip(t.shape, t.stride(), strict=True)]
+    del steps[inner]
+    return t.numel() == 0 or (_address(t) % 16 == 0 and all(step * t.itemsize % 16 == 0 for step in steps))
 
 
 def padded_to(t: Tensor, dim: int) -> Tensor:
