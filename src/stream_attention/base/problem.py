@@ -405,3 +405,17 @@ def state_problem(
         Scores(float(scale), float(softcap), *given, float(dropout_p), batch_start),
         Direction(partial=partial, deterministic=deterministic),
     )
+
+
+def decode_problem(query: Tensor, cache: KVCache, **asked: Any) -> Problem:
+    """What a call on a cache has to compute; `asked` are the window and the scores of its problem."""
+    batch, q_len, q_heads, head_dim = query.shape
+    capacity = cache.capacity
+    return Problem(
+        Shape(batch, q_len, q_heads, cache.kv_heads, head_dim, cache.value_dim),
+        KV("cache", capacity, cache.page_size, cache.coding),
+        Operands(query.dtype),
+        hardware_of(query.device),
+        positions=Positions(capacity - q_len, q_base=capacity - q_len),  # of a row that is full
+        **asked,
+    )

@@ -12,18 +12,7 @@ from torch import Tensor
 from ..backends import AUTO, BY_NAME
 from ..base.graph_break import uncompiled
 from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV, checks
-from ..base.problem import (
-    KV,
-    UNBOUNDED,
-    DecodeInputs,
-    Operands,
-    Positions,
-    Problem,
-    Scores,
-    Shape,
-    Window,
-    hardware_of,
-)
+from ..base.problem import UNBOUNDED, DecodeInputs, Problem, Scores, Window, decode_problem
 from ..dispatch import launch_cache, validate
 from ..dispatch import plan as planning
 from ..dispatch.plan import Plan, parse, requested
@@ -405,20 +394,6 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
     plan = _planned(inputs, options, given["validate"])
     print(plan)
     return plan
-
-
-def decode_problem(query: Tensor, cache: KVCache, **asked: Any) -> Problem:
-    """What a call on a cache has to compute; `asked` are the window and the scores of its problem."""
-    batch, q_len, q_heads, head_dim = query.shape
-    capacity = cache.capacity
-    return Problem(
-        Shape(batch, q_len, q_heads, cache.kv_heads, head_dim, cache.value_dim),
-        KV("cache", capacity, cache.page_size, cache.coding),
-        Operands(query.dtype),
-        hardware_of(query.device),
-        positions=Positions(capacity - q_len, q_base=capacity - q_len),  # of a row that is full
-        **asked,
-    )
 
 
 def _plan(problem: Problem, num_splits: int | None, batch_invariant: bool, backend: str) -> Plan:
