@@ -126,12 +126,7 @@ class QuantizedTensor:
 
 @torch.no_grad()
 def quantize(
-    x: Tensor,
-    format: str,
-    dim: int,
-    group: int,
-    valid: Tensor | None = None,
-    scale_dtype: torch.dtype | None = None,
+    x: Tensor, format: str, dim: int, group: int, valid: Tensor | None = None, scale_dtype: torch.dtype | None = None
 ) -> QuantizedTensor:
     """Quantise x `[B, T, H, D]` in groups of `group` along `dim`; the last group may be shorter.
 
