@@ -107,9 +107,7 @@ class StreamLayer(CacheLayerMixin):
         """Unbounded: -1."""
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """The same, under its name before transformers 5."""
-        return -1
+    get_max_cache_shape = get_max_length  # its name before transformers 5
 
     def reset(self) -> None:
         """Drop all tokens, and the padding, which was that of the last prompt."""

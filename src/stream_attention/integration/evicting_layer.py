@@ -55,7 +55,7 @@ class EvictingLayer(StreamLayer):
         super()._forget()
         self.fresh: int | None = None  # tokens since the last eviction; None: there was none
         self.voters: Tensor | None = None  # [B, n, Hq, D]: the latest queries
-        self.score_options: tuple[float | None, float, Tensor | None] | None = None  # their scale, softcap and sink
+        self.score_options: dict[str, Any] | None = None  # their scale, softcap and sink
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +99,7 @@ class EvictingLayer(StreamLayer):
                 self.voters = query[:, -most:].clone()
             else:
                 self.voters = torch.cat([self.voters[:, -earlier:], query], 1)
-            self.score_options = scale, softcap, sink
+            self.score_options = {"scale": scale, "softcap": softcap, "sink": sink}
         if self._overfull:
             self._evict()
 
@@ -129,12 +129,10 @@ class EvictingLayer(StreamLayer):
             return norms(key).zero_()
         if self.voters is None or self.score_options is None:
             refuse("attn_implementation", '"stream_attention", which passes the cache its queries', "another")
-        scale, softcap, sink = self.score_options
         padded = bool(self.pads) and max(self.pads) > 0  # some queries may be padding
         mask = real[:, None, None] if padded else None
         weights = real[:, -self.voters.shape[1] :].float() if padded else None
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink": sink}
-        return attention_mass(self.voters, key, causal=True, mask=mask, row_weights=weights, **options)
+        return attention_mass(self.voters, key, causal=True, mask=mask, row_weights=weights, **self.score_options)
 
     def _allocate(self, key: Tensor, value: Tensor, capacity: int) -> None:
         """Store a copy of the tokens `[B, n, Hkv, .]` with this capacity; those beyond `rows[b]` are undefined."""
