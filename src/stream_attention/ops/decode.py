@@ -306,16 +306,10 @@ def _planned(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) 
     if causal and tree is None:
         right = 0 if right == UNBOUNDED else min(right, 0)
     validate.lengths_and_pages(cache, query.shape[1], left, look)
-    scores = Scores(
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        softcap=float(softcap),
-        mask=tree is not None,
-        alibi=slopes is not None,
-        sink=sink is not None,
-    )
-    plan = _plan(
-        decode_problem(query, cache, window=Window(left, right), scores=scores), num_splits, batch_invariant, backend
-    )
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    scores = Scores(scale, float(softcap), tree is not None, alibi=slopes is not None, sink=sink is not None)
+    problem = decode_problem(query, cache, window=Window(left, right), scores=scores)
+    plan = _plan(problem, num_splits, batch_invariant, backend)
     validate.workspace(workspace, query, workspace_numbers(plan.problem, plan.config))
     return plan
 
