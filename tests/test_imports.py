@@ -44,7 +44,7 @@ TOOL_LAYERS = (
     ("testing",),
     ("memory",),
     ("baseline",),
-    ("files", "module_tools", "warmup"),
+    ("module_tools", "warmup"),
 )
 TOOL_RANK = {name: -depth for depth, layer in enumerate(TOOL_LAYERS) for name in layer}
 
