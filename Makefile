@@ -33,7 +33,7 @@ INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $
 	tests/backends/triton/test_append_interpreted.py tests/backends/triton/test_decode_interpreted.py \
 	tests/backends/triton/test_few_interpreted.py tests/backends/triton/test_quantize_fp8_interpreted.py \
 	tests/backends/triton/test_forward_fp8_interpreted.py tests/ops/test_fp8_interpreted.py \
-	tests/ops/test_launch_cache_interpreted.py tests/ops/test_launch_cache_interpreted.py \
+	tests/ops/test_launch_cache_interpreted.py tests/gpu/test_tail_interpreted.py \
 	tests/ops/test_merge_interpreted.py tests/test_interpreter.py \
 	tests/learn/test_02_triton_basics.py tests/learn/test_06_flash_forward.py tests/learn/test_07_causal.py \
 	tests/learn/test_08_backward.py tests/learn/test_10_decode.py
@@ -122,8 +122,13 @@ lock: $(DEV) ## resolve constraints.txt anew: every dependency but torch and Tri
 	$(BIN)/uv pip compile -q --universal --python-version 3.11 --extra dev --no-build --no-annotate \
 		$(if $(UPGRADE),--upgrade) --custom-compile-command "make lock" -o constraints.txt pyproject.toml
 
+.PHONY: prebuilt
+prebuilt: $(DEV) ## compile the common Hopper kernels for a wheel to carry; they must have passed the gates
+	$(BIN)/python tests/backends/gates.py --check
+	$(BIN)/python -m stream_attention_tools.prebuild --workers $(WORKERS)
+
 .PHONY: wheel
-wheel: $(DEV) ## build the wheel into dist
+wheel: prebuilt ## build the wheel into dist, with machine code for Hopper
 	@rm -rf dist build; mkdir -p out
 	@$(BIN)/python -m build --wheel --no-isolation --outdir dist > out/wheel.log 2>&1 || { cat out/wheel.log; exit 1; }
 	@echo "In another environment: pip install $$(ls dist/*.whl)"

@@ -2,6 +2,7 @@
 
     python tests/backends/gates.py          # with the installed Triton
     python tests/backends/gates.py --all    # with each of RELEASES in turn, from .venv/triton-X
+    python tests/backends/gates.py --check  # run nothing; whether the record has these sources and the installed Triton
 
 The same sources, compiled by the same Triton, give the same machine code. So a test of `*_compiled.py` is skipped where
 the record says that it passed with these very sources and this release; `GATES=all` in the environment runs it. The
@@ -151,7 +152,14 @@ def run_all(arguments: list[str]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the compile gates and record that they passed.")
     parser.add_argument("--all", action="store_true", help=f"with each of {', '.join(RELEASES)}, which pip fetches")
+    parser.add_argument("--check", action="store_true", help="run nothing: say whether these sources have passed")
     options, arguments = parser.parse_known_args()  # the rest is pytest's
+    if options.check:
+        passed = unchanged()
+        print(
+            f"gates with Triton {installed()}: {'passed' if passed else 'not passed by these sources; run make gates'}"
+        )
+        return 0 if passed else 1
     return 0 if (run_all if options.all else run)(arguments) else 1
 
 

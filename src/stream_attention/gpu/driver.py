@@ -29,6 +29,8 @@ _GRID, _STREAM, _ATTRIBUTES = 6, 10, 11
 _BUFFER_POINTER, _BUFFER_SIZE = 1, 2
 _INVALID_CONTEXT = 201
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_MAX_DYNAMIC_SHARED_BYTES, _PREFER_SHARED = 8, 1
+_SHARED_BYTES_UNASKED = 48 << 10
 _TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_TYPES = {
     torch.uint8: 0,
@@ -55,6 +57,10 @@ def _library() -> Any:
         library.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
         library.cuMemsetD32Async.argtypes = [pointer, number, ctypes.c_size_t, pointer]
         library.cuTensorMapEncodeTiled.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]
+        library.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
+        library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
+        library.cuFuncSetCacheConfig.argtypes = [pointer, ctypes.c_int]
+        library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
         library.cuGetErrorString.argtypes = [number, pointer]
     except (OSError, AttributeError):
         return None
@@ -112,6 +118,25 @@ def fill_words(address: int, value: int, count: int, stream: int) -> None:
 def make_context_current() -> None:
     """In a thread that has not used CUDA before: the runtime makes the device's context its current one."""
     torch.cuda.synchronize()
+
+
+def load(image: bytes, name: str, shared_bytes: int) -> int | None:
+    """A kernel of some machine code, loaded on the current device; None where the driver refuses it."""
+    library, module, function = _library(), ctypes.c_void_p(), ctypes.c_void_p()
+    if library is None:
+        return None
+    code = library.cuModuleLoadData(ctypes.byref(module), image)
+    if code == _INVALID_CONTEXT:
+        make_context_current()
+        code = library.cuModuleLoadData(ctypes.byref(module), image)
+    if code or library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()):
+        return None
+    if shared_bytes > _SHARED_BYTES_UNASKED and (
+        library.cuFuncSetCacheConfig(function, _PREFER_SHARED)
+        or library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+    ):
+        return None
+    return function.value
 
 
 def parameters_of(function: int) -> list[tuple[int, int]]:

@@ -44,9 +44,9 @@ class Sample:
     __slots__ = ("_strides", "dtype", "shape")
     device = torch.device("meta")
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> None:
         self.shape, self.dtype = tuple(shape), dtype
-        self._strides: tuple[int, ...] | None = None
+        self._strides = strides  # None: computed when asked for
 
     @property
     def itemsize(self) -> int:
@@ -116,9 +116,12 @@ class Outputs(NamedTuple):
         """Those of another number of queries."""
         out, lse, has_unwritten_rows = self
         *lead, _, heads, dim = out.shape
-        return Outputs(
-            Sample((*lead, rows, heads, dim), out.dtype), Sample((*lead, heads, rows), lse.dtype), has_unwritten_rows
-        )
+        of_out: tuple[int, ...] = (heads * dim, dim, 1)
+        of_lse: tuple[int, ...] = (rows, 1)
+        if lead:
+            of_out, of_lse = (rows * heads * dim, *of_out), (heads * rows, *of_lse)
+        resized_out = Sample((*lead, rows, heads, dim), out.dtype, of_out)
+        return Outputs(resized_out, Sample((*lead, heads, rows), lse.dtype, of_lse), has_unwritten_rows)
 
     def strides(self, packed: bool) -> tuple[int, ...]:
         """`OUTPUT_STRIDES`: those of out in wide words, and of lse."""

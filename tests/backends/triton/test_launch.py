@@ -41,7 +41,7 @@ FLOATS = {"scale", "softcap", "dropout_scale"}
 
 def test_every_kernel_is_found() -> None:
     names = "advance append bias codes decode fold forward_fp8 forward key merge merge_parts quantize query seen"
-    names = [*names.split(), "words"]
+    names = [*names.split(), "start_pack", "words"]
     assert sorted(FUNCTIONS) == [f"_{name}_kernel" for name in names]
 
 
@@ -61,6 +61,34 @@ def test_arguments_are_bound_by_the_names_of_the_parameters() -> None:
         kernel.bind(1, (seed, words), {}, **{name: value for name, value in given.items() if name != "stride_h"})
     with pytest.raises(AssertionError, match="distinct"):
         kernel.bind(1, (seed, seed), {}, **given)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 5.25])
+def test_what_is_compiled_is_told_in_a_line(
+    seconds: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a first launch that took long: one that loads what was compiled before says nothing."""
+    clock = iter((10.0, 10.0 + seconds))
+    monkeypatch.setattr(launch.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(launch, "_parameters_of", lambda compiled: None)
+    real = MODULES_BY_NAME["dropout"]._kernel.function
+
+    class Function:
+        arg_names, __module__ = real.arg_names, real.__module__
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments, **options: "compiled"
+
+    seed, words = torch.zeros(2, dtype=torch.int64), torch.zeros(1, 1, 8, dtype=torch.int32)
+    kernel = Kernel(Function())
+    given = dict.fromkeys(kernel.names, 1) | {"seed_ptr": seed, "words_ptr": words, "cu_ptr": None}
+    kernel.bind(1, (seed, words), {}, **given)(seed, words)
+    assert [found.kernel for found in kernel.compiled.values()] == ["compiled"]
+    told = [record.getMessage() for record in caplog.records]
+    if seconds < 1:
+        assert told == []
+    else:
+        assert len(told) == 1 and told[0].startswith("compiled gpu.dropout in 5.2 s; Triton keeps it in ")
 
 
 def test_parameters_lie_as_ptx_declares_them() -> None:

@@ -37,9 +37,10 @@ from ...gpu.arguments import FAR, UNIT, line_strides, named, row_strides, sample
 from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.scratch import OUTPUT_STRIDES, Outputs, Sample
+from ...gpu.tail import bind_start, resized_start
 from .forward_consumer import consume
 from .launch import even_group, jit, rows_descriptor, scales_late
-from .parameters import Epilogue, ScoreMod, SeqlenInfo, WarpgroupConfig, clear_output_tail
+from .parameters import Epilogue, ScoreMod, SeqlenInfo, WarpgroupConfig
 from .pipeline import load_rows, make_ring
 from .scheduler import TileScheduler, fetch_next, make_channel, resolve
 from .tuning import ROWS as ROWS_OF_A_WARPGROUP
@@ -219,8 +220,6 @@ def _forward_kernel(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, write_lse, sink_ptr,
         dropout_scale, DV, HAS_SINK, BY_TMA, STATES,
     )  # fmt: skip
-    if IS_PACKED:
-        clear_output_tail(seqlen, epilogue, batch_heads)
     # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
     if WARPGROUPS == 2:
         gl.warp_specialize(
@@ -282,31 +281,38 @@ def _forward_kernel(
 def prepare(problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward:
     """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs: `(out, lse)`."""
     outputs = Outputs.of(problem, inputs.query.shape[-3], clears_tail=True)
-    before = Prepass.of(problem, inputs)
-    return _Forward(outputs, before, _bind(problem, inputs, config, before, *outputs.samples()))
+    before, (out, lse) = Prepass.of(problem, inputs), outputs.samples()
+    start = bind_start(problem, inputs.cu_seqlens_q, out, lse, _COUNTER) if problem.packed else None
+    return _Forward(outputs, before, start, _bind(problem, inputs, config, before, out, lse))
 
 
 _COUNTER = Sample((1,), torch.int32)
 
 
 class _Forward:
-    def __init__(self, outputs: Outputs, before: Prepass, launch: Launch) -> None:
-        self._outputs, self._before, self._launch = outputs, before, launch
-        self._without_lse: Launch | None = None
+    def __init__(self, outputs: Outputs, before: Prepass, start: Launch | None, launch: Launch) -> None:
+        self._outputs, self._before, self._start, self._launch = outputs, before, start, launch
+        self._without_lse: tuple[Launch | None, Launch] | None = None
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-        outputs, launch, query = self._outputs, self._launch, inputs.query
-        is_compiled, computed = launch.is_compiled, self._before.run(inputs)
-        counter = _COUNTER.filled(query, 0.0, is_compiled)  # may be freed once the launch is queued
+        outputs, start, launch, query = self._outputs, self._start, self._launch, inputs.query
+        is_compiled = launch.is_compiled and (start is None or start.is_compiled)
+        computed = self._before.run(inputs)
         if with_lse or not is_compiled:
             out, lse = outputs.allocate(query, is_compiled)
-            launch(*inputs, *computed, out, lse, counter)
-            return out, lse
-        if self._without_lse is None:
-            self._without_lse = launch.replaced(write_lse=0)
-        out = outputs.allocate_out(query, is_compiled)
-        self._without_lse(*inputs, *computed, out, 0, counter)
-        return out, None
+        else:
+            out, lse = outputs.allocate_out(query, is_compiled), None
+            if self._without_lse is None:
+                self._without_lse = start and start.replaced(write_lse=0), launch.replaced(write_lse=0)
+            start, launch = self._without_lse
+        to_lse = 0 if lse is None else lse
+        if start is None:
+            counter = _COUNTER.filled(query, 0.0, is_compiled)  # may be freed once the launch is queued
+        else:
+            counter = _COUNTER.empty(query)
+            start(inputs.cu_seqlens_q, out, to_lse, counter)
+        launch(*inputs, *computed, out, to_lse, counter)
+        return out, lse
 
     def resized(self, problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward | None:
         """The same call on tensors of other lengths; None where another kernel computes it."""
@@ -314,7 +320,8 @@ class _Forward:
             return None
         outputs = self._outputs.resized(inputs.query.shape[-3])
         launch = self._launch.resized(*_sizes(problem, inputs, config, outputs, config.by_tma))
-        return None if launch is None else _Forward(outputs, self._before, launch)
+        start = self._start and resized_start(self._start, inputs.query.shape[0])
+        return None if launch is None else _Forward(outputs, self._before, start, launch)
 
 
 def forward_into(

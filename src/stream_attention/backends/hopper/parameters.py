@@ -182,25 +182,3 @@ class Epilogue:
         sums = place.reshape([place.shape[1], place.shape[3]]).load(layout)
         some = gl.convert_layout(lse != -float("inf"), gl.SliceLayout(1, layout), assert_trivial=True)
         return gl.where(some[:, None], sums, 0.0)
-
-
-@gluon.jit
-def clear_output_tail(seqlen, epilogue, batch_heads):
-    """Clear the rows of a pack behind its last sequence: out is 0, the LSE -inf. Programs take turns."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    BLOCK: gl.constexpr = 1024
-    last = gl.load(seqlen.cu_q + batch_heads // seqlen.q_heads).to(gl.int64)
-    first = gl.minimum(gl.maximum(last, 0), seqlen.q_rows)
-    if first < seqlen.q_rows:
-        own = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, LAYOUT)
-        width = seqlen.q_heads * epilogue.DV
-        end = seqlen.q_rows.to(gl.int64) * width
-        zeros = gl.full([BLOCK], 0.0, epilogue.out.dtype.element_ty, LAYOUT)
-        for start in range(first * width, end, gl.num_programs(0) * BLOCK):
-            gl.store(epilogue.out + (start + own), zeros, mask=start + own < end)
-        if epilogue.write_lse != 0:
-            empty = gl.full([BLOCK], -float("inf"), gl.float32, LAYOUT)
-            for head in range(seqlen.q_heads):
-                line = epilogue.lse + head * epilogue.stride_lh
-                for start in range(first, seqlen.q_rows, gl.num_programs(0) * BLOCK):
-                    gl.store(line + (start + own), empty, mask=start + own < seqlen.q_rows)

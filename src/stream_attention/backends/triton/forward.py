@@ -42,7 +42,7 @@ from ...gpu.launch import Kernel, Launch, jit
 from ...gpu.merge import bind_merge
 from ...gpu.prepass import Prepass
 from ...gpu.scratch import OUTPUT_STRIDES, Outputs
-from ...gpu.tail import clear_tail, first_of_tail
+from ...gpu.tail import clear_output_tail
 from ...gpu.tiles import LN2, LOG2E, add_bias, dropout_keep, online_softmax_step, packed_rows, softcap_scores
 from .tuning import TritonConfig
 
@@ -163,12 +163,7 @@ def _forward_kernel(
         q_row, q_len = packed_rows(cu_q_ptr + batch, q_rows)
         k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
         q_start = k_len - q_len
-        tail = first_of_tail(cu_q_ptr, sequences, q_rows)
-        if tail < q_rows:
-            clear_tail(out_ptr, tail, q_rows, q_heads * DV, 0.0)
-            if write_lse != 0:
-                for h in range(q_heads):
-                    clear_tail(lse_ptr + h * stride_lh, tail, q_rows, 1, float("-inf"))
+        clear_output_tail(out_ptr, lse_ptr, write_lse, cu_q_ptr, sequences, q_rows, q_heads, DV)
         if tile_m * BLOCK_M >= q_len * HEADS:
             return
         q_ptr += q_row * stride_qm
@@ -325,7 +320,7 @@ def _forward_kernel(
 
 def prepare(problem: Problem, inputs: Inputs, config: TritonConfig) -> Forward:
     """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs: `(out, lse)`."""
-    outputs = Outputs.of(problem, inputs.query.shape[-3], clears_tail=True)
+    outputs = Outputs.of(problem, inputs.query.shape[-3], clears_tail=True)  # packs are not split
     if 0 in (problem.batch, problem.q_len):
         return lambda inputs, with_lse: outputs.allocate(inputs.query)
     before, (out, lse) = Prepass.of(problem, inputs), outputs.samples()

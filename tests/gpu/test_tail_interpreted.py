@@ -1,0 +1,108 @@
+"""Rows of a pack behind its last sequence, under Triton's interpreter: cleared by small kernels beside the Hopper ones.
+
+The portable kernels clear these rows themselves: tests/backends/triton/test_*_interpreted.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from stream_attention.backends import interpreting
+from stream_attention.base.problem import Inputs, Problem, state_problem
+
+pytestmark = pytest.mark.skipif(not interpreting(), reason="TRITON_INTERPRET=1 is not set: `make test` runs these")
+
+NAN = float("nan")
+PACKS = {
+    "no tail": ((3, 0, 5), 8),
+    "one row": ((3, 0, 5), 9),
+    "more than a block": ((70, 1), 300),
+    "no sequence has rows": ((0, 0), 20),
+    "offsets beyond the pack": ((9, 9), 12),
+}
+
+
+def packed(lengths: tuple[int, ...], rows: int, dtype: torch.dtype, heads: int = 3, dim: int = 40) -> Inputs:
+    query, key, value = (torch.randn(rows, count, dim, dtype=dtype) for count in (heads, 1, 1))
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32 if dtype is torch.float16 else torch.int64)
+    return Inputs(query, key, value, cu_seqlens_q=offsets, cu_seqlens_k=offsets.clone())
+
+
+def problem_of(inputs: Inputs, longest: int) -> Problem:
+    return state_problem(
+        inputs, q_len=longest, k_len=longest, causal=True, window=(-1, -1), softcap=0.0, scale=0.3, dropout_p=0.0,
+        deterministic=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", PACKS)
+def test_what_starts_a_packed_forward(name: str, dtype: torch.dtype) -> None:
+    """Only the tail is written; the counter of tiles is 0; without an LSE none is written."""
+    from stream_attention.gpu.tail import bind_start, resized_start
+
+    lengths, rows = PACKS[name]
+    inputs = packed(lengths, rows, dtype)
+    out, lse = torch.full((rows, 3, 40), NAN, dtype=dtype), torch.full((3, rows), NAN)
+    counter = torch.full((1,), 7, dtype=torch.int32)
+    launch = bind_start(problem_of(inputs, max(lengths)), inputs.cu_seqlens_q, out, lse, counter)
+    launch(inputs.cu_seqlens_q, out, lse, counter)
+    tail = min(sum(lengths), rows)
+    assert out[:tail].isnan().all() and (out[tail:] == 0).all()
+    assert lse[:, :tail].isnan().all() and (lse[:, tail:] == -torch.inf).all()
+    assert counter.item() == 0
+    for t in (out, lse):
+        t.fill_(NAN)
+    launch.replaced(write_lse=0)(inputs.cu_seqlens_q, out, lse, counter)
+    assert (out[tail:] == 0).all() and lse.isnan().all()
+    more = torch.full((rows + 5, 3, 40), NAN, dtype=dtype), torch.full((3, rows + 5), NAN)
+    resized = resized_start(launch, rows + 5)
+    assert resized is not None
+    resized(inputs.cu_seqlens_q, *more, counter)
+    tail = min(sum(lengths), rows + 5)
+    assert (more[0][tail:] == 0).all() and (more[1][:, tail:] == -torch.inf).all()
+    assert more[0][:tail].isnan().all() and more[1][:, :tail].isnan().all()
+
+
+@pytest.mark.parametrize("name", [name for name in PACKS if name != "offsets beyond the pack"])
+def test_what_starts_a_packed_backward(name: str) -> None:
+    """Gradients are cleared in the tail alone, and rows hold the LSE and dO . O of each sequence."""
+    from stream_attention.backends.hopper.backward_rows import bind_rows
+    from stream_attention.gpu.rows import Rows
+
+    lengths, rows = PACKS[name]
+    inputs = packed(lengths, rows, torch.float16)
+    problem = problem_of(inputs, max(max(lengths), 1))
+    out, grad_out = torch.randn(2, rows, 3, 40, dtype=torch.float16)
+    lse = torch.randn(3, rows)
+    samples = Rows.samples(problem, inputs.query)
+    found = Rows(*(torch.full(t.shape, NAN) for t in samples))
+    padded = found.lse.shape[-1]
+    scratch = torch.full((3 * padded * 64,), NAN)
+    counts = torch.full((scratch.numel() // 64**2,), 9, dtype=torch.int32)
+    counter = torch.full((2,), 9, dtype=torch.int32)
+    grads = [torch.full_like(t, NAN) for t in inputs[:3]]
+    workspace = (*found, scratch, counts, counter)
+    launch = bind_rows(
+        problem, inputs, range(problem.batch * problem.kv_heads), out, lse, grad_out, None, found, scratch, counts,
+        counter, grads, -132,
+    )  # fmt: skip
+    launch(out, grad_out, lse, None, inputs.cu_seqlens_q, inputs.cu_seqlens_k, *workspace, *grads)
+    for grad in grads:
+        assert grad[: sum(lengths)].isnan().all() and (grad[sum(lengths) :] == 0).all()
+    assert counter.tolist() == [-132, -132]
+    first = 0
+    for sequence, length in enumerate(lengths):
+        at = (first + 128 * sequence) // 128 * 128
+        own = slice(first, first + length)
+        _same(found.lse[:, at : at + length], lse[:, own] * math.log2(math.e))
+        _same(found.delta[:, at : at + length], (out[own].float() * grad_out[own].float()).sum(-1).T)
+        first += length
+
+
+def _same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
