@@ -43,11 +43,14 @@ TOOL_LAYERS = (
     ("bench",),
     ("testing",),
     ("memory",),
+    ("baseline",),
+    ("module_tools", "warmup"),
 )
 TOOL_RANK = {name: -depth for depth, layer in enumerate(TOOL_LAYERS) for name in layer}
 
 NAMES_TOOLS = {
     # file -> why it names stream_attention_tools outside of docstrings
+    "core/__init__.py": "tells type checkers where the baseline is that users import from it",
     "moved.py": "what moved there is found under its old name",
     "utils/memory.py": "tells type checkers where the instruments are that users import from it",
 }

@@ -93,6 +93,17 @@ def test_the_commands_are_not_deprecated(unloaded: None) -> None:
     assert before.main is import_module("stream_attention_tools.cli.main").main
 
 
+@pytest.mark.parametrize(
+    ("old", "name"), [("core.flashattention_v3", "FlashAttentionV3"), ("utils.profiler", "MemoryProfiler")]
+)
+def test_instruments_that_users_know_by_their_old_names_are_not_deprecated(old: str, name: str, unloaded: None) -> None:
+    old = f"stream_attention.{old}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = import_module(old)
+    assert getattr(before, name) is getattr(import_module(moved.MOVED[old]), name)
+
+
 def test_other_names_are_not_looked_at() -> None:
     assert moved.new_name("stream_attention.ops.attention") is None
     assert moved.new_name("stream_attention.testing_more") is None

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from .base.errors import UnsupportedProblem
 from .base.kv_layouts import ContiguousKV, Fp8KV, PagedKV, QuantizedKV, Rotary
 from .core import (
-    FlashAttentionV3,
     FusedOnlineAttention,
     StreamAttention,
     StreamAttentionConfig,
@@ -28,6 +27,7 @@ from .ops.varlen import varlen_attention
 from .utils.checkpoint import gradient_checkpoint_sequential
 
 if TYPE_CHECKING:
+    from .core import FlashAttentionV3
     from .core.ring_attention import RingAttention
     from .core.star_attention import StarAttention
     from .distributed import ring_attention
@@ -74,13 +74,14 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "FlashAttentionV3": "core",
     "MemoryProfiler": "utils.memory",
     "RingAttention": "core.ring_attention",
     "StarAttention": "core.star_attention",
     "ring_attention": "distributed",
 }
-"""Names that are imported when they are asked for: the profiler is an instrument, and torch may have been built without
-torch.distributed."""
+"""Names that are imported when they are asked for: baseline and profiler are instruments, and torch may have been built
+without torch.distributed."""
 
 if not TYPE_CHECKING:  # to a type checker they do not exist
 

@@ -14,68 +14,46 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from warnings import warn
 
-RENAMED = {
-    "distributed.call": "autograd",
-    "distributed.heads": "head_exchange",
-    "distributed.local": "shard_attention",
-    "distributed.request": "call_spec",
-    "distributed.seed": "agreement",
-    "distributed.uncompiled": "graph_break",
-    "distributed.whole": "full_kv",
-    "integration.evicting": "evicting_layer",
-    "integration.held": "placeholder",
-    "integration.layer": "cache_layer",
-    "integration.quantised": "quantized_layer",
-    "kvcache.request": "compression_spec",
-}
-"""Modules of this package with a new name in the same folder."""
-
-
-LAYERED = {
-    f"stream_attention.{old}": f"stream_attention.{new}"
-    for old, new in {
-        **{name: f"base.{name}" for name in ("device", "errors", "files", "problem", "state")},
-        "cache_views": "base.kv_layouts",
-        "cache_views.codes": "base.kv_layouts.quantized_tensor",
-        "kernels": "backends",
-        "kernels.gluon": "backends.hopper",
-        "kernels.reference": "backends.reference.attention",
-        "kernels.reference_fp8": "backends.reference.fp8",
-        "plan": "dispatch.plan",
-        "tuning": "backends",
-        "tuning.decode": "gpu.decode_tuning",
-        "tuning.gluon": "backends.hopper.tuning",
-        "tuning.triton": "backends.triton.tuning",
-        "validate": "dispatch.validate",
-    }.items()
-}
-"""What moved when the folders of this package became layers."""
-
-
-def _moved(old: str, new: str, names: str) -> dict[str, str]:
-    return {f"stream_attention.{old}.{name}": f"stream_attention_tools.{new}.{name}" for name in names.split()}
-
+_FOLDERS = (
+    # old folder, new folder, modules and packages in it: their names, or old=new
+    ("", "base", "device errors files problem state cache_views=kv_layouts"),
+    ("", "dispatch", "plan validate"),
+    ("", "", "kernels=backends tuning=backends"),
+    ("cache_views", "base.kv_layouts", "codes=quantized_tensor"),
+    ("kernels", "backends", "gluon=hopper reference=reference.attention reference_fp8=reference.fp8"),
+    ("tuning", "backends", "gluon=hopper.tuning triton=triton.tuning"),
+    ("tuning", "gpu", "decode=decode_tuning"),
+    ("distributed", "distributed", "call=autograd heads=head_exchange local=shard_attention request=call_spec"),
+    ("distributed", "distributed", "seed=agreement uncompiled=graph_break whole=full_kv"),
+    ("integration", "integration", "evicting=evicting_layer held=placeholder layer=cache_layer"),
+    ("integration", "integration", "quantised=quantized_layer"),
+    ("kvcache", "kvcache", "request=compression_spec"),
+)
+_TO_TOOLS = (
+    ("", "", "benchmark=bench cli testing"),
+    ("benchmark", "bench", "cells=suites form=schema graphs=timing"),
+    ("benchmark", "report", "figures models overview=readme_report page plots style"),
+    ("core", "", "_measure=module_tools flashattention_v3=baseline"),
+    ("distributed", "cli", "demo"),
+    ("distributed", "cluster", "calibrate planner speed traffic trial"),
+    ("ops", "", "warmup"),
+    ("tuning", "", "search=tune"),
+    ("utils", "memory", "allocator estimate profiler timeline"),
+)
 
 MOVED = {
-    **{f"stream_attention.{old}": f"stream_attention.{old.partition('.')[0]}.{new}" for old, new in RENAMED.items()},
-    "stream_attention.benchmark": "stream_attention_tools.bench",
-    **_moved("benchmark", "report", "figures models page plots style"),
-    "stream_attention.benchmark.cells": "stream_attention_tools.bench.suites",
-    "stream_attention.benchmark.form": "stream_attention_tools.bench.schema",
-    "stream_attention.benchmark.graphs": "stream_attention_tools.bench.timing",
-    "stream_attention.benchmark.overview": "stream_attention_tools.report.readme_report",
-    "stream_attention.cli": "stream_attention_tools.cli",
-    **_moved("distributed", "cluster", "calibrate planner speed traffic trial"),
-    "stream_attention.distributed.demo": "stream_attention_tools.cli.demo",
-    "stream_attention.testing": "stream_attention_tools.testing",
-    **LAYERED,
-    "stream_attention.tuning.search": "stream_attention_tools.tune",
-    **_moved("utils", "memory", "allocator estimate profiler timeline"),
+    ".".join(filter(None, ("stream_attention", old_folder, old))): ".".join(filter(None, (package, folder, new or old)))
+    for package, rows in (("stream_attention", _FOLDERS), ("stream_attention_tools", _TO_TOOLS))
+    for old_folder, folder, names in rows
+    for old, _, new in (name.partition("=") for name in names.split())
 }
 """Old name -> new name, of modules and of packages with all that is in them."""
 
-KEPT = ("stream_attention.cli", "stream_attention.utils.estimate", "stream_attention.utils.profiler")
-"""Old names that are not deprecated: commands, and what `stream_attention.utils.memory` offers."""
+KEPT = tuple(
+    f"stream_attention.{name}"
+    for name in ("cli", "core._measure", "core.flashattention_v3", "utils.estimate", "utils.profiler")
+)
+"""Old names that are not deprecated: commands, and instruments that `core` and `utils.memory` offer."""
 
 
 def new_name(old: str) -> str | None:

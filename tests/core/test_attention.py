@@ -27,6 +27,7 @@ from stream_attention import (
 )
 from stream_attention.core import attention as attention_module
 from stream_attention.core import build_stream_attention
+from stream_attention_tools import module_tools
 
 HEADS, DIM = 4, 8
 FEATURES = HEADS * DIM
@@ -476,7 +477,7 @@ def test_benchmark_speedup_has_the_documented_keys_and_one_flop_formula() -> Non
 
 
 def test_what_it_compares_with_is_attention() -> None:
-    torch.testing.assert_close(attention_module._standard_attention(*qkv()), attention(*qkv(), causal=True))
+    torch.testing.assert_close(module_tools._standard_attention(*qkv()), attention(*qkv(), causal=True))
 
 
 # Factories

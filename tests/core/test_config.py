@@ -20,6 +20,7 @@ from stream_attention import StreamAttention, StreamAttentionConfig
 from stream_attention.base import device
 from stream_attention.core.config import VARIABLES
 from stream_attention.dispatch.plan import plan
+from stream_attention_tools.module_tools import causal_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,7 +114,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_with_a_gpu_tile_sizes_are_the_planned_ones(seq_len: int) -> None:
     pytest.importorskip("triton")
     config = StreamAttentionConfig(num_heads=8, head_dim=64)
-    planned = plan(config._problem(seq_len, torch.device("cuda", 0)), "triton").config
+    planned = plan(causal_problem(config, seq_len, torch.device("cuda", 0)), "triton").config
     assert config.optimal_tile_sizes(seq_len) == (planned.block_m, planned.block_n)
     forced = dataclasses.replace(config, tile_size_k=16)
     assert forced.optimal_tile_sizes(seq_len) == (planned.block_m, 16)

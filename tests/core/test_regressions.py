@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stream_attention import FlashAttentionV3, FusedOnlineAttention, StreamAttention, StreamAttentionConfig, attention
-from stream_attention.core._measure import rates
 from stream_attention_tools.bench.suites import flops
+from stream_attention_tools.module_tools import rates
 from stream_attention_tools.testing import Case
 
 

@@ -10,7 +10,8 @@ Legend used everywhere: B batch, Tq/Tk lengths, Hq/Hkv heads, D/Dv head dims.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from warnings import warn
 
 import torch
@@ -23,6 +24,8 @@ from .device import arch, processors
 if TYPE_CHECKING:
     from .kv_layouts import KVCache
     from .kv_layouts.quantized_tensor import Coding
+
+T = TypeVar("T")
 
 AUTO = "auto"
 """The backend of a call that names none."""
@@ -179,6 +182,12 @@ _PLACES = {name: (part, at) for part, kind in enumerate(_KINDS) for at, name in 
 _read: Any = property
 
 
+def _facts(kind: type[T], part: str, *names: str) -> tuple[T, ...]:
+    """Properties that read facts of one part, all of them if none is named. To a type checker they are of this kind."""
+    names = names or _KINDS[_Parts._fields.index(part)]._fields
+    return tuple(_read(attrgetter(f"{part}.{name}")) for name in names)
+
+
 class Problem(_Parts):
     """The frozen facts of one call, on tensors or on a cache: each part is a value, and so is the whole.
 
@@ -192,44 +201,22 @@ class Problem(_Parts):
 
     __slots__ = ()
 
-    batch: int = _read(lambda self: self.shape.batch)
-    q_len: int = _read(lambda self: self.shape.q_len)
-    q_heads: int = _read(lambda self: self.shape.q_heads)
-    kv_heads: int = _read(lambda self: self.shape.kv_heads)
-    head_dim: int = _read(lambda self: self.shape.head_dim)
-    value_dim: int = _read(lambda self: self.shape.value_dim)
-    k_len: int = _read(lambda self: self.kv.k_len)
+    batch, q_len, q_heads, kv_heads, head_dim, value_dim = _facts(int, "shape")
+    k_len, page = _facts(int, "kv", "k_len", "page")
+    coding: Coding | None = _read(attrgetter("kv.coding"))
     packed: bool = _read(lambda self: self.kv.layout == "packed")
     cached: bool = _read(lambda self: self.kv.layout == "cache")
-    page: int = _read(lambda self: self.kv.page)
-    coding: Coding | None = _read(lambda self: self.kv.coding)
-    dtype: torch.dtype = _read(lambda self: self.operands.dtype)
-    addressable: bool = _read(lambda self: self.operands.addressable)
-    tf32: bool = _read(lambda self: self.operands.tf32)
-    fp8: bool = _read(lambda self: self.operands.fp8)
-    device: torch.device = _read(lambda self: self.hardware.device)
-    arch: int = _read(lambda self: self.hardware.arch)
-    processors: int = _read(lambda self: self.hardware.processors)
-    left: int = _read(lambda self: self.window.left)
-    right: int = _read(lambda self: self.window.right)
-    q_start: int = _read(lambda self: self.positions.q_start)
-    q_stride: int = _read(lambda self: self.positions.q_stride)
-    k_start: int = _read(lambda self: self.positions.k_start)
-    k_stride: int = _read(lambda self: self.positions.k_stride)
-    q_base: int = _read(lambda self: self.positions.q_base)
-    scale: float = _read(lambda self: self.scores.scale)
-    softcap: float = _read(lambda self: self.scores.softcap)
-    mask: bool = _read(lambda self: self.scores.mask)
-    bias: torch.dtype | None = _read(lambda self: self.scores.bias)
-    alibi: bool = _read(lambda self: self.scores.alibi)
-    sink: bool = _read(lambda self: self.scores.sink)
-    dropout_p: float = _read(lambda self: self.scores.dropout_p)
-    batch_start: int = _read(lambda self: self.scores.batch_start)
-    backward: bool = _read(lambda self: self.direction.backward)
-    lse_grad: bool = _read(lambda self: self.direction.lse_grad)
-    row_grad: bool = _read(lambda self: self.direction.row_grad)
-    partial: bool = _read(lambda self: self.direction.partial)
-    deterministic: bool = _read(lambda self: self.direction.deterministic)
+    dtype: torch.dtype = _read(attrgetter("operands.dtype"))
+    addressable, tf32, fp8 = _facts(bool, "operands", "addressable", "tf32", "fp8")
+    device: torch.device = _read(attrgetter("hardware.device"))
+    arch, processors = _facts(int, "hardware", "arch", "processors")
+    left, right = _facts(int, "window")
+    q_start, q_stride, k_start, k_stride, q_base = _facts(int, "positions")
+    scale, softcap, dropout_p = _facts(float, "scores", "scale", "softcap", "dropout_p")
+    mask, alibi, sink = _facts(bool, "scores", "mask", "alibi", "sink")
+    bias: torch.dtype | None = _read(attrgetter("scores.bias"))
+    batch_start: int = _read(attrgetter("scores.batch_start"))
+    backward, lse_grad, row_grad, partial, deterministic = _facts(bool, "direction")
     kind: str = _read(lambda self: "decode" if self.cached else "backward" if self.backward else "forward")
     group: int = _read(lambda self: self.q_heads // max(self.kv_heads, 1))  # query heads per KV head
     out_dtype: torch.dtype = _read(lambda self: self.state_dtype if self.partial else self.dtype)
@@ -317,12 +304,11 @@ def addressable(t: Tensor) -> bool:
     return aligned(t) and all(size == 1 or stride > 0 for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
-def aligned(t: Tensor) -> bool:
-    """Whether rows of `[..., D]` start on 16 bytes, and whole 16 bytes apart."""
-    unit = 16 // t.element_size()
-    return _address(t) % 16 == 0 and all(
-        size == 1 or stride % unit == 0 for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
-    )
+def aligned(t: Tensor, inner: int = -1) -> bool:
+    """Whether rows along the dim `inner`, the last by default, start on 16 bytes, and whole 16 bytes apart."""
+    steps = [stride if size > 1 else 0 for size, stride in zip(t.shape, t.stride(), strict=True)]
+    del steps[inner]
+    return t.numel() == 0 or (_address(t) % 16 == 0 and all(step * t.itemsize % 16 == 0 for step in steps))
 
 
 def padded_to(t: Tensor, dim: int) -> Tensor:
@@ -397,32 +383,39 @@ def state_problem(
 
     `positions` None aligns the last query with the last key.
     """
-    query, value, packed = inputs.query, inputs.value, inputs.cu_seqlens_q is not None
-    if not packed:
-        q_len, k_len = query.shape[1], inputs.key.shape[1]
+    query, key, value, mask, bias, alibi_slopes, sink, _, cu_seqlens_q, _ = inputs
+    batch, packed = query.shape[0], cu_seqlens_q is not None
+    if cu_seqlens_q is not None:
+        batch = cu_seqlens_q.shape[0] - 1
+    else:
+        q_len, k_len = query.shape[1], key.shape[1]
     offset = k_len - q_len
     positions = positions or Positions(offset, q_base=offset)
-    batch = inputs.cu_seqlens_q.shape[0] - 1 if inputs.cu_seqlens_q is not None else query.shape[0]
+    tma = all(addressable(t) for t in (query, key, value))
+    tf32 = query.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    bias_dtype = None if bias is None else bias.dtype
+    given = mask is not None, bias_dtype, alibi_slopes is not None, sink is not None
     return Problem(
-        Shape(batch, q_len, query.shape[-2], inputs.key.shape[-2], query.shape[-1], value.shape[-1]),
+        Shape(batch, q_len, query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]),
         KV("packed" if packed else "dense", k_len),
-        Operands(
-            query.dtype,
-            addressable=addressable(query) and addressable(inputs.key) and addressable(value),
-            tf32=query.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
-        ),
+        Operands(query.dtype, tma, tf32),
         hardware_of(query.device),
         _window(q_len, k_len, positions, causal, *window, packed=packed),
         positions,
-        Scores(
-            scale=float(scale),
-            softcap=float(softcap),
-            mask=inputs.mask is not None,
-            bias=None if inputs.bias is None else inputs.bias.dtype,
-            alibi=inputs.alibi_slopes is not None,
-            sink=inputs.sink is not None,
-            dropout_p=float(dropout_p),
-            batch_start=batch_start,
-        ),
+        Scores(float(scale), float(softcap), *given, float(dropout_p), batch_start),
         Direction(partial=partial, deterministic=deterministic),
+    )
+
+
+def decode_problem(query: Tensor, cache: KVCache, **asked: Any) -> Problem:
+    """What a call on a cache has to compute; `asked` are the window and the scores of its problem."""
+    batch, q_len, q_heads, head_dim = query.shape
+    capacity = cache.capacity
+    return Problem(
+        Shape(batch, q_len, q_heads, cache.kv_heads, head_dim, cache.value_dim),
+        KV("cache", capacity, cache.page_size, cache.coding),
+        Operands(query.dtype),
+        hardware_of(query.device),
+        positions=Positions(capacity - q_len, q_base=capacity - q_len),  # of a row that is full
+        **asked,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.errors import refuse
+from ..base.errors import check_int, refuse
 from ..dispatch.validate import is_tensor
 from .config import StreamAttentionConfig
 
@@ -48,3 +48,9 @@ def check_length(config: StreamAttentionConfig, keys: int, where: str = " on all
     if keys > config.max_sequence_length:
         limit = f"at most max_sequence_length={config.max_sequence_length} keys{where}"
         refuse("key", limit, keys, "Raise it in the StreamAttentionConfig.")
+
+
+def check_counts(**counts: int) -> None:
+    """Refuse sizes and repetitions that are not ints of at least 1."""
+    for name, count in counts.items():
+        check_int(name, count, 1)

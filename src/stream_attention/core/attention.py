@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ..base.errors import refuse
 from ..dispatch.validate import DTYPES, flags, hint_about, refuses_foreign, unexpected
 from ._checks import check_length, copied_config
-from ._measure import check_counts, median_ms, random_qkv, rates
+from ._instruments import instruments
 from .config import StreamAttentionConfig
 from .fused_online_attention import FusedOnlineAttention
 from .multihead_attention import StreamMultiheadAttention
@@ -191,9 +190,8 @@ class StreamAttention(nn.Module):
         if past is not None:
             key, value = (_appended(old, new, name) for old, new, name in zip(past, (key, value), "kv", strict=True))
         check_length(self.config, key.shape[1], where=", the cache included")
-        out, call = self.attention.attend(
-            query, key, value, causal=causal, attention_mask=attention_mask, dropout_p=dropout_p, seed=seed
-        )
+        options: dict[str, Any] = {"causal": causal, "dropout_p": dropout_p}
+        out, call = self.attention.attend(query, key, value, attention_mask, None, seed, **options)
         if from_hidden_states:
             out = out.flatten(-2)
             out = out if self.out_proj is None else _in_dtype_of(out, self.out_proj)
@@ -254,24 +252,8 @@ class StreamAttention(nn.Module):
             By length: `stream_time_ms`, `standard_time_ms`, `speedup` (standard by stream), and of the streaming pass
             `tflops` and `bandwidth_gb_s` (query, key, value and output once each).
         """
-        lengths = _checked_lengths(seq_lengths)
-        check_counts(batch_size=batch_size)
-        device, heads, dim = self.attention.device, self.config.num_heads, self.config.head_dim
-        dtype = torch.float32 if device.type == "cpu" or not self.config.use_fp16 else torch.float16
-        results = {}
-        for length in lengths:
-            tensors = random_qkv(batch_size, length, heads, dim, device, dtype)
-            stream = partial(self.attention, *tensors, causal=True, dropout_p=0.0)
-            with torch.no_grad():
-                calls = {"stream": stream, "standard": partial(_standard_attention, *tensors)}
-                times = median_ms(calls, device, warmup=2, iterations=50, budget_s=2.0)
-            results[length] = {
-                "stream_time_ms": times["stream"],
-                "standard_time_ms": times["standard"],
-                "speedup": times["standard"] / times["stream"],
-                **rates(tensors, causal=True, time_ms=times["stream"]),
-            }
-        self.last_speedup_achieved = results[max(lengths)]["speedup"]
+        results: dict[int, dict[str, float]] = instruments().speedups(self, seq_lengths, batch_size)
+        self.last_speedup_achieved = results[max(results)]["speedup"]
         return results
 
 
@@ -353,22 +335,3 @@ def _appended(old: Tensor, new: Tensor, name: str) -> Tensor:
         expected = f"[{new.shape[0]}, T, {', '.join(map(str, new.shape[2:]))}] in {new.dtype} on {new.device}"
         refuse(f"past_key_value ({name})", expected, f"{list(old.shape)} in {old.dtype} on {old.device}")
     return torch.cat((old, new), 1)
-
-
-def _checked_lengths(given: Any) -> list[int]:
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        found = f"{given!r} ({type(given).__name__})"
-        refuse("seq_lengths", "a sequence of ints, such as [64]", found, error=TypeError)
-    lengths = list(given)
-    if not lengths:
-        refuse("seq_lengths", "at least one length", lengths)
-    check_counts(**{f"seq_lengths[{index}]": length for index, length in enumerate(lengths)})
-    return lengths
-
-
-def _standard_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal self-attention as one writes it without a library: Tq x Tk scores, softmax, product."""
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    masked = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(masked, -torch.inf)
-    return (torch.softmax(scores, -1) @ v).transpose(1, 2)

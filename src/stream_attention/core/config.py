@@ -12,12 +12,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..backends.triton.tuning import FORCEABLE
-from ..base.errors import UnsupportedProblem, check_int, refuse
-from ..base.problem import KV, Operands, Problem, Scores, Shape, Window, hardware_of
-from ..dispatch.plan import plan, spell
+from ..base.errors import check_int, refuse
+from ..dispatch.plan import spell
+from ._instruments import instruments
 
 PLANNED = {"tile_size_q": 128, "tile_size_k": 64, "num_warps": 4, "num_stages": 2}
 """The values that mean "planned"."""
@@ -230,34 +228,11 @@ class StreamAttentionConfig:
         another kernel is preferred. Without one, or where Triton cannot compute it, a rule of thumb by length alone,
         which nothing else uses.
         """
-        _check_type("seq_len", seq_len, int)
-        _check_least("seq_len", seq_len, 1)
-        if torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
-            forced = tiled_backend(**self._tiles())
-            try:
-                config = plan(self._problem(seq_len, device), "triton" if forced == "auto" else forced).config
-            except UnsupportedProblem:
-                pass
-            else:
-                return config.block_m, config.block_n
-        for longest, tiles in ((1024, (64, 64)), (4096, (128, 64)), (16384, (128, 128))):
-            if seq_len <= longest:
-                return tiles
-        return 256, 128
+        tiles: tuple[int, int] = instruments().optimal_tile_sizes(self, seq_len)
+        return tiles
 
     def _tiles(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in PLANNED}
-
-    def _problem(self, seq_len: int, device: torch.device) -> Problem:
-        return Problem(
-            Shape(1, seq_len, self.num_heads, self.num_heads, self.head_dim, self.head_dim),
-            KV("dense", seq_len),
-            Operands(torch.float16 if self.use_fp16 else torch.float32),
-            hardware_of(device),
-            Window(right=0),
-            scores=Scores(self.head_dim**-0.5),
-        )
 
 
 PREFIX = "STREAM_ATTENTION_"

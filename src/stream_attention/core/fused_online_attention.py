@@ -18,9 +18,9 @@ from ..dispatch import validate
 from ..dispatch.plan import Plan, check_backend, plan, requested
 from ..ops.attention import attention
 from ..ops.explain import problems_of_call
-from ._checks import check_heads
+from ._checks import check_counts, check_heads
+from ._instruments import instruments
 from ._masks import split_mask
-from ._measure import check_counts, self_attention_figures
 from .config import PLANNED, check_tiles, tiled_backend
 
 
@@ -225,18 +225,8 @@ class FusedOnlineAttention(nn.Module):
             validate.unexpected(FusedOnlineAttention.forward, (), foreign)
         dropout_p = self.dropout_of_call() if dropout_p is None else dropout_p
         seed = self.next_seed(dropout_p)
-        result, call = self.attend(
-            query,
-            key,
-            value,
-            causal=causal,
-            attention_mask=attention_mask,
-            dropout_p=dropout_p,
-            seed=seed,
-            alibi_slopes=alibi_slopes,
-            deterministic=deterministic,
-            return_lse=return_lse,
-        )
+        options: dict[str, Any] = {"causal": causal, "dropout_p": dropout_p, "deterministic": deterministic}
+        result, call = self.attend(query, key, value, attention_mask, alibi_slopes, seed, return_lse, **options)
         self.computed(call, seed)
         return result
 
@@ -276,22 +266,20 @@ class FusedOnlineAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        causal: bool,
         attention_mask: Tensor | None,
-        dropout_p: float,
+        alibi_slopes: Tensor | None,
         seed: Tensor | None,
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool | None = None,
         return_lse: bool = False,
+        **options: Any,
     ) -> tuple[Any, _Call | None]:
         """`out` or `(out, lse)`, with every choice made, and the argument of `computed`, None where there is not one
-        plan: what `forward` and `StreamAttention` share."""
+        plan: what `forward` and `StreamAttention` share. `options` are `causal`, `dropout_p` and `deterministic`."""
         check_heads(self.num_heads, self.head_dim, query, key)
         mask, bias = split_mask(attention_mask, query, key)
         modifiers = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}
-        options = {"causal": causal, "scale": self.scale, "dropout_p": dropout_p}
-        options["deterministic"] = self.deterministic if deterministic is None else deterministic
+        options["scale"] = self.scale
+        if options.get("deterministic") is None:
+            options["deterministic"] = self.deterministic
         result = self._op()(
             query, key, value, **modifiers, **options, seed=seed, return_lse=return_lse, backend=self.backend
         )
@@ -328,9 +316,8 @@ class FusedOnlineAttention(nn.Module):
             `time_ms` (median), `tflops`, `bandwidth_gb_s` (query, key, value and output once each), `seq_len`,
             `batch_size`, `dtype`, `device` and `backend`, the one that computed.
         """
-        figures = self_attention_figures(
-            self, seq_len, batch_size, self.num_heads, self.head_dim, self.device, self.dtype, warmup, iterations
-        )
+        size = seq_len, batch_size, self.num_heads, self.head_dim
+        figures = instruments().self_attention_figures(self, *size, self.device, self.dtype, warmup, iterations)
         return {**figures, "backend": self.last_method_used}
 
     def extra_repr(self) -> str:

@@ -110,13 +110,7 @@ class RingAttention(nn.Module):
 
     @graph_break
     def forward_with_cache(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        past_key_values: Any = None,
-        use_cache: bool = True,
-        causal: bool = True,
+        self, query: Any, key: Any, value: Any, past_key_values: Any = None, use_cache: bool = True, causal: bool = True
     ) -> tuple[Any, Any]:
         """Attend to a cache and to the tokens of this call, whose positions follow all of the cache's.
 

@@ -21,13 +21,13 @@ class StreamLayer(CacheLayerMixin):
     `placeholder`) of `total` tokens.
     """
 
+    kv: Any  # a cache; None before the first tokens
     is_sliding = False
     is_croppable = False  # cropping is not exact
 
     def __init__(self, padding: Tensor | None) -> None:
         super().__init__()
         self.padding = padding  # bool [B, T], True = a real token: of the prompt
-        self.kv: KVCache | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -107,9 +107,7 @@ class StreamLayer(CacheLayerMixin):
         """Unbounded: -1."""
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """The same, under its name before transformers 5."""
-        return -1
+    get_max_cache_shape = get_max_length  # its name before transformers 5
 
     def reset(self) -> None:
         """Drop all tokens, and the padding, which was that of the last prompt."""

@@ -45,7 +45,7 @@ class EvictingLayer(StreamLayer):
     reached, all but `budget.tokens` are evicted.
     """
 
-    kv: ContiguousKV | None
+    kv: ContiguousKV  # None before the first tokens
 
     def __init__(self, padding: Tensor | None, budget: Budget) -> None:
         self.budget = budget
@@ -55,7 +55,7 @@ class EvictingLayer(StreamLayer):
         super()._forget()
         self.fresh: int | None = None  # tokens since the last eviction; None: there was none
         self.voters: Tensor | None = None  # [B, n, Hq, D]: the latest queries
-        self.score_options: tuple[float | None, float, Tensor | None] | None = None  # their scale, softcap and sink
+        self.score_options: dict[str, Any] | None = None  # their scale, softcap and sink
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +80,6 @@ class EvictingLayer(StreamLayer):
         cropped = self.voters is None and self.score_options is not None  # the voters come with this call
         if not cropped and max(self.rows) > self.budget.tokens and max(self.rows) + new > self.budget.capacity:
             self._evict()
-        assert self.kv is not None
         if max(self.rows) + new > self.kv.capacity:  # more at a time than the capacity: until after the attention
             self._allocate(self.kv.key, self.kv.value, max(self.rows) + new)
         self.kv.append(key, value)
@@ -100,13 +99,12 @@ class EvictingLayer(StreamLayer):
                 self.voters = query[:, -most:].clone()
             else:
                 self.voters = torch.cat([self.voters[:, -earlier:], query], 1)
-            self.score_options = scale, softcap, sink
+            self.score_options = {"scale": scale, "softcap": softcap, "sink": sink}
         if self._overfull:
             self._evict()
 
     @torch.no_grad()
     def _evict(self) -> None:
-        assert self.kv is not None
         length, device, budget = max(self.rows), self.kv.device, self.budget
         missing = [length - row for row in self.rows]
         shifts = [-gap for gap in missing]  # rows are aligned at their ends, as the queries are
@@ -131,12 +129,10 @@ class EvictingLayer(StreamLayer):
             return norms(key).zero_()
         if self.voters is None or self.score_options is None:
             refuse("attn_implementation", '"stream_attention", which passes the cache its queries', "another")
-        scale, softcap, sink = self.score_options
         padded = bool(self.pads) and max(self.pads) > 0  # some queries may be padding
         mask = real[:, None, None] if padded else None
         weights = real[:, -self.voters.shape[1] :].float() if padded else None
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink": sink}
-        return attention_mass(self.voters, key, causal=True, mask=mask, row_weights=weights, **options)
+        return attention_mass(self.voters, key, causal=True, mask=mask, row_weights=weights, **self.score_options)
 
     def _allocate(self, key: Tensor, value: Tensor, capacity: int) -> None:
         """Store a copy of the tokens `[B, n, Hkv, .]` with this capacity; those beyond `rows[b]` are undefined."""
@@ -149,7 +145,7 @@ class EvictingLayer(StreamLayer):
         return torch.tensor(self.rows, dtype=torch.int32, device=device)
 
     def _drop(self, count: int) -> None:
-        assert self.kv is not None and self.kv.lengths is not None
+        assert self.kv.lengths is not None
         if self.fresh is not None and count > self.fresh:
             hint = "Evicted tokens cannot be restored."
             refuse("crop", f"at most the {self.fresh} tokens since the last eviction", count, hint)
@@ -160,6 +156,5 @@ class EvictingLayer(StreamLayer):
             self.voters = self.voters[:, :-count] if count < self.voters.shape[1] else None
 
     def _select(self, index: Tensor) -> None:
-        assert self.kv is not None
         self.kv = ContiguousKV(self.kv.key[index], self.kv.value[index], self._lengths(index.device))
         self.voters = None if self.voters is None else self.voters[index]

@@ -74,6 +74,8 @@ def stream_attention_forward(
         refuse("key", f"at most max_sequence_length={most} tokens", key.shape[2])
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     softcap = softcap or 0.0
+    options: dict[str, Any] = {"sink": s_aux, "softcap": softcap, "scale": scaling, "backend": backend}
+    options["dropout_p"] = dropout or 0.0
     cached = None if compiling else key
     query, key, value = (
         x.transpose(1, 2) if x.stride(-1) == 1 else x.transpose(1, 2).contiguous() for x in (query, key, value)
@@ -89,25 +91,13 @@ def stream_attention_forward(
         out = read(query, cached, padding, scale=scaling, softcap=softcap, sink=s_aux)
         assert out is not None
     elif attention_mask is None and "cu_seq_lens_q" not in others:
-        out = attention(
-            query,
-            key,
-            value,
-            causal=causal and query.shape[1] > 1,
-            window=_window(sliding_window, causal),
-            bias=position_bias,
-            sink=s_aux,
-            softcap=softcap,
-            scale=scaling,
-            dropout_p=dropout or 0.0,
-            backend=backend,
-        )
+        causal, window = causal and query.shape[1] > 1, _window(sliding_window, causal)
+        out = attention(query, key, value, causal=causal, window=window, bias=position_bias, **options)
     else:
         if hasattr(cached, "stream_new") and attention_mask is not None and attention_mask.dtype is torch.uint8:
             padding = _padding_alone(attention_mask)
             if padding is not None:
                 check_new(padding, cached.stream_new)  # type: ignore[union-attr]
-        options = {"sink": s_aux, "softcap": softcap, "scale": scaling, "dropout_p": dropout or 0.0, "backend": backend}
         out = _masked((query, key, value), attention_mask, causal, sliding_window, position_bias, others, options)
     if cached is not None and hasattr(cached, "stream_observer"):
         notify(query, cached, scaling, softcap, s_aux)

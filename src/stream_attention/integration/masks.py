@@ -354,12 +354,7 @@ def _filled_mask(count: Tensor, window: int, batch: int) -> Tensor:
 
 
 def _visible_mask(
-    padding: Tensor | None,
-    window: int,
-    kind: Kind,
-    count: int,
-    call: dict[str, Any],
-    unpadded: Unpadded | None = None,
+    padding: Tensor | None, window: int, kind: Kind, count: int, call: dict[str, Any], unpadded: Unpadded | None = None
 ) -> Tensor:
     slots = call["kv_length"]
     shape = 1 + window, 1 + kind + len(Kind) * (slots - count)

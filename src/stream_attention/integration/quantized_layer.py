@@ -42,7 +42,7 @@ class QuantisedLayer(StreamLayer):
     have different lengths. Every `group`-th token completes a block, which torch operations quantise.
     """
 
-    kv: QuantizedKV | None
+    kv: QuantizedKV  # None before the first tokens
 
     def __init__(self, padding: Tensor | None, options: QuantizeOptions) -> None:
         self.options = options
@@ -56,13 +56,11 @@ class QuantisedLayer(StreamLayer):
         group, residual = self.options.group, self.options.residual
         first = ContiguousKV(*(x[:, :1].expand(-1, group + residual, -1, -1) for x in (key, value)))
         self._use(grown(quantize_kv(first, **self.options._asdict()), self._capacity_for(max(self.rows))))
-        assert self.kv is not None
         self.kv.lengths.copy_(torch.tensor(self.rows))
         self._store(key, value, 0, max(self.rows))
 
     def _extend(self, key: Tensor, value: Tensor) -> list[Tensor]:
         new, equal = key.shape[1], len({*self.rows}) == 1
-        assert self.kv is not None
         past = self._past() if new > MAX_DECODE_QUERIES else None
         if max(self.rows) + new > self.kv.capacity:
             self._use(grown(self.kv, self._capacity_for(max(self.rows) + new)))
@@ -110,7 +108,6 @@ class QuantisedLayer(StreamLayer):
     def _store(self, key: Tensor, value: Tensor, first: int, length: int) -> None:
         """Store tokens `[B, n, Hkv, .]` from position `first` on, a block's first; the longest row has `length`."""
         kv = self.kv
-        assert kv is not None
         whole, step = self._quantized(length) - first, max(1, AT_A_TIME // kv.group) * kv.group
         for side, x in ((kv.key, key), (kv.value, value)):
             for start in range(0, whole, step):
@@ -120,14 +117,12 @@ class QuantisedLayer(StreamLayer):
     def _quantize_block(self, first: int) -> None:
         """Quantise the block of the window that begins at a position."""
         kv = self.kv
-        assert kv is not None
         slot = first % kv.key_window.shape[1]
         for side, window in ((kv.key, kv.key_window), (kv.value, kv.value_window)):
             store_quantized(side, window[:, slot : slot + kv.group], first)
 
     def _past(self) -> list[Tensor]:
         """Dequantised keys and values `[B, total, Hkv, .]` of all earlier columns; padding is 0."""
-        assert self.kv is not None
         length, before = max(self.rows), self.rows[0] + self.pads[0]
         valid = torch.arange(length, device=self.kv.device) < self.kv.lengths.unsqueeze(1)
         tokens = (torch.where(valid[:, :, None, None], x, 0.0) for x in self.kv.tile(0, length))
@@ -136,14 +131,12 @@ class QuantisedLayer(StreamLayer):
     def _drop(self, count: int) -> None:
         """Tokens that the window does not have any more are dequantised."""
         kv = self.kv
-        assert kv is not None
         first = min(self._quantized(row - count) for row in self.rows)
         tail = kv.tile(first, max(self.rows))
         kv.lengths.sub_(count)
         refill(kv, *tail, first)
 
     def _select(self, index: Tensor) -> None:
-        assert self.kv is not None
         self._use(grown(self.kv, self.kv.key.codes.shape[1], index))
 
 

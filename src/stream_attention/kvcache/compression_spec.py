@@ -44,23 +44,13 @@ class CompressionSpec(NamedTuple):
         return [min(n, max(1, int(n / self.ratio + 1e-6))) for n in self.lengths]
 
 
-def checked(
-    keys: Tensor,
-    values: Tensor,
-    ratio: float,
-    query: Tensor | None,
-    mass: Tensor | None,
-    lengths: Tensor | None,
-    key_mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    *,
-    votes: bool,
-) -> CompressionSpec:
+def checked(spec: CompressionSpec, lengths: Tensor | None, votes: bool) -> CompressionSpec:
     """Check a call of `compress` of a method that uses `query` and `mass`, or does not (`votes`).
 
-    `attention_mass` checks `causal`, `scale` and the dtype and heads of `query`.
+    `spec` is as the caller gave it: `real` is the `key_mask`, and its `lengths` are not known yet. `attention_mass`
+    checks `causal`, `scale` and the dtype and heads of `query`.
     """
+    keys, values, ratio, _, key_mask, query, mass, causal, scale = spec
     for name, tensor, shape in (("keys", keys, "[B, T, Hkv, D]"), ("values", values, "[B, T, Hkv, Dv]")):
         _tensor(name, tensor, keys)
         if tensor.dtype not in DTYPES:
@@ -114,7 +104,7 @@ def checked(
         counts = key_mask.sum(1).tolist()
     if counts == [length] * batch:
         real = None
-    return CompressionSpec(keys, values, float(ratio), counts, real, query, mass, causal, scale)
+    return spec._replace(ratio=float(ratio), lengths=counts, real=real)
 
 
 def number(name: str, given: Any) -> None:

@@ -127,9 +127,8 @@ class KVCompressor(ABC):
         Raises:
             ValueError, TypeError: a bad argument, or one that this method would not use, before any work.
         """
-        spec = checked(
-            keys, values, compression_ratio, query, mass, lengths, key_mask, causal, scale, votes=self.uses_query
-        )
+        spec = CompressionSpec(keys, values, compression_ratio, [], key_mask, query, mass, causal, scale)
+        spec = checked(spec, lengths, self.uses_query)
         described, began = self._described(spec), time.perf_counter()
         with torch.no_grad():
             positions = self._choose(spec)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backends import AUTO
-from ..base.problem import UNBOUNDED, Gradients, Inputs, Positions, Wanted, gradient_of, state_problem
+from ..base.problem import UNBOUNDED, Gradients, Inputs, Positions, Problem, Wanted, gradient_of, state_problem
 from ..dispatch import launch_cache, validate
 from ..dispatch.flops import register_flop_formulas
 from ..dispatch.plan import plan, requested
@@ -359,24 +359,18 @@ def op_arguments(
     The small tensors are contiguous from here on: kernels read them without strides.
     """
     left, right = (min(side, _FAR) for side in window or (UNBOUNDED, UNBOUNDED))
-    return (
-        *inputs[:5],
-        _contiguous(inputs.alibi_slopes),
-        _contiguous(inputs.sink),
-        _contiguous(seed_tensor(seed, inputs.query)) if dropout_p else None,
-        _contiguous(inputs.cu_seqlens_q),
-        _contiguous(inputs.cu_seqlens_k),
-        q_len,
-        k_len,
-        causal,
-        left,
-        right,
-        float(softcap),
-        max(inputs.query.shape[-1], 1) ** -0.5 if scale is None else float(scale),
-        float(dropout_p),
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        backend,
+    scale = max(inputs.query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    inputs = inputs._replace(
+        alibi_slopes=_contiguous(inputs.alibi_slopes),
+        sink=_contiguous(inputs.sink),
+        seed=_contiguous(seed_tensor(seed, inputs.query)) if dropout_p else None,
+        cu_seqlens_q=_contiguous(inputs.cu_seqlens_q),
+        cu_seqlens_k=_contiguous(inputs.cu_seqlens_k),
     )
+    numbers = float(softcap), scale, float(dropout_p)
+    return (*inputs, q_len, k_len, causal, left, right, *numbers, deterministic, backend)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -409,15 +403,9 @@ def _call_reference(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     from ..backends.reference import attention as reference
 
     problem, inputs, _ = problem_of(arguments)
-    options: dict[str, Any] = {
-        "window": (problem.left, problem.right),
-        "alibi_slopes": inputs.alibi_slopes,
-        "sink": inputs.sink,
-        "softcap": problem.softcap,
-        "scale": problem.scale,
-        "dropout_p": problem.dropout_p,
-        "seed": inputs.seed,
-    }
+    options: dict[str, Any] = {name: getattr(inputs, name) for name in ("alibi_slopes", "sink", "seed")}
+    options |= {name: getattr(problem, name) for name in ("softcap", "scale", "dropout_p")}
+    options["window"] = tuple(problem.window)
     if problem.packed:
         if inputs.alibi_slopes is not None and inputs.alibi_slopes.shape[0] == 1:
             options["alibi_slopes"] = inputs.alibi_slopes[0]  # one for all sequences, as the caller gave it
@@ -456,35 +444,21 @@ def leading_ones(tensor: Tensor | None, dims: int) -> Tensor | None:
     return tensor[(None,) * (dims - tensor.dim())]
 
 
-def forward_state(
-    inputs: Inputs, *, positions: Positions, batch_start: int = 0, backend: str = AUTO, **options: Any
-) -> tuple[Tensor, Tensor]:
+def forward_state(inputs: Inputs, *, backend: str = AUTO, **options: Any) -> tuple[Tensor, Tensor]:
     """One shard's state `(fp32 out, lse)`, for callers in this package that merge states themselves.
 
-    `inputs` are dense and in the form kernels read; `options` are the remaining keywords of `state_problem`. No sink:
-    it belongs to the merge, once.
+    `inputs` are dense and in the form kernels read; `options` are keywords of `state_problem`. No sink: it belongs to
+    the merge, once.
     """
-    assert inputs.sink is None and inputs.cu_seqlens_q is None
-    problem = state_problem(inputs, positions=positions, batch_start=batch_start, partial=True, **options)
-    return run_forward(plan(problem, requested(backend)), inputs)
+    return run_forward(plan(_shard_problem(inputs, **options), requested(backend)), inputs)
 
 
 def forward_into(
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    resumes: bool,
-    positions: Positions,
-    batch_start: int = 0,
-    backend: str = AUTO,
-    **options: Any,
+    inputs: Inputs, out: Tensor, lse: Tensor, *, resumes: bool, backend: str = AUTO, **options: Any
 ) -> None:
     """`forward_state`, written where `out [B, Tq, Hq, Dv]` and `lse [B, Hq, Tq]` lie, rows of larger tensors; if it
     resumes, merged into the state of other keys that is there. Without gradients."""
-    assert inputs.sink is None and inputs.cu_seqlens_q is None
-    problem = state_problem(inputs, positions=positions, batch_start=batch_start, partial=True, **options)
-    planned = plan(problem, requested(backend))
+    planned = plan(_shard_problem(inputs, **options), requested(backend))
     if run_forward_into(planned, inputs, out, lse, resumes):
         return
     state = run_forward(planned, inputs)
@@ -502,15 +476,16 @@ def backward_step(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     *,
-    positions: Positions,
     wanted: Wanted,
-    batch_start: int = 0,
     backend: str = AUTO,
     **options: Any,
 ) -> Gradients:
     """One shard's gradients in fp32, to be summed over the shards. `out` and `lse` are those of the whole row."""
-    assert inputs.sink is None and inputs.cu_seqlens_q is None
-    problem = state_problem(inputs, positions=positions, batch_start=batch_start, partial=True, **options)
-    rows = wanted.alibi_slopes or wanted.sink
-    problem = problem.replace(backward=True, lse_grad=grad_lse is not None, row_grad=rows)
+    row_grad = wanted.alibi_slopes or wanted.sink
+    problem = _shard_problem(inputs, **options).replace(backward=True, lse_grad=grad_lse is not None, row_grad=row_grad)
     return run_backward(plan(problem, requested(backend)), inputs, out, lse, grad_out, grad_lse, wanted)
+
+
+def _shard_problem(inputs: Inputs, *, positions: Positions, **options: Any) -> Problem:
+    assert inputs.sink is None and inputs.cu_seqlens_q is None
+    return state_problem(inputs, positions=positions, partial=True, **options)

@@ -12,18 +12,7 @@ from torch import Tensor
 from ..backends import AUTO, BY_NAME
 from ..base.graph_break import uncompiled
 from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV, checks
-from ..base.problem import (
-    KV,
-    UNBOUNDED,
-    DecodeInputs,
-    Operands,
-    Positions,
-    Problem,
-    Scores,
-    Shape,
-    Window,
-    hardware_of,
-)
+from ..base.problem import UNBOUNDED, DecodeInputs, Problem, Scores, Window, decode_problem
 from ..dispatch import launch_cache, validate
 from ..dispatch import plan as planning
 from ..dispatch.plan import Plan, parse, requested
@@ -313,16 +302,10 @@ def _planned(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) 
     if causal and tree is None:
         right = 0 if right == UNBOUNDED else min(right, 0)
     validate.lengths_and_pages(cache, query.shape[1], left, look)
-    scores = Scores(
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        softcap=float(softcap),
-        mask=tree is not None,
-        alibi=slopes is not None,
-        sink=sink is not None,
-    )
-    plan = _plan(
-        decode_problem(query, cache, window=Window(left, right), scores=scores), num_splits, batch_invariant, backend
-    )
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    scores = Scores(scale, float(softcap), tree is not None, alibi=slopes is not None, sink=sink is not None)
+    problem = decode_problem(query, cache, window=Window(left, right), scores=scores)
+    plan = _plan(problem, num_splits, batch_invariant, backend)
     validate.workspace(workspace, query, workspace_numbers(plan.problem, plan.config))
     return plan
 
@@ -401,20 +384,6 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
     plan = _planned(inputs, options, given["validate"])
     print(plan)
     return plan
-
-
-def decode_problem(query: Tensor, cache: KVCache, **asked: Any) -> Problem:
-    """What a call on a cache has to compute; `asked` are the window and the scores of its problem."""
-    batch, q_len, q_heads, head_dim = query.shape
-    capacity = cache.capacity
-    return Problem(
-        Shape(batch, q_len, q_heads, cache.kv_heads, head_dim, cache.value_dim),
-        KV("cache", capacity, cache.page_size, cache.coding),
-        Operands(query.dtype),
-        hardware_of(query.device),
-        positions=Positions(capacity - q_len, q_base=capacity - q_len),  # of a row that is full
-        **asked,
-    )
 
 
 def _plan(problem: Problem, num_splits: int | None, batch_invariant: bool, backend: str) -> Plan:

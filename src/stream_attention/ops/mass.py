@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..backends import AUTO
 from ..backends.eager.tuning import blocked
+from ..base.errors import check_int, refuse
 from ..base.problem import Inputs
 from ..dispatch import validate
 from ..dispatch.plan import requested
@@ -95,24 +96,18 @@ def _check_rows(
 ) -> None:
     batch, q_len, q_heads, _ = query.shape
     per_row = (batch, q_heads, q_len)
-    for name, tensor, shapes in (
-        ("lse", lse, (per_row,)),
-        ("row_weights", row_weights, ((batch, q_len), per_row)),
-    ):
+    for name, tensor, shapes in (("lse", lse, [per_row]), ("row_weights", row_weights, [(batch, q_len), per_row])):
         if tensor is None:
             continue
-        if not isinstance(tensor, Tensor) or tensor.dtype not in validate.DTYPES:
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name}: expected a floating tensor; got {got}")
+        dtype = getattr(tensor, "dtype", type(tensor).__name__)
+        if dtype not in validate.DTYPES:
+            refuse(name, "a floating tensor", dtype, error=TypeError)
         if tensor.device != query.device:
-            raise ValueError(f"{name}: expected the query's device {query.device}; got {tensor.device}")
+            refuse(name, f"the query's device {query.device}", tensor.device)
         if tensor.shape not in shapes:
-            expected = " or ".join(str(list(shape)) for shape in shapes)
-            raise ValueError(f"{name}: expected shape {expected}; got {list(tensor.shape)}")
+            refuse(name, f"shape {' or '.join(str(list(shape)) for shape in shapes)}", list(tensor.shape))
     if window_queries is not None:
         if isinstance(window_queries, bool) or not isinstance(window_queries, int):
-            raise TypeError(f"window_queries: expected an int or None; got {window_queries!r}")
-        if window_queries < 1:
-            raise ValueError(f"window_queries: expected at least 1; got {window_queries}")
-    if not isinstance(per_query_head, bool):
-        raise TypeError(f"per_query_head: expected a bool; got {per_query_head!r}")
+            refuse("window_queries", "an int or None", repr(window_queries), error=TypeError)
+        check_int("window_queries", window_queries, 1)
+    validate.flags(per_query_head=per_query_head)

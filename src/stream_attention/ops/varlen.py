@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Required, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from .attention import Options, call, call_fp8, in_autocast_dtype, leading_ones,
 
 
 class PackedOptions(Options, total=False):
+    cu_seqlens_q: Required[Tensor]
+    cu_seqlens_k: Required[Tensor]
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     mask: None
@@ -23,36 +25,15 @@ class PackedOptions(Options, total=False):
 
 @overload
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    return_lse: Literal[False] = False,
-    **options: Unpack[PackedOptions],
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[PackedOptions]
 ) -> Tensor: ...
 @overload
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    return_lse: Literal[True],
-    **options: Unpack[PackedOptions],
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[PackedOptions]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    return_lse: bool,
-    **options: Unpack[PackedOptions],
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[PackedOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @validate.refuses_foreign
 def varlen_attention(
@@ -249,34 +230,15 @@ def prepare_varlen(
     """Check a call of `varlen_attention` and turn it into arguments of the library op; nothing is computed."""
     backend = requested(backend)
     query, key, value = in_autocast_dtype(query, key, value)
-    validate.varlen_tensors(
-        query,
-        key,
-        value,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        mask,
-        bias,
-        alibi_slopes,
-        sink,
-        may_be_empty=True,
-    )
+    offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    validate.varlen_tensors(query, key, value, *offsets, mask, bias, alibi_slopes, sink, may_be_empty=True)
     validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, query)
     if precision is not None or rotate is not False:
         validate.precision(precision, rotate, query, key, value, mask, bias, alibi_slopes, sink, softcap, dropout_p)
     q_len = longest("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
     k_len = longest("cu_seqlens_k", cu_seqlens_k, key.shape[0], max_seqlen_k)
-    inputs = Inputs(
-        query,
-        key,
-        value,
-        alibi_slopes=leading_ones(alibi_slopes, 2),
-        sink=sink,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-    )
+    inputs = Inputs(query, key, value, alibi_slopes=leading_ones(alibi_slopes, 2), sink=sink)
+    inputs = inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return op_arguments(inputs, causal, window, softcap, scale, dropout_p, seed, deterministic, backend, q_len, k_len)
 
 

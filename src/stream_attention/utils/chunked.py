@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..base.errors import refuse
-from ..core._checks import check_heads
+from ..core._checks import check_counts, check_heads
 from ..core._masks import split_mask
-from ..core._measure import check_counts
 from ..dispatch.validate import flags
 from ..ops.attention import attention
 

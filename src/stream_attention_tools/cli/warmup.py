@@ -26,7 +26,7 @@ import torch
 from stream_attention import __version__
 from stream_attention.backends import interpreting
 from stream_attention.base.device import arch, processors
-from stream_attention.ops.warmup import Call, FirstCall, Gpu, Kernel, Made, compile_ahead, first_calls, kernels_of
+from stream_attention_tools.warmup import Call, FirstCall, Gpu, Kernel, Made, compile_ahead, first_calls, kernels_of
 
 from ..bench.progress import progress
 from . import values
@@ -158,7 +158,7 @@ def _conditions(gpu: Gpu) -> dict[str, Any]:
     import triton
     from triton.backends.nvidia.compiler import get_ptxas
 
-    from stream_attention.ops.warmup import why_no_launchers
+    from stream_attention_tools.warmup import why_no_launchers
 
     return {
         "cache": str(triton.knobs.cache.dir),

@@ -29,7 +29,7 @@ from stream_attention.dispatch.prepare import problem_of, run_backward, run_forw
 from stream_attention.dispatch.validate import DTYPES
 from stream_attention.kvcache import quantize_kv
 from stream_attention.ops.attention import attention, prepare_attention
-from stream_attention.ops.warmup import Call, Gpu, kernels_of
+from stream_attention_tools.warmup import Call, Gpu, kernels_of
 
 CUDA_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds up. Large blocks that it kept for reuse may be up to 1 MiB larger."""

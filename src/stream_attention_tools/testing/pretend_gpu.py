@@ -22,12 +22,12 @@ from unittest.mock import patch
 
 import torch
 
-from stream_attention.base import device
+from stream_attention.base import device, problem
 from stream_attention.base.kv_layouts import checks
-from stream_attention.base.problem import Hardware, state_problem
-from stream_attention.dispatch import launch_cache, plan, prepare
+from stream_attention.base.problem import Hardware
+from stream_attention.dispatch import launch_cache, plan
 from stream_attention.gpu import driver, launch
-from stream_attention.ops import append, attention, decode, fp8
+from stream_attention.ops import append, fp8
 
 ARCH, PROCESSORS = 90, 132
 
@@ -156,21 +156,18 @@ def pretend_gpu(keep_launches: bool = True) -> Iterator[list[Launched]]:
             kernels[id(self)] = _Compiled(self, functions)
         return kernels[id(self)]
 
-    def on_gpu(*inputs: Any, **options: Any) -> Any:
-        return state_problem(*inputs, **options).replace(
-            device=torch.device("cuda", 0), arch=ARCH, processors=PROCESSORS
-        )
+    def keep(self: launch.Kernel, value: Any) -> None:
+        """Of a kernel that is made within the block, and outlives it."""
+        self.__dict__["compiled"] = value
 
     with ExitStack() as stack:
         for target, name, value in (
             (driver, "_library", lambda: library),
             (launch, "_stream_of", lambda index: 7),
-            (launch.Kernel, "compiled", property(compiled, lambda self, value: None)),
+            (launch.Kernel, "compiled", property(compiled, keep)),
             (torch._C, "_cuda_getDevice", lambda: _AnyDevice(0)),
             (torch._C, "_cuda_getCurrentRawStream", lambda index: 7),
-            (prepare, "state_problem", on_gpu),
-            (attention, "state_problem", on_gpu),
-            (decode, "hardware_of", lambda _: Hardware(torch.device("cuda", 0), ARCH, PROCESSORS)),
+            (problem, "hardware_of", lambda _: Hardware(torch.device("cuda", 0), ARCH, PROCESSORS)),
             (fp8, "makes_fp8_codes", lambda _: True),
             (append, "runs_triton", lambda _: True),
             (checks, "should_validate", lambda asked, _: bool(asked)),

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from stream_attention.ops.warmup import Call, Gpu, kernels_of
 from stream_attention_tools.cli import warmup as cli
+from stream_attention_tools.warmup import Call, Gpu, kernels_of
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -135,7 +135,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 from stream_attention.ops.attention import prepare_attention
 from stream_attention.dispatch.prepare import problem_of, run_backward, run_forward
-from stream_attention.ops.warmup import Call
+from stream_attention_tools.warmup import Call
 from stream_attention.dispatch.plan import plan
 from stream_attention.base.problem import Wanted
 from inspect import signature

@@ -1,7 +1,7 @@
 """One to eight rows of queries against a quantised cache in Gluon: codes are multiplied as they are.
 
-backends/triton/decode_quantized.py, which does everything else, turns every code into a number: 13 instructions for eight
-codes of int4. Here it is five, because scales are applied to what there is less of:
+backends/triton/decode_quantized.py, which does everything else, dequantises every value: 13 instructions for eight of
+int4. Here it is five, because scales are applied to what there is less of:
 
     q . k_n = sum_c (q_c s_c) u_nc - middle sum_c q_c s_c + sum_c q_c z_c        a scale and zero per channel c
     o_c     = sum_n (p_n s_n) u_nc - middle sum_n p_n s_n + sum_n p_n z_n        a scale and zero per token n
@@ -172,7 +172,7 @@ def _codes_kernel(
     HAS_SOFTCAP: gl.constexpr, IS_SPLIT: gl.constexpr, EARLY: gl.constexpr, TANH: gl.constexpr,
     FORMAT: gl.constexpr, TOKENS: gl.constexpr, ALL_VISIBLE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Grid and arguments: as those of backends/triton/decode_quantized.py. A program leaves a part, always: the kernel that
+    """Grid and arguments: as those of its namesake in backends/triton. A program leaves a part, always: the kernel that
     merges knows the sink and the answer's place."""
     wait_for_kernels_ahead()
     HAS_TREE: gl.constexpr = tree_ptr is not None

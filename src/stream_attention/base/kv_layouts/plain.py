@@ -40,10 +40,6 @@ class ContiguousKV(Cache):
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.key, self.value, None, self.lengths
 
-    @property
-    def requires_grad(self) -> bool:
-        return self.key.requires_grad or self.value.requires_grad
-
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         checks.span(start, stop, self.capacity)
         return self.key[:, start:stop], self.value[:, start:stop]
@@ -91,10 +87,6 @@ class PagedKV(Cache):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.key_pages, self.value_pages, self.page_table, self.lengths
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.key_pages.requires_grad or self.value_pages.requires_grad
 
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         checks.span(start, stop, self.capacity)

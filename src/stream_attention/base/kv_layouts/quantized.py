@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..errors import check_int, refuse
+from ..problem import aligned
 from . import checks
 from .base import Cache
-from .quantized_tensor import BITS, SYMMETRIC, TOKENS, Coding, QuantizedTensor, on_16_bytes, quantize
+from .quantized_tensor import BITS, SYMMETRIC, TOKENS, Coding, QuantizedTensor, quantize
 from .write import Places, places, put
 
 FORMATS = ("fp8", "int8", "int4")
@@ -84,16 +85,9 @@ class QuantizedKV(Cache):
     def coding(self) -> Coding:
         per_channel = self.key.dim == TOKENS, self.value.dim == TOKENS
         in_order = all(side.in_order and side.in_pairs for side in (self.key, self.value))
-        windows = on_16_bytes(self.key_window, 3) and on_16_bytes(self.value_window, 3)
-        aligned = windows and self.key.aligned and self.value.aligned
-        return Coding(
-            self.format, self.group, *per_channel, self.key.scale.dtype, self.key_window.shape[1], in_order, aligned
-        )
-
-    @property
-    def requires_grad(self) -> bool:
-        tensors = (self.key_window, self.value_window, self.key.scale, self.value.scale, self.key.zero, self.value.zero)
-        return any(t is not None and t.requires_grad for t in tensors)
+        on_16_bytes = all(map(aligned, self._plain())) and self.key.aligned and self.value.aligned
+        slots, dtype = self.key_window.shape[1], self.key.scale.dtype
+        return Coding(self.format, self.group, *per_channel, dtype, slots, in_order, on_16_bytes)
 
     @property
     def batch(self) -> int:

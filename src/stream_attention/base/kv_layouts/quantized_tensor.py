@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import refuse
+from ..problem import aligned
 
 BITS = {"int8": 8, "int4": 4, "int2": 2, "fp8": 8}
 """Formats, and the bits of a quantised value."""
@@ -109,7 +110,7 @@ class QuantizedTensor:
         if self.codes.numel() and self.codes.shape[1] > 1 and self.codes.stride(1) != self.codes.shape[3]:
             return False
         scales = (self.scale,) if self.zero is None else (self.scale, self.zero)
-        return on_16_bytes(self.codes, 3) and all(on_16_bytes(t, self._inner) for t in scales)
+        return aligned(self.codes) and all(aligned(t, self._inner) for t in scales)
 
     def dequantize(self) -> Tensor:
         """The tensor in its dtype, with the rounding error."""
@@ -123,22 +124,9 @@ class QuantizedTensor:
         return _joined(x.clamp_(info.min, info.max).to(self.dtype), self.dim, size)
 
 
-def on_16_bytes(t: Tensor, inner: int) -> bool:
-    """Whether every row along the dim `inner` is 16-byte aligned."""
-    if t.numel() == 0:
-        return True
-    steps = (stride for dim, stride in enumerate(t.stride()) if dim != inner and t.shape[dim] > 1)
-    return t.data_ptr() % 16 == 0 and all(step * t.itemsize % 16 == 0 for step in steps)
-
-
 @torch.no_grad()
 def quantize(
-    x: Tensor,
-    format: str,
-    dim: int,
-    group: int,
-    valid: Tensor | None = None,
-    scale_dtype: torch.dtype | None = None,
+    x: Tensor, format: str, dim: int, group: int, valid: Tensor | None = None, scale_dtype: torch.dtype | None = None
 ) -> QuantizedTensor:
     """Quantise x `[B, T, H, D]` in groups of `group` along `dim`; the last group may be shorter.
 

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..base.device import arch
-from ..base.errors import refuse
-from ..dispatch import validate
-from ..ops.attention import in_autocast_dtype
-from ._checks import check_four_dims, check_heads, check_length, copied_config
-from ._masks import split_mask
-from ._measure import self_attention_figures
-from .config import StreamAttentionConfig
+from stream_attention.base.device import arch
+from stream_attention.base.errors import refuse
+from stream_attention.core._checks import check_four_dims, check_heads, check_length, copied_config
+from stream_attention.core._masks import split_mask
+from stream_attention.core.config import StreamAttentionConfig
+from stream_attention.dispatch import validate
+from stream_attention.ops.attention import in_autocast_dtype
+
+from .module_tools import self_attention_figures
 
 
 class Call(NamedTuple):

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends import COMPILED
-from ..base.problem import Wanted
-from ..dispatch.plan import plan
-from ..dispatch.prepare import problem_of, run_backward, run_forward
-from .attention import attention, prepare_attention
-from .varlen import prepare_varlen, varlen_attention
+from stream_attention.backends import COMPILED
+from stream_attention.base.problem import Wanted
+from stream_attention.dispatch.plan import plan
+from stream_attention.dispatch.prepare import problem_of, run_backward, run_forward
+from stream_attention.ops.attention import attention, prepare_attention
+from stream_attention.ops.varlen import prepare_varlen, varlen_attention
 
 if TYPE_CHECKING:
-    from ..gpu.offline import Form
+    from stream_attention.gpu.offline import Form
 
 
 class Gpu(NamedTuple):
@@ -129,7 +129,7 @@ def kernels_of(calls: Iterable[Call], gpu: Gpu) -> tuple[list[Kernel], dict[str,
     Raises:
         What the calls themselves would raise.
     """
-    from ..gpu import launchers
+    from stream_attention.gpu import launchers
 
     with_launchers = launchers.why_not() is None
     found: dict[str, Kernel] = {}
@@ -168,7 +168,7 @@ def compile_ahead(
 
 def why_no_launchers() -> str | None:
     """Why what launches a kernel, which Triton builds with a C compiler, is not built ahead too; None if it is."""
-    from ..gpu import launchers
+    from stream_attention.gpu import launchers
 
     return launchers.why_not()
 
@@ -190,7 +190,7 @@ def first_calls(calls: Iterable[Call], cached: bool = True) -> list[FirstCall]:
 
 def _launch(call: Call, gpu: Gpu, take: Callable[[Form], None]) -> str:
     """Launch a call as it would be on `gpu`. Returns why there is nothing to compile, if there is not."""
-    from ..gpu.offline import launching_for
+    from stream_attention.gpu.offline import launching_for
 
     op, prepare = (varlen_attention, prepare_varlen) if call.packed else (attention, prepare_attention)
     bound = signature(op).bind(**call.arguments("meta"))
@@ -212,7 +212,7 @@ def _launch(call: Call, gpu: Gpu, take: Callable[[Form], None]) -> str:
 
 def _compile(kernel: Kernel, gpu: Gpu) -> Made:
     """Launch the kernel's call once more, in this process, and compile the one of its kernels that is meant."""
-    from ..gpu import launchers
+    from stream_attention.gpu import launchers
 
     forms: list[Form] = []
     started = time.perf_counter()
