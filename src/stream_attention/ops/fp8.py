@@ -20,7 +20,7 @@ from ..base.kv_layouts.fp8 import Fp8KV
 from ..base.problem import UNBOUNDED, Forward, Inputs, Problem, distinct
 from ..dispatch import launch_cache, validate
 from ..dispatch.plan import Plan, plan, requested
-from ..dispatch.prepare import no_autocast, problem_of
+from ..dispatch.prepare import no_autocast, problem_of, warn_if_lacking
 from .attention import in_autocast_dtype, op_arguments
 from .varlen import longest
 
@@ -229,6 +229,7 @@ def prepare(arguments: tuple[Any, ...], rotate: bool) -> launch_cache.PreparedCa
 
 
 def _prepare(planned: Plan, inputs: Inputs, rotate: bool) -> Forward:
+    warn_if_lacking(planned)
     problem = planned.problem
     if problem.empty:
         return lambda inputs, with_lse: _nothing(inputs.query)
