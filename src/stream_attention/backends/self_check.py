@@ -76,8 +76,10 @@ def compare(problem: Problem, ours: Backend, portable: Backend) -> probe.Answer:
             share = _share(mine, theirs, FP8_TOLERANCE if problem.fp8 else TOLERANCE[theirs.dtype])
             apart = max(apart, share)
             if not share <= 1:  # NaN too
-                return probe.Answer(False, f"{name} differs from the portable kernel's by {share:.3g} of the tolerance")
-    return probe.Answer(True, f"results differ from the portable kernel's by at most {apart:.2f} of the tolerance")
+                return probe.Answer(
+                    False, f"{name} differs from the portable kernel's by {share:.3g} times the tolerance"
+                )
+    return probe.Answer(True, f"results differ from the portable kernel's by at most {apart:.2f} times the tolerance")
 
 
 def _kind(problem: Problem) -> str:
@@ -98,7 +100,7 @@ def _share(ours: Tensor, theirs: Tensor, tolerance: float) -> float:
     size = theirs.masked_fill(~theirs.isfinite(), 0.0).abs()
     allowed = tolerance * (size.amax(-1, keepdim=True) + size.mean())
     share = torch.where(is_same, 0.0, (ours - theirs).abs() / allowed)
-    return float(share.nan_to_num(torch.inf).max())
+    return float(share.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
 
 
 def tile_widths(problem: Problem) -> tuple[int, int]:
