@@ -19,6 +19,8 @@ def pretend_here(monkeypatch: pytest.MonkeyPatch, arch: int = 90, name: str = "N
         (torch.cuda, "device", nullcontext),
         (torch.cuda, "stream", nullcontext),
         (torch.cuda, "Stream", lambda device: None),
+        (torch.cuda, "get_sync_debug_mode", lambda: 0),
+        (torch.cuda, "set_sync_debug_mode", lambda mode: None),
         (probe, "arch", lambda device: arch if device.type == "cuda" else 0),
         (probe, "_answers", {}),
     ):

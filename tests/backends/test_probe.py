@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from gpu_here import pretend_here
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stream_attention.backends import installed, probe
-from stream_attention.backends.probe import Answer, ask
+from stream_attention.backends.probe import Answer, Unanswered, ask
 from stream_attention.base.problem import KV, Hardware, Operands, Problem, Shape
 
 YES = Answer(True, "they agree")
@@ -108,6 +108,25 @@ def test_whatever_an_experiment_raises_is_a_no(error: Exception) -> None:
     assert found.words.startswith(type(error).__name__) and "\n" not in found.words
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unanswered(),
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to ..."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=repr,
+)
+@pytest.mark.usefixtures("h200_here")
+def test_what_says_nothing_of_the_question_is_no_answer_and_not_remembered(error: Exception) -> None:
+    def raises() -> Answer:
+        raise error
+
+    assert ask("?", PROBLEM, raises) is None
+    assert not list(probe.folder().glob("*.json"))
+    assert ask("?", PROBLEM, Experiment()) == YES
+
+
 # Where nothing can be asked
 
 
@@ -190,15 +209,21 @@ def test_while_it_runs_the_file_says_that_it_did_not_finish(h200_here: Callable[
 
 @pytest.mark.usefixtures("h200_here")
 def test_an_interrupt_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = Event()
+
     class Interrupted(Thread):
         def join(self, timeout: float | None = None) -> None:
-            super().join()
             raise KeyboardInterrupt
+
+    def experiment() -> Answer:
+        end.wait()
+        return YES
 
     with monkeypatch.context() as interrupted:
         interrupted.setattr(probe, "Thread", Interrupted)
         with pytest.raises(KeyboardInterrupt):
-            ask("?", PROBLEM, Experiment())
+            ask("?", PROBLEM, experiment)
+    end.set()
     assert not list(probe.folder().glob("*.json"))
     assert ask("?", PROBLEM, Experiment()) == YES
 

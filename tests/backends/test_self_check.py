@@ -147,6 +147,17 @@ def test_a_difference_is_a_share_of_what_is_allowed(ours: list[float], theirs: l
     assert self_check._share(*map(torch.tensor, (ours, theirs)), 0.1) == pytest.approx(share)
 
 
+def test_a_portable_kernel_that_fails_is_no_answer() -> None:
+    class Fails(Eager):
+        def prepare(self, *call: Any) -> Any:
+            raise RuntimeError("Failed to find C compiler")
+
+    with pytest.raises(probe.Unanswered):
+        self_check.compare(on_cpu(), Eager(), Fails())
+    with pytest.raises(RuntimeError, match="C compiler"):
+        self_check.compare(on_cpu(), Fails(), Eager())
+
+
 # What plans make of it
 
 

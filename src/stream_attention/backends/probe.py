@@ -38,6 +38,10 @@ class Answer(NamedTuple):
     words: str  # what was found
 
 
+class Unanswered(Exception):
+    """Raised by an experiment where what failed says nothing of its question."""
+
+
 _answers: dict[Path, Answer] = {}
 _lock = Lock()
 _may_run = True
@@ -47,7 +51,8 @@ def ask(question: str, problem: Problem, experiment: Callable[[], Answer]) -> An
     """The answer for the GPU of a problem: remembered, or found by `experiment`.
 
     None where nothing is remembered and an experiment cannot run: the GPU is not one of this machine (a plan may be for
-    another), its number is not known, torch.compile traces, or a CUDA graph is captured.
+    another), its number is not known, torch.compile traces, or a CUDA graph is captured; or one did not get to an
+    answer, as where memory was full.
     """
     if torch.compiler.is_compiling() or not is_here(problem):
         return None
@@ -68,7 +73,8 @@ def ask(question: str, problem: Problem, experiment: Callable[[], Answer]) -> An
                 return found
             with _alone(path):
                 found = _remembered(path) or _run(problem.device, experiment, path, facts)
-        _answers[path] = found
+        if found is not None:
+            _answers[path] = found
         return found
 
 
@@ -103,28 +109,35 @@ def wait_for(stream: Any) -> None:
         time.sleep(1e-4)
 
 
-def _run(device: torch.device, experiment: Callable[[], Answer], path: Path, facts: dict[str, str]) -> Answer:
-    found = _unfinished(path)
-    _remember(path, found, facts)
+def _run(device: torch.device, experiment: Callable[[], Answer], path: Path, facts: dict[str, str]) -> Answer | None:
+    found: Answer | None = None
+    _remember(path, _unfinished(path), facts)
 
     def run() -> None:
         nonlocal found
         try:
             with torch.no_grad(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
                 found = experiment()
+        except Unanswered:
+            pass
         except Exception as error:  # whatever a compiler, a driver or Triton's Python raises is the answer
-            first_line = next(iter(str(error).strip().splitlines()), "")
-            found = Answer(False, f"{type(error).__name__}: {first_line}"[:300])
+            if "out of memory" not in str(error):
+                first_line = next(iter(str(error).strip().splitlines()), "")
+                found = Answer(False, f"{type(error).__name__}: {first_line}"[:300])
 
+    watch = torch.cuda.get_sync_debug_mode()
     try:
+        torch.cuda.set_sync_debug_mode("default")  # of the whole process
         thread = Thread(target=run, name="stream_attention probe", daemon=True)
         thread.start()
-        thread.join()
-    except BaseException:  # Ctrl-C is no answer
-        with suppress(OSError):
-            path.unlink()
-        raise
-    _remember(path, found, facts)
+        thread.join()  # which Ctrl-C ends
+    finally:
+        torch.cuda.set_sync_debug_mode(watch)
+        if found is not None:
+            _remember(path, found, facts)
+        else:
+            with suppress(OSError):
+                path.unlink()
     return found
 
 

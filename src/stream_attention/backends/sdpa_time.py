@@ -6,6 +6,7 @@ Its tiles are guesses there. Where they are slower, "auto" leaves what torch's o
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,10 @@ def compare(problem: Problem, portable: Backend, torchs: Backend, length: int = 
         torchs_call = _call(torchs, stated, inputs, saved)
     except RuntimeError as error:  # this torch was not built for this GPU
         return probe.Answer(True, f"torch's op raises {type(error).__name__}")
-    calls = _call(portable, stated, inputs, saved), torchs_call
+    try:
+        calls = _call(portable, stated, inputs, saved), torchs_call
+    except Exception as error:  # no C compiler, say: the call will say so
+        raise probe.Unanswered from error
     ours, theirs = (statistics.median(times) for times in zip(*(map(_ms, calls) for _ in range(7)), strict=True))
     words = f"{problem.kind} of 1x{length}x{HEADS}x{dim}, bf16, causal: {ours:.3g} ms, torch's {theirs:.3g} ms"
     return probe.Answer(ours <= MARGIN * theirs, words)
@@ -70,7 +74,7 @@ def _call(backend: Backend, problem: Problem, inputs: Inputs, saved: tuple[Any, 
     config = backend.configure(problem)
     if problem.backward:
         backward = backend.prepare_backward(problem, inputs, config, *saved, wanted=Wanted())
-        call = partial(backward, inputs, *saved)
+        call: Callable[[], Any] = partial(backward, inputs, *saved)
     else:
         call = partial(backend.prepare(problem, inputs, config), inputs, True)
     call()
