@@ -301,6 +301,29 @@ def test_in_the_capture_of_a_cuda_graph_the_portable_kernel_runs_and_says_why(
     assert plan(problem(right=0)).backend == "gluon"  # another call, behind the capture
 
 
+@pytest.mark.parametrize("first", ["compiled", "called"])
+@pytest.mark.parametrize("answer", [AGREE, DIFFER], ids=["they agree", "they differ"])
+def test_a_compiled_call_on_a_cache_breaks_its_graph_and_checks_outside(
+    checked: Checked, answer: Answer, first: str, recwarn: Any
+) -> None:
+    pytest.importorskip("triton")
+    from stream_attention import ContiguousKV, decode_attention, quantize_kv
+    from stream_attention_tools.testing.pretend_gpu import pretend_gpu
+
+    checks = checked(answer)
+    key, value = torch.randn(2, 1, 1024, 2, 128, dtype=torch.bfloat16)
+    cache = quantize_kv(ContiguousKV(key, value), "int4")
+    query = torch.randn(1, 1, 8, 128, dtype=torch.bfloat16)
+    with pretend_gpu() as launches, pytest.MonkeyPatch.context() as patch:
+        if first == "called":
+            decode_attention(query, cache)
+        patch.setattr(torch.cuda, "is_available", lambda: False)  # torch.compile would look for Triton's GPU
+        patch.setattr(probe, "is_here", lambda problem: True)
+        torch.compile(decode_attention, backend="eager")(query, cache)
+    assert checks.asked == ["decode from int4, D=128, Dv=128"]
+    assert launches and len([one for one in recwarn if DIFFER.words in str(one.message)]) == (answer is DIFFER)
+
+
 # What it says
 
 

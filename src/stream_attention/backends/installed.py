@@ -59,7 +59,7 @@ def is_newer(release: str) -> bool:
 
 
 def _numbers(release: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", release)]
+    return [int(number) for number in release.split(".") if number.isdigit()]
 
 
 def hopper_setting() -> str:

@@ -23,11 +23,9 @@ import torch
 
 from ..base.device import arch
 from ..base.files import write_file
+from ..base.graph_break import uncompiled
 from ..base.problem import Problem
 from . import installed
-
-PATIENCE_S = 300
-"""How long a process waits for another that runs the same experiment: kernels are compiled meanwhile."""
 
 LONGEST_S = 10
 """How long the kernels of an experiment may run, which take milliseconds."""
@@ -47,14 +45,15 @@ _lock = Lock()
 _may_run = True
 
 
+@uncompiled("a file is read, or kernels run")
 def ask(question: str, problem: Problem, experiment: Callable[[], Answer]) -> Answer | None:
     """The answer for the GPU of a problem: remembered, or found by `experiment`.
 
     None where nothing is remembered and an experiment cannot run: the GPU is not one of this machine (a plan may be for
-    another), its number is not known, torch.compile traces, or a CUDA graph is captured; or one did not get to an
-    answer, as where memory was full.
+    another), its number is not known, or a CUDA graph is captured; or one did not get to an answer, as where memory was
+    full. A graph of torch.compile breaks here, so nothing runs while it traces.
     """
-    if torch.compiler.is_compiling() or not is_here(problem):
+    if not is_here(problem):
         return None
     facts = {
         "question": question,
@@ -170,18 +169,9 @@ def _alone(path: Path) -> Iterator[None]:
     except (ImportError, OSError):
         yield
         return
-    deadline = time.monotonic() + PATIENCE_S
     with file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.02)
-            except OSError:  # a file system without locks
-                break
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -16,7 +16,8 @@ from ..base.problem import Inputs, Problem, Wanted, state_problem
 from ..gpu import decode_tuning
 from . import installed, probe
 from .base import Backend
-from .self_check import normal_numbers, saved_for_backward, tile_widths
+from .hopper.tuning import tile_widths
+from .self_check import normal_numbers, saved_for_backward
 
 LENGTH, HEADS = 2048, 16
 """Of the problem that is timed: causal, one batch entry, bf16. A tenth of a millisecond or more on any GPU of today."""

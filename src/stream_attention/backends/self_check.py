@@ -30,6 +30,7 @@ from ..base.problem import (
 )
 from . import installed, probe
 from .base import Backend
+from .hopper.tuning import tile_widths
 
 TOLERANCE = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-5}
 """By dtype of a result, of the largest element of its row. Both kernels round probabilities to bf16, 2^-9 of each."""
@@ -105,12 +106,6 @@ def _share(ours: Tensor, theirs: Tensor, tolerance: float) -> float:
     allowed = tolerance * (size.amax(-1, keepdim=True) + size.mean())
     share = torch.where(is_same, 0.0, (ours - theirs).abs() / allowed)
     return float(share.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
-
-
-def tile_widths(problem: Problem) -> tuple[int, int]:
-    """Columns of the tiles of queries and keys, and of values."""
-    dim, value_dim = (max(64, 1 << (size - 1).bit_length()) for size in (problem.head_dim, problem.value_dim))
-    return dim, value_dim
 
 
 def _small(problem: Problem) -> Iterator[tuple[Problem, Any]]:

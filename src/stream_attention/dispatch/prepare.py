@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backends import BY_NAME, installed
+from ..base.graph_break import uncompiled
 from ..base.problem import Backward, Forward, Gradients, Inputs, Problem, Request, Wanted, padded_to, state_problem
 from .plan import Plan, plan
 
@@ -54,14 +55,15 @@ def prepare_forward(planned: Plan, inputs: Inputs) -> Forward:
 
 
 _warned: set[str] = set()
+_warn = uncompiled("a warning is shown")(warn)
 
 
 def warn_if_lacking(planned: Plan) -> None:
     """Warn, once in a process, where a call misses a faster backend for a reason of the installation alone, and say
     what to type."""
-    if torch.compiler.is_compiling():
-        return
     problem = planned.problem
+    if problem.device.type != "cuda" or (torch.compiler.is_compiling() and not BY_NAME[planned.backend].compiles):
+        return  # torch's ops are traced: a warning would break the graph
     for name, reasons in planned.passed_over:
         backend, (reason, *more) = BY_NAME[name], reasons
         if (
@@ -77,7 +79,7 @@ def warn_if_lacking(planned: Plan) -> None:
             runs = f'stream_attention: {problem.kind} runs on backend "{planned.backend}", not on "{name}"'
             others = "; or set STREAM_ATTENTION_HOPPER to on (run them anyway) or off (say no more)"
             has_setting = name == "gluon" and installed.HAS_TRITON
-            warn(f"{runs}: {reason}. To change that: {command}{others if has_setting else ''}", stacklevel=2)
+            _warn(f"{runs}: {reason}. To change that: {command}{others if has_setting else ''}")
         return
 
 
