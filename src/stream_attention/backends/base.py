@@ -50,7 +50,7 @@ class Backend(ABC):
     def why_not(self, problem: Problem, request: Request = PLAIN) -> tuple[str, ...]:
         """Why it cannot compute a problem as requested, in sentences; empty if it can."""
         if self.compiles and not installed.HAS_TRITON:
-            return ("Triton is not installed",)
+            return (installed.NO_TRITON,)
         return tuple(reason for applies, reason in self.reasons(problem, request) if applies)
 
     @abstractmethod

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor
 
-from ..backends import BY_NAME
-from ..base.problem import Backward, Forward, Gradients, Inputs, Problem, Wanted, padded_to, state_problem
+from ..backends import BY_NAME, installed
+from ..base.graph_break import uncompiled
+from ..base.problem import Backward, Forward, Gradients, Inputs, Problem, Request, Wanted, padded_to, state_problem
 from .plan import Plan, plan
 
 _INPUTS = len(Inputs._fields)
@@ -35,6 +37,7 @@ def problem_of(arguments: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
 
 def prepare_forward(planned: Plan, inputs: Inputs) -> Forward:
     """The planned forward of every call whose tensors lie as these `inputs` do."""
+    warn_if_lacking(planned)
     problem, value_dim = planned.problem, inputs.value.shape[-1]
     is_padded = planned.padded_from is not None
     backend = BY_NAME[planned.backend]
@@ -49,6 +52,35 @@ def prepare_forward(planned: Plan, inputs: Inputs) -> Forward:
         return out[..., :value_dim].contiguous(), lse
 
     return run
+
+
+_warned: set[str] = set()
+_warn = uncompiled("a warning is shown")(warn)
+
+
+def warn_if_lacking(planned: Plan) -> None:
+    """Warn, once in a process, where a call misses a faster backend for a reason of the installation alone, and say
+    what to type."""
+    problem = planned.problem
+    if problem.device.type != "cuda" or (torch.compiler.is_compiling() and not BY_NAME[planned.backend].compiles):
+        return  # torch's ops are traced: a warning would break the graph
+    for name, reasons in planned.passed_over:
+        backend, (reason, *more) = BY_NAME[name], reasons
+        if (
+            more
+            or not isinstance(reason, installed.Lacking)
+            or (command := installed.remedy(name, problem)) is None
+            or any(applies for applies, _ in backend.reasons(problem, Request()))
+            or backend.why_named_only(problem)
+        ):
+            continue
+        if reason not in _warned:
+            _warned.add(reason)
+            runs = f'stream_attention: {problem.kind} runs on backend "{planned.backend}", not on "{name}"'
+            others = "; or set STREAM_ATTENTION_HOPPER to on (run them anyway) or off (say no more)"
+            has_setting = name == "gluon" and installed.HAS_TRITON
+            _warn(f"{runs}: {reason}. To change that: {command}{others if has_setting else ''}")
+        return
 
 
 def run_forward(planned: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -86,6 +118,7 @@ def prepare_backward(
 ) -> Backward:
     """The planned backward of every call whose tensors lie as these do. Kernels read rows of `out` and `grad_out`
     element after element; an expanded gradient, such as that of sum(), is copied."""
+    warn_if_lacking(planned)
     problem = planned.problem
     saved = _as_kernels_read(problem, planned, out, lse, grad_out, grad_lse)
     padded = _padded(inputs, problem) if planned.padded_from else inputs

@@ -17,7 +17,7 @@ from ..dispatch import launch_cache, validate
 from ..dispatch import plan as planning
 from ..dispatch.plan import Plan, parse, requested
 from ..dispatch.plan import plan as make_plan
-from ..dispatch.prepare import no_autocast
+from ..dispatch.prepare import no_autocast, warn_if_lacking
 from ..dispatch.validate import unexpected as refuse_unexpected
 from ..gpu.decode_tuning import workspace_numbers
 
@@ -312,6 +312,7 @@ def _planned(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) 
 
 def _prepare(plan: Plan, inputs: DecodeInputs) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The planned call on every cache that lies as this one does."""
+    warn_if_lacking(plan)
     backend = BY_NAME[plan.backend]
     if backend.compiles:
         validate.without_tangent(inputs.query, inputs.cache, inputs.alibi_slopes, inputs.sink)

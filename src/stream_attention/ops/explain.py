@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..backends import BY_NAME, installed, sdpa_time, self_check
 from ..base.problem import Inputs, Problem, gradient_of
 from ..dispatch import validate
 from ..dispatch.plan import Plan, plan
@@ -23,9 +25,12 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
     """Print which kernel would run for a call, how configured, and why each preferred one was passed over.
 
     Takes the arguments of `attention`, or those of `varlen_attention` where `cu_seqlens` are among them. Computes
-    nothing. If an input requires a gradient, the plan of the backward is printed too (where the LSE is returned, as
-    if a gradient came through it). Of DTensors it explains this rank's part. A last line says where the tensors look
-    like `[B, H, T, D]`: more than 256 heads, or 8 for each query, with as many KV heads and no more keys than queries.
+    nothing of the call. If an input requires a gradient, the plan of the backward is printed too (where the LSE is
+    returned, as if a gradient came through it). Of DTensors it explains this rank's part. Further lines say what a
+    self-check of the Hopper kernels found, with a Triton newer than those they ran with, and what the portable kernels
+    were timed at on a kind of GPU that they never ran on; either is made here if the call would make it. A last line
+    says where the tensors look like `[B, H, T, D]`: more than 256 heads, or 8 for each query, with as many KV heads and
+    no more keys than queries.
 
     Returns:
         The `Plan` of the forward.
@@ -43,6 +48,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
     """
     problems, backend = problems_of_call(query, key, value, **arguments)
     planned = print_plans(problems, backend)
+    for line in dict.fromkeys(line for problem in problems for line in _of_the_machine(plan(problem, backend))):
+        print(line)
     if query.dim() == 4 and validate.looks_transposed(query, key, by_strides=False):
         print(f"layout    looks transposed: {list(query.shape)} is read as [B, T, H, D]; pass x.transpose(1, 2)")
     return planned
@@ -87,3 +94,18 @@ def print_plans(problems: list[Problem], backend: str) -> Plan:
         _, _, chosen = str(backward).partition("\n")  # its first line is the problem, which the forward has shown
         print(f"backward  of the same call{through}\n{chosen}")
     return forward
+
+
+def _of_the_machine(planned: Plan) -> Iterator[str]:
+    """What else is known of a plan's GPU and of its Triton."""
+    problem = planned.problem
+    if problem.device.type != "cuda":
+        return
+    if planned.backend == "gluon" and (found := self_check.answer(problem, BY_NAME["gluon"])):
+        yield f"checked   {problem.kind} with Triton {installed.triton_version()}: {found.words}"
+    if problem.arch not in installed.RAN_ON:
+        this = f"compute capability {problem.arch / 10}" if problem.arch else "this GPU"
+        ran_on = ", ".join(f"{gpu} ({arch / 10})" for arch, gpu in installed.RAN_ON.items())
+        yield f"gpu       no kernel of ours ever ran on {this}, only on {ran_on}"
+        if planned.backend == "triton" and (found := sdpa_time.answer(problem)):
+            yield f"timed     {found.words}"

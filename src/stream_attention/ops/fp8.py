@@ -21,7 +21,7 @@ from ..base.problem import Inputs, Problem
 from ..dispatch import launch_cache, validate
 from ..dispatch.launch_cache import Key, PreparedCall, layout_of
 from ..dispatch.plan import Plan, plan, requested
-from ..dispatch.prepare import no_autocast, problem_of, without_autocast
+from ..dispatch.prepare import no_autocast, problem_of, warn_if_lacking, without_autocast
 from . import varlen
 from .attention import in_autocast_dtype, op_arguments
 
@@ -337,6 +337,7 @@ def prepare(arguments: tuple[Any, ...], rotate: bool) -> PreparedCall:
 
 
 def _prepared(planned: Plan, inputs: Any, rotate: bool, options: tuple[Any, ...], anew: Any) -> PreparedCall:
+    warn_if_lacking(planned)
     problem, backend = planned.problem, BY_NAME[planned.backend]
     forward = backend.prepare_fp8(problem, inputs, planned.config, rotate)
     if not backend.compiles:

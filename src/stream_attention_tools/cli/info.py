@@ -19,7 +19,6 @@ import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from importlib.metadata import requires
 from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
@@ -27,7 +26,8 @@ from typing import Any
 import torch
 
 from stream_attention import __version__
-from stream_attention.backends import BACKENDS, HOPPER_TRITON, SEE_INFO, triton_release
+from stream_attention.backends import BACKENDS, BY_NAME, SEE_INFO, installed, probe, triton_release
+from stream_attention.backends import self_check as hopper_check
 from stream_attention.base.device import arch, processors
 from stream_attention.base.problem import Problem
 from stream_attention.dispatch.plan import plan
@@ -59,15 +59,16 @@ EXTRAS = ("transformers", "matplotlib", "pyyaml", "rich")
 PEERS = {"FlashAttention-2": ("flash_attn", "flash-attn"), "FlashAttention-3": ("flash_attn_interface", "flash-attn-3")}
 """Peer of the benchmark -> its module, and the package that brings it."""
 
-TORCH = "torch==2.15.0"
-"""On Linux x86_64 an index has it with CUDA, and it asks for Triton 3.9 (seen on 2026-11-18)."""
-
 VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 PREFIXES = ("STREAM_ATTENTION_", "TRITON_", "NCCL_", "TORCHELASTIC_")
 """Environment variables that change what runs, or where, by name and by how their names begin."""
+
+
+LARGE = (1, 4096, 32, 128), (1, 4096, 32, 128), torch.bfloat16
+"""The call that backends are asked about: shapes of the query and of the keys."""
 
 
 @quiet
@@ -99,7 +100,7 @@ def collect(details: bool = True) -> dict[str, Any]:
             metadata, and the driver is asked only where torch sees no GPU.
     """
     why_no_gpu = _why_no_gpu()
-    forward = _posed((1, 4096, 32, 128), (1, 4096, 32, 128), torch.bfloat16)[0]
+    forward = _posed(*LARGE)[0]
     driver = _driver() if details or why_no_gpu is not None else None
     return {
         "versions": {
@@ -133,7 +134,8 @@ def collect(details: bool = True) -> dict[str, Any]:
 
 
 def self_check() -> dict[str, Any]:
-    """Compare a small causal forward and backward on the best device with the fp64 reference.
+    """Compare a small causal forward and backward on the best device with the fp64 reference, and the Hopper kernels
+    with the portable ones where the installed Triton is one that nobody ran them with.
 
     Returns:
         Whether it passed, in how many seconds (the first time on a GPU, compiling the kernels takes most of them), who
@@ -149,7 +151,9 @@ def self_check() -> dict[str, Any]:
     forward, backward = _posed((case.B, case.Tq, case.Hq, case.D), (case.B, case.Tk, case.Hkv, case.D), dtype)
     results: dict[str, dict[str, float]] = {}
     message = None
+    large = _posed(*LARGE)
     begun = time.perf_counter()
+    asked = {one.kind: hopper_check.answer(one, BY_NAME["gluon"]) for one in large if one.arch == 90}
     try:
         report = check_case(case)
         results = {name: {"error": report.errors[name], "allowed": report.bounds[name]} for name in report.errors}
@@ -161,6 +165,7 @@ def self_check() -> dict[str, Any]:
         "problem": str(forward),
         "backends": {"forward": plan(forward).backend, "backward": plan(backward).backend},
         "results": results,
+        "hopper": {kind: found.words for kind, found in asked.items() if found},
         "message": message,
     }
 
@@ -204,6 +209,7 @@ def check_text(check: dict[str, Any]) -> str:
     results = check["results"].items()
     rows = _aligned((name, f"error {one['error']:.2e}, allowed {one['allowed']:.2e}") for name, one in results)
     problem = f"  of {check['problem']}"
+    rows += [f"  Hopper kernels, {kind}: {words}" for kind, words in check["hopper"].items()]
     return "\n".join([head, problem, *rows, *([] if check["passed"] else [check["message"]])])
 
 
@@ -239,26 +245,7 @@ def _enable_gpu(driver: dict[str, Any] | None) -> str | None:
     without_cuda = torch.version.cuda is None and torch.version.hip is None
     if driver is None or not without_cuda or (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return None
-    return f"pip install --force-reinstall {TORCH}"  # what is installed may have the same number
-
-
-def _enable(name: str, reasons: Sequence[str], problem: Problem) -> str | None:
-    """The command that enables a backend on this machine; None where no command does it."""
-    if not reasons or name not in ("gluon", "triton") or problem.device.type != "cuda" or sys.platform != "linux":
-        return None
-    if name == "gluon" and problem.arch != 90:
-        return None
-    if find_spec("triton") is None:
-        return f"pip install '{_triton_of_torch()}'"
-    if name == "gluon" and triton_release() not in HOPPER_TRITON:
-        return f"pip install {TORCH}"
-    return None
-
-
-def _triton_of_torch() -> str:
-    """The Triton that the installed torch asks for."""
-    asked = (re.match(r"triton[ (]*([=<>~!][^;)]*)", one) for one in requires("torch") or ())
-    return next((f"triton{one[1].strip()}" for one in asked if one), f"triton>={HOPPER_TRITON[0]}")
+    return f"pip install --force-reinstall {installed.TORCH}"  # what is installed may have the same number
 
 
 def _cudnn() -> int | str | None:
@@ -316,7 +303,13 @@ def _driver() -> dict[str, Any] | None:
 
 
 def _backends(problem: Problem) -> dict[str, Any]:
-    """What each backend has against a problem, what would enable it, and which one "auto" is, if any."""
+    """What each backend has against a problem, what would enable it, and which one "auto" is, if any. Runs nothing."""
+    with probe.only_remembered():
+        return _asked(problem)
+
+
+def _asked(problem: Problem) -> dict[str, Any]:
+    checked = hopper_check.answer(problem, BY_NAME["gluon"])
     can = [one.name for one in BACKENDS if not one.why_not(problem) and not one.why_named_only(problem)]
     return {
         "problem": str(problem),
@@ -327,7 +320,8 @@ def _backends(problem: Problem) -> dict[str, Any]:
                 "available": not backend.why_not(problem),
                 "why_not": list(backend.why_not(problem)),
                 "why_named_only": list(backend.why_named_only(problem)),
-                "enable": _enable(backend.name, backend.why_not(problem), problem),
+                "enable": installed.remedy(backend.name, problem) if backend.why_not(problem) else None,
+                "checked": checked.words if checked and checked.yes and backend.name == "gluon" else None,
             }
             for backend in BACKENDS
         ],
@@ -340,7 +334,7 @@ def _state(backend: dict[str, Any], gpus: Sequence[Any]) -> str:
         return f"off: {why}{_arrow(backend['enable'])}"
     if backend["why_named_only"]:
         return f"on by name: {'; '.join(backend['why_named_only'])}"
-    return "on"
+    return "on: passed the self-check with this Triton" if backend["checked"] else "on"
 
 
 def _extra_state(package: str, its: str | None) -> str:

@@ -91,7 +91,7 @@ def test_a_gpu_that_the_driver_sees_and_torch_does_not_says_what_to_type(
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.version, "cuda", None)
     found = cli.collect(details=False)
-    command = f"pip install --force-reinstall {cli.TORCH}"
+    command = f"pip install --force-reinstall {installed.TORCH}"
     assert found["enable_gpu"] == command
     rows = rows_of(found)
     assert rows["gpu"] == f"none: this build of torch has no CUDA -> {command}"
@@ -170,7 +170,7 @@ def test_on_hopper_everything_is_on(machine: Any, triton: str) -> None:
 def test_a_triton_that_gluon_is_not_enabled_for_says_what_to_type(machine: Any, triton: str) -> None:
     rows = rows_of(machine((9, 0), triton))
     why = f"enabled only for Triton 3.6-3.9; found {triton[:3]}"
-    assert rows["gluon"] == f"Hopper kernels off: {why} -> pip install {cli.TORCH}"
+    assert rows["gluon"] == f"Hopper kernels off: {why} -> pip install {installed.TORCH}"
     assert rows["triton"].endswith(" on") and rows["FP8"].endswith(" on: triton")
 
 
@@ -194,8 +194,8 @@ def test_without_triton_it_says_what_to_type(machine: Any) -> None:
 def test_the_triton_to_install_is_the_one_that_torch_asks_for(
     asked: list[str] | None, typed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "requires", lambda package: asked)
-    assert cli._triton_of_torch() == typed
+    monkeypatch.setattr(installed, "requires", lambda package: asked)
+    assert installed.triton_of_torch() == typed
 
 
 def test_on_an_older_gpu_no_command_would_help(machine: Any) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ...base.problem import Problem, Request, dtype_name
+from ...base.problem import AUTO, Problem, Request, dtype_name
 from ...gpu import decode_tuning
-from .. import installed
+from .. import installed, self_check
 from ..base import PLAIN, Backend, Reasons, cache_reasons, dims_of, far_positions, fp8_reasons, load
 from . import fp8_tuning, tuning
 
@@ -20,6 +20,15 @@ class Hopper(Backend):
     fp8_kernels = ".hopper.forward_fp8_sm90"
     compiles = True
     dim_multiple = 8
+
+    def why_not(self, problem: Problem, request: Request = PLAIN) -> tuple[str, ...]:
+        reasons = super().why_not(problem, request)
+        if reasons or installed.triton_release() in installed.HOPPER_TRITON:
+            return reasons
+        if request.backend == AUTO and (left := self.why_named_only(problem)):
+            return left  # nothing needs to be checked for it
+        reason = self_check.why_not(problem, self)
+        return () if reason is None else (reason,)
 
     def reasons(self, problem: Problem, request: Request) -> Reasons:
         if problem.cached:
@@ -51,18 +60,12 @@ class Hopper(Backend):
 
 def _gpu_reasons(problem: Problem) -> Reasons:
     """What no Gluon kernel supports."""
-    release = installed.triton_release()
-    first, *_, last = installed.HOPPER_TRITON
+    is_cuda = problem.device.type == "cuda"
+    is_hopper = is_cuda and problem.arch == 90
     return (
-        (problem.device.type != "cuda", f"requires a CUDA device; got {problem.device.type}"),
-        (
-            problem.device.type == "cuda" and problem.arch != 90,
-            f"requires Hopper (compute capability 9.0); got {problem.arch / 10}",
-        ),
-        (
-            release not in installed.HOPPER_TRITON,
-            f"enabled only for Triton {first}-{last}; found {release}{installed.SEE_INFO}",
-        ),
+        (not is_cuda, f"requires a CUDA device; got {problem.device.type}"),
+        (is_cuda and not is_hopper, f"requires Hopper (compute capability 9.0); got {problem.arch / 10}"),
+        (is_hopper and installed.hopper_setting() == "off", "turned off by STREAM_ATTENTION_HOPPER=off"),
     )
 
 

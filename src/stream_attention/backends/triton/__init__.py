@@ -8,7 +8,7 @@ import torch
 
 from ...base.problem import Problem, Request
 from ...gpu import decode_tuning
-from .. import installed
+from .. import installed, sdpa_time
 from ..base import NO_DECODING, PLAIN, Backend, Reasons, cache_reasons, dims_of, far_positions, fp8_reasons
 from . import fp8_tuning, tuning
 
@@ -30,7 +30,7 @@ class Triton(Backend):
     def why_named_only(self, problem: Problem) -> tuple[str, ...]:
         if problem.device.type == "cpu":
             return ('the Triton interpreter is for tests; to use it, pass backend="triton"',)
-        return ()
+        return sdpa_time.why_leave(problem)
 
     def configure(self, problem: Problem, request: Request = PLAIN) -> Any:
         if problem.cached:
