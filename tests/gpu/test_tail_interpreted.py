@@ -49,7 +49,7 @@ def test_what_starts_a_packed_forward(name: str, dtype: torch.dtype) -> None:
     inputs = packed(lengths, rows, dtype)
     out, lse = torch.full((rows, 3, 40), NAN, dtype=dtype), torch.full((3, rows), NAN)
     counter = torch.full((1,), 7, dtype=torch.int32)
-    launch = bind_start(problem_of(inputs, max(lengths)), inputs.cu_seqlens_q, out, lse, counter)
+    launch = bind_start(problem_of(inputs, max(lengths)), inputs.cu_seqlens_q, 128, out, lse, counter)
     launch(inputs.cu_seqlens_q, out, lse, counter)
     tail = min(sum(lengths), rows)
     assert out[:tail].isnan().all() and (out[tail:] == 0).all()
@@ -60,7 +60,7 @@ def test_what_starts_a_packed_forward(name: str, dtype: torch.dtype) -> None:
     launch.replaced(write_lse=0)(inputs.cu_seqlens_q, out, lse, counter)
     assert (out[tail:] == 0).all() and lse.isnan().all()
     more = torch.full((rows + 5, 3, 40), NAN, dtype=dtype), torch.full((3, rows + 5), NAN)
-    resized = resized_start(launch, rows + 5)
+    resized = resized_start(launch, 128, rows + 5)
     assert resized is not None
     resized(inputs.cu_seqlens_q, *more, counter)
     tail = min(sum(lengths), rows + 5)
@@ -89,7 +89,7 @@ def test_what_starts_a_packed_backward(name: str) -> None:
     workspace = (*found, scratch, counts, counter)
     launch = bind_rows(
         problem, inputs, range(problem.batch * problem.kv_heads), out, lse, grad_out, None, found, scratch, counts,
-        counter, grads, -132,
+        counter, grads, (128, 128), -132,
     )  # fmt: skip
     launch(out, grad_out, lse, None, inputs.cu_seqlens_q, inputs.cu_seqlens_k, *workspace, *grads)
     for grad in grads:
@@ -106,3 +106,23 @@ def test_what_starts_a_packed_backward(name: str) -> None:
 
 def _same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_a_sequence_that_no_tile_covers() -> None:
+    """Where a caller said that the longest sequence is shorter than it is."""
+    from stream_attention.gpu.tail import bind_start, resized_start
+
+    lengths = (5, 0, 9, 3)
+    inputs = packed(lengths, 20, torch.float16)
+    out, lse = torch.full((20, 3, 40), NAN, dtype=torch.float16), torch.full((3, 20), NAN)
+    counter = torch.zeros(1, dtype=torch.int32)
+    launch = bind_start(problem_of(inputs, 4), inputs.cu_seqlens_q, 4, out, lse, counter)
+    launch(inputs.cu_seqlens_q, out, lse, counter)
+    cleared = [4, *range(9, 14), *range(17, 20)]
+    assert [row for row in range(20) if not out[row].any()] == cleared
+    assert [row for row in range(20) if (lse[:, row] == -torch.inf).all()] == cleared
+    resized = resized_start(launch, 16, 20)
+    assert resized is not None
+    out.fill_(NAN)
+    resized(inputs.cu_seqlens_q, out, lse, counter)
+    assert [row for row in range(20) if not out[row].any()] == [17, 18, 19]

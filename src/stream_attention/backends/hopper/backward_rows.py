@@ -18,7 +18,7 @@ from ...base.problem import Inputs, Problem
 from ...gpu.arguments import UNIT, line_strides, row_strides
 from ...gpu.launch import Kernel, Launch, Sizes, jit
 from ...gpu.rows import PAD, Rows, padded_row
-from ...gpu.tail import clear_tail, first_of_tail
+from ...gpu.tail import clear_uncomputed
 from ...gpu.tiles import LOG2E, packed_rows
 from .tuning import tile_widths
 
@@ -33,17 +33,16 @@ def _prepare_kernel(
     stride_gb: tl.int64, stride_gm: tl.int64, stride_gh: tl.int64,
     stride_lb: tl.int64, stride_lh: tl.int64, stride_eb: tl.int64, stride_eh: tl.int64,
     sequences: tl.int32, heads: tl.int32, kv_heads: tl.int32, q_len: tl.int32, q_rows: tl.int32, k_rows: tl.int32,
-    rows: tl.int32, blocks: tl.int32, first_head: tl.int32, first_count: tl.int32,
+    q_covered: tl.int32, k_covered: tl.int32, rows: tl.int32, blocks: tl.int32,
+    first_head: tl.int32, first_count: tl.int32,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     IS_PACKED: tl.constexpr, HAS_LSE_GRAD: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     if IS_PACKED:
-        tail = first_of_tail(cu_q_ptr, sequences, q_rows)
-        clear_tail(dq_ptr, tail, q_rows, heads * D, 0.0)
-        tail = first_of_tail(cu_k_ptr, sequences, k_rows)
-        clear_tail(dk_ptr, tail, k_rows, kv_heads * D, 0.0)
-        clear_tail(dv_ptr, tail, k_rows, kv_heads * DV, 0.0)
+        clear_uncomputed(dq_ptr, cu_q_ptr, sequences, q_covered, q_rows, heads * D, 0.0)
+        clear_uncomputed(dk_ptr, cu_k_ptr, sequences, k_covered, k_rows, kv_heads * D, 0.0)
+        clear_uncomputed(dv_ptr, cu_k_ptr, sequences, k_covered, k_rows, kv_heads * DV, 0.0)
     if pid == 0:  # of tiles, one for each launch that follows
         tl.store(counter_ptr + tl.arange(0, 2), first_count)
     block = pid % blocks
@@ -91,6 +90,7 @@ def rows_sizes(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     rows: Rows,
+    covered: tuple[int, int],
     first_count: int,
 ) -> tuple[int, Sizes]:
     """The grid and the arguments that depend on lengths."""
@@ -101,14 +101,15 @@ def rows_sizes(
         *row_strides(grad_out, packed, UNIT),
         *line_strides(lse, packed),
         *line_strides(grad_lse, packed),
-        *(problem.q_len, inputs.query.shape[-3], inputs.key.shape[-3], rows.lse.shape[-1], blocks, first_count),
+        *(problem.q_len, inputs.query.shape[-3], inputs.key.shape[-3], *covered),
+        *(rows.lse.shape[-1], blocks, first_count),
     )
     return len(lines) * problem.group * blocks, Sizes(_SIZES, numbers, {}, {})
 
 
 _SIZES = (
     "stride_ob stride_om stride_oh stride_gb stride_gm stride_gh stride_lb stride_lh stride_eb stride_eh "
-    "q_len q_rows k_rows rows blocks first_count"
+    "q_len q_rows k_rows q_covered k_covered rows blocks first_count"
 )
 
 
@@ -125,11 +126,13 @@ def bind_rows(
     counts: Tensor,
     counter: Tensor,
     grads: Sequence[Any],
+    covered: tuple[int, int],
     first_count: int,
 ) -> Launch:
     """For some KV heads of all batch entries: fills rows, clears the scratch and its counts, and sets the counters of
-    tiles to `first_count`. Rows of the gradients that belong to no sequence of a pack are cleared. A function of out,
-    grad_out, lse, grad_lse, cu_seqlens_q, cu_seqlens_k and what it writes.
+    tiles to `first_count`. Rows of a pack's gradients that no tile computes, of which so many rows of each sequence
+    are `covered`, of queries and of keys, are cleared. A function of out, grad_out, lse, grad_lse, cu_seqlens_q,
+    cu_seqlens_k and what it writes.
 
     `out` and `grad_out` are aligned.
     """
@@ -137,7 +140,7 @@ def bind_rows(
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     written = grads if problem.packed else (None, None, None)
     tensors = (out, grad_out, lse, grad_lse, cu_q, cu_k, *rows, scratch, counts, counter, *written)
-    grid, sizes = rows_sizes(problem, inputs, lines, out, lse, grad_out, grad_lse, rows, first_count)
+    grid, sizes = rows_sizes(problem, inputs, lines, out, lse, grad_out, grad_lse, rows, covered, first_count)
     return _prepare.bind(
         grid,
         tensors,

@@ -267,15 +267,21 @@ def prepare_backward(
     gradients of queries, keys and values that are `wanted`."""
     assert not any(wanted[3:]), "why_not has said so"
     layout = _Layout.of(problem, inputs, out, lse, grad_out, grad_lse)
-    before = Prepass.of(problem, inputs)
+    before, covered = Prepass.of(problem, inputs), _covered(problem, config)
     launches: list[tuple[Launch, list[Launch]]] = []
     for some, programs in layout.shares:
         of_rows = bind_rows(
-            problem, inputs, some, *layout.saved, layout.rows, *layout.workspace, layout.grads, -programs
+            problem, inputs, some, *layout.saved, layout.rows, *layout.workspace, layout.grads, covered, -programs
         )
         parts = [_bind(problem, inputs, config, part, some, before, layout, programs) for part in config.parts]
         launches.append((of_rows, parts))
     return _Backward(layout, before, launches, wanted)
+
+
+def _covered(problem: Problem, config: GluonBackwardConfig) -> tuple[int, int]:
+    """How many queries and keys of each sequence tiles cover."""
+    block_n = 2 * KEYS.value
+    return -(-problem.q_len // config.block_m) * config.block_m, -(-problem.k_len // block_n) * block_n
 
 
 class _Layout(NamedTuple):
@@ -357,7 +363,10 @@ class _Backward:
         if len(layout.shares) > 1:
             return None
         (some, programs), (of_rows, parts) = layout.shares[0], self._launches[0]
-        resized_rows = of_rows.resized(*rows_sizes(problem, inputs, some, *layout.saved, layout.rows, -programs))
+        covered = _covered(problem, config)
+        resized_rows = of_rows.resized(
+            *rows_sizes(problem, inputs, some, *layout.saved, layout.rows, covered, -programs)
+        )
         sizes = _sizes(problem, inputs, config, some, layout)
         resized = [launch.resized(programs, sizes) for launch in parts]
         if resized_rows is None or None in resized:

@@ -193,8 +193,15 @@ def prepare(problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward:
     """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs: `(out, lse)`."""
     outputs = Outputs.of(problem, inputs.query.shape[-3], clears_tail=True)
     before, (out, lse) = Prepass.of(problem, inputs), outputs.samples()
-    start = bind_start(problem, inputs.cu_seqlens_q, out, lse, _COUNTER) if problem.packed else None
+    covered = _covered(problem, config)
+    start = bind_start(problem, inputs.cu_seqlens_q, covered, out, lse, _COUNTER) if problem.packed else None
     return _Forward(outputs, before, start, _bind(problem, inputs, config, before, out, lse))
+
+
+def _covered(problem: Problem, config: GluonConfig) -> int:
+    """How many queries of each sequence tiles cover."""
+    tile = config.warpgroups * ROWS.value
+    return -(-problem.q_len // tile) * tile
 
 
 _COUNTER = Sample((1,), torch.int32)
@@ -231,7 +238,7 @@ class _Forward:
             return None
         outputs = self._outputs.resized(inputs.query.shape[-3])
         launch = self._launch.resized(*_sizes(problem, inputs, config, outputs, config.by_tma))
-        start = self._start and resized_start(self._start, inputs.query.shape[0])
+        start = self._start and resized_start(self._start, _covered(problem, config), inputs.query.shape[0])
         return None if launch is None else _Forward(outputs, self._before, start, launch)
 
 

@@ -18,7 +18,7 @@ from ...gpu.arguments import WIDE, cdiv, is_aligned
 from ...gpu.launch import Kernel, Launch, jit
 from ...gpu.prepass import Prepass
 from ...gpu.rows import Rows, line_start, padded_line_start
-from ...gpu.tail import clear_tail, first_of_tail
+from ...gpu.tail import clear_uncomputed
 from ...gpu.tiles import (
     dropout_keep,
     load_broadcast,
@@ -80,11 +80,10 @@ def _key_kernel(
         k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
         q_start = k_len - q_len
         q_len = tl.minimum(q_len, longest)  # rows beyond what the caller said is the longest have no LSE
-        tail = first_of_tail(cu_k_ptr, batches, k_rows)
         if WANT_KEY:
-            clear_tail(dk_ptr, tail, k_rows, kv_heads * D, 0.0)
+            clear_uncomputed(dk_ptr, cu_k_ptr, batches, tiles_n * BLOCK_N, k_rows, kv_heads * D, 0.0)
         if WANT_VALUE:
-            clear_tail(dv_ptr, tail, k_rows, kv_heads * DV, 0.0)
+            clear_uncomputed(dv_ptr, cu_k_ptr, batches, tiles_n * BLOCK_N, k_rows, kv_heads * DV, 0.0)
         if tile_n * BLOCK_N >= k_len:
             return
         q_ptr += q_row * stride_qm

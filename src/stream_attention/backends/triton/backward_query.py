@@ -23,7 +23,7 @@ from ...gpu.arguments import WIDE, cdiv, is_aligned
 from ...gpu.launch import Kernel, Launch, jit
 from ...gpu.prepass import Prepass
 from ...gpu.rows import Rows, line_start, padded_line_start
-from ...gpu.tail import clear_tail, first_of_tail
+from ...gpu.tail import clear_uncomputed
 from ...gpu.tiles import (
     LOG2E,
     dropout_keep,
@@ -88,7 +88,7 @@ def _query_kernel(
         k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
         q_start = k_len - q_len
         if WANT_QUERY:
-            clear_tail(dq_ptr, first_of_tail(cu_q_ptr, batches, q_rows), q_rows, q_heads * D, 0.0)
+            clear_uncomputed(dq_ptr, cu_q_ptr, batches, tiles_m * BLOCK_M, q_rows, q_heads * D, 0.0)
         if tile_m * BLOCK_M >= q_len:
             return
         q_ptr += q_row * stride_qm

@@ -37,7 +37,7 @@ from ...gpu.launch import Kernel, Launch, jit
 from ...gpu.merge import bind_merge
 from ...gpu.prepass import Prepass
 from ...gpu.scratch import OUTPUT_STRIDES, Outputs
-from ...gpu.tail import clear_output_tail
+from ...gpu.tail import clear_uncomputed_output
 from ...gpu.tiles import (
     LN2,
     LOG2E,
@@ -97,10 +97,12 @@ def _forward_kernel(
     head *= HEADS
     kv_head = head // GROUP
     if IS_PACKED:  # rows of the pack before this sequence; its keys and queries end together
+        longest = q_len
         q_row, q_len = packed_rows(cu_q_ptr + batch, q_rows)
         k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
         q_start = k_len - q_len
-        clear_output_tail(out_ptr, lse_ptr, write_lse, cu_q_ptr, batches, q_rows, q_heads, DV)
+        q_len = tl.minimum(q_len, longest)  # rows beyond what the caller said is the longest take no part
+        clear_uncomputed_output(out_ptr, lse_ptr, write_lse, cu_q_ptr, batches, longest, q_rows, q_heads, DV)
         if tile_m * BLOCK_M >= q_len * HEADS:
             return
         q_ptr += q_row * stride_qm
