@@ -296,7 +296,7 @@ def test_in_the_capture_of_a_cuda_graph_the_portable_kernel_runs_and_says_why(
     with monkeypatch.context() as captured:
         captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         planned = plan(problem())
-    why = "not checked yet with Triton 3.10: the first such call outside of a CUDA graph's capture does"
+    why = "not checked yet with Triton 3.10: the first new call outside of a CUDA graph's capture is checked"
     assert planned.backend == "triton" and planned.passed_over == (("gluon", (why,)),) and not checks.asked
     assert plan(problem(right=0)).backend == "gluon"  # another call, behind the capture
 

@@ -126,3 +126,30 @@ def test_rows_of_a_sequence_that_no_tile_covers() -> None:
     out.fill_(NAN)
     resized(inputs.cu_seqlens_q, out, lse, counter)
     assert [row for row in range(20) if not out[row].any()] == [17, 18, 19]
+
+
+def test_programs_beyond_those_that_clear_do_nothing() -> None:
+    """A launch may have millions: the products of their numbers would not fit 32 bits."""
+    from stream_attention.gpu.launch import Sizes
+    from stream_attention.gpu.tail import PROGRAMS, bind_start
+
+    inputs = packed((1, 2), 3 * PROGRAMS, torch.float16)
+    out, lse = torch.full((3 * PROGRAMS, 3, 40), NAN, dtype=torch.float16), torch.full((3, 3 * PROGRAMS), NAN)
+    counter = torch.zeros(1, dtype=torch.int32)
+    launch = bind_start(problem_of(inputs, 2), inputs.cu_seqlens_q, 2, out, lse, counter)
+    many = launch.resized(PROGRAMS + 3, Sizes("rows", (3 * PROGRAMS,), {}, {}))
+    assert many is not None
+    many(inputs.cu_seqlens_q, out, lse, counter)
+    assert out[:3].isnan().all() and (out[3:] == 0).all() and (lse[:, 3:] == -torch.inf).all()
+
+
+def test_rows_before_the_first_sequence_are_cleared() -> None:
+    """Offsets that do not begin at 0 are refused on a CPU; on a GPU nobody looks."""
+    from stream_attention.gpu.tail import bind_start
+
+    inputs = packed((1, 2), 9, torch.float16)._replace(cu_seqlens_q=torch.tensor([2, 5, 6]))
+    out, lse = torch.full((9, 3, 40), NAN, dtype=torch.float16), torch.full((3, 9), NAN)
+    counter = torch.zeros(1, dtype=torch.int32)
+    launch = bind_start(problem_of(inputs, 3), inputs.cu_seqlens_q, 3, out, lse, counter)
+    launch(inputs.cu_seqlens_q, out, lse, counter)
+    assert [row for row in range(9) if not out[row].any()] == [0, 1, 6, 7, 8]

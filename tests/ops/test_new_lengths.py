@@ -5,8 +5,10 @@ No GPU is needed: `pretend_gpu` takes the road of a Hopper GPU up to the driver,
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -161,3 +163,29 @@ def test_tensors_of_unequal_rank_are_refused_whatever_their_sizes() -> None:
         query, key, value = empty(8, 8, 5, 64, 8), empty(5, 8, 64), empty(8, 5, 8, 64)
         with pytest.raises(ValueError, match="query"):
             attention(query, key, value, scale=0.5)
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed", "fp8"])
+def test_calls_of_new_lengths_keep_no_tensor(kind: str) -> None:
+    """What is made from a template is kept by its lengths; tensors of a training step must not be."""
+    alive: list[Any] = []
+
+    def call(length: int) -> None:
+        shape = (2 * length, 8, 64) if kind == "packed" else (2, length, 8, 64)
+        tensors = [empty(*shape, grad=kind != "fp8") for _ in range(3)]
+        alive.extend(map(weakref.ref, tensors))
+        if kind == "packed":
+            offsets = torch.zeros(3, dtype=torch.int32)
+            ends = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": length, "max_seqlen_k": length}
+            out = varlen_attention(*tensors, **ends, causal=True, backend="gluon")
+        else:
+            out = attention(*tensors, causal=True, backend="gluon", precision="fp8" if kind == "fp8" else None)
+        if kind != "fp8":
+            torch.autograd.grad(out, tensors, torch.empty_like(out))
+
+    with pretend_gpu(keep_launches=False):
+        for length in (2048, 1920, 1800, 1800, 1800, 1796):
+            call(length)
+        gc.collect()
+        assert launch_cache.size() >= 2
+        assert not [one for one in alive if one() is not None]

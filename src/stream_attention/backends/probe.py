@@ -2,8 +2,8 @@
 
 An experiment runs in a thread of its own, whose gradient mode, autocast, modes, device and stream are fresh, so the
 caller's are left alone. A file lies beside the kernels that Triton has compiled: one for each question, GPU, Triton,
-torch and version of our kernels. One process at a time asks; the others wait for its answer. What a process that died
-had asked counts as no, so a kernel that crashes or hangs does so once.
+torch and version of our kernels. One process at a time asks; the others wait for its answer. Where a process died that
+was asking, the answer is no, so a kernel that crashes or hangs does so once.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _run(device: torch.device, experiment: Callable[[], Answer], path: Path, fac
         except Unanswered:
             pass
         except Exception as error:  # whatever a compiler, a driver or Triton's Python raises is the answer
-            if "out of memory" not in str(error):
+            if "out of memory" not in str(error) and "capturing" not in str(error):
                 first_line = next(iter(str(error).strip().splitlines()), "")
                 found = Answer(False, f"{type(error).__name__}: {first_line}"[:300])
 
@@ -165,7 +165,7 @@ def _alone(path: Path) -> Iterator[None]:
         import fcntl
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.with_suffix(".lock").open("w")
+        file = path.with_suffix(".lock").open("w", encoding="utf-8")
     except (ImportError, OSError):
         yield
         return

@@ -28,6 +28,7 @@ from ..base.problem import (
     Window,
     state_problem,
 )
+from ..gpu.prebuilt import compiling
 from . import installed, probe
 from .base import Backend
 from .hopper.tuning import tile_widths
@@ -49,7 +50,7 @@ def why_not(problem: Problem, ours: Backend) -> installed.Lacking | None:
         return None if found.yes else installed.Lacking(f"failed the self-check with Triton {release}: {found.words}")
     if installed.is_newer(release) and probe.is_here(problem):
         return installed.Lacking(
-            f"not checked yet with Triton {release}: the first such call outside of a CUDA graph's capture does"
+            f"not checked yet with Triton {release}: the first new call outside of a CUDA graph's capture is checked"
         )
     return installed.Lacking(f"enabled only for Triton {first}-{last}; found {release}{installed.SEE_INFO}")
 
@@ -68,15 +69,10 @@ def answer(problem: Problem, ours: Backend) -> probe.Answer | None:
 def compare(problem: Problem, ours: Backend, portable: Backend) -> probe.Answer:
     """Whether two backends agree on small problems of a problem's kind, and how far they are apart."""
     apart = 0.0
-    for one, inputs in _small(problem):
-        try:
-            saved = saved_for_backward(portable, one, inputs) if problem.backward else ()
-            expected = _compute(portable, one, inputs, saved)
-        except Exception as error:  # no C compiler, say: the call will say so
-            raise probe.Unanswered from error
-        found = _compute(ours, one, inputs, saved)
-        if problem.device.type == "cuda":
-            probe.wait_for(torch.cuda.current_stream(problem.device))
+    for one, inputs, saved, expected in _expected(problem, portable):
+        with compiling():
+            found = _compute(ours, one, inputs, saved)
+        _wait(problem)
         for name, mine, theirs in zip(_names(problem), found, expected, strict=True):
             share = _share(mine, theirs, FP8_TOLERANCE if problem.fp8 else TOLERANCE[theirs.dtype])
             apart = max(apart, share)
@@ -85,6 +81,24 @@ def compare(problem: Problem, ours: Backend, portable: Backend) -> probe.Answer:
                     False, f"{name} differs from the portable kernel's by {share:.3g} times the tolerance"
                 )
     return probe.Answer(True, f"results differ from the portable kernel's by at most {apart:.2f} times the tolerance")
+
+
+def _expected(problem: Problem, portable: Backend) -> list[tuple[Problem, Any, Any, Any]]:
+    """Small problems with their inputs, what a backward reads, and the portable kernel's results."""
+    found = []
+    try:
+        for one, inputs in _small(problem):
+            saved = saved_for_backward(portable, one, inputs) if problem.backward else ()
+            found.append((one, inputs, saved, _compute(portable, one, inputs, saved)))
+        _wait(problem)
+    except Exception as error:  # no C compiler, say, or an older error of the device: the call will say so
+        raise probe.Unanswered from error
+    return found
+
+
+def _wait(problem: Problem) -> None:
+    if problem.device.type == "cuda":
+        probe.wait_for(torch.cuda.current_stream(problem.device))
 
 
 def _kind(problem: Problem) -> str:

@@ -512,7 +512,8 @@ def find_call(family: Hashable, rest: Hashable, resized: Callable[[Any], Any] | 
     call = found.calls.get(rest)
     if call is not None or resized is None:
         return call
-    return found.made(rest, lambda: resized(found.newest))
+    newest = found.newest  # none yet, where another thread keeps the first
+    return None if newest is None else found.made(rest, lambda: resized(newest))
 
 
 def keep_call(key: Key, call: Any) -> None:

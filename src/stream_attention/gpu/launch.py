@@ -28,6 +28,7 @@ from triton.runtime.jit import JITCallable
 
 from ..base.problem import distinct
 from . import driver, prebuilt
+from .scratch import like
 
 _log = logging.getLogger("stream_attention")
 _LONG_S = 1.0
@@ -173,6 +174,11 @@ class _Binding:
             self.compiled = self.kernel.find(self.key)
         return self.compiled is not None
 
+    @property
+    def is_prebuilt(self) -> bool:
+        """Whether its machine code came with the wheel: Triton has no kernel to call its hooks with."""
+        return self.compiled is not None and isinstance(self.compiled.kernel, prebuilt.Loaded)
+
     def packed(self, sizes: Sizes | None, changes: Mapping[str, int] | None) -> Any:
         """The block that the driver launches, with other sizes and integers; None where the kernel is not compiled yet,
         or only Triton can launch it."""
@@ -218,7 +224,7 @@ class _Binding:
                 tensor = tensor.view(-1).view(self.dtypes[name])  # as words of several FP8 codes
             arguments[name] = tensor if bound is None else bound.of(tensor)
         in_order = [arguments[name] for name in kernel.names]
-        if self.compiled is not None and not isinstance(self.compiled.kernel, prebuilt.Loaded):
+        if self.compiled is not None:
             return _run(self.compiled.kernel, grid, self.device, in_order)
         if isinstance(kernel.function, JITCallable):  # not an interpreted one
             name_steadily(kernel.function)
@@ -263,7 +269,7 @@ class Launch:
             if block is not None:
                 driver.write_grid(block, self._grid)
                 self._block = block
-        if self._block is None or _enter.calls or _leave.calls:
+        if self._block is None or ((_enter.calls or _leave.calls) and not binding.is_prebuilt):
             return binding.call_triton(self._grid, self._sizes, self._changes, tensors)
         if torch._C._cuda_getDevice() != binding.device:
             with torch.cuda.device(binding.device):
@@ -280,7 +286,8 @@ class Launch:
         for name, value in sizes.constants.items():
             if bound[name] != value:
                 return None
-        return Launch(self._binding, grid, sizes)
+        described = {name: size if type(size) is int else like(size) for name, size in sizes.described.items()}
+        return Launch(self._binding, grid, sizes._replace(described=described))  # which holds no tensor
 
     def replaced(self, **changes: int) -> Launch:
         """The same launch with other integers."""
@@ -418,7 +425,7 @@ class Parameters:
         self.struct.pack_into(block, 8 * driver.FIRST_PARAMETER, *values, 0, 0)
 
     def write(self, block: array[int], names: Any, numbers: Sequence[int]) -> None:
-        """Write integers to a block in which all is written. `names`: a tuple, or in one string."""
+        """Overwrite integers of a block that `write_all` filled. `names`: a tuple, or in one string."""
         runs = self._runs.get(names)
         if runs is None:
             runs = self._runs[names] = self._runs_of(_split(names) if isinstance(names, str) else names)

@@ -14,7 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,18 +68,34 @@ def name_of(kernel: Kernel, key: tuple[Any, ...]) -> str:
 def find(kernel: Kernel, key: tuple[Any, ...]) -> Loaded | None:
     """The compiled form of a kernel for launches with a key, loaded on their device; None if it did not come along."""
     device = key[0]
-    if not ENABLED or device.type != "cuda" or (found := index()) is None:
+    if not ENABLED or getattr(_thread, "compiles", False) or device.type != "cuda" or (found := index()) is None:
         return None
     entry = found.kernels.get(name_of(kernel, key))
     if entry is None or arch(device) != found.arch:
         return None
-    with (FOLDER / CODE).open("rb") as code:
-        code.seek(entry["at"])
-        image = zlib.decompress(code.read(entry["size"]))
+    try:
+        with (FOLDER / CODE).open("rb") as code:
+            code.seek(entry["at"])
+            image = zlib.decompress(code.read(entry["size"]))
+    except (OSError, zlib.error):  # cut off, or not readable
+        return None
     metadata = SimpleNamespace(**entry["metadata"])
     with torch.cuda.device(device):
         function = driver.load(image, entry["name"], metadata.shared)
     return None if function is None else Loaded(metadata, function, SimpleNamespace(signature=entry["signature"]))
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Within this block, in this thread, kernels are compiled by the installed Triton: it is what a check is of."""
+    _thread.compiles = True
+    try:
+        yield
+    finally:
+        _thread.compiles = False
+
+
+_thread = threading.local()
 
 
 @cache

@@ -38,8 +38,8 @@ def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype:
 
 
 class Sample:
-    """A contiguous tensor without memory, as aligned as allocations are: to bind a launch to, and to allocate. A tensor
-    on torch's meta device takes 2 us to make."""
+    """A tensor without memory, as aligned as allocations are, contiguous unless its strides are given: to bind a launch
+    to, and to allocate. A tensor on torch's meta device takes 2 us to make."""
 
     __slots__ = ("_strides", "dtype", "shape")
     device = torch.device("meta")
@@ -93,6 +93,11 @@ class Sample:
         return made
 
 
+def like(t: Any) -> Sample:
+    """A tensor without its memory."""
+    return t if type(t) is Sample else Sample(t.shape, t.dtype, t.stride())
+
+
 OUTPUT_STRIDES = "stride_ob stride_om stride_oh stride_lb stride_lh"
 
 
@@ -105,7 +110,8 @@ class Outputs(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, rows: int, clears_tail: bool = False) -> Outputs:
-        """Those of `rows` queries. `clears_tail`: the kernel also writes rows of a pack that belong to no sequence."""
+        """Those of `rows` queries. `clears_tail`: the kernel, or a launch before it, clears rows of a pack that no tile
+        computes."""
         lead, heads = () if problem.packed else (problem.batch,), problem.q_heads
         out = Sample((*lead, rows, heads, problem.value_dim), problem.out_dtype)
         return cls(

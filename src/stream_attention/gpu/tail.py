@@ -1,9 +1,9 @@
 """Rows of a pack that no tile computes: out is 0 there and the LSE -inf.
 
-They lie behind the last sequence, and in a sequence that is longer than the caller said, behind what tiles cover. There
-are none as a rule, and to ask costs a program two reads. To fill whole results beforehand would cost the host a launch
-for each, and the device a write of all their memory. Triton's kernels clear these rows of what they write; before a
-kernel in Gluon a small one does.
+They lie before the first sequence, behind the last, and in one that is longer than the caller said, behind what tiles
+cover. There are none as a rule, and to ask costs a program a few reads. To fill whole results beforehand would cost the
+host a launch for each, and the device a write of all their memory. Triton's kernels clear these rows of what they
+write; before a kernel in Gluon a small one does.
 """
 
 from __future__ import annotations
@@ -20,36 +20,38 @@ from .tiles import packed_rows
 
 BLOCK = tl.constexpr(1024)
 PROGRAMS = 128
-"""Of the launch before a forward: enough to clear a large tail, which there seldom is."""
+"""Programs that clear rows: enough for a large tail, which there seldom is. Others of a launch do not."""
+_PROGRAMS = tl.constexpr(PROGRAMS)
 
 
 @triton.jit
-def _fill(ptr, begin, end, program, programs, value):
-    """Set the elements from `begin` to `end`; programs take turns."""
-    for start in tl.range(begin + program * BLOCK, end, programs * BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        tl.store(ptr + offs, tl.full([BLOCK], value, tl.float32).to(ptr.dtype.element_ty), mask=offs < end)
+def clear_uncomputed(ptr, cu_ptr, sequences, covered, rows, width, value, lines=1):
+    """Set those rows of `lines` contiguous `[rows, width]`, one behind the other, to a number that belong to no
+    sequence, and of each sequence those from its row `covered` on."""
+    program = tl.program_id(0)
+    if program < _PROGRAMS:
+        programs = tl.minimum(tl.num_programs(0), _PROGRAMS)
+        first, _ = packed_rows(cu_ptr, rows)
+        _fill(ptr, 0, first, program, programs, rows, width, value, lines)
+        first, length = packed_rows(cu_ptr + sequences - 1, rows)
+        _fill(ptr, first + length, rows, program, programs, rows, width, value, lines)
+        for sequence in tl.range(program, sequences, programs):
+            first, length = packed_rows(cu_ptr + sequence, rows)
+            if length > covered:
+                _fill(ptr, first + covered, first + length, 0, 1, rows, width, value, lines)
 
 
 @triton.jit
-def clear_uncomputed(ptr, cu_ptr, sequences, covered, rows, width, value):
-    """Set those rows of contiguous `[rows, width]` to a number that belong to no sequence, and of each sequence those
-    from its row `covered` on."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    end = rows.to(tl.int64) * width
-    _, last, _ = _sequence(cu_ptr, sequences - 1, rows)
-    _fill(ptr, last * width, end, program, programs, value)
-    for sequence in tl.range(program, sequences, programs):
-        first, last, length = _sequence(cu_ptr, sequence, rows)
-        if length > covered:
-            _fill(ptr, (first + covered) * width, last * width, 0, 1, value)
-
-
-@triton.jit
-def _sequence(cu_ptr, sequence, rows):
-    """First row of a sequence, first row behind it, and length, within the pack whatever the offsets say."""
-    first, length = packed_rows(cu_ptr + sequence, rows)
-    return first, first + length, length
+def _fill(ptr, first, last, program, programs, rows, width, value, lines):
+    """Set rows `first` to `last` of every line; programs take turns."""
+    if first < last:
+        for line in range(lines):
+            begin = rows.to(tl.int64) * width * line + first * width + program * BLOCK
+            end = rows.to(tl.int64) * width * line + last * width
+            for start in tl.range(begin, end, programs * BLOCK):
+                offs = start + tl.arange(0, BLOCK)
+                number = tl.full([BLOCK], value, tl.float32).to(ptr.dtype.element_ty)
+                tl.store(ptr + offs, number, mask=offs < end)
 
 
 @triton.jit
@@ -57,9 +59,7 @@ def clear_uncomputed_output(out_ptr, lse_ptr, write_lse, cu_ptr, sequences, cove
     """Clear those rows of out `[rows, heads, DV]` and of lse `[heads, rows]`, both contiguous."""
     clear_uncomputed(out_ptr, cu_ptr, sequences, covered, rows, heads * DV, 0.0)
     if write_lse != 0:
-        for head in range(heads):
-            line = lse_ptr + rows.to(tl.int64) * head
-            clear_uncomputed(line, cu_ptr, sequences, covered, rows, 1, float("-inf"))
+        clear_uncomputed(lse_ptr, cu_ptr, sequences, covered, rows, 1, float("-inf"), heads)
 
 
 @jit

@@ -179,7 +179,7 @@ def attention_fp8(
     """Attention in FP8 to keys and values that are codes already: the queries alone are quantised, 64 rows to a scale.
 
     Bit for bit what `attention(precision="fp8")` computes of the keys and values that `kv` was made of, where every key
-    is seen by some query (one that is not has a say in the scale of its block here).
+    is seen by some query (here an unseen key still counts in the scale of its block).
 
     Args:
         query: `[B, Tq, Hq, D]`, fp16 or bf16; packed sequences: `[Nq, Hq, D]`.

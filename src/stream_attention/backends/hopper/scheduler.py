@@ -1,7 +1,7 @@
 """Which tile a program computes next.
 
 Programs stay on their processor and take tile after tile. The producer warp draws the number of the next one from a
-counter in global memory, which starts at zero with the launch, and tells the consumers through shared memory where that
+counter in global memory, which is set before the launch, and tells the consumers through shared memory where that
 is. It draws when a tile is almost loaded: a program that draws with a long tile before it keeps the next one from those
 that have none, which cost 9 % of a launch with few tiles for each (causal, D 256).
 

@@ -1,4 +1,4 @@
-"""The vocabulary of the Gluon kernels: what is done to a tile, each thing written once. ScoreMod are in log2 units."""
+"""The vocabulary of the Gluon kernels: what is done to a tile, each thing written once. Scores are in log2 units."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,7 +41,7 @@ def log2(x):
 
 @gluon.jit
 def subtract_alibi(scores, slope, distance):
-    """ScoreMod less slope * |i - j|, `distance` being i less the first key of the tile.
+    """Scores less slope * |i - j|, `distance` being i less the first key of the tile.
 
     Columns are numbered as 8 a + b. What a lane holds of a row has every a and two b, so that 8 a is a constant of the
     instruction and nothing is converted to a float in the loop; positions up to 2^24 apart are exact.

@@ -70,7 +70,7 @@ def _forward_kernel(
     stride_os: tl.int64, stride_ob: tl.int64, stride_om: tl.int64, stride_oh: tl.int64,
     stride_ls: tl.int64, stride_lb: tl.int64, stride_lh: tl.int64,
     q_len: tl.int32, k_len: tl.int32, q_rows: tl.int32, k_rows: tl.int32,
-    batches: tl.int32, q_heads: tl.int32, num_splits: tl.int32,
+    q_heads: tl.int32, num_splits: tl.int32,
     left: tl.int32, right: tl.int32, q_start: tl.int32, q_stride: tl.int32, k_start: tl.int32, k_stride: tl.int32,
     dropout_threshold: tl.uint32, scale, softcap, dropout_scale,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -102,7 +102,8 @@ def _forward_kernel(
         k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
         q_start = k_len - q_len
         q_len = tl.minimum(q_len, longest)  # rows beyond what the caller said is the longest take no part
-        clear_uncomputed_output(out_ptr, lse_ptr, write_lse, cu_q_ptr, batches, longest, q_rows, q_heads, DV)
+        sequences = tl.num_programs(0) // (tiles_m * (q_heads // HEADS))
+        clear_uncomputed_output(out_ptr, lse_ptr, write_lse, cu_q_ptr, sequences, longest, q_rows, q_heads, DV)
         if tile_m * BLOCK_M >= q_len * HEADS:
             return
         q_ptr += q_row * stride_qm
@@ -168,9 +169,9 @@ def _forward_kernel(
             if MASK:
                 mask_ptrs = mask_ptr + mask_offs[:, None] + offs_n[None, :] * (1 if MASK == WIDE else stride_mn)
                 attend = tl.load(mask_ptrs, mask=inside, other=0)
-            k_pos = (k_start + offs_n * k_stride)[None, :]
             load_n = mask_n
             if phase == 3:  # before the product too: its registers are free then
+                k_pos = (k_start + offs_n * k_stride)[None, :]
                 visible = visible_by_position(mask_n[None, :], q_pos, k_pos, left, right, HAS_LEFT, HAS_RIGHT)
                 if MASK:
                     visible = visible & (attend != 0)
@@ -180,6 +181,7 @@ def _forward_kernel(
             k_offs = offs_n[:, None] * stride_kn + offs_d[None, :]
             k = load_rows(k_ptr, k_offs, mask_n, D, BLOCK_D, MASKED=phase != 1)
             scores, factor = tl.dot(q, k.T, input_precision=PRECISION), scale * LOG2E  # [BLOCK_M, BLOCK_N]
+            k_pos = (k_start + offs_n * k_stride)[None, :]
             if not SCALE_LATE:
                 factor = 1.0
                 scores, _ = modify_scores(
