@@ -57,8 +57,8 @@ def visible_span(
         lo = (tl.maximum(first_pos - behind - start, 0) + stride - 1) // stride
         whole_lo = (tl.maximum(last_pos - behind - start, 0) + stride - 1) // stride
     if HAS_AHEAD:
-        hi = tl.minimum(length, tl.maximum(last_pos + ahead - start + stride, 0) // stride)
-        whole_hi = tl.minimum(length, tl.maximum(first_pos + ahead - start + stride, 0) // stride)
+        hi = tl.minimum(length, (tl.maximum(last_pos + ahead - start, -stride) + stride) // stride)
+        whole_hi = tl.minimum(length, (tl.maximum(first_pos + ahead - start, -stride) + stride) // stride)
     return lo, hi, whole_lo, whole_hi
 
 
