@@ -6,6 +6,7 @@ No GPU is needed: `pretend_gpu` takes the road of a Hopper GPU up to the driver,
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import random
 import weakref
@@ -24,6 +25,7 @@ from stream_attention import attention, varlen_attention
 from stream_attention.dispatch import launch_cache
 from stream_attention.gpu import driver
 from stream_attention.ops import varlen
+from stream_attention.ops.attention import prepare_attention
 from stream_attention_tools.testing.pretend_gpu import Launched, pretend_gpu
 
 BF16 = torch.bfloat16
@@ -52,10 +54,25 @@ def dense(
         return made.requires_grad_(grad)
 
     query, key, value = tensor(q_len, heads), tensor(k_len, kv_heads), tensor(k_len, kv_heads)
-    out = attention(query, key, value, **options)
+    compute = through_the_op if options.pop("op", False) else attention
+    out = compute(query, key, value, **options)
     if grad:
         torch.autograd.grad(out, (query, key, value), torch.empty_like(out))
     return out
+
+
+def through_the_op(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """As a graph of torch.compile calls it."""
+    bound = inspect.signature(prepare_attention).bind_partial(query, key, value, **DEFAULTS | options)
+    out: Tensor = torch.ops.stream_attention.forward(*prepare_attention(*bound.args))[0]
+    return out
+
+
+DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(attention).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
 
 
 def packed(lengths: tuple[int, int], dims: tuple[int, ...] = (3, 8, 4, 64), **options: Any) -> Any:
@@ -99,6 +116,8 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[int, int], dict[str, Any]]] = {
     "packed with gradients, Hopper": (packed, LONG, {"causal": True, "grad": True}),
     "packed, a window, D 128": (packed, LONG, {"window": (300, 0), "dims": (3, 8, 8, 128), "grad": True}),
     "with the LSE": (dense, LONG, {"return_lse": True}),
+    "through the op": (dense, SHORT, {"op": True, "causal": True}),
+    "through the op with gradients": (dense, LONG, {"op": True, "causal": True, "grad": True}),
 }
 
 

@@ -62,7 +62,7 @@ def test_readings_are_those_of_the_allocator() -> None:
     report = profiler.report()
     change = profiler.diff("before", "after")
     assert change["allocated_delta_mb"] == 64.0 and change["peak_allocated_mb"] == before["allocated_mb"] + 192.0
-    assert change["reserved_delta_mb"] >= 192.0  # the allocator keeps what was freed
+    assert after["reserved_mb"] >= after["allocated_mb"] + 128.0  # the allocator keeps what was freed
     assert change["device_delta_mb"] >= 192.0 and after["device_mb"] > after["reserved_mb"] >= after["allocated_mb"]
     assert report["peak_allocated_mb"] == before["allocated_mb"] + 192.0 and after["process_mb"] > 0
 

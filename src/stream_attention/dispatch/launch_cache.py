@@ -433,14 +433,15 @@ def prepared(arguments: tuple[Any, ...]) -> PreparedCall:
 
 def kept(arguments: tuple[Any, ...]) -> PreparedCall | None:
     """The same, of a call that has a key, and is kept; else None."""
-    inputs, lengths, options = arguments[:_INPUTS], arguments[_INPUTS : _INPUTS + 2], arguments[_INPUTS + 2 :]
+    inputs = Inputs._make(arguments[:_INPUTS])
+    lengths, options = arguments[_INPUTS : _INPUTS + 2], arguments[_INPUTS + 2 :]
     key = key_of(inputs, lengths, options) if ENABLED else None
     if key is None:
         return None
     call = find(key, inputs, options)
     if call is None:
         call = prepare(arguments)
-        keep(key, call, Inputs._make(inputs))
+        keep(key, call, inputs)
     return call
 
 

@@ -80,7 +80,7 @@ def test_wider_heads_are_computed_by_torchs_kernels(name: str, capsys: pytest.Ca
     case = replace(BASE, **BY_TORCH[name])
     query, key, value, options = make(case)
     assert explain(query, key, value, **options).backend == "eager"
-    assert ("one sequence after the other" if case.packed else "memory-efficient") in capsys.readouterr().out
+    assert ("one sequence at a time" if case.packed else "memory-efficient") in capsys.readouterr().out
     assert check_case(case).worst <= 1
 
 

@@ -26,8 +26,8 @@ from stream_attention.backends.hopper.tuning import (
 from stream_attention.backends.triton.tuning import configure_backward, configure_forward
 from stream_attention.base.problem import UNBOUNDED, Inputs, state_problem
 from stream_attention.gpu.arguments import WIDE, access
+from stream_attention.gpu.decode_tuning import block_r, on_a_cache
 from stream_attention.gpu.decode_tuning import configure as configure_decode
-from stream_attention.gpu.decode_tuning import on_a_cache
 from stream_attention_tools.testing import Case, check_case, random_case
 from stream_attention_tools.testing.inputs import _tile_laid_out
 from stream_attention_tools.testing.offline import precompile
@@ -218,7 +218,7 @@ def variant(case: Case, arch: int, processors: int, backend: str) -> Hashable:
     cached = on_a_cache(problem)
     if cached is not None:
         config = configure_decode(cached, None, False)
-        of_forward = (*config[:3], config.num_splits > 1, cached.block_r)
+        of_forward = (*config[:3], config.num_splits > 1, block_r(cached))
     of_backward: Hashable = None
     if case.backward:
         tiles = configure_backward(problem.replace(backward=True))
