@@ -3,8 +3,9 @@
     PYTHONPATH=src python -m benchmarks.models.measure --json-out benchmarks/results/h200/models.json
     PYTHONPATH=src python -m benchmarks.models.measure --only decode 32k --rounds 9
 
-Prefill is one forward of the prompt; decoding a loop of forwards, each of the likeliest token, on a cache that a prompt
-has filled; training a forward with its loss and a backward. Nothing is compiled. A decoding row's cache is
+Prefill is one forward of the prompt; training a forward with its loss and a backward. Decoding is a loop of forwards,
+each of the likeliest token, on a cache that a prompt has filled: everybody takes a step in turn, so that each step is a
+repeat, and another load of the host meets all alike. Nothing is compiled. A decoding row's cache is
 DynamicCache, the default of `generate()`, unless a provider's name says another: "static" is StaticCache, "int8" and
 "int4" are ours. All rows of a batch hold the same keys and values, each its own copy. The results file is written after
 every row.
@@ -16,7 +17,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,7 @@ class Bench:
 
     def flops(self, row: Row) -> float:
         if row.direction == "decode":
-            steps = range(row.context + 1, row.context + row.new + 1)
-            return self.shape.flops(row.tokens, row.batch * sum(steps), row.tokens)
+            return self.shape.flops(row.batch, row.batch * (row.context + row.new // 2), row.batch)  # of a step
         pairs = row.batch * row.context * (row.context + 1) // 2
         if row.direction == "prefill":
             return self.shape.flops(row.tokens, pairs, row.batch)
@@ -85,6 +85,9 @@ class Bench:
 
 class Sample:
     """The time of one run, and the most memory that it held beyond the weights and the prompt's keys and values."""
+
+    ms: float
+    peak: int | None
 
     def __init__(self, bench: Bench, provider: str, ready: Ready) -> None:
         on_gpu = bench.device == "cuda"
@@ -103,10 +106,40 @@ class Sample:
         bench.model.zero_grad(set_to_none=True)
 
 
+def in_turn(bench: Bench, ready: dict[str, Ready], rounds: int) -> Iterator[tuple[str, Sample]]:
+    """Runs of everybody, `rounds` each; nobody always runs after the same neighbour."""
+    names = list(ready)
+    for n in range(rounds):
+        for name in names[n % len(names) :] + names[: n % len(names)]:
+            yield name, Sample(bench, name, ready[name])
+
+
+def steps_in_turn(bench: Bench, row: Row, names: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """Milliseconds of every step of everybody's decoding, a step each in turn. All caches are held at once."""
+    pairs = bench.pairs(row)
+    assert pairs is not None
+    first = bench.ids[:, :1].expand(row.batch, -1)
+    state = {name: (runs.filled(bench.model, name, pairs, row.new), first) for name in names}
+    on_gpu = bench.device == "cuda"
+    for n in range(row.new):
+        for name in [*names[n % len(names) :], *names[: n % len(names)]]:
+            choose(bench.model, name)
+            cache, token = state[name]
+            if on_gpu:
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            token = runs.step(bench.model, cache, token)
+            if on_gpu:
+                torch.cuda.synchronize()
+            yield name, (time.perf_counter() - began) * 1e3
+            state[name] = cache, token
+
+
 def measure(bench: Bench, row: Row, rounds: int, now: Callable[[str], None]) -> dict[str, Any]:
     """A row's entry in the results."""
     entries: dict[str, dict[str, Any]] = {}
     ready: dict[str, Ready] = {}
+    peaks: dict[str, list[int | None]] = {}
     for name in row.providers:
         if (reason := runs.why_not(name)) is not None:
             entries[name] = {"unavailable": reason}
@@ -116,20 +149,23 @@ def measure(bench: Bench, row: Row, rounds: int, now: Callable[[str], None]) -> 
             verdict = bench.checks.verdict(row, name, bench.ids, bench.pairs(row))
             entries[name] = {**verdict._asdict(), "right": verdict.right}
             if verdict.right:
-                Sample(bench, name, bench.ready(row, name, min(row.new, runs.CHECKED_NEW)))  # warms up
+                short = Sample(bench, name, bench.ready(row, name, min(row.new, runs.CHECKED_NEW)))  # warms up
+                peaks[name] = [short.peak]
                 ready[name] = bench.ready(row, name, row.new)
         except Exception as error:  # who fails is not measured; one of ours that fails is wrong
             told = f"{type(error).__name__}: {error}"
             entries[name] = {"failed": told, "right": False} if name.startswith(OURS) else {"unavailable": told}
     bench.checks.forget()
     gc.freeze()  # the collector looks at nothing of all this during a run
-    samples: dict[str, list[Sample]] = {name: [] for name in ready}
-    for n in range(rounds):
-        now(f"{row.name}: round {n + 1} of {rounds}")
-        names = list(ready)
-        for name in names[n % len(names) :] + names[: n % len(names)]:  # nobody always runs after the same neighbour
-            samples[name].append(Sample(bench, name, ready[name]))
-    times = {name: [one.ms for one in its] for name, its in samples.items()}
+    times: dict[str, list[float]] = {name: [] for name in ready}
+    now(f"{row.name}: timing")
+    if row.direction == "decode":
+        for name, ms in steps_in_turn(bench, row, list(ready)):
+            times[name].append(ms)
+    else:
+        for name, sample in in_turn(bench, ready, rounds):
+            times[name].append(sample.ms)
+            peaks[name].append(sample.peak)
     for name, its in times.items():
         taken = Latency.of(its)
         entries[name] |= {f"{field}_ms": getattr(taken, field) for field in ("median", "p20", "p80", "best")}
@@ -137,7 +173,7 @@ def measure(bench: Bench, row: Row, rounds: int, now: Callable[[str], None]) -> 
             "repeats": taken.repeats,
             "tokens_per_s": 1e3 * row.tokens / taken.median,
             "tflops": bench.flops(row) / taken.median / 1e9,
-            "peak_bytes": max((one.peak for one in samples[name] if one.peak is not None), default=None),
+            "peak_bytes": max((peak for peak in peaks[name] if peak is not None), default=None),
         }
         if OURS in times and name != OURS:
             entries[name]["vs_ours"] = paired_ratio(its, times[OURS])
@@ -190,10 +226,10 @@ def told(shape: Shape, trained: Shape, rounds: int) -> dict[str, Any]:
         "model": shape.told(),
         "training": f"{trained.layers} layers; a forward with its loss and a backward, no optimiser",
         "rounds": rounds,
-        "timing": "perf_counter over a whole run, synchronised at both ends, host and device",
-        "order": "interleaved, one run each per round, in rotating order; a short run of each before",
+        "timing": "perf_counter over a run, for decoding a step, synchronised at both ends, host and device",
+        "order": "interleaved, one run or step each in turn, in rotating order; a short run of each before",
         "ratio": f"median over the rounds of the time of {OURS} by that of the fastest peer",
-        "tokens_per_s": "tokens of the prompt, decoded tokens of all rows, or tokens of the step",
+        "tokens_per_s": "tokens of the prompt, of all rows of a decoded step, or of the training step",
         "peak_bytes": "most that a run held beyond weights and the prompt's keys and values; its own cache is counted",
         "checked": f"logits of {runs.CHECKED_LAST} tokens, {runs.CHECKED_NEW} decoded ones, or a gradient, on up to "
         f"{runs.CHECKED} tokens, against fp32: at most 2 (gradient: 3) times the error of sdpa in bf16",
@@ -215,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default=there, help="default: cuda if there is one")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of prefill and decoding; default: %(default)s")
     parser.add_argument("--trained-layers", type=int, default=TRAINED_LAYERS, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of prefill and training; default: %(default)s")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows whose name has all these words")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short rows, to see that it runs")
     parser.add_argument("--json-out", type=Path, help="write the results to this file, after every row")

@@ -20,7 +20,7 @@ class Row(NamedTuple):
     direction: Literal["prefill", "decode", "training"]
     context: int  # tokens of the prompt
     batch: int = 1
-    new: int = 0  # tokens decoded after it
+    new: int = 0  # tokens decoded after it, a step each
     beside: tuple[str, ...] = ()  # measured and shown too, but held to no bar
 
     @property
@@ -29,8 +29,8 @@ class Row(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """What tokens per second count."""
-        return self.batch * (self.new if self.direction == "decode" else self.context)
+        """What tokens per second count: of a run, for decoding of a step."""
+        return self.batch * (1 if self.direction == "decode" else self.context)
 
 
 def rows(tiny: bool = False) -> list[Row]:

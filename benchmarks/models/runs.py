@@ -111,6 +111,12 @@ def decode(model: Any, cache: Any, token: Tensor, new: int, forced: Tensor | Non
     return found
 
 
+@torch.no_grad()
+def step(model: Any, cache: Any, token: Tensor) -> Tensor:
+    """The likeliest token after `token`."""
+    return model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+
+
 # Training
 
 

@@ -53,7 +53,7 @@ def test_the_rows_are_those_that_are_claimed() -> None:
         "training 8k": ("training", 8192, 1, 0),
     }
     assert [row.direction for row in rows(tiny=True)] == [row.direction for row in rows()]
-    assert Row("", "decode", 100, 4, 10).tokens == 40 and Row("", "prefill", 100).tokens == 100
+    assert Row("", "decode", 100, 4, 10).tokens == 4 and Row("", "prefill", 100).tokens == 100
 
 
 def test_the_model_is_of_llamas_size_and_its_flops_are_those_of_its_products() -> None:
@@ -76,7 +76,7 @@ def test_every_row_has_everybody_right_and_timed(results: dict[str, Any]) -> Non
         there = {name: one for name, one in cell["providers"].items() if "unavailable" not in one}
         assert {OURS, "sdpa", *row.beside} <= {*there}
         for one in there.values():
-            assert one["right"] and one["repeats"] == 2 and one["error"] <= one["allowed"]
+            assert one["right"] and one["repeats"] == (row.new or 2) and one["error"] <= one["allowed"]
             assert one["tokens_per_s"] == pytest.approx(1e3 * row.tokens / one["median_ms"])
         assert cell["ours"] == OURS and cell["fastest_peer"] == "sdpa" and cell["met"] == (cell["ratio"] <= cell["bar"])
     assert {*results["cells"][1]["providers"]} >= {*STATIC, *CODES}
