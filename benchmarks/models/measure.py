@@ -5,7 +5,8 @@
 
 Prefill is one forward of the prompt; training a forward with its loss and a backward. Decoding is a loop of forwards,
 each of the likeliest token, on a cache that a prompt has filled: everybody takes a step in turn, so that each step is a
-repeat, and another load of the host meets all alike. Nothing is compiled. A decoding row's cache is
+repeat, and another load of the host meets all alike. It is done twice: in the first pass every length is new to the
+process, and who prepares something per length does so; `first_median_ms` is that pass, the row's figures the second. Nothing is compiled. A decoding row's cache is
 DynamicCache, the default of `generate()`, unless a provider's name says another: "static" is StaticCache, "int8" and
 "int4" are ours. All rows of a batch hold the same keys and values, each its own copy. The results file is written after
 every row.
@@ -115,7 +116,7 @@ def in_turn(bench: Bench, ready: dict[str, Ready], rounds: int) -> Iterator[tupl
 
 
 def steps_in_turn(bench: Bench, row: Row, names: Sequence[str]) -> Iterator[tuple[str, float]]:
-    """Milliseconds of every step of everybody's decoding, a step each in turn. All caches are held at once."""
+    """Milliseconds of every step of everybody's decoding, a step each in turn. All caches are there at once."""
     pairs = bench.pairs(row)
     assert pairs is not None
     first = bench.ids[:, :1].expand(row.batch, -1)
@@ -160,8 +161,12 @@ def measure(bench: Bench, row: Row, rounds: int, now: Callable[[str], None]) -> 
     times: dict[str, list[float]] = {name: [] for name in ready}
     now(f"{row.name}: timing")
     if row.direction == "decode":
-        for name, ms in steps_in_turn(bench, row, list(ready)):
-            times[name].append(ms)
+        first: dict[str, list[float]] = {name: [] for name in ready}
+        for found in (first, times):
+            for name, ms in steps_in_turn(bench, row, list(ready)):
+                found[name].append(ms)
+        for name, its in first.items():
+            entries[name]["first_median_ms"] = Latency.of(its).median
     else:
         for name, sample in in_turn(bench, ready, rounds):
             times[name].append(sample.ms)
@@ -228,6 +233,7 @@ def told(shape: Shape, trained: Shape, rounds: int) -> dict[str, Any]:
         "rounds": rounds,
         "timing": "perf_counter over a run, for decoding a step, synchronised at both ends, host and device",
         "order": "interleaved, one run or step each in turn, in rotating order; a short run of each before",
+        "steps": "decoded twice: first_median_ms is of the first pass, where every length is new; else the second",
         "ratio": f"median over the rounds of the time of {OURS} by that of the fastest peer",
         "tokens_per_s": "tokens of the prompt, of all rows of a decoded step, or of the training step",
         "peak_bytes": "most that a run held beyond weights and the prompt's keys and values; its own cache is counted",
