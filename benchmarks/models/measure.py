@@ -6,10 +6,10 @@
 Prefill is one forward of the prompt; training a forward with its loss and a backward. Decoding is a loop of forwards,
 each of the likeliest token, on a cache that a prompt has filled: everybody takes a step in turn, so that each step is a
 repeat, and another load of the host meets all alike. It is done twice: in the first pass every length is new to the
-process, and who prepares something per length does so; `first_median_ms` is that pass, the row's figures the second. Nothing is compiled. A decoding row's cache is
-DynamicCache, the default of `generate()`, unless a provider's name says another: "static" is StaticCache, "int8" and
-"int4" are ours. All rows of a batch hold the same keys and values, each its own copy. The results file is written after
-every row.
+process, and who prepares something for each length does so; `first_median_ms` is of that pass, all else of the second.
+Nothing is compiled. A decoding row's cache is DynamicCache, the default of `generate()`, unless a provider's name says
+another: "static" is StaticCache, "int8" and "int4" are ours. All rows of a batch hold the same keys and values, each
+its own copy. The results file is written after every row.
 """
 
 from __future__ import annotations
