@@ -177,20 +177,16 @@ def _forward_fp8_kernel(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, batch_heads, lse_ptr, scale,
         D, False, True, False,
     )  # fmt: skip
-    # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
-    if WARPGROUPS == 2:
-        gl.warp_specialize([
-            (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
-            (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
-            (_producer, (config, seqlen, fp8, scheduler, count_ptr, channel, pipelines, q_desc, k_desc, v_desc)),
-        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
-            (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
-            (consume, (2, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
-            (_producer, (config, seqlen, fp8, scheduler, count_ptr, channel, pipelines, q_desc, k_desc, v_desc)),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    # A tuple bound to a variable would turn its constants into tensors, so the roles are spelt here.
+    gl.warp_specialize(
+        [
+            (consume, (w, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging))
+            for w in (0, 1, 2)[:WARPGROUPS]
+        ]
+        + [(_producer, (config, seqlen, fp8, scheduler, count_ptr, channel, pipelines, q_desc, k_desc, v_desc))],
+        [4] * (WARPGROUPS - 1) + [1],
+        [CONSUMER_REGISTERS] * (WARPGROUPS - 1) + [PRODUCER_REGISTERS],
+    )
 
 
 def bind_fp8(

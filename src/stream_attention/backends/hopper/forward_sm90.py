@@ -171,24 +171,17 @@ def _forward_kernel(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, write_lse, sink_ptr,
         dropout_scale, DV, HAS_SINK, BY_TMA, STATES,
     )  # fmt: skip
-    # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
-    if WARPGROUPS == 2:
-        gl.warp_specialize([
-            (consume, (0, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
-            (consume, (1, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
-            (_producer, (
-                config, seqlen, epilogue, scheduler, counter_ptr, channel, pipelines, states, q_desc, k_desc, v_desc,
-            )),
-        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (0, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
-            (consume, (1, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
-            (consume, (2, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
-            (_producer, (
-                config, seqlen, epilogue, scheduler, counter_ptr, channel, pipelines, states, q_desc, k_desc, v_desc,
-            )),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    # A tuple bound to a variable would turn its constants into tensors, so the roles are spelt here.
+    gl.warp_specialize(
+        [
+            (consume, (w, config, seqlen, score_mod, epilogue, channel, pipelines, states))
+            for w in (0, 1, 2)[:WARPGROUPS]
+        ] + [(_producer, (
+            config, seqlen, epilogue, scheduler, counter_ptr, channel, pipelines, states, q_desc, k_desc, v_desc,
+        ))],
+        [4] * (WARPGROUPS - 1) + [1],
+        [CONSUMER_REGISTERS] * (WARPGROUPS - 1) + [PRODUCER_REGISTERS],
+    )  # fmt: skip
 
 
 def prepare(problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward:
