@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.fp8_layout import CodedInputs, KeyCodes, QueryCodes, room_for_keys, room_for_queries
-from ..base.problem import UNBOUNDED, Forward, Inputs, Problem
-from . import driver, quantize_fp8
+from ..base.fp8_layout import CodedInputs, KeyCodes, QueryCodes
+from ..base.problem import Forward, Inputs, Problem
+from . import driver
 from .arguments import sample
 from .launch import Launch, Sizes
+from .quantize_fp8 import Quantization, codes_in_order
 from .scratch import Outputs, Sample, Scratch
 
 
@@ -42,10 +43,10 @@ class Fp8Kernel(NamedTuple):
         outputs = Outputs.of(problem, inputs.query.shape[-3])
         if problem.empty:
             return lambda inputs, with_lse: outputs.allocate(inputs.query)
-        prepass, keys = _Prepass.of(problem, inputs)
+        made, keys = _quantization(problem, inputs)
         memory = *outputs.samples(), self.counter(problem)
-        attend = self.bind(problem, prepass.queries, keys, *prepass.ends, config, *memory, inputs.query.device)
-        return _Forward(self, prepass, quantize_fp8.bind(*prepass, rotate=rotate), attend, outputs, memory[-1])
+        attend = self.bind(problem, made.queries, keys, *made.ends, config, *memory, inputs.query.device)
+        return _Forward(self, made, made.bind(rotate), attend, outputs, memory[-1])
 
     def forward(
         self,
@@ -62,31 +63,18 @@ class Fp8Kernel(NamedTuple):
         if not problem.empty:
             memory = out, lse, self.counter(problem).empty(like).zero_()
             launch = self.bind(problem, queries, keys, *ends, config, *memory)
-            launch(*quantize_fp8.codes_in_order(queries, keys), *ends, *memory)
+            launch(*codes_in_order(queries, keys), *ends, *memory)
         return out, lse
 
 
-class _Prepass(NamedTuple):
-    """The arguments of the launch that quantises, as `quantize_fp8.sizes_of` takes them."""
-
-    rows: quantize_fp8.Rows
-    queries: QueryCodes
-    keys: KeyCodes | None  # None: those of the call are codes
-    ends: quantize_fp8.Ends
-    longest: tuple[int, int]
-    left: int
-
-    @classmethod
-    def of(cls, problem: Problem, inputs: Inputs | CodedInputs) -> tuple[_Prepass, KeyCodes]:
-        """That of a call, and the codes of keys which are attended to; memory stands for what is written."""
-        query, key, value = inputs[:3]
-        ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        queries = room_for_queries(query, quantize_fp8.blocks_in(query, ends[0]), sample)
-        if isinstance(inputs, CodedInputs):
-            return cls((query, query, query), queries, None, ends, (problem.q_len, 0), UNBOUNDED), inputs.kv.codes
-        keys = room_for_keys(key, quantize_fp8.blocks_in(key, ends[1]), sample)
-        lengths = problem.q_len, problem.k_len
-        return cls((query, key, value), queries, keys, ends, lengths, problem.left), keys
+def _quantization(problem: Problem, inputs: Inputs | CodedInputs) -> tuple[Quantization, KeyCodes]:
+    """What a call quantises, and the codes of keys which are attended to; samples stand for what is written."""
+    query, key, value = inputs[:3]
+    ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if isinstance(inputs, CodedInputs):
+        return Quantization.of(query, None, None, ends, (problem.q_len, 0), empty=sample), inputs.kv.codes
+    made = Quantization.of(query, key, value, ends, (problem.q_len, problem.k_len), problem.left, sample)
+    return made, made.keys
 
 
 class _Forward:
@@ -95,13 +83,13 @@ class _Forward:
     __slots__ = ("_attend", "_by_address", "_counter", "_kernel", "_outputs", "_quantize", "_scratch")
 
     def __init__(
-        self, kernel: Fp8Kernel, prepass: _Prepass, quantize: Launch, attend: Launch, outputs: Outputs, counter: Sample
+        self, kernel: Fp8Kernel, made: Quantization, quantize: Launch, attend: Launch, outputs: Outputs, counter: Sample
     ) -> None:
         self._kernel, self._quantize, self._attend, self._outputs = kernel, quantize, attend, outputs
         self._counter = counter.numel()
         self._by_address = False  # whether both are compiled, so that launches take addresses
-        keys = () if prepass.keys is None else prepass.keys[:3]
-        self._scratch = Scratch.of(*prepass.queries[:2], counter, outputs.lse, *keys)
+        keys = () if made.keys is None else made.keys[:3]
+        self._scratch = Scratch.of(*made.queries[:2], counter, outputs.lse, *keys)
 
     def __call__(self, inputs: Any, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         query, key, value = inputs[:3]
@@ -136,9 +124,9 @@ class _Forward:
         if problem.empty:
             return None
         outputs = self._outputs.resized(inputs.query.shape[-3])
-        kernel, (prepass, keys) = self._kernel, _Prepass.of(problem, inputs)
-        quantize = self._quantize.resized(*quantize_fp8.sizes_of(*prepass))
-        attend = self._attend.resized(*kernel.sizes(problem, prepass.queries, keys, config, outputs))
+        kernel, (made, keys) = self._kernel, _quantization(problem, inputs)
+        quantize = self._quantize.resized(*made.sizes())
+        attend = self._attend.resized(*kernel.sizes(problem, made.queries, keys, config, outputs))
         if quantize is None or attend is None:
             return None
-        return _Forward(kernel, prepass, quantize, attend, outputs, kernel.counter(problem))
+        return _Forward(kernel, made, quantize, attend, outputs, kernel.counter(problem))

@@ -13,7 +13,8 @@ Blocks that a pack leaves free are not written, nor are their scales.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -211,43 +212,15 @@ def place_of(index, heads, tiles, length, cu_ptr, PACKED: tl.constexpr):
 
 @jit
 def _quantize_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_codes_ptr,
-    k_codes_ptr,
-    v_words_ptr,
-    q_scales_ptr,
-    k_scales_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    stride_qb: tl.int64,
-    stride_qm: tl.int64,
-    stride_qh: tl.int64,
-    stride_kb: tl.int64,
-    stride_kn: tl.int64,
-    stride_kh: tl.int64,
-    stride_vb: tl.int64,
-    stride_vn: tl.int64,
-    stride_vh: tl.int64,
-    q_len: tl.int32,
-    k_len: tl.int32,
-    q_heads: tl.int32,
-    kv_heads: tl.int32,
-    q_tiles: tl.int32,
-    k_tiles: tl.int32,
-    q_blocks: tl.int64,
-    k_blocks: tl.int64,
-    k_programs: tl.int32,
-    k_floor: tl.int32,
-    left: tl.int64,
-    D: tl.constexpr,
-    UNIT: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    PACKED: tl.constexpr,
-    ROTATE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, q_codes_ptr, k_codes_ptr, v_words_ptr, q_scales_ptr, k_scales_ptr, cu_q_ptr, cu_k_ptr,
+    stride_qb: tl.int64, stride_qm: tl.int64, stride_qh: tl.int64,
+    stride_kb: tl.int64, stride_kn: tl.int64, stride_kh: tl.int64,
+    stride_vb: tl.int64, stride_vn: tl.int64, stride_vh: tl.int64,
+    q_len: tl.int32, k_len: tl.int32, q_heads: tl.int32, kv_heads: tl.int32, q_tiles: tl.int32, k_tiles: tl.int32,
+    q_blocks: tl.int64, k_blocks: tl.int64, k_programs: tl.int32, k_floor: tl.int32, left: tl.int64,
+    D: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr, PACKED: tl.constexpr, ROTATE: tl.constexpr,
     HARDWARE: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     if program >= 2 * k_programs:
         head, sequence, tile, row, first, count = place_of(
@@ -294,22 +267,83 @@ def _quantize_kernel(
                     quantize_rows(ptr, stride_kn * UNIT, floor, limit, codes_ptr, scale_ptr, D, False, HARDWARE)
 
 
-def quantize_queries(
-    query: Tensor, cu_seqlens: Tensor | None = None, longest: int = 0, rotate: bool = False
-) -> QueryCodes:
-    """Codes of query `[B, T, H, D]`, or of a pack `[N, H, D]` whose longest sequence has `longest` rows."""
-    queries = room_for_queries(query, blocks_in(query, cu_seqlens))
-    _quantize_now((query, query, query), queries, None, (cu_seqlens, cu_seqlens), (longest, 0), rotate=rotate)
-    return queries
+class Quantization(NamedTuple):
+    """What a launch quantises, queries or keys and values or all three, and the codes that it writes, or samples of
+    them. A side that is not quantised has no codes, and rows of the other one stand in for its rows."""
+
+    rows: tuple[Tensor, Tensor, Tensor]  # query, key and value `[B, T, H, D]`, or of packs `[N, H, D]`
+    queries: Any  # QueryCodes or None
+    keys: Any  # KeyCodes or None
+    ends: tuple[Tensor | None, Tensor | None]  # where sequences of a pack end, of queries and of keys
+    longest: tuple[int, int]  # rows of the longest of them
+    left: int
+    """That side of the call's window: keys and values that no query sees by it become zeros, whatever they are. The
+    last query stands at the last key, so those are the first ones."""
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor | None,
+        key: Tensor | None,
+        value: Tensor | None,
+        ends: tuple[Tensor | None, Tensor | None],
+        longest: tuple[int, int],
+        left: int = UNBOUNDED,
+        empty: Callable[..., Any] | None = None,
+    ) -> Quantization:
+        """With codes in memory that `empty` makes, as in fp8_layout.py. One side may be None."""
+        queries = None if query is None else room_for_queries(query, _blocks_in(query, ends[0]), empty)
+        keys = None if key is None else room_for_keys(key, _blocks_in(key, ends[1]), empty)
+        there: Any = key if query is None else query
+        rows = there, there if key is None else key, there if value is None else value
+        return cls(rows, queries, keys, ends, longest, left)
+
+    def bind(self, rotate: bool) -> Launch:
+        """The kernel as a function of query, key, value, what `codes_in_order` returns, and both `ends`."""
+        grid, sizes = self.sizes()
+        dim, packed = self.rows[0].shape[-1], self.ends[0] is not None
+        return _quantize.bind_addresses(
+            grid,
+            {"num_warps": (ROTATED_WARPS if rotate else WARPS)[dim]},
+            self.rows[0].device,
+            **named("q_ptr k_ptr v_ptr", self.rows),
+            q_codes_ptr=sample((), torch.uint8),
+            k_codes_ptr=sample((), torch.uint8),
+            v_words_ptr=sample((), torch.int32),
+            q_scales_ptr=sample((), torch.float32),
+            k_scales_ptr=sample((), torch.float32),
+            **named("cu_q_ptr cu_k_ptr", self.ends),
+            **sizes.arguments(),
+            **named("D PACKED ROTATE HARDWARE", (dim, packed, rotate, not interpreter.active())),
+        )
+
+    def sizes(self) -> tuple[int, Sizes]:
+        """The grid, and the arguments that depend on lengths."""
+        (query, key, _), queries, keys, ends, longest, left = self
+        packed = ends[0] is not None
+        batch = query.shape[0] if ends[0] is None else ends[0].shape[0] - 1
+        q_len, k_len = query.shape[-3], key.shape[-3]
+        q_heads, q_blocks = (0, 0) if queries is None else (query.shape[-2], queries.query.shape[1] // BLOCK)
+        kv_heads, k_blocks = (0, 0) if keys is None else (key.shape[-2], keys.key.shape[1] // BLOCK)
+        q_tiles, k_tiles = (cdiv(length, BLOCK) for length in (longest if packed else (q_len, k_len)))
+        k_programs = batch * k_tiles * kv_heads
+        k_floor = 0 if left == UNBOUNDED else max(k_len - q_len - left, 0)
+        unit = UNIT if is_aligned(*self.rows) else 1
+        numbers = (
+            *(stride for t in self.rows for stride in row_strides(t, packed, unit)),
+            *(q_len, k_len, q_heads, kv_heads, q_tiles, k_tiles, q_blocks, k_blocks),
+            *(k_programs, k_floor, max(min(left, FAR), 0)),
+        )
+        constants = {"UNIT": unit, "HAS_LEFT": packed and left != UNBOUNDED}
+        return batch * q_tiles * q_heads + 2 * k_programs, Sizes(_SIZES, numbers, constants, {})
+
+    def run(self, rotate: bool = False) -> Any:
+        """Write the codes, and return them."""
+        self.bind(rotate)(*self.rows, *codes_in_order(self.queries, self.keys), *self.ends)
+        return self.queries, self.keys
 
 
-def quantize_keys(
-    key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None, longest: int = 0, rotate: bool = False
-) -> KeyCodes:
-    """Codes of key and value `[B, T, H, D]`, or of packs `[N, H, D]` whose longest sequence has `longest` rows."""
-    keys = room_for_keys(key, blocks_in(key, cu_seqlens))
-    _quantize_now((key, key, value), None, keys, (cu_seqlens, cu_seqlens), (0, longest), rotate=rotate)
-    return keys
+_SIZES = f"{QKV_STRIDES} q_len k_len q_heads kv_heads q_tiles k_tiles q_blocks k_blocks k_programs k_floor left"
 
 
 def quantize(
@@ -323,101 +357,15 @@ def quantize(
     rotate: bool = False,
     left: int = UNBOUNDED,
 ) -> tuple[QueryCodes, KeyCodes]:
-    """Codes of all three, in one launch; `left` as in `bind`."""
-    queries = room_for_queries(query, blocks_in(query, cu_seqlens_q))
-    keys = room_for_keys(key, blocks_in(key, cu_seqlens_k))
-    ends = cu_seqlens_q, cu_seqlens_k
-    _quantize_now((query, key, value), queries, keys, ends, (q_longest, k_longest), left, rotate)
-    return queries, keys
+    """Codes of all three, in one launch."""
+    ends, longest = (cu_seqlens_q, cu_seqlens_k), (q_longest, k_longest)
+    return Quantization.of(query, key, value, ends, longest, left).run(rotate)
 
 
-def blocks_in(rows: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Blocks of the codes of rows `[B, T, H, D]`, or of a pack `[N, H, D]`."""
+def _blocks_in(rows: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Blocks of the codes of rows."""
     batch = rows.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return blocks_of(rows.shape[-3], batch, cu_seqlens is not None)
-
-
-Rows = tuple[Tensor, Tensor, Tensor]
-"""Query, key and value; where queries or keys are not quantised, any tensors of their dtype and rank."""
-
-Ends = tuple[Tensor | None, Tensor | None]
-"""Where sequences of a pack end, of queries and of keys."""
-
-
-def bind(
-    rows: Rows,
-    queries: QueryCodes | None,
-    keys: KeyCodes | None,
-    ends: Ends,
-    longest: tuple[int, int],
-    left: int = UNBOUNDED,
-    rotate: bool = False,
-) -> Launch:
-    """The kernel as a function of query, key, value, what `codes_in_order` returns, and both `ends`.
-
-    `queries` and `keys` are the codes that it writes, or samples of them; None: those are not quantised. `longest`:
-    rows of the longest sequence. `left` is that side of the call's window: keys and values that no query sees by it
-    become zeros, whatever they are. The last query stands at the last key, so those are the first ones.
-    """
-    grid, sizes = sizes_of(rows, queries, keys, ends, longest, left)
-    dim = rows[0].shape[-1]
-    return _quantize.bind_addresses(
-        grid,
-        {"num_warps": (ROTATED_WARPS if rotate else WARPS)[dim]},
-        rows[0].device,
-        **named("q_ptr k_ptr v_ptr", rows),
-        q_codes_ptr=sample((), torch.uint8),
-        k_codes_ptr=sample((), torch.uint8),
-        v_words_ptr=sample((), torch.int32),
-        q_scales_ptr=sample((), torch.float32),
-        k_scales_ptr=sample((), torch.float32),
-        **named("cu_q_ptr cu_k_ptr", ends),
-        **sizes.arguments(),
-        D=dim,
-        PACKED=ends[0] is not None,
-        ROTATE=rotate,
-        HARDWARE=not interpreter.active(),
-    )
-
-
-_SIZES = f"{QKV_STRIDES} q_len k_len q_heads kv_heads q_tiles k_tiles q_blocks k_blocks k_programs k_floor left"
-
-
-def sizes_of(
-    rows: Rows,
-    queries: QueryCodes | None,
-    keys: KeyCodes | None,
-    ends: Ends,
-    longest: tuple[int, int],
-    left: int = UNBOUNDED,
-) -> tuple[int, Sizes]:
-    """The grid, and the arguments that depend on lengths."""
-    query, key, value = rows
-    packed = ends[0] is not None
-    batch = query.shape[0] if ends[0] is None else ends[0].shape[0] - 1
-    q_len, k_len = query.shape[-3], key.shape[-3]
-    q_heads, q_blocks = (0, 0) if queries is None else (query.shape[-2], queries.query.shape[1] // BLOCK)
-    kv_heads, k_blocks = (0, 0) if keys is None else (key.shape[-2], keys.key.shape[1] // BLOCK)
-    q_tiles, k_tiles = (cdiv(length, BLOCK) for length in (longest if packed else (q_len, k_len)))
-    k_programs = batch * k_tiles * kv_heads
-    k_floor = 0 if left == UNBOUNDED else max(k_len - q_len - left, 0)
-    unit = UNIT if is_aligned(query, key, value) else 1
-    strides = (stride for t in rows for stride in row_strides(t, packed, unit))
-    counts = (
-        q_len,
-        k_len,
-        q_heads,
-        kv_heads,
-        q_tiles,
-        k_tiles,
-        q_blocks,
-        k_blocks,
-        k_programs,
-        k_floor,
-        max(min(left, FAR), 0),
-    )
-    constants = {"UNIT": unit, "HAS_LEFT": packed and left != UNBOUNDED}
-    return batch * q_tiles * q_heads + 2 * k_programs, Sizes(_SIZES, (*strides, *counts), constants, {})
 
 
 def codes_in_order(queries: QueryCodes | None, keys: KeyCodes | None) -> tuple[Tensor, ...]:
@@ -428,36 +376,33 @@ def codes_in_order(queries: QueryCodes | None, keys: KeyCodes | None) -> tuple[T
     return q_codes, k_codes, v_codes, q_scales, k_scales
 
 
-def _quantize_now(
-    rows: Rows, queries: QueryCodes | None, keys: KeyCodes | None, ends: Ends, *how: Any, **options: Any
-) -> None:
-    bind(rows, queries, keys, ends, *how, **options)(*rows, *codes_in_order(queries, keys), *ends)
-
-
 class QuantizeKeys:
     """The launch of calls of `quantize_fp8` whose tensors lie alike."""
 
-    def __init__(self, room: KeyCodes, launch: Launch) -> None:
-        self._room, self._launch = room, launch
+    def __init__(self, room: Any, launch: Launch) -> None:
+        self._room, self._launch = room, launch  # samples of the codes
+
+    @staticmethod
+    def _of(key: Tensor, value: Tensor, cu_seqlens: Tensor | None, longest: int) -> Quantization:
+        return Quantization.of(None, key, value, (cu_seqlens, cu_seqlens), (0, longest), empty=sample)
 
     @classmethod
     def prepare(cls, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, longest: int, rotate: bool) -> QuantizeKeys:
-        room = room_for_keys(key, blocks_in(key, cu_seqlens), sample)
-        return cls(room, bind((key, key, value), None, room, (cu_seqlens, cu_seqlens), (0, longest), rotate=rotate))
+        made = cls._of(key, value, cu_seqlens, longest)
+        return cls(made.keys, made.bind(rotate))
 
     def resized(self, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, longest: int) -> QuantizeKeys | None:
         """The same of other lengths; None where another kernel computes it, or the call is to be refused."""
         if key.shape != value.shape or not key.stride(-1) == value.stride(-1) == 1:
             return None
-        room = room_for_keys(key, blocks_in(key, cu_seqlens), sample)
-        sizes = sizes_of((key, key, value), None, room, (cu_seqlens, cu_seqlens), (0, longest))
-        launch = self._launch.resized(*sizes)
-        return None if launch is None else QuantizeKeys(room, launch)
+        made = self._of(key, value, cu_seqlens, longest)
+        launch = self._launch.resized(*made.sizes())
+        return None if launch is None else QuantizeKeys(made.keys, launch)
 
     def room(self, key: Tensor) -> KeyCodes:
         """Memory for the codes, on the device of the key."""
-        codes, values, scales, rows = self._room
-        return KeyCodes(codes.empty(key), values.empty(key), scales.empty(key), rows)  # type: ignore[attr-defined]
+        *codes, rows = self._room
+        return KeyCodes._make([*(sample.empty(key) for sample in codes), rows])
 
     def __call__(self, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, codes: KeyCodes) -> None:
         """Write the codes."""

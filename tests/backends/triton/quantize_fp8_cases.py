@@ -114,8 +114,12 @@ def check_alone(case: Case, device: str = "cpu") -> None:
     query, key, value = case.inputs(device)
     offsets, longest = case.offsets(device), case.longest()
     queries, keys = quantize_fp8.quantize(query, key, value, *offsets, *longest, case.rotate)
-    same_queries(case, quantize_fp8.quantize_queries(query, offsets[0], longest[0], case.rotate), queries, False)
-    same_keys(case, quantize_fp8.quantize_keys(key, value, offsets[1], longest[1], case.rotate), keys, False)
+    alone = quantize_fp8.Quantization.of(query, None, None, offsets, longest).run(case.rotate)
+    assert alone[1] is None
+    same_queries(case, alone[0], queries, False)
+    alone = quantize_fp8.Quantization.of(None, key, value, offsets, longest).run(case.rotate)
+    assert alone[0] is None
+    same_keys(case, alone[1], keys, False)
 
 
 def seen_keys(case: Case, key: Tensor) -> Tensor:

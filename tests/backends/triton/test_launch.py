@@ -95,7 +95,8 @@ def test_parameters_lie_as_ptx_declares_them() -> None:
     """The driver is given them in one block, so their places must be those of the compiled kernel."""
     forms: list[Any] = []
     with launching_for(90, forms.append):
-        quantize_fp8.quantize_queries(torch.empty(1, 128, 1, 64, dtype=torch.float16))
+        x = torch.empty(1, 128, 1, 64, dtype=torch.float16)
+        quantize_fp8.quantize(x, x, x)
     (form,) = forms
     declared = re.findall(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w)(\d+)", form.compile().asm["ptx"].partition(")")[0])
     sizes = [int(bits) // 8 for _, _, bits in declared]
@@ -163,5 +164,6 @@ def test_a_launch_names_its_kernel_first(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(launch, "name_steadily", noted)
     with launching_for(90, lambda form: None):
-        quantize_fp8.quantize_queries(torch.empty(1, 128, 1, 64, dtype=torch.float16))
+        x = torch.empty(1, 128, 1, 64, dtype=torch.float16)
+        quantize_fp8.quantize(x, x, x)
     assert named[0] == "_quantize_kernel"

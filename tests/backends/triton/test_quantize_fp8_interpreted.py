@@ -43,7 +43,7 @@ def test_values_lie_transposed_and_in_order() -> None:
     value = torch.zeros(1, 64, 1, 64, dtype=BF16)
     value[0, :32, 0, 5] = torch.arange(32, dtype=torch.uint8).view(E4M3).bfloat16()  # key n has code n
     value[0, 0, 0, 0] = 448
-    keys = quantize_fp8.quantize_keys(value, value)
+    _, keys = quantize_fp8.quantize(value, value, value)
     assert keys.value.view(torch.uint8)[0, 5, :32].tolist() == list(ORDER)
     assert int(keys.value.view(torch.uint8)[0, 5, 32:].count_nonzero()) == 0
 

@@ -32,20 +32,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...base.fp8_layout import KeyCodes, QueryCodes
-from ...base.problem import UNBOUNDED, Problem, distinct
-from ...gpu.arguments import FAR, cdiv, sample
+from ...base.problem import Problem, distinct
+from ...gpu.arguments import sample
 from ...gpu.fp8_call import Fp8Kernel
 from ...gpu.launch import Descriptor, Kernel, Launch, Sizes
-from ...gpu.scratch import OUTPUT_STRIDES, Outputs, Sample
+from ...gpu.scratch import Outputs, Sample
 from .forward_fp8_consumer import RECOMPUTE, Fp8Scales, bit, consume, declare_vote, first_row, overflowed_tiles
 from .fp8_tuning import GluonFp8Config
-from .launch import even_group, jit, rows_descriptor
+from .launch import config_constants, forward_sizes, jit, rows_descriptor
 from .parameters import Epilogue, SeqlenInfo, WarpgroupConfig
 from .pipeline import Pipelines, make_ring
 from .scheduler import TileScheduler, fetch_next, make_channel, of_lane_0, resolve
 from .tiles import LOG2E
 from .tuning import ROWS as ROWS_OF_A_WARPGROUP
-from .tuning import masks_beyond_first_block
 from .versions import COMPILE_OPTIONS, tma_load
 
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
@@ -178,20 +177,16 @@ def _forward_fp8_kernel(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, batch_heads, lse_ptr, scale,
         D, False, True, False,
     )  # fmt: skip
-    # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
-    if WARPGROUPS == 2:
-        gl.warp_specialize([
-            (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
-            (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
-            (_producer, (config, seqlen, fp8, scheduler, count_ptr, channel, pipelines, q_desc, k_desc, v_desc)),
-        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (0, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
-            (consume, (1, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
-            (consume, (2, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)),
-            (_producer, (config, seqlen, fp8, scheduler, count_ptr, channel, pipelines, q_desc, k_desc, v_desc)),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    # A tuple bound to a variable would turn its constants into tensors, so the roles are spelt here.
+    gl.warp_specialize(
+        [
+            (consume, (w, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging))
+            for w in (0, 1, 2)[:WARPGROUPS]
+        ]
+        + [(_producer, (config, seqlen, fp8, scheduler, count_ptr, channel, pipelines, q_desc, k_desc, v_desc))],
+        [4] * (WARPGROUPS - 1) + [1],
+        [CONSUMER_REGISTERS] * (WARPGROUPS - 1) + [PRODUCER_REGISTERS],
+    )
 
 
 def bind_fp8(
@@ -236,46 +231,20 @@ def bind_fp8(
         group=problem.group,
         scale=problem.scale,
         D=dim,
-        WARPGROUPS=config.warpgroups,
-        Q_SLOTS=config.q_slots,
-        K_SLOTS=config.k_slots,
-        V_SLOTS=config.v_slots,
-        IN_TURN=config.in_turn,
-        TWO_LEVEL=config.two_level,
-        APART=config.apart,
-        PARTS=config.parts,
-        LAZY=config.lazy,
-        SUMS_FIRST=config.sums_first,
         IS_PACKED=problem.packed,
-        CONSUMER_REGISTERS=config.consumer_registers,
-        PRODUCER_REGISTERS=config.producer_registers,
+        **config_constants(_kernel, config),
     )
-
-
-_SIZES = "batch_heads tiles_m head_group tiles q_len k_len offset left right q_rows k_rows query_scales_of_head "
-_SIZES += f"blocks_of_head {OUTPUT_STRIDES}"
 
 
 def _sizes(
     problem: Problem, queries: QueryCodes, keys: KeyCodes, config: GluonFp8Config, outputs: Outputs
 ) -> tuple[int, Sizes]:
     """The grid and the arguments that depend on lengths."""
-    (batch, q_len, q_heads, *_), (layout, k_len, *_), (left, right) = problem.shape, problem.kv, problem.window
-    offset = problem.positions.q_start - problem.positions.k_start
-    batch_heads, tiles_m = batch * q_heads, cdiv(q_len, config.warpgroups * ROWS.value)
-    tiles = batch_heads * tiles_m
-    numbers = (
-        *(batch_heads, tiles_m, _heads_in_cache(problem, batch_heads), tiles, q_len, k_len, offset),
-        *(min(left, FAR), min(right, FAR), queries.rows, keys.rows, queries.scales.shape[1], keys.scales.shape[1]),
-        *outputs.strides(layout == "packed"),
-    )
-    constants = {
-        "HAS_LEFT": left != UNBOUNDED,
-        "HAS_RIGHT": right != UNBOUNDED,
-        "MASKS_BEYOND_FIRST_BLOCK": masks_beyond_first_block(problem, config.block_n),
-    }
     described = {"q_desc": queries.query, "k_desc": keys.key, "v_desc": keys.value, "o_desc": outputs.out}
-    return min(problem.hardware.processors, tiles), Sizes(_SIZES, numbers, constants, described)
+    rows, strides = (queries.rows, keys.rows), outputs.strides(problem.packed)
+    scales = queries.scales.shape[1], keys.scales.shape[1]
+    names = "query_scales_of_head blocks_of_head"
+    return forward_sizes(problem, config, rows, 32 << 20, strides, described, names, scales)
 
 
 def _codes_descriptor(t: Any, rows: int, columns: int) -> Descriptor:
@@ -286,14 +255,6 @@ def _codes_descriptor(t: Any, rows: int, columns: int) -> Descriptor:
 @cache
 def _codes_layout(swizzle: int) -> Any:
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8, rank=3)
-
-
-def _heads_in_cache(problem: Problem, batch_heads: int) -> int:
-    """Heads (of all batch entries) that are worked on together, in groups of about the same size."""
-    if problem.right == UNBOUNDED:
-        return 1
-    size = problem.k_len * 2 * problem.head_dim
-    return even_group(batch_heads, max(1, (32 << 20) // max(1, size)) * problem.group)
 
 
 def _counter(problem: Problem) -> Sample:

@@ -27,24 +27,26 @@ Not here: mask and bias, strided positions, few queries against many keys: the T
 Parity with the reference: tests/backends/hopper/test_forward_gpu.py.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...base.problem import UNBOUNDED, Forward, Inputs, Problem
-from ...gpu.arguments import FAR, UNIT, line_strides, named, row_strides, sample
+from ...base.problem import Forward, Inputs, Problem
+from ...gpu.arguments import UNIT, line_strides, row_strides, sample
 from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
-from ...gpu.scratch import OUTPUT_STRIDES, Outputs, Sample
+from ...gpu.scratch import Outputs, Sample
 from ...gpu.tail import bind_start, resized_start
 from .forward_consumer import consume
-from .launch import config_constants, even_group, jit, rows_descriptor, score_arguments
+from .launch import config_constants, forward_sizes, jit, rows_descriptor, score_arguments
 from .parameters import Epilogue, ScoreMod, SeqlenInfo, WarpgroupConfig
 from .pipeline import Pipelines, load_rows, make_ring
 from .scheduler import TileScheduler, fetch_next, make_channel, resolve
 from .tuning import ROWS as ROWS_OF_A_WARPGROUP
-from .tuning import GluonConfig, joining, loads_masked_kv, masks_beyond_first_block, tile_widths
+from .tuning import GluonConfig, joining, loads_masked_kv, tile_widths
 from .versions import COMPILE_OPTIONS, as_tile_of, tma_load
 
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
@@ -169,24 +171,17 @@ def _forward_kernel(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, write_lse, sink_ptr,
         dropout_scale, DV, HAS_SINK, BY_TMA, STATES,
     )  # fmt: skip
-    # A tuple bound to a variable would turn its constants into tensors, so the arguments are spelt for every role.
-    if WARPGROUPS == 2:
-        gl.warp_specialize([
-            (consume, (0, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
-            (consume, (1, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
-            (_producer, (
-                config, seqlen, epilogue, scheduler, counter_ptr, channel, pipelines, states, q_desc, k_desc, v_desc,
-            )),
-        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (0, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
-            (consume, (1, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
-            (consume, (2, config, seqlen, score_mod, epilogue, channel, pipelines, states)),
-            (_producer, (
-                config, seqlen, epilogue, scheduler, counter_ptr, channel, pipelines, states, q_desc, k_desc, v_desc,
-            )),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    # A tuple bound to a variable would turn its constants into tensors, so the roles are spelt here.
+    gl.warp_specialize(
+        [
+            (consume, (w, config, seqlen, score_mod, epilogue, channel, pipelines, states))
+            for w in (0, 1, 2)[:WARPGROUPS]
+        ] + [(_producer, (
+            config, seqlen, epilogue, scheduler, counter_ptr, channel, pipelines, states, q_desc, k_desc, v_desc,
+        ))],
+        [4] * (WARPGROUPS - 1) + [1],
+        [CONSUMER_REGISTERS] * (WARPGROUPS - 1) + [PRODUCER_REGISTERS],
+    )  # fmt: skip
 
 
 def prepare(problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward:
@@ -237,7 +232,8 @@ class _Forward:
         if self._before.steps:
             return None
         outputs = self._outputs.resized(inputs.query.shape[-3])
-        launch = self._launch.resized(*_sizes(problem, inputs, config, outputs, config.by_tma))
+        o_desc, strides = outputs.out if config.by_tma else inputs.query, outputs.strides(problem.packed)
+        launch = self._launch.resized(*_sizes(problem, inputs, config, o_desc, strides))
         start = self._start and resized_start(self._start, _covered(problem, config), inputs.query.shape[0])
         return None if launch is None else _Forward(outputs, self._before, start, launch)
 
@@ -257,29 +253,16 @@ def forward_into(
     return True
 
 
-_SIZES = f"batch_heads tiles_m head_group tiles q_len k_len offset left right q_rows k_rows {OUTPUT_STRIDES}"
-
-
-def _sizes(problem: Problem, inputs: Inputs, config: GluonConfig, outputs: Outputs, by_tma: bool) -> tuple[int, Sizes]:
+def _sizes(
+    problem: Problem, inputs: Inputs, config: GluonConfig, o_desc: Any, strides: tuple[int, ...]
+) -> tuple[int, Sizes]:
     """The grid and the arguments that depend on lengths."""
     query, key, value = inputs[:3]
-    (batch, q_len, q_heads, *_), (layout, k_len, *_), (left, right) = problem.shape, problem.kv, problem.window
-    packed, offset = layout == "packed", problem.positions.q_start - problem.positions.k_start
-    batch_heads, tiles_m = batch * q_heads, -(-q_len // (config.warpgroups * ROWS.value))
-    tiles = batch_heads * tiles_m
-    numbers = (
-        *(batch_heads, tiles_m, _heads_in_cache(problem, batch_heads), tiles),
-        *(q_len, k_len, offset, min(left, FAR), min(right, FAR), query.shape[-3], key.shape[-3]),
-        *outputs.strides(packed),
-    )
-    constants = {
-        "HAS_LEFT": left != UNBOUNDED,
-        "HAS_RIGHT": right != UNBOUNDED,
-        "MASKS_BEYOND_FIRST_BLOCK": masks_beyond_first_block(problem, config.block_n),
-        "LOADS_MASKED_KV": packed or loads_masked_kv(problem),
-    }
-    described = {"q_desc": query, "k_desc": key, "v_desc": value, "o_desc": outputs.out if by_tma else query}
-    return min(problem.hardware.processors, tiles), Sizes(_SIZES, numbers, constants, described)
+    described = {"q_desc": query, "k_desc": key, "v_desc": value, "o_desc": o_desc}
+    cached = (8 if problem.kv.k_len <= 1024 else 16) << 20  # 16 MB: 7 % faster at 512 keys of D 128, slower from 2k on
+    grid, sizes = forward_sizes(problem, config, (query.shape[-3], key.shape[-3]), cached, strides, described)
+    sizes.constants["LOADS_MASKED_KV"] = problem.packed or loads_masked_kv(problem)
+    return grid, sizes
 
 
 def _bind(
@@ -297,7 +280,8 @@ def _bind(
     sink, packed = inputs.sink, problem.packed
     counter = sample((1,), torch.int32)
     by_tma = config.by_tma or states > 0
-    grid, sizes = _sizes(problem, inputs, config, Outputs(out, lse, False), by_tma)
+    strides = *row_strides(out, packed, UNIT), *line_strides(lse, packed)
+    grid, sizes = _sizes(problem, inputs, config, out if by_tma else inputs.query, strides)
     dim, value_dim = tile_widths(problem)
     boxes = {
         "q_desc": (ROWS.value, dim),
@@ -310,10 +294,7 @@ def _bind(
         (*inputs, *before.samples, out, lse, counter),
         {"num_warps": 4},
         described=sizes.described,
-        **sizes.arguments()
-        | {name: rows_descriptor(sizes.described[name], *box) for name, box in boxes.items()}
-        | named("stride_ob stride_om stride_oh", row_strides(out, packed, UNIT))
-        | named("stride_lb stride_lh", line_strides(lse, packed)),
+        **sizes.arguments() | {name: rows_descriptor(sizes.described[name], *box) for name, box in boxes.items()},
         out_ptr=out,
         lse_ptr=lse,
         sink_ptr=lse if sink is None else sink,
@@ -326,17 +307,6 @@ def _bind(
         **score_arguments(problem, inputs, before, lse),
         **config_constants(_kernel, config),
     )
-
-
-def _heads_in_cache(problem: Problem, batch_heads: int) -> int:
-    """Heads (of all batch entries) that are worked on together, in groups of about the same size."""
-    if problem.right == UNBOUNDED:
-        return 1
-    (_, _, q_heads, kv_heads, head_dim, value_dim), (_, k_len, *_) = problem.shape, problem.kv
-    cached = (16 if k_len <= 1024 else 32) << 20  # 7 % faster than 32 at 512 keys of D 128, slower from 2k on
-    size = k_len * (head_dim + value_dim) * problem.dtype.itemsize
-    fitting = max(1, cached // max(1, size)) * (q_heads // kv_heads)
-    return even_group(batch_heads, fitting)
 
 
 _kernel = Kernel(_forward_kernel, **COMPILE_OPTIONS)

@@ -9,10 +9,12 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...base.problem import Inputs, Problem
-from ...gpu.arguments import line_strides, named, scale_of, score_params, slope_stride, tanh
-from ...gpu.launch import Descriptor, Kernel
+from ...base.problem import UNBOUNDED, Inputs, Problem
+from ...gpu.arguments import FAR, line_strides, named, scale_of, score_params, slope_stride, tanh
+from ...gpu.launch import Descriptor, Kernel, Sizes
 from ...gpu.prepass import Prepass
+from ...gpu.scratch import OUTPUT_STRIDES
+from .tuning import ROWS, masks_beyond_first_block
 
 
 def jit(function: Any) -> Any:
@@ -61,6 +63,45 @@ def _rows_layout(dtype: torch.dtype) -> Any:
 def _shared_layout(swizzle: int, bits: int, rank: int) -> Any:
     """Gluon checks a layout when it is made, which takes 4 us: too long for each descriptor of a new length."""
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
+
+
+def forward_sizes(
+    problem: Problem,
+    config: Any,
+    rows: tuple[int, int],
+    cached: int,
+    strides: tuple[int, ...],
+    described: dict[str, Any],
+    names: str = "",
+    numbers: tuple[int, ...] = (),
+) -> tuple[int, Sizes]:
+    """The grid, and the arguments of a forward that depend on lengths: those of every forward, of so many `rows` of
+    queries and keys in all, whose outputs have such `strides`, and what else `names` has.
+
+    Where tiles see different keys, heads (of all batch entries) are worked on together that have `cached` elements of
+    keys and values, and stay in the L2 cache.
+    """
+    (batch, q_len, q_heads, kv_heads, head_dim, value_dim), (_, k_len, *_) = problem.shape, problem.kv
+    (left, right), positions = problem.window, problem.positions
+    batch_heads, tiles_m, head_group = batch * q_heads, -(-q_len // (config.warpgroups * ROWS)), 1
+    if right != UNBOUNDED:
+        fitting = max(1, cached // max(1, k_len * (head_dim + value_dim)))
+        head_group = even_group(batch_heads, fitting * (q_heads // kv_heads))
+    tiles = batch_heads * tiles_m
+    common = (
+        *(batch_heads, tiles_m, head_group, tiles, q_len, k_len, positions.q_start - positions.k_start),
+        *(min(left, FAR), min(right, FAR), *rows, *strides, *numbers),
+    )
+    constants = {
+        "HAS_LEFT": left != UNBOUNDED,
+        "HAS_RIGHT": right != UNBOUNDED,
+        "MASKS_BEYOND_FIRST_BLOCK": masks_beyond_first_block(problem, config.block_n),
+    }
+    return min(problem.hardware.processors, tiles), Sizes(_FORWARD + names, common, constants, described)
+
+
+_FORWARD = "batch_heads tiles_m head_group tiles q_len k_len offset left right q_rows k_rows "
+_FORWARD += f"{OUTPUT_STRIDES} "
 
 
 def even_group(lines: int, fitting: int) -> int:
