@@ -183,7 +183,7 @@ def output_gradient(out: torch.Tensor) -> torch.Tensor:
 
 def _compile(job: tuple[Cell, str, Any, int]) -> None:
     """Fill Triton's cache, in a worker process."""
-    from stream_attention.gpu.offline import launching_for
+    from .offline import launching_for
 
     cell, kernel, config, arch = job
     problem, inputs = random_problem(cell._replace(length=1024).case("cpu", batch=2))
