@@ -173,15 +173,3 @@ def common_sizes(problem: Problem, inputs: Inputs, aligned: bool, names: str = "
 
 
 _COMMON = f"{QKV_STRIDES} q_len q_rows q_start k_len k_rows k_start left right "
-
-
-def visible_range(problem: Problem) -> dict[str, Any]:
-    """Which keys a query sees by position: numbers, and which sides of the window there are."""
-    return {
-        "left": min(problem.left, FAR),
-        "right": min(problem.right, FAR),
-        "q_start": problem.q_start,
-        "k_start": problem.k_start,
-        "HAS_LEFT": problem.left != UNBOUNDED,
-        "HAS_RIGHT": problem.right != UNBOUNDED,
-    }
