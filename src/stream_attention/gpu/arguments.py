@@ -43,13 +43,8 @@ def cdiv(size: int, block: int) -> int:
 
 
 def scale_of(problem: Problem) -> float:
-    """The scale of a problem, as kernels take it."""
-    return in_fp32(problem.scale)
-
-
-def in_fp32(scale: float) -> float:
-    """The scale, 0 where fp32 holds hardly more."""
-    return scale if abs(scale) > 1e-30 else 0.0
+    """The scale of a problem, as kernels take it: 0 where fp32 holds hardly more."""
+    return problem.scale if abs(problem.scale) > 1e-30 else 0.0
 
 
 def score_params(problem: Problem) -> dict[str, Any]:
