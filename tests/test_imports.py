@@ -45,6 +45,7 @@ TOOL_LAYERS = (
     ("memory",),
     ("baseline",),
     ("module_tools", "warmup"),
+    ("launchers", "offline"),
 )
 TOOL_RANK = {name: -depth for depth, layer in enumerate(TOOL_LAYERS) for name in layer}
 

@@ -37,7 +37,7 @@ POSIX_NAMES = {
 """What Python has on Linux and not on Windows; macOS lacks a part of it."""
 
 LINUX_ONLY = {
-    "gpu/launchers.py": "builds C modules for the CUDA driver with gcc, where Triton is",
+    "launchers.py": "builds C modules for the CUDA driver with gcc, where Triton is",
     "testing/offline.py": "compiles with Triton and reads machine code with NVIDIA's tools",
     "tune.py": "sweeps on a CUDA device, with Triton",
 }

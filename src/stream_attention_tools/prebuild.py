@@ -31,9 +31,9 @@ from torch import Tensor
 
 from stream_attention import ContiguousKV, PagedKV, attention, decode_attention, quantize_kv, varlen_attention
 from stream_attention.gpu import launch, prebuilt
-from stream_attention.gpu.offline import Form, launching_for
 
 from .bench.progress import progress
+from .offline import Form, launching_for
 from .testing.pretend_gpu import ARCH, pretend_gpu
 
 MOST_BYTES = 10 << 20

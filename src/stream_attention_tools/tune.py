@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stream_attention.backends.triton.tuning import Tile, TritonConfig, configure_backward, configure_forward
 from stream_attention.base.files import write_file
 from stream_attention.base.problem import Inputs, Problem
+from stream_attention.base.state import Saved
 
 from .bench.suites import draw
 from .bench.summary import geometric_mean
@@ -126,6 +127,7 @@ class Bench(NamedTuple):
 def bench(kernel: str, problem: Problem, inputs: Inputs) -> Bench:
     """Set a kernel up. For kernels of the backward this runs those before it."""
     from stream_attention.backends.triton.backward_bias import prepare_bias_gradient
+    from stream_attention.backends.triton.backward_call import BackwardCall
     from stream_attention.backends.triton.backward_key import bind_key
     from stream_attention.backends.triton.backward_query import bind_query
     from stream_attention.backends.triton.forward import bind_forward
@@ -147,16 +149,17 @@ def bench(kernel: str, problem: Problem, inputs: Inputs) -> Bench:
     dq, dk, dv = (torch.empty_like(t) for t in inputs[:3])
     grad_out = output_gradient(out)
     rows = Rows(*(out.new_empty(t.shape, dtype=t.dtype) for t in Rows.samples(problem, out)))
+    call = BackwardCall(problem, inputs, before, Saved(out, lse, grad_out, None), rows)
     slopes = out.new_zeros(problem.batch * problem.q_heads * problem.q_len, dtype=torch.float32)
     d_slopes = slopes if problem.alibi else None
 
     def query(tile: Tile) -> None:
         written = dq, d_slopes, None
-        launch = bind_query(problem, inputs, tile, before, out, lse, grad_out, None, rows, *written, problem.alibi)
+        launch = bind_query(call, tile, *written, problem.alibi)
         launch(*inputs, *computed, out, lse, grad_out, None, *rows, *written)
 
     def key(its_dk: torch.Tensor | None, its_dv: torch.Tensor | None, tile: Tile) -> None:
-        launch = bind_key(problem, inputs, tile, before, grad_out, rows, its_dk, its_dv)
+        launch = bind_key(call, tile, its_dk, its_dv)
         launch(*inputs, *computed, grad_out, *rows, its_dk, its_dv)
 
     query(configure_backward(problem).query._replace(num_splits=1))
@@ -169,7 +172,7 @@ def bench(kernel: str, problem: Problem, inputs: Inputs) -> Bench:
     d_bias = torch.empty_like(inputs.bias)
 
     def bias(tile: Tile) -> None:
-        gradient = prepare_bias_gradient(problem, inputs, tile, before, grad_out, rows)
+        gradient = prepare_bias_gradient(call, tile)
         d_bias.copy_(gradient(inputs, (*computed, grad_out, *rows)))
 
     return Bench(bias, (d_bias,))
@@ -183,7 +186,7 @@ def output_gradient(out: torch.Tensor) -> torch.Tensor:
 
 def _compile(job: tuple[Cell, str, Any, int]) -> None:
     """Fill Triton's cache, in a worker process."""
-    from stream_attention.gpu.offline import launching_for
+    from .offline import launching_for
 
     cell, kernel, config, arch = job
     problem, inputs = random_problem(cell._replace(length=1024).case("cpu", batch=2))

@@ -27,7 +27,7 @@ from stream_attention.ops.attention import attention, prepare_attention
 from stream_attention.ops.varlen import prepare_varlen, varlen_attention
 
 if TYPE_CHECKING:
-    from stream_attention.gpu.offline import Form
+    from .offline import Form
 
 
 class Gpu(NamedTuple):
@@ -129,7 +129,7 @@ def kernels_of(calls: Iterable[Call], gpu: Gpu) -> tuple[list[Kernel], dict[str,
     Raises:
         What the calls themselves would raise.
     """
-    from stream_attention.gpu import launchers
+    from . import launchers
 
     with_launchers = launchers.why_not() is None
     found: dict[str, Kernel] = {}
@@ -168,7 +168,7 @@ def compile_ahead(
 
 def why_no_launchers() -> str | None:
     """Why what launches a kernel, which Triton builds with a C compiler, is not built ahead too; None if it is."""
-    from stream_attention.gpu import launchers
+    from . import launchers
 
     return launchers.why_not()
 
@@ -190,7 +190,7 @@ def first_calls(calls: Iterable[Call], cached: bool = True) -> list[FirstCall]:
 
 def _launch(call: Call, gpu: Gpu, take: Callable[[Form], None]) -> str:
     """Launch a call as it would be on `gpu`. Returns why there is nothing to compile, if there is not."""
-    from stream_attention.gpu.offline import launching_for
+    from .offline import launching_for
 
     op, prepare = (varlen_attention, prepare_varlen) if call.packed else (attention, prepare_attention)
     bound = signature(op).bind(**call.arguments("meta"))
@@ -212,7 +212,7 @@ def _launch(call: Call, gpu: Gpu, take: Callable[[Form], None]) -> str:
 
 def _compile(kernel: Kernel, gpu: Gpu) -> Made:
     """Launch the kernel's call once more, in this process, and compile the one of its kernels that is meant."""
-    from stream_attention.gpu import launchers
+    from . import launchers
 
     forms: list[Form] = []
     started = time.perf_counter()

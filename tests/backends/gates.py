@@ -28,7 +28,7 @@ PACKAGE = ROOT / "src" / "stream_attention"
 TOOLS = ROOT / "src" / "stream_attention_tools"
 SOURCES = (
     *(PACKAGE / name for name in ("base", "gpu", "backends", "dispatch/plan.py")),
-    *(TOOLS / name for name in ("testing/inputs.py", "testing/offline.py")),
+    *(TOOLS / name for name in ("offline.py", "testing/inputs.py", "testing/offline.py")),
     ROOT / "tests" / "backends",
     ROOT / "benchmarks" / "results" / "h200",
 )

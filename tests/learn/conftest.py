@@ -117,7 +117,7 @@ def compiler() -> Callable[[Callable[[], Any]], list[Any]]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("compiles: not in the process of the interpreter")
     pytest.importorskip("triton")
-    from stream_attention.gpu.offline import Form, launching_for
+    from stream_attention_tools.offline import Form, launching_for
 
     def compiled(launches: Callable[[], Any]) -> list[Any]:
         forms: list[Form] = []

@@ -24,6 +24,7 @@ from ..base.problem import (
     distinct,
     dtype_name,
 )
+from ..base.state import Saved
 from . import installed
 
 PLAIN = Request()
@@ -75,7 +76,8 @@ class Backend(ABC):
         """The backward of such calls; `saved` are out, lse and the gradients of both. LSEs are contiguous."""
         apart = distinct(*inputs, *saved)
         count = len(inputs)
-        return load(self.kernels).prepare_backward(problem, Inputs._make(apart[:count]), config, *apart[count:], wanted)
+        inputs = Inputs._make(apart[:count])
+        return load(self.kernels).prepare_backward(problem, inputs, config, Saved._make(apart[count:]), wanted)
 
     def forward_into(self, *call: Any) -> bool:
         """Write the state of a partial problem, or merge it into the one that is there; False if its kernels cannot,

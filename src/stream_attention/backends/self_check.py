@@ -15,19 +15,7 @@ from torch import Tensor
 from ..base.kv_layouts import QuantizedKV
 from ..base.kv_layouts.quantized import window_slots
 from ..base.kv_layouts.quantized_tensor import CHANNELS, TOKENS, quantize
-from ..base.problem import (
-    KV,
-    DecodeInputs,
-    Inputs,
-    Operands,
-    Positions,
-    Problem,
-    Scores,
-    Shape,
-    Wanted,
-    Window,
-    state_problem,
-)
+from ..base.problem import DecodeInputs, Inputs, Problem, Scores, Wanted, Window, decode_problem, state_problem
 from ..gpu.prebuilt import compiling
 from . import installed, probe
 from .base import Backend
@@ -151,16 +139,10 @@ def _on_a_cache(problem: Problem, normal: Callable[..., Tensor]) -> tuple[Proble
     key_window, value_window = (normal(2, window_slots(residual, group), heads, size) for size in sizes)
     lengths = torch.tensor([tokens + residual, 200], device=problem.device, dtype=torch.int32)
     cache = QuantizedKV(key, value, key_window, value_window, lengths, residual)
-    stated = Problem(
-        Shape(2, 1, 4 * heads, heads, *sizes),
-        KV("cache", cache.capacity, 0, cache.coding),
-        Operands(torch.bfloat16),
-        problem.hardware,
-        Window(right=0),
-        Positions(cache.capacity - 1, q_base=cache.capacity - 1),
-        Scores(sizes[0] ** -0.5),
-    )
-    return stated, DecodeInputs(normal(2, 1, 4 * heads, sizes[0]), cache, return_lse=True)
+    query = normal(2, 1, 4 * heads, sizes[0])
+    stated = decode_problem(query, cache, window=Window(right=0), scores=Scores(sizes[0] ** -0.5))
+    here = problem.hardware._asdict()
+    return stated.replace(**here), DecodeInputs(query, cache, return_lse=True)
 
 
 def normal_numbers(device: torch.device, seed: int = 0) -> Callable[..., Tensor]:

@@ -43,13 +43,8 @@ def cdiv(size: int, block: int) -> int:
 
 
 def scale_of(problem: Problem) -> float:
-    """The scale of a problem, as kernels take it."""
-    return in_fp32(problem.scale)
-
-
-def in_fp32(scale: float) -> float:
-    """The scale, 0 where fp32 holds hardly more."""
-    return scale if abs(scale) > 1e-30 else 0.0
+    """The scale of a problem, as kernels take it: 0 where fp32 holds hardly more."""
+    return problem.scale if abs(problem.scale) > 1e-30 else 0.0
 
 
 def score_params(problem: Problem) -> dict[str, Any]:
@@ -173,15 +168,3 @@ def common_sizes(problem: Problem, inputs: Inputs, aligned: bool, names: str = "
 
 
 _COMMON = f"{QKV_STRIDES} q_len q_rows q_start k_len k_rows k_start left right "
-
-
-def visible_range(problem: Problem) -> dict[str, Any]:
-    """Which keys a query sees by position: numbers, and which sides of the window there are."""
-    return {
-        "left": min(problem.left, FAR),
-        "right": min(problem.right, FAR),
-        "q_start": problem.q_start,
-        "k_start": problem.k_start,
-        "HAS_LEFT": problem.left != UNBOUNDED,
-        "HAS_RIGHT": problem.right != UNBOUNDED,
-    }

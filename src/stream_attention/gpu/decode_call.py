@@ -10,7 +10,7 @@ from torch import Tensor
 from ..base.kv_layouts import QuantizedKV
 from ..base.kv_layouts.quantized_tensor import TOKENS, QuantizedTensor
 from ..base.problem import UNBOUNDED, Problem
-from .arguments import FAR, in_fp32, named, slope_stride, tanh, tile_width
+from .arguments import FAR, named, scale_of, slope_stride, tanh, tile_width
 from .decode_tuning import DecodeConfig, batch_heads, block_r, rows, tiles_r
 from .launch import Kernel, Launch, Sizes
 
@@ -27,10 +27,6 @@ class DecodeCall(NamedTuple):
     tree: Tensor | None
     slopes: Tensor | None  # [B or 1, Hq]
     sink: Tensor | None
-    left: int
-    right: int
-    scale: float
-    softcap: float
     out: Tensor
     lse: Tensor | None
     workspace: Tensor | None  # None: one split
@@ -69,14 +65,14 @@ class DecodeCall(NamedTuple):
             "stride_ab": slope_stride(self.slopes),
             "batch": problem.batch,
             "kv_heads": problem.kv_heads,
-            "scale": in_fp32(self.scale),
-            "softcap": self.softcap,
+            "scale": scale_of(problem),
+            "softcap": problem.softcap,
             "GROUP": problem.group,
             "D": problem.head_dim,
             "DV": problem.value_dim,
             "BLOCK_DV": tile_width(problem.value_dim),
             "PAGE": problem.page,
-            "HAS_SOFTCAP": self.softcap != 0.0,
+            "HAS_SOFTCAP": problem.softcap != 0.0,
             "EARLY": self.early,
             "TANH": tanh(problem),
         }
@@ -84,13 +80,13 @@ class DecodeCall(NamedTuple):
     def sizes(self, pages: int) -> Sizes:
         """Those that depend on lengths."""
         problem, config = self.problem, self.config
-        left, right = min(self.left, FAR), min(self.right, FAR)
+        left, right = min(problem.left, FAR), min(problem.right, FAR)
         numbers = problem.k_len, pages, problem.q_len, config.num_splits, config.split_keys, left, right
         constants = {
             "BLOCK_R": block_r(problem),
             "BLOCK_N": config.block_n,
-            "HAS_LEFT": self.left != UNBOUNDED,
-            "HAS_RIGHT": self.right != UNBOUNDED,
+            "HAS_LEFT": problem.left != UNBOUNDED,
+            "HAS_RIGHT": problem.right != UNBOUNDED,
             "IS_SPLIT": config.num_splits > 1,
         }
         names = f"{_OUT_STRIDES} capacity pages q_len num_splits split_keys left right"
@@ -152,13 +148,9 @@ def quantized_arguments(call: DecodeCall, cache: QuantizedKV) -> dict[str, Any]:
         "slots": cache.key_window.shape[1],
         "FORMAT": cache.coding.format,
         "TOKENS": cache.coding.group,
-        "ALL_VISIBLE": all_see(call, cache),
+        # Whether every row sees all codes.
+        "ALL_VISIBLE": cache.residual >= call.problem.q_len and call.problem.left == UNBOUNDED,
     }
-
-
-def all_see(call: DecodeCall, cache: QuantizedKV) -> bool:
-    """Whether every row sees all codes."""
-    return cache.residual >= call.problem.q_len and call.left == UNBOUNDED
 
 
 def scale_rows(side: QuantizedTensor) -> list[Tensor]:

@@ -41,8 +41,7 @@ def prepare_decode_by(
     )
     if out.numel() == 0:
         return PreparedDecode((out, lse, None), None, None, is_copied)
-    asked = lengths, tree, slopes, sink, *problem.window, problem.scale, problem.softcap
-    call = DecodeCall(problem, config, query, *asked, out, lse, workspace)
+    call = DecodeCall(problem, config, query, lengths, tree, slopes, sink, out, lse, workspace)
     kernel, arguments = kernel_of(call, inputs.cache)
     launch = kernel.bind_addresses(call.grid, call.options, **arguments)
     merge = None if workspace is None else call.bind_merge(merge_kernel)

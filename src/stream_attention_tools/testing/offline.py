@@ -29,8 +29,8 @@ from triton.compiler import make_backend
 
 from stream_attention.backends import BY_NAME
 from stream_attention.base.problem import Wanted
-from stream_attention.gpu.offline import Form, launching_for
 
+from ..offline import Form, launching_for
 from .inputs import Case, make, stated
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

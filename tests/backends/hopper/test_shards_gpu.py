@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 from gpu_tools import compile_ahead, normal, qkv
 
-from stream_attention.gpu.offline import launching_for
+from stream_attention_tools.offline import launching_for
 
 pytestmark = pytest.mark.gpu
 

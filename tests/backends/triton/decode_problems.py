@@ -27,8 +27,8 @@ from stream_attention.backends.reference import attention as reference
 from stream_attention.base.kv_layouts import KVCache
 from stream_attention.base.kv_layouts.quantized import FORMATS, quantized_lengths, window_slots
 from stream_attention.base.problem import Request
-from stream_attention.gpu.offline import Form, launching_for
 from stream_attention.ops.decode import decode_problem
+from stream_attention_tools.offline import Form, launching_for
 from stream_attention_tools.testing import Case, poisoned_memory
 from stream_attention_tools.testing.inputs import Layout, _laid_out, _tile_laid_out
 from stream_attention_tools.testing.tolerance import (

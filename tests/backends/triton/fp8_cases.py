@@ -15,7 +15,7 @@ from stream_attention.backends.reference import fp8 as reference_fp8
 from stream_attention.backends.triton.fp8_tuning import configure
 from stream_attention.base.fp8_layout import KeyCodes, QueryCodes, blocks_of, room_for_keys, room_for_queries
 from stream_attention.base.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
-from stream_attention.gpu.offline import launching_for
+from stream_attention_tools.offline import launching_for
 from stream_attention_tools.testing import poisoned_memory
 from stream_attention_tools.testing.fp8 import Fp8Report, check_fp8
 

@@ -15,7 +15,7 @@ from gpu_tools import BF16, captured, compile_ahead, keep, normal
 
 from stream_attention import ContiguousKV, attention, decode_attention, explain
 from stream_attention.gpu.decode_tuning import DecodeConfig
-from stream_attention.gpu.offline import launching_for
+from stream_attention_tools.offline import launching_for
 from stream_attention_tools.testing import Case, check_case
 from stream_attention_tools.testing.inputs import make
 

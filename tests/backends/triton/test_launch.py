@@ -21,7 +21,7 @@ from stream_attention import gpu
 from stream_attention.backends import triton as backend
 from stream_attention.gpu import driver, launch, quantize_fp8
 from stream_attention.gpu.launch import Kernel, Parameters
-from stream_attention.gpu.offline import launching_for
+from stream_attention_tools.offline import launching_for
 
 MODULES = [
     import_module(f"{package.__name__}.{found.name}")

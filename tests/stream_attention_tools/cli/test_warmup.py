@@ -173,7 +173,7 @@ int cuLaunchKernelEx(void *config, void *function, void **arguments, void **extr
 
 def test_triton_launches_what_was_warmed_without_compiling_or_building(warmed: Path, tmp_path: Path) -> None:
     """Triton's own launch path, to the last call of a CUDA driver, of which there is none: one that does nothing."""
-    from stream_attention.gpu import launchers
+    from stream_attention_tools import launchers
 
     if (reason := launchers.why_not()) is not None:
         pytest.skip(reason)

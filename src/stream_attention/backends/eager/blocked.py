@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,9 +38,8 @@ def prepare(problem: Problem, inputs: Inputs, config: EagerConfig) -> Forward:
     return lambda inputs, with_lse: forward(problem, inputs, config)
 
 
-def prepare_backward(problem: Problem, inputs: Inputs, config: EagerConfig, *saved_and_wanted: Any) -> Backward:
+def prepare_backward(problem: Problem, inputs: Inputs, config: EagerConfig, saved: Saved, wanted: Wanted) -> Backward:
     """The backward of such calls, as a function of inputs, out, lse and their gradients."""
-    wanted = saved_and_wanted[-1]  # the saved tensors are not kept
     return lambda inputs, *saved: backward(problem, inputs, config, Saved(*saved), wanted)
 
 

@@ -36,6 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...base.problem import UNBOUNDED, Backward, Gradients, Inputs, Problem, Wanted, addressable
+from ...base.state import Saved
 from ...gpu.arguments import FAR, named, sample
 from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from ...gpu.launch import Kernel, Launch, Sizes
@@ -254,19 +255,12 @@ SCRATCH_BYTES = 256 << 20
 
 
 def prepare_backward(
-    problem: Problem,
-    inputs: Inputs,
-    config: GluonBackwardConfig,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    wanted: Wanted,
+    problem: Problem, inputs: Inputs, config: GluonBackwardConfig, saved: Saved, wanted: Wanted
 ) -> Backward:
     """The backward of calls whose tensors lie as these do, as a function of inputs, out, lse and their gradients: those
     gradients of queries, keys and values that are `wanted`."""
     assert not any(wanted[3:]), "why_not has said so"
-    layout = _Layout.of(problem, inputs, out, lse, grad_out, grad_lse)
+    layout = _Layout.of(problem, inputs, *saved)
     before, covered = Prepass.of(problem, inputs), _covered(problem, config)
     launches: list[tuple[Launch, list[Launch]]] = []
     for some, programs in layout.shares:

@@ -42,12 +42,13 @@ def bind_tiles(
     """A launch of a kernel, as a function of inputs, of what is `computed` before, and of `others`, tensors to which
     the parameters `names` point. `max_registers` are those of a thread; None leaves them to the compiler.
 
-    Of what kernels take alike it is given what it has parameters for; `sizes` and its `own` arguments are all its own.
+    Of what kernels take alike it is given what it has parameters for; its `own` arguments are all its own.
     """
     tensors = named(f"{_INPUTS} {_COMPUTED} {names}", (*inputs, *computed, *others))
-    alike = tensors | _problem_arguments(problem, inputs, computed) | tile_constants(tile)
+    alike = tensors | sizes.arguments() | _problem_arguments(problem, inputs, computed)
+    alike |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
     alike |= {"num_splits": tile.num_splits, "IS_SPLIT": tile.num_splits > 1}
-    arguments = {name: value for name, value in alike.items() if name in kernel.names} | sizes.arguments() | own
+    arguments = {name: value for name, value in alike.items() if name in kernel.names} | own
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": max_registers}
     return kernel.bind(grid, tuple(tensors.values()), options, **arguments)
 
@@ -66,14 +67,7 @@ def _problem_arguments(problem: Problem, inputs: Inputs, computed: Sequence[Any]
         "q_heads": problem.q_heads,
         "kv_heads": problem.kv_heads,
         **score_params(problem),
-        **problem_constants(problem, inputs),
         "IS_PACKED": problem.packed,
-    }
-
-
-def problem_constants(problem: Problem, inputs: Inputs) -> dict[str, Any]:
-    """The constexprs of a problem."""
-    return {
         "GROUP": problem.group,
         "Q_STRIDE": problem.q_stride,
         "K_STRIDE": problem.k_stride,
@@ -81,16 +75,11 @@ def problem_constants(problem: Problem, inputs: Inputs) -> dict[str, Any]:
         "DV": problem.value_dim,
         "BLOCK_D": tile_width(problem.head_dim),
         "BLOCK_DV": tile_width(problem.value_dim),
-        "MASK": access(inputs.mask),
-        "BIAS": access(inputs.bias),
+        "MASK": access(mask),
+        "BIAS": access(bias),
         "HAS_ALIBI": problem.alibi,
         "HAS_SOFTCAP": problem.softcap != 0.0,
         "HAS_DROPOUT": problem.dropout_p != 0.0,
         "PRECISION": precision(problem),
         "TANH": tanh(problem),
     }
-
-
-def tile_constants(tile: TritonConfig | Tile) -> dict[str, Any]:
-    """The constexprs of a tile."""
-    return {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}

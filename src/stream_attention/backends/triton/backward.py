@@ -18,20 +18,21 @@ are a launch each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...base.problem import Backward, Gradients, Inputs, Problem, Wanted
+from ...base.state import Saved
 from ...gpu.arguments import sample
 from ...gpu.launch import Launch
 from ...gpu.prepass import Prepass
 from ...gpu.rows import PAD, Rows
 from ...gpu.scratch import Sample, Scratch
-from .backward_arguments import shared_sizes
 from .backward_bias import prepare_bias_gradient
+from .backward_call import BackwardCall
 from .backward_key import bind_key
 from .backward_key import programs as key_programs
 from .backward_query import bind_query, programs
@@ -39,36 +40,23 @@ from .tuning import BackwardConfig, Tile
 
 
 def prepare_backward(
-    problem: Problem,
-    inputs: Inputs,
-    config: BackwardConfig,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    wanted: Wanted,
+    problem: Problem, inputs: Inputs, config: BackwardConfig, saved: Saved, wanted: Wanted
 ) -> Backward:
     """The backward of calls whose tensors lie as these do, as a function of inputs, out, lse and their gradients: those
     gradients that are `wanted`, in the inputs' dtypes, or in fp32 where the problem is one of several shards."""
     others = [tile for tile in config[1:] if tile is not None]
     assert PAD.value >= config.query.block_m >= max(tile.block_m for tile in others), "rows are written by whole tiles"
-    made = _Results.of(problem, inputs, config, wanted)
-    if not (problem.batch and problem.q_len):
-        return lambda inputs, *saved: made.of_no_query(inputs)
-    before, rows = Prepass.of(problem, inputs, needs_visible=True), Rows.samples(problem, inputs.query)
-    saved = out, lse, grad_out, grad_lse
-    (dq,), (d_slopes, d_sink) = made.samples(made.by_queries, 0), made.sum_samples()
-    written = dq, d_slopes, d_sink
-    query = bind_query(problem, inputs, made.by_queries, before, *saved, rows, *written, made.exact_delta)
-    keys = []
-    for tile, *places in made.by_keys:
-        dk, dv = made.samples(tile, *places)
-        keys.append(bind_key(problem, inputs, tile, before, grad_out, rows, dk, dv))
+    made, call = _Results.of(problem, inputs, config, wanted), BackwardCall.of(problem, inputs, saved)
     bias = None
     if wanted.bias:
         assert config.bias is not None
-        bias = prepare_bias_gradient(problem, inputs, config.bias, before, grad_out, rows)
-    return _Backward(made, before, rows, query, keys, bias)
+        bias = prepare_bias_gradient(call, config.bias)
+    if not (problem.batch and problem.q_len):
+        return lambda inputs, *saved: made.of_no_query(inputs, bias)
+    (dq,), (d_slopes, d_sink) = made.samples(made.by_queries, 0), made.sums
+    query = bind_query(call, made.by_queries, dq, d_slopes, d_sink, made.exact_delta)
+    keys = [bind_key(call, tile, *made.samples(tile, *places)) for tile, *places in made.by_keys]
+    return _Backward(made, call.before, call.rows, query, keys, bias)
 
 
 class _Results(NamedTuple):
@@ -77,28 +65,26 @@ class _Results(NamedTuple):
     problem: Problem
     wanted: Wanted
     grads: list[Sample | None]  # dq, dk and dv; None where it is not wanted
-    unwritten: bool  # some are written by no program
     by_queries: Tile
     by_keys: list[tuple[Tile, int | None, int | None]]  # launches: a tile, and places of dk and dv, if it has them
     exact_delta: bool
-    sums: int  # programs of the launch by queries: each leaves a sum for slopes and sinks
+    sums: list[Any]  # samples of what programs by queries leave for slopes and for sinks: a number each
 
     @classmethod
     def of(cls, problem: Problem, inputs: Inputs, config: BackwardConfig, wanted: Wanted) -> _Results:
         # Sums over rows want the exact delta, which whole rows give: no splits of the keys, and none of a shard.
         exact_delta = any(wanted[3:]) and not problem.partial
         by_queries = config.query._replace(num_splits=1) if exact_delta else config.query
-        by_keys: list[tuple[Tile, int | None, int | None]] = [(config.key, 1, 2)]
-        if config.value is not None:
-            by_keys = [(config.key, 1, None), (config.value, None, 2)]
-        dtype = problem.out_dtype
-        grads = [Sample(t.shape, dtype) if want else None for t, want in zip(inputs[:3], wanted[:3], strict=True)]
         dk, dv = (place if wanted[place] else None for place in (1, 2))
-        by_keys = [(tile, dk if k is not None else None, dv if v is not None else None) for tile, k, v in by_keys]
+        by_keys: list[tuple[Tile, int | None, int | None]] = [(config.key, dk, dv)]
+        if config.value is not None:
+            by_keys = [(config.key, dk, None), (config.value, None, dv)]
         by_keys = [one for one in by_keys if one[1:] != (None, None)]
-        unwritten = problem.empty
-        sums = programs(problem, by_queries)
-        return cls(problem, wanted, grads, unwritten, by_queries, by_keys, exact_delta, sums)
+        pairs = zip(inputs[:3], wanted[:3], strict=True)
+        grads = [Sample(t.shape, problem.out_dtype) if want else None for t, want in pairs]
+        count = programs(problem, by_queries)
+        sums = [sample((count,), torch.float32) if want else None for want in wanted[4:]]
+        return cls(problem, wanted, grads, by_queries, by_keys, exact_delta, sums)
 
     def samples(self, tile: Tile, *places: int | None) -> list[Any]:
         """Of what a launch writes: gradients, or with several splits a part of each, in fp32."""
@@ -107,26 +93,24 @@ class _Results(NamedTuple):
             return grads
         return [None if grad is None else sample((tile.num_splits, *grad.shape), torch.float32) for grad in grads]
 
-    def sum_samples(self) -> list[Any]:
-        return [sample((self.sums,), torch.float32) if want else None for want in self.wanted[4:]]
-
     def gradients(self, query: Tensor, by_driver: bool = False) -> list[Tensor | None]:
-        if self.unwritten:
+        if self.problem.empty:  # some are written by no program
             return [None if grad is None else grad.filled(query, 0.0, by_driver) for grad in self.grads]
         return [None if grad is None else grad.empty(query) for grad in self.grads]
 
     def row_sums(self, query: Tensor, by_driver: bool = False) -> list[Tensor | None]:
-        if not (self.wanted.alibi_slopes or self.wanted.sink):
-            return [None, None]
-        return [None if sums is None else sums.filled(query, 0.0, by_driver) for sums in self.sum_samples()]
+        return [None if sums is None else sums.filled(query, 0.0, by_driver) for sums in self.sums]
 
-    def of_no_query(self, inputs: Inputs) -> Gradients:
-        d_bias = None
-        if self.wanted.bias and inputs.bias is not None:
-            dtype = self.problem.state_dtype if self.problem.partial else inputs.bias.dtype
-            d_bias = inputs.bias.new_zeros(inputs.bias.shape, dtype=dtype)
-        query = inputs.query
-        return _gathered(self.problem, inputs, self.gradients(query), d_bias, self.row_sums(query))
+    def of_no_query(self, inputs: Inputs, bias: Callable[..., Tensor] | None) -> Gradients:
+        d_bias = None if bias is None else bias(inputs, ())
+        return self.gathered(inputs, self.gradients(inputs.query), d_bias, self.row_sums(inputs.query))
+
+    def gathered(
+        self, inputs: Inputs, grads: list[Tensor | None], d_bias: Tensor | None, sums: list[Tensor | None]
+    ) -> Gradients:
+        parameters = inputs.alibi_slopes, inputs.sink
+        by_head = [_by_head(self.problem, *pair) for pair in zip(sums, parameters, strict=True)]
+        return Gradients._make([*grads, d_bias, *by_head])
 
 
 class _Backward:
@@ -153,66 +137,46 @@ class _Backward:
         grads, sums = made.gradients(query, is_compiled), made.row_sums(query, is_compiled)
         computed = self._before.run(inputs)
         memory, rows = self._scratch.allocate(query, is_compiled and self._bias is None)
-        written = grads[:1]
-        parts = _parts(query, made.by_queries, written)
-        self._query(*inputs, *computed, out, lse, grad_out, grad_lse, *rows, *parts, *sums)
-        if parts is not written:
-            _sum_parts(written, parts)
+        read = *inputs, *computed, out, lse, grad_out, grad_lse, *rows
+        _launch(self._query, made.by_queries, read, grads[:1], sums)
+        read = *inputs, *computed, grad_out, *rows
         for launch, (tile, k_place, v_place) in zip(self._keys, made.by_keys, strict=True):
             written = [None if k_place is None else grads[1], None if v_place is None else grads[2]]
-            parts = _parts(query, tile, written)
-            launch(*inputs, *computed, grad_out, *rows, *parts)
-            if parts is not written:
-                _sum_parts(written, parts)
+            _launch(launch, tile, read, written)
         d_bias = None if self._bias is None else self._bias(inputs, (*computed, grad_out, *rows))
         del memory  # all that reads it is queued
-        return _gathered(made.problem, inputs, grads, d_bias, sums)
+        return made.gathered(inputs, grads, d_bias, sums)
 
     def resized(self, problem: Problem, inputs: Inputs, config: BackwardConfig, *saved: Any) -> Backward | None:
         """The same backward of tensors of other lengths; None where other kernels compute it."""
         if self._before.steps or problem.empty:
             return None
         made = _Results.of(problem, inputs, config, self._made.wanted)
-        out, _, grad_out, _ = saved
-        sizes = shared_sizes(problem, inputs, grad_out, aligned=True)
-        keys = [
-            launch.resized(key_programs(problem, tile), sizes)
-            for launch, (tile, _, _) in zip(self._keys, made.by_keys, strict=True)
-        ]
-        query = self._query.resized(made.sums, shared_sizes(problem, inputs, grad_out, True, out))
+        call = BackwardCall(problem, inputs, self._before, Saved(*saved), Rows.samples(problem, inputs.query))
+        sizes = call.sizes(aligned=True)
+        tiles = zip(self._keys, made.by_keys, strict=True)
+        keys = [launch.resized(key_programs(problem, tile), sizes) for launch, (tile, _, _) in tiles]
+        query = self._query.resized(programs(problem, made.by_queries), call.sizes(aligned=True, with_out=True))
         if query is None or None in keys:
             return None
         found = [launch for launch in keys if launch is not None]
-        return _Backward(made, self._before, Rows.samples(problem, inputs.query), query, found, None)
+        return _Backward(made, self._before, call.rows, query, found, None)
 
 
-def _parts(query: Tensor, tile: Tile, grads: list[Tensor | None]) -> list[Tensor | None]:
-    """What a launch writes: gradients, or with several splits a part of each, in fp32."""
+def _launch(
+    launch: Launch, tile: Tile, read: Sequence[Any], grads: list[Tensor | None], sums: Sequence[Tensor | None] = ()
+) -> None:
+    """Launch what writes gradients and sums. With several splits it writes parts of gradients, in fp32, which are added
+    up here."""
     if tile.num_splits == 1:
-        return grads
+        launch(*read, *grads, *sums)
+        return
     shapes = [None if grad is None else (tile.num_splits, *grad.shape) for grad in grads]
-    return [None if shape is None else query.new_empty(shape, dtype=torch.float32) for shape in shapes]
-
-
-def _sum_parts(grads: list[Tensor | None], parts: list[Tensor | None]) -> None:
+    parts = [None if shape is None else read[0].new_empty(shape, dtype=torch.float32) for shape in shapes]
+    launch(*read, *parts, *sums)
     for grad, part in zip(grads, parts, strict=True):
         if grad is not None and part is not None:
             grad.copy_(part.sum(0))
-
-
-def _gathered(
-    problem: Problem,
-    inputs: Inputs,
-    grads: list[Tensor | None],
-    d_bias: Tensor | None,
-    sums: list[Tensor | None],
-) -> Gradients:
-    d_slopes, d_sink = sums
-    if d_slopes is not None or d_sink is not None:
-        d_slopes = _by_head(problem, d_slopes, inputs.alibi_slopes)
-        d_sink = _by_head(problem, d_sink, inputs.sink)
-    dq, dk, dv = grads
-    return Gradients(dq, dk, dv, d_bias, d_slopes, d_sink)
 
 
 def _by_head(problem: Problem, sums: Tensor | None, parameter: Tensor | None) -> Tensor | None:

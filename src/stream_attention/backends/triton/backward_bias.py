@@ -18,26 +18,12 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from ...base.problem import Inputs, Problem
-from ...gpu.arguments import (
-    UNIT,
-    WIDE,
-    access_unit,
-    broadcast_strides,
-    cdiv,
-    is_aligned,
-    named,
-    row_strides,
-    sample,
-    score_params,
-    slope_stride,
-    visible_range,
-)
-from ...gpu.launch import Kernel, Launch, jit
-from ...gpu.prepass import Prepass
-from ...gpu.rows import PAD, Rows
+from ...base.problem import Inputs
+from ...gpu.arguments import WIDE, cdiv, sample
+from ...gpu.launch import Kernel, jit
+from ...gpu.rows import PAD
 from ...gpu.tiles import dropout_keep, load_broadcast, tile_gradients
-from .backward_arguments import backward_constants
+from .backward_call import BackwardCall
 from .tuning import Tile
 
 
@@ -155,33 +141,12 @@ def _bias_kernel(
         delta = tl.load(rows_delta_ptr + line * row_tiles * PAD + offs_m)
         qk = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         dp = tl.dot(grad.to(v.dtype), v.T, input_precision=PRECISION)
+        q_pos, k_pos = (q_start + offs_m * Q_STRIDE)[:, None], (k_start + offs_n * K_STRIDE)[None, :]
         p, d_scores, _ = tile_gradients(
-            qk,
-            dp,
-            lse[:, None],
-            delta[:, None],
-            (q_start + offs_m * Q_STRIDE)[:, None],
-            (k_start + offs_n * K_STRIDE)[None, :],
-            mask_n[None, :],
-            attend,
-            bias,
-            slopes,
-            keep,
-            scale,
-            softcap,
-            left,
-            right,
-            dropout_scale,
-            EDGE=True,
-            HAS_LEFT=HAS_LEFT,
-            HAS_RIGHT=HAS_RIGHT,
-            MASK=MASK,
-            BIAS=True,
-            HAS_ALIBI=HAS_ALIBI,
-            HAS_SOFTCAP=HAS_SOFTCAP,
-            HAS_DROPOUT=HAS_DROPOUT,
-            TANH=TANH,
-        )
+            qk, dp, lse[:, None], delta[:, None], q_pos, k_pos, mask_n[None, :],
+            attend, bias, slopes, keep, scale, softcap, left, right, dropout_scale,
+            True, HAS_LEFT, HAS_RIGHT, MASK, True, HAS_ALIBI, HAS_SOFTCAP, HAS_DROPOUT, TANH,
+        )  # fmt: skip
         acc += tl.where(p == 0.0, 0.0, d_scores)  # what is hidden may have met NaN
 
     # Store.
@@ -198,93 +163,43 @@ def _bias_kernel(
         )
 
 
-def prepare_bias_gradient(
-    problem: Problem, inputs: Inputs, tile: Tile, before: Prepass, grad_out: Tensor, rows: Rows
-) -> Callable[[Inputs, Sequence[Any]], Tensor]:
+def prepare_bias_gradient(call: BackwardCall, tile: Tile) -> Callable[[Inputs, Sequence[Any]], Tensor]:
     """The gradient of the bias, in its shape and dtype; in fp32 where the problem is one of several shards. A function
     of the inputs, and of (the results of the prepass, grad_out, rows)."""
-    bias = inputs.bias
+    problem, bias = call.problem, call.inputs.bias
     assert bias is not None
+    shape, sums_dtype = bias.shape, problem.state_dtype
     dtype: Any = problem.state_dtype if problem.partial else bias.dtype
     if problem.empty:
-        return lambda inputs, others: inputs.query.new_zeros(bias.shape, dtype=dtype)
-    shape, sums_dtype = bias.shape, problem.state_dtype
-    sum_rows, sum_columns = bias.shape[2] == 1, bias.shape[2] > 1 and bias.shape[3] == 1
-    if sum_rows:
-        sums_shape: Sequence[int] = (problem.batch, problem.q_heads, 1, problem.k_len)
-    elif sum_columns:
-        sums_shape = (problem.batch, problem.q_heads, problem.q_len, 1)
-    else:
-        sums_shape, sums_dtype = bias.shape, dtype
-    sums = sample(sums_shape, sums_dtype)
-    launch = _bind(problem, inputs, tile, before, grad_out, rows, sums, sum_rows, sum_columns)
-
-    def run(inputs: Inputs, others: Sequence[Any]) -> Tensor:
-        sums = inputs.query.new_empty(sums_shape, dtype=sums_dtype)
-        launch(*inputs, *others, sums)
-        return sums.sum_to_size(shape).to(dtype)
-
-    return run
-
-
-def _bind(
-    problem: Problem,
-    inputs: Inputs,
-    tile: Tile,
-    before: Prepass,
-    grad_out: Tensor,
-    rows: Rows,
-    sums: Tensor,
-    sum_rows: bool,
-    sum_columns: bool,
-) -> Launch:
-    query, key, value, mask, bias, slopes = inputs[:6]
-    _, _, row_words, col_words = before.samples
-    aligned = is_aligned(query, key, value, grad_out)
-    unit = UNIT if aligned else 1
-    out_batch, out_heads = sums.shape[:2]
+        return lambda inputs, others: inputs.query.new_zeros(shape, dtype=dtype)
+    batch, heads, rows, columns = shape
+    sum_rows, sum_columns = rows == 1, rows > 1 and columns == 1
     tiles_m, tiles_n = cdiv(problem.q_len, tile.block_m), cdiv(problem.k_len, tile.block_n)
-    heads_walked = problem.q_heads // out_heads
-    out_tiles_m, out_tiles_n = 1 if sum_rows else tiles_m, 1 if sum_columns else tiles_n
-    return _kernel.bind(
-        out_batch * out_heads * out_tiles_m * out_tiles_n,
-        (*inputs, *before.samples, grad_out, *rows, sums),
-        {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
-        q_ptr=query,
-        k_ptr=key,
-        v_ptr=value,
-        mask_ptr=mask,
-        bias_ptr=bias,
-        slopes_ptr=slopes,
-        row_words_ptr=row_words,
-        col_words_ptr=col_words,
-        grad_out_ptr=grad_out,
-        rows_lse_ptr=rows.lse,
-        rows_delta_ptr=rows.delta,
-        d_bias_ptr=sums,
-        **named("stride_qb stride_qm stride_qh", row_strides(query, False, unit)),
-        **named("stride_kb stride_kn stride_kh", row_strides(key, False, unit)),
-        **named("stride_vb stride_vn stride_vh", row_strides(value, False, unit)),
-        **named("stride_gb stride_gm stride_gh", row_strides(grad_out, False, unit)),
-        **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask, access_unit(mask))),
-        **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias, access_unit(bias))),
-        stride_ab=slope_stride(slopes),
-        q_len=problem.q_len,
-        k_len=problem.k_len,
-        row_tiles=rows.lse.shape[-1] // PAD.value,
-        q_heads=problem.q_heads,
-        out_heads=out_heads,
-        out_tiles_m=out_tiles_m,
-        out_tiles_n=out_tiles_n,
-        heads_walked=heads_walked,
-        steps=tiles_m if sum_rows else tiles_n if sum_columns else heads_walked * (problem.batch // out_batch),
-        **visible_range(problem),
-        **score_params(problem),
-        **backward_constants(problem, inputs, tile),
-        ALIGNED=aligned,
+    if sum_rows:
+        batch, heads, columns, steps, tiles_m = problem.batch, problem.q_heads, problem.k_len, tiles_m, 1
+    elif sum_columns:
+        batch, heads, rows, steps, tiles_n = problem.batch, problem.q_heads, problem.q_len, tiles_n, 1
+    else:
+        steps, sums_dtype = problem.q_heads // heads * (problem.batch // batch), dtype
+    sums = sample((batch, heads, rows, columns), sums_dtype)
+    launch = call.bind(
+        _kernel, batch * heads * tiles_m * tiles_n, tile, "grad_out_ptr rows_lse_ptr rows_delta_ptr d_bias_ptr",
+        (*call.read, sums),
+        out_heads=heads,
+        out_tiles_m=tiles_m,
+        out_tiles_n=tiles_n,
+        heads_walked=problem.q_heads // heads,
+        steps=steps,
         SUM_ROWS=sum_rows,
         SUM_COLUMNS=sum_columns,
-    )
+    )  # fmt: skip
+
+    def run(inputs: Inputs, others: Sequence[Any]) -> Tensor:
+        made = sums.empty(inputs.query)
+        launch(*inputs, *others, made)
+        return made.sum_to_size(shape).to(dtype)
+
+    return run
 
 
 _kernel = Kernel(_bias_kernel)

@@ -13,11 +13,10 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from ...base.problem import Inputs, Problem
-from ...gpu.arguments import WIDE, cdiv, is_aligned
+from ...base.problem import Problem
+from ...gpu.arguments import WIDE, cdiv
 from ...gpu.launch import Kernel, Launch, jit
-from ...gpu.prepass import Prepass
-from ...gpu.rows import Rows, line_start, padded_line_start
+from ...gpu.rows import line_start, padded_line_start
 from ...gpu.tail import clear_uncomputed
 from ...gpu.tiles import (
     dropout_keep,
@@ -29,8 +28,7 @@ from ...gpu.tiles import (
     tile_of_program,
     visible_span,
 )
-from .arguments import bind_tiles
-from .backward_arguments import shared_sizes
+from .backward_call import BackwardCall
 from .tuning import Tile
 
 
@@ -204,27 +202,14 @@ def programs(problem: Problem, tile: Tile) -> int:
     return problem.batch * problem.kv_heads * tile.num_splits * cdiv(problem.k_len, tile.block_n)
 
 
-def bind_key(
-    problem: Problem,
-    inputs: Inputs,
-    tile: Tile,
-    before: Prepass,
-    grad_out: Tensor,
-    rows: Rows,
-    dk: Tensor | None,
-    dv: Tensor | None,
-) -> Launch:
+def bind_key(call: BackwardCall, tile: Tile, dk: Tensor | None, dv: Tensor | None) -> Launch:
     """Writes dk and dv, unless None. They and the words are contiguous. A function of all tensors, in this order.
 
     With several splits they are `[splits, B, Tk, Hkv, D]`, a part of the sum each.
     """
-    names, others = "grad_out_ptr rows_lse_ptr rows_delta_ptr dk_ptr dv_ptr", (grad_out, *rows, dk, dv)
-    sizes = shared_sizes(problem, inputs, grad_out, is_aligned(*inputs[:3], grad_out))
-    return bind_tiles(
-        _kernel, programs(problem, tile), tile, problem, inputs, before.samples, names, others, sizes,
-        WANT_KEY=dk is not None,
-        WANT_VALUE=dv is not None,
-    )  # fmt: skip
+    names, others = "grad_out_ptr rows_lse_ptr rows_delta_ptr dk_ptr dv_ptr", (*call.read, dk, dv)
+    wanted = {"WANT_KEY": dk is not None, "WANT_VALUE": dv is not None}
+    return call.bind(_kernel, programs(call.problem, tile), tile, names, others, **wanted)
 
 
 _kernel = Kernel(_key_kernel)

@@ -18,11 +18,10 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from ...base.problem import Inputs, Problem
-from ...gpu.arguments import WIDE, cdiv, is_aligned
+from ...base.problem import Problem
+from ...gpu.arguments import WIDE, cdiv
 from ...gpu.launch import Kernel, Launch, jit
-from ...gpu.prepass import Prepass
-from ...gpu.rows import Rows, line_start, padded_line_start
+from ...gpu.rows import line_start, padded_line_start
 from ...gpu.tail import clear_uncomputed
 from ...gpu.tiles import (
     LOG2E,
@@ -35,8 +34,7 @@ from ...gpu.tiles import (
     tile_of_program,
     visible_span,
 )
-from .arguments import bind_tiles
-from .backward_arguments import shared_sizes
+from .backward_call import BackwardCall
 from .tuning import Tile
 
 
@@ -226,15 +224,8 @@ def _query_kernel(
 
 
 def bind_query(
-    problem: Problem,
-    inputs: Inputs,
+    call: BackwardCall,
     tile: Tile,
-    before: Prepass,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    rows: Rows,
     dq: Tensor | None,
     d_slopes: Tensor | None,
     d_sink: Tensor | None,
@@ -248,13 +239,10 @@ def bind_query(
 
     The LSE and its gradient, words and dq are contiguous.
     """
-    aligned = is_aligned(*inputs[:3], out, grad_out)
     names = "out_ptr lse_ptr grad_out_ptr grad_lse_ptr rows_lse_ptr rows_delta_ptr dq_ptr d_slopes_ptr d_sink_ptr"
-    others = out, lse, grad_out, grad_lse, *rows, dq, d_slopes, d_sink
-    sizes = shared_sizes(problem, inputs, grad_out, aligned, out)
-    return bind_tiles(
-        _kernel, programs(problem, tile), tile, problem, inputs, before.samples, names, others, sizes,
-        HAS_LSE_GRAD=grad_lse is not None,
+    return call.bind(
+        _kernel, programs(call.problem, tile), tile, names, (*call.saved, *call.rows, dq, d_slopes, d_sink),
+        HAS_LSE_GRAD=call.saved.grad_lse is not None,
         WANT_QUERY=dq is not None,
         WANT_SLOPES=d_slopes is not None,
         WANT_SINK=d_sink is not None,

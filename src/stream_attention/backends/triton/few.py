@@ -36,8 +36,8 @@ def _call(problem: Problem, inputs: Inputs, config: DecodeConfig, outputs: Outpu
     assert stated is not None, "its configuration says that it is one"
     numbers = workspace_numbers(stated, config)
     workspace = sample((numbers,), torch.float32) if numbers else None
-    asked = None, None, inputs.alibi_slopes, inputs.sink, problem.left, problem.right, problem.scale, problem.softcap
-    return DecodeCall(stated, config, inputs.query, *asked, *outputs.samples(), workspace)
+    its = None, None, inputs.alibi_slopes, inputs.sink  # no lengths, no tree
+    return DecodeCall(stated, config, inputs.query, *its, *outputs.samples(), workspace)
 
 
 class _Forward:
