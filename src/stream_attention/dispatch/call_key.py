@@ -55,20 +55,10 @@ def is_profiled() -> bool:
     return bool(_profiler())
 
 
-def options_of(
-    head_dim: int,
-    causal: Any,
-    window: Any,
-    softcap: Any,
-    scale: Any,
-    dropout_p: Any,
-    seed: Any,
-    deterministic: Any,
-    return_lse: Any,
-    backend: Any,
-) -> tuple[Any, ...] | None:
-    """The arguments of an op behind its tensors and lengths; None where a call must be checked first. Types are looked
-    at because 1 equals True as a key, but is refused."""
+def options_of(head_dim: int, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The arguments of an op behind its tensors and lengths, of `CallOptions` or a plain tuple of them; None where a
+    call must be checked first. Types are looked at because 1 equals True as a key, but is refused."""
+    causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, backend, _, _ = given
     if (
         type(causal) is not bool
         or type(return_lse) is not bool

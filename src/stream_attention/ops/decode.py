@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import AUTO, BY_NAME
 from ..base.graph_break import uncompiled
 from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV, checks
-from ..base.problem import UNBOUNDED, DecodeInputs, Problem, Scores, Window, decode_problem
+from ..base.problem import UNBOUNDED, CallOptions, DecodeInputs, Problem, Scores, Window, decode_problem
 from ..dispatch import launch_cache, validate
 from ..dispatch import plan as planning
 from ..dispatch.plan import Plan, parse, requested
@@ -297,7 +297,7 @@ def _planned(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) 
     query, cache, tree, slopes, sink, out, return_lse, workspace = inputs
     causal, window, softcap, scale, num_splits, batch_invariant, backend = options
     validate.decoding(query, cache, tree, slopes, sink, out)
-    validate.options(causal, window, softcap, scale, 0.0, None, None, return_lse, query)
+    validate.options(CallOptions(causal, window, softcap, scale, return_lse=return_lse), query)
     left, right = window or (UNBOUNDED, UNBOUNDED)
     if causal and tree is None:
         right = 0 if right == UNBOUNDED else min(right, 0)
