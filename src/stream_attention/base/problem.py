@@ -110,8 +110,11 @@ class Gradients(NamedTuple):
 Forward = Callable[[Inputs, bool], tuple[Tensor, Tensor | None]]
 """A prepared forward: of inputs, and of whether the LSE is wanted; it may come all the same."""
 
+Results = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""What a backward reads beside the inputs: out, lse and their gradients; that of the LSE may be None."""
+
 Backward = Callable[..., Gradients]
-"""A prepared backward: of inputs, out, lse and their gradients; that of the LSE may be None."""
+"""A prepared backward: of inputs and `Results`."""
 
 
 class Shape(NamedTuple):
@@ -389,7 +392,6 @@ def resized(problem: Problem, q_len: int, k_len: int, causal: bool, left: int, r
 
 def state_problem(
     inputs: Inputs,
-    *,
     q_len: int,
     k_len: int,
     causal: bool,
@@ -398,6 +400,7 @@ def state_problem(
     scale: float,
     dropout_p: float,
     deterministic: bool,
+    *,
     positions: Positions | None = None,
     batch_start: int = 0,
     partial: bool = False,

@@ -171,7 +171,7 @@ class Found(NamedTuple):
     def compute(self, return_lse: bool) -> Any:
         assert self.call is not None
         inputs = self.inputs
-        if inputs.seed is None and self.seed_number is not _NO_DROPOUT:
+        if self.seed_number is not _NO_DROPOUT:
             inputs = inputs._replace(seed=seed_tensor(self.seed_number, inputs.query))
         out, lse = self.call(inputs, return_lse)
         return (out, lse) if return_lse else out
@@ -192,7 +192,7 @@ def compute(arguments: tuple[Any, ...], options: CallOptions, found: Found | Non
     else:
         prepared = fp8.prepare(arguments, options.rotate) if in_fp8 else launch_cache.prepare(arguments)
         inputs = Inputs._make(arguments[: len(Inputs._fields)])
-        launch_cache.keep(found.key, prepared, inputs)
+        launch_cache.keep_prepared(found.key, prepared, inputs)
         out, lse = prepared(inputs, options.return_lse)
     return (out, lse) if options.return_lse else out
 
@@ -235,7 +235,8 @@ def look_up(
     cache_key = launch_cache.key_of(inputs, lengths, key_options)
     if cache_key is None:
         return None
-    return Found(cache_key, launch_cache.find(cache_key, inputs, others), inputs, seed_number)
+    call = launch_cache.find(cache_key, inputs, cache_key.lengths, others)
+    return Found(cache_key, call, inputs, seed_number)
 
 
 def _subclass_call(query: Any) -> Callable[..., Any] | None:

@@ -68,7 +68,7 @@ def _quantized(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | No
         found = _key_of_keys(key, value, rotate, cu_seqlens, max_seqlen)
         if found is not None:
             cache_key, most = found
-            call = launch_cache.find_call(*cache_key, lambda like: like.resized(key, value, cu_seqlens, most))
+            call = launch_cache.find(cache_key, key, value, cu_seqlens, most)
     if call is None:
         validate.fp8_keys(key, value, rotate, cu_seqlens, max_seqlen)
         most = key.shape[-3]
@@ -99,7 +99,7 @@ def _codes_by_kernel(
         assert prepare is not None
         call = prepare()
         if cache_key is not None:
-            launch_cache.keep_call(cache_key, call)
+            launch_cache.keep(cache_key, call, template=call)
     codes: KeyCodes = call.room(key)
     if launch_cache.COMPARE:  # blocks that a pack leaves free are not written
         for t in codes[:3]:
@@ -234,13 +234,15 @@ def _attended(
     found, return_lse = None, options[7]
     if launch_cache.ENABLED and not launch_cache.is_watched():
         found = _look_up(query, kv, cu_seqlens_q, max_seqlen_q, options)
-        if found is not None and (call := launch_cache.find(*found)) is not None:
-            return call(found[1], return_lse)  # type: ignore[arg-type]
+        if found is not None:
+            key, coded, op_options = found
+            if (prepared := launch_cache.find(key, coded, key.lengths, op_options)) is not None:
+                return prepared(coded, return_lse)
     arguments = _checked(query, kv, cu_seqlens_q, max_seqlen_q, CallOptions(*options))
     call = _prepare_coded(arguments)
     inputs: Any = CodedInputs._make(arguments[:_CODED])
     if found is not None:
-        launch_cache.keep(found[0], call, inputs)
+        launch_cache.keep_prepared(found[0], call, inputs)
     return call(inputs, return_lse)
 
 
