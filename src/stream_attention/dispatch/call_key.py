@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,24 +18,14 @@ _INPUTS = len(Inputs._fields)
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def _watchers() -> tuple[Callable[[], Any], ...]:
-    """Who must see the op, each false when asked unless it is there."""
-    return (
-        torch._C._functorch.peek_interpreter_stack,  # torch.func
-        torch._C._len_torch_dispatch_stack,  # modes: fake tensors, flop counters, selective checkpointing
-        torch._C._len_torch_function_stack,
-        torch._C._get_tracing_state,  # torch.jit.trace
-        torch._C._autograd._profiler_enabled,
-    )
+# Who must see the op, each false when asked unless it is there.
+_transforms = torch._C._functorch.peek_interpreter_stack  # torch.func
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # fake tensors, flop counters, selective checkpointing
+_function_modes = torch._C._len_torch_function_stack
+_trace = torch._C._get_tracing_state  # torch.jit.trace
 
-
-HAS_WATCHERS = True
-"""Whether this torch can be asked for them. If not, every call takes the ordinary way."""
-
-try:
-    _transforms, _dispatch_modes, _function_modes, _trace, _profiler = _watchers()
-except AttributeError:
-    HAS_WATCHERS = False
+is_profiled = torch._C._autograd._profiler_enabled
+"""Whether a profiler is to see a label."""
 
 
 def is_watched() -> bool:
@@ -48,11 +38,6 @@ def is_watched() -> bool:
         or _transforms() is not None
         or _trace() is not None
     )
-
-
-def is_profiled() -> bool:
-    """Whether a profiler is to see a label."""
-    return bool(_profiler())
 
 
 def options_of(head_dim: int, given: tuple[Any, ...]) -> tuple[Any, ...] | None:

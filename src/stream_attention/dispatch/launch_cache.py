@@ -29,7 +29,6 @@ from torch.autograd.function import _SingleLevelFunction
 from ..base.problem import Backward, Forward, Gradients, Inputs, Problem, Results, Wanted, gradient_of, resized
 from . import validate
 from .call_key import (
-    HAS_WATCHERS,
     NO_LAYOUT,
     PLAIN_TYPES,
     Key,
@@ -51,7 +50,7 @@ LIMIT = 256
 lives on is one more for the garbage collector. A call that was dropped is made from another of its family."""
 
 _setting = os.environ.get("STREAM_ATTENTION_LAUNCH_CACHE", "1").lower()
-ENABLED = _setting not in ("0", "false", "off", "no") and HAS_WATCHERS
+ENABLED = _setting not in ("0", "false", "off", "no")
 """Whether calls are looked up at all."""
 
 COMPARE = _setting == "compare"
