@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stream_attention.base.device import arch
 from stream_attention.base.errors import refuse
+from stream_attention.base.problem import CallOptions, Inputs
 from stream_attention.core._checks import check_four_dims, check_heads, check_length, copied_config
 from stream_attention.core._masks import split_mask
 from stream_attention.core.config import StreamAttentionConfig
@@ -133,8 +134,8 @@ class FlashAttentionV3(nn.Module):
             check_length(self.config, key.shape[1], where="")
         mask, bias = split_mask(attention_mask, query, key)
         dropout_p = self._dropout()
-        validate.attention_tensors(query, key, value, mask, bias, None, None)
-        validate.options(causal, None, 0.0, None, dropout_p, None, None, False, query)
+        validate.attention_tensors(Inputs(query, key, value, mask, bias))
+        validate.options(CallOptions(causal, dropout_p=dropout_p), query)
         mask = bias.to(query.dtype) if bias is not None else mask
         masked = query.shape[1] - key.shape[1]  # rows that see no key
         if not causal or key.shape[1] == 0 or masked <= 0:

@@ -14,7 +14,7 @@ from stream_attention import attention, attention_mass, force_backend
 from stream_attention.backends.eager import blocked as eager
 from stream_attention.backends.eager.tuning import EagerConfig
 from stream_attention.backends.reference import attention as reference
-from stream_attention.base.problem import Inputs
+from stream_attention.base.problem import CallOptions, Inputs
 from stream_attention.dispatch.prepare import problem_of
 from stream_attention.ops.attention import op_arguments
 from stream_attention_tools.testing import Case, make, peak_bytes, poisoned_memory
@@ -186,7 +186,7 @@ def test_tiles_of_any_size_give_the_same() -> None:
     options.pop("deterministic")
     exact = reference.attention_mass(query, key, **options).float()
     inputs = Inputs(query, key, key, options["mask"], None, None, options["sink"])
-    problem, inputs, _ = problem_of(op_arguments(inputs, True, None, 0.0, None, 0.0, None, False, "auto"))
+    problem, inputs, _ = problem_of(op_arguments(inputs, CallOptions(causal=True, deterministic=False)))
     _, lse = attention(query, key, key, return_lse=True, **options)
     for blocks in ((1, 5, 7), (2, 64, 3), (3, 1, 64)):
         mass = eager.key_mass(problem, inputs, EagerConfig("blocked", *blocks), lse, None, False)

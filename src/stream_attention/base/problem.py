@@ -9,7 +9,7 @@ Legend used everywhere: B batch, Tq/Tk lengths, Hq/Hkv heads, D/Dv head dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from warnings import warn
@@ -22,6 +22,8 @@ from torch.nn.functional import pad
 from .device import arch, processors
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from .kv_layouts import KVCache
     from .kv_layouts.quantized_tensor import Coding
 
@@ -49,8 +51,29 @@ class Inputs(NamedTuple):
     cu_seqlens_k: Tensor | None = None
 
 
+class CallOptions(NamedTuple):
+    """The other arguments of a public function, as its caller gave them."""
+
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    softcap: float = 0.0
+    scale: float | None = None
+    dropout_p: float = 0.0
+    seed: int | Tensor | None = None
+    deterministic: bool | None = None
+    return_lse: bool = False
+    backend: str = AUTO
+    precision: str | None = None
+    rotate: bool = False
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Those among the arguments of a call."""
+        return cls(**{name: arguments[name] for name in cls._fields if name in arguments})
+
+
 class DecodeInputs(NamedTuple):
-    """The same of a call on a cache, with what its results are written to."""
+    """The tensors of a call on a cache, with what its results are written to."""
 
     query: Tensor  # [B, Tq, Hq, D]
     cache: KVCache
@@ -87,8 +110,11 @@ class Gradients(NamedTuple):
 Forward = Callable[[Inputs, bool], tuple[Tensor, Tensor | None]]
 """A prepared forward: of inputs, and of whether the LSE is wanted; it may come all the same."""
 
+Results = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""What a backward reads beside the inputs: out, lse and their gradients; that of the LSE may be None."""
+
 Backward = Callable[..., Gradients]
-"""A prepared backward: of inputs, out, lse and their gradients; that of the LSE may be None."""
+"""A prepared backward: of inputs and `Results`."""
 
 
 class Shape(NamedTuple):
@@ -366,7 +392,6 @@ def resized(problem: Problem, q_len: int, k_len: int, causal: bool, left: int, r
 
 def state_problem(
     inputs: Inputs,
-    *,
     q_len: int,
     k_len: int,
     causal: bool,
@@ -375,6 +400,7 @@ def state_problem(
     scale: float,
     dropout_p: float,
     deterministic: bool,
+    *,
     positions: Positions | None = None,
     batch_start: int = 0,
     partial: bool = False,

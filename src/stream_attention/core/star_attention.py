@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import refuse
+from ..base.problem import Inputs
 from ..dispatch.validate import attention_tensors
 from ..distributed.graph_break import graph_break
 from ..distributed.processes import Group, transport_of
@@ -126,7 +127,7 @@ class StarAttention(nn.Module):
         """
         key, value = _both(key, value) or (context, context)
         check_heads(self.config.num_heads, self.config.head_dim, context, key)
-        attention_tensors(context, key, value, None, None, None, None)
+        attention_tensors(Inputs(context, key, value))
         if context.shape[1] != key.shape[1]:
             refuse("key", f"the context's {context.shape[1]} rows", key.shape[1])
         self._check_mode()
@@ -183,10 +184,10 @@ class StarAttention(nn.Module):
         caches = {rank: decompress(*state.kv_caches[rank]) for rank in transport.ranks}
         for keys, values in caches.values():
             check_heads(self.config.num_heads, self.config.head_dim, query, keys)
-            attention_tensors(query, keys, values, None, None, None, None)
+            attention_tensors(Inputs(query, keys, values))
         if new is not None:
             key, value = new
-            attention_tensors(query, key, value, None, None, None, None)
+            attention_tensors(Inputs(query, key, value))
             if (key.shape[2], value.shape[3]) != (keys.shape[2], values.shape[3]):
                 expected = f"the context's heads and head dim, {list(values.shape[2:])}"
                 refuse("key and value", expected, [key.shape[2], value.shape[3]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,24 +18,14 @@ _INPUTS = len(Inputs._fields)
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def _watchers() -> tuple[Callable[[], Any], ...]:
-    """Who must see the op, each false when asked unless it is there."""
-    return (
-        torch._C._functorch.peek_interpreter_stack,  # torch.func
-        torch._C._len_torch_dispatch_stack,  # modes: fake tensors, flop counters, selective checkpointing
-        torch._C._len_torch_function_stack,
-        torch._C._get_tracing_state,  # torch.jit.trace
-        torch._C._autograd._profiler_enabled,
-    )
+# Who must see the op, each false when asked unless it is there.
+_transforms = torch._C._functorch.peek_interpreter_stack  # torch.func
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # fake tensors, flop counters, selective checkpointing
+_function_modes = torch._C._len_torch_function_stack
+_trace = torch._C._get_tracing_state  # torch.jit.trace
 
-
-HAS_WATCHERS = True
-"""Whether this torch can be asked for them. If not, every call takes the ordinary way."""
-
-try:
-    _transforms, _dispatch_modes, _function_modes, _trace, _profiler = _watchers()
-except AttributeError:
-    HAS_WATCHERS = False
+is_profiled = torch._C._autograd._profiler_enabled
+"""Whether a profiler is to see a label."""
 
 
 def is_watched() -> bool:
@@ -50,25 +40,10 @@ def is_watched() -> bool:
     )
 
 
-def is_profiled() -> bool:
-    """Whether a profiler is to see a label."""
-    return bool(_profiler())
-
-
-def options_of(
-    head_dim: int,
-    causal: Any,
-    window: Any,
-    softcap: Any,
-    scale: Any,
-    dropout_p: Any,
-    seed: Any,
-    deterministic: Any,
-    return_lse: Any,
-    backend: Any,
-) -> tuple[Any, ...] | None:
-    """The arguments of an op behind its tensors and lengths; None where a call must be checked first. Types are looked
-    at because 1 equals True as a key, but is refused."""
+def options_of(head_dim: int, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The arguments of an op behind its tensors and lengths, of `CallOptions` or a plain tuple of them; None where a
+    call must be checked first. Types are looked at because 1 equals True as a key, but is refused."""
+    causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, backend, _, _ = given
     if (
         type(causal) is not bool
         or type(return_lse) is not bool

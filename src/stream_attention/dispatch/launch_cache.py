@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
-from ..base.problem import Backward, Forward, Gradients, Inputs, Problem, Wanted, gradient_of, resized
+from ..base.problem import Backward, Forward, Gradients, Inputs, Problem, Results, Wanted, gradient_of, resized
 from . import validate
 from .call_key import (
-    HAS_WATCHERS,
     NO_LAYOUT,
     PLAIN_TYPES,
     Key,
@@ -51,7 +50,7 @@ LIMIT = 256
 lives on is one more for the garbage collector. A call that was dropped is made from another of its family."""
 
 _setting = os.environ.get("STREAM_ATTENTION_LAUNCH_CACHE", "1").lower()
-ENABLED = _setting not in ("0", "false", "off", "no") and HAS_WATCHERS
+ENABLED = _setting not in ("0", "false", "off", "no")
 """Whether calls are looked up at all."""
 
 COMPARE = _setting == "compare"
@@ -68,7 +67,7 @@ class PreparedCall:
     """How calls with one key are computed."""
 
     __slots__ = (
-        "_backwards", "_checked", "_family", "_lengths", "_options", "_places", "_planned", "_problem", "_wanted",
+        "_backwards", "_checked", "_lengths", "_options", "_places", "_planned", "_problem", "_templates", "_wanted",
         "anew", "forward", "looks_transposed",
     )  # fmt: skip
 
@@ -90,8 +89,8 @@ class PreparedCall:
         self._options = options  # of the op, behind its tensors
         self._backwards: dict[Hashable, Backward] = {}
         self._wanted: dict[tuple[bool, ...], tuple[bool, ...]] = {}  # by ctx.needs_input_grad
-        self._family: _Family | None = None
-        self._lengths: Hashable = None  # as its family rounds them
+        self._templates: _Templates | None = None  # that it is one of, or was made from
+        self._lengths: Hashable = None  # as they round them
         self._checked: set[Hashable] = set()
 
     @property
@@ -146,44 +145,31 @@ class PreparedCall:
             found = self._wanted[needed] = tuple(by_place.get(place, False) for place in _DIFFERENTIABLE)
         return found
 
-    def backward(
-        self,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        wanted: tuple[bool, ...],
-    ) -> Gradients:
+    def backward(self, inputs: Inputs, given: Results, wanted: tuple[bool, ...]) -> Gradients:
         """The gradients that are wanted, contiguous."""
-        key = _backward_key(inputs, out, lse, grad_out, grad_lse, wanted)
+        key = _backward_key(inputs, *given, wanted)
         known = self._backwards.get(key)
         if known is None:
-            known = self._prepare_backward(inputs, out, lse, grad_out, grad_lse, Wanted(*wanted))
+            known = self._prepare_backward(inputs, given, Wanted(*wanted))
             with _lock:
                 while len(self._backwards) >= _MOST_BACKWARDS:
                     del self._backwards[next(iter(self._backwards))]
                 self._backwards[key] = known
-        if is_profiled():
-            with torch.profiler.record_function("stream_attention::backward"):
-                return known(inputs, out, lse, grad_out, grad_lse)
-        return known(inputs, out, lse, grad_out, grad_lse)
+        gradients: Gradients = labelled("backward", known, inputs, *given)
+        return gradients
 
-    def _prepare_backward(
-        self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
-    ) -> Backward:
-        saved, family = (out, lse, grad_out, grad_lse), self._family
-        read = (*inputs[:3], out, grad_out)
-        if grad_lse is not None or not all(t.data_ptr() % 16 == 0 and are_aligned(t.stride()) for t in read):
-            family = None
-        if family is not None:
-            found = family.backward(self, inputs, saved, wanted)
+    def _prepare_backward(self, inputs: Inputs, given: Results, wanted: Wanted) -> Backward:
+        templates, (out, _, grad_out, grad_lse) = self._templates, given
+        if grad_lse is not None or not all(map(_is_aligned, (*inputs[:3], out, grad_out))):
+            templates = None
+        if templates is not None:
+            found = templates.backward(self, inputs, given, wanted)
             if found is not None:
                 return found
         planned, tensors = plan_backward(self.arguments(inputs), grad_lse, wanted)
-        made = prepare_backward(planned, tensors, *saved, wanted)
-        if family is not None and hasattr(made, "resized"):
-            family.add_backward(wanted, planned, made)
+        made = prepare_backward(planned, tensors, given, wanted)
+        if templates is not None and hasattr(made, "resized"):
+            templates.add_backward(wanted, planned, made)
         return made
 
     def gradients_of(self, grads: Sequence[Tensor | None], needed: tuple[bool, ...]) -> list[Tensor | None]:
@@ -231,51 +217,27 @@ def _backward_key(
     return (*found, *others) if others else found
 
 
-class _Family:
-    """Calls that differ in their lengths and strides alone: what was prepared for some of them makes the others.
+class _Templates:
+    """Calls that were prepared, of a family, from which those of other lengths are made.
 
     Lengths choose the backend and its configuration, and may change a constexpr, such as whether a window hides
     anything. So templates are kept by the first two, a few for each, and found by lengths as plans round them.
     """
 
-    __slots__ = ("_plans", "_problem", "_templates", "calls", "key", "latest", "newest")
-
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
-        self.latest: tuple[Hashable, Any] = None, None  # lengths and call that were made last
-        self.calls: dict[Hashable, PreparedCall] = {}  # by lengths and strides
-        self.newest: Any = None  # of those that `keep_call` kept
-        self._problem: Any = None  # of a call that can be resized
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem  # of one of them
         self._plans: dict[Hashable, tuple[Plan, list[Any]]] = {}  # by rounded lengths, each with its templates
-        self._templates: dict[Hashable, list[Any]] = {}  # calls by backend and configuration; backwards likewise
+        self._found: dict[Hashable, list[Any]] = {}  # calls by backend and configuration; backwards likewise
 
-    def add_template(self, call: PreparedCall) -> None:
-        """Make others from a call that was prepared, if it can be resized and its tensors are aligned."""
-        planned = call._planned
-        self._problem = call._problem
-        call._family, call._lengths = self, _rounded_lengths(call._problem)
-        _keep_newest(self._templates.setdefault((planned.backend, planned.config), []), call)
-
-    def made(self, lengths: Hashable, make: Callable[[], Any]) -> Any:
-        """A call that is new, kept when it is asked for again."""
-        made_for, call = self.latest
-        if made_for == lengths:
-            _add(self, lengths, call)
-        else:
-            call = make()
-            if call is not None:
-                self.latest = lengths, call
-        return call
+    def add(self, call: PreparedCall) -> None:
+        call._templates, call._lengths = self, _rounded_lengths(call._problem)
+        self._add((call._planned.backend, call._planned.config), call)
 
     def resized(self, inputs: Any, lengths: Any, options: tuple[Any, ...]) -> PreparedCall | None:
-        """The call of the family with these inputs, whose key has these lengths; None where there is no template."""
-        q_len, k_len, v_rows, q_strides, k_strides, v_strides, longest = lengths
+        """The call with these inputs, whose key has these lengths; None where there is no template."""
+        q_len, k_len, v_rows, *strides, longest = lengths
         like = self._problem
-        if (
-            like is None
-            or k_len != v_rows
-            or not (are_aligned(q_strides) and are_aligned(k_strides) and are_aligned(v_strides))
-        ):
+        if k_len != v_rows or not all(map(are_aligned, strides)):
             return None
         if like.packed:
             q_len, k_len = longest
@@ -285,30 +247,33 @@ class _Family:
         for template in templates:
             forward = template.forward.resized(problem, inputs, planned.config)
             if forward is not None:
-                options, anew = (*longest, *options), template.anew
-                call = PreparedCall(planned, problem, forward, template._places, options, anew)
-                call._family, call._lengths, call._checked = self, rounded, template._checked
+                call = PreparedCall(planned, problem, forward, template._places, (*longest, *options), template.anew)
+                call._templates, call._lengths, call._checked = self, rounded, template._checked
                 call._wanted = template._wanted
                 if not like.packed and like.q_heads > min(q_len, validate.MOST_HEADS):
                     call.looks_transposed = validate.looks_transposed(inputs.query, inputs.key)
                 return call
         return None
 
-    def backward(self, call: PreparedCall, inputs: Inputs, saved: tuple[Any, ...], wanted: Wanted) -> Backward | None:
-        """The backward of a call of the family; None where there is no template for it."""
+    def backward(self, call: PreparedCall, inputs: Inputs, given: Results, wanted: Wanted) -> Backward | None:
+        """The backward of a call that is one of them, or was made from one; None where there is no template for it."""
         problem = call._problem.replace(backward=True, row_grad=wanted.alibi_slopes or wanted.sink)
         if problem.dtype is torch.float32:
             problem = problem.replace(tf32=torch.backends.cuda.matmul.allow_tf32)
         planned, templates = self._plan((call._lengths, wanted, problem.tf32), problem, call._options[-1], wanted)
         for template in templates:
-            found: Backward | None = template.resized(problem, inputs, planned.config, *saved)
+            found: Backward | None = template.resized(problem, inputs, planned.config, *given)
             if found is not None:
                 return found
         return None
 
     def add_backward(self, wanted: Wanted, planned: Plan, made: Any) -> None:
-        key = wanted, planned.problem.tf32, planned.backend, planned.config
-        _keep_newest(self._templates.setdefault(key, []), made)
+        self._add((wanted, planned.problem.tf32, planned.backend, planned.config), made)
+
+    def _add(self, key: Hashable, one: Any) -> None:
+        """Put a template before the others, and drop the oldest."""
+        templates = self._found.setdefault(key, [])
+        templates[:] = [one, *templates[: _MOST_TEMPLATES - 1]]
 
     def _plan(
         self, rounded: Hashable, problem: Problem, backend: str, wanted: Wanted | None = None
@@ -321,33 +286,31 @@ class _Family:
             if wanted is not None:
                 key = wanted, problem.tf32, *key
             with _lock:
-                found = planned, self._templates.setdefault(key, [])
+                found = planned, self._found.setdefault(key, [])
                 while len(self._plans) >= LIMIT:
                     del self._plans[next(iter(self._plans))]
                 self._plans[rounded] = found
         return found
 
 
+_MOST_TEMPLATES = 4
+
+
 def _is_template(call: PreparedCall, inputs: Inputs) -> bool:
     """Whether calls of other lengths can be made from one that was prepared. A mask, a bias and the words of dropout
     have lengths of their own."""
     others = inputs.mask is None and inputs.bias is None and inputs.seed is None
-    aligned = all(t.data_ptr() % 16 == 0 for t in inputs[:3])
-    aligned = aligned and all(are_aligned(t.stride()) for t in inputs[:3])
-    return others and aligned and inputs.key.shape[-3] == inputs.value.shape[-3] and hasattr(call.forward, "resized")
+    same_length = inputs.key.shape[-3] == inputs.value.shape[-3]
+    return others and same_length and all(map(_is_aligned, inputs[:3])) and hasattr(call.forward, "resized")
+
+
+def _is_aligned(t: Tensor) -> bool:
+    return t.data_ptr() % 16 == 0 and are_aligned(t.stride())
 
 
 def _rounded_lengths(problem: Any) -> Hashable:
     """All that a plan looks at which may differ in a family."""
     return rounded_length(problem.shape.q_len), rounded_length(problem.kv.k_len), problem.window
-
-
-_MOST_TEMPLATES = 4
-
-
-def _keep_newest(templates: list[Any], one: Any) -> None:
-    """Put a template before the others, and drop the oldest."""
-    templates[:] = [one, *templates[: _MOST_TEMPLATES - 1]]
 
 
 class _Attention(_SingleLevelFunction):
@@ -377,14 +340,15 @@ class _Attention(_SingleLevelFunction):
         inputs, wanted = call.inputs_of(tensors), call.wanted(needed)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        if torch.is_grad_enabled() or not ENABLED or is_watched() or not _has_memory(grad_out, grad_lse):
+        has_memory = layout_of(grad_out) and (grad_lse is None or layout_of(grad_lse))
+        if torch.is_grad_enabled() or not ENABLED or is_watched() or not has_memory:
             backward_op = torch.ops.stream_attention.backward.default
             grads = backward_op(grad_out, grad_lse, out, lse, list(wanted), *call.arguments(inputs))
         else:
-            given = inputs, out, lse, grad_out, grad_lse, wanted
-            grads = call.backward(*given)
+            given = out, lse, grad_out, grad_lse
+            grads = call.backward(inputs, given, wanted)
             if COMPARE and call.is_deterministic:
-                compare(grads, call.anew(call.arguments(inputs)).backward(*given))
+                compare(grads, call.anew(call.arguments(inputs)).backward(inputs, given, wanted))
         return None, *call.gradients_of(grads, needed)
 
     @staticmethod
@@ -393,18 +357,6 @@ class _Attention(_SingleLevelFunction):
 
 
 _apply: Callable[..., Any] = _Attention.apply  # type: ignore[attr-defined]
-
-
-def _has_memory(grad_out: Tensor, grad_lse: Tensor | None) -> bool:
-    """Whether gradients are plain tensors: no subclass, not batched by vmap, negated or a stand-in for zeros."""
-    try:
-        if type(grad_out) not in PLAIN_TYPES or not grad_out.data_ptr() or grad_out.is_neg():
-            return False
-        if grad_lse is None:
-            return True
-        return type(grad_lse) in PLAIN_TYPES and bool(grad_lse.data_ptr()) and not grad_lse.is_neg()
-    except RuntimeError:
-        return False
 
 
 def labelled(name: str, compute: Callable[..., Any], *arguments: Any) -> Any:
@@ -438,10 +390,10 @@ def kept(arguments: tuple[Any, ...]) -> PreparedCall | None:
     key = key_of(inputs, lengths, options) if ENABLED else None
     if key is None:
         return None
-    call = find(key, inputs, options)
+    call: PreparedCall | None = find(key, inputs, key.lengths, options)
     if call is None:
         call = prepare(arguments)
-        keep(key, call, inputs)
+        keep_prepared(key, call, inputs)
     return call
 
 
@@ -455,6 +407,18 @@ def prepare(arguments: tuple[Any, ...]) -> PreparedCall:
     return call
 
 
+class _Family:
+    """Calls that differ in their lengths and strides alone."""
+
+    __slots__ = ("calls", "key", "latest", "template")
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self.calls: dict[Hashable, Any] = {}  # by lengths and strides
+        self.template: Any = None  # whose `resized` makes calls of other lengths; None: nothing does
+        self.latest: tuple[Hashable, Any] = None, None  # lengths and call that it made last
+
+
 _families: dict[Hashable, _Family] = {}
 _order: deque[tuple[_Family, Hashable]] = deque()
 """The calls that are kept, oldest first, each by its family and its lengths."""
@@ -462,36 +426,51 @@ _order: deque[tuple[_Family, Hashable]] = deque()
 _lock = Lock()
 
 
-def find(key: Key, inputs: Any, options: tuple[Any, ...]) -> PreparedCall | None:
-    """The prepared call with a key: as it was prepared before or, where its lengths are new, made from one of its
-    family; else None.
+def find(key: tuple[Hashable, Hashable], *given: Any) -> Any:
+    """The call that was kept with a key or, where its lengths are new, that its family's template makes of what is
+    given; else None.
 
     One that was made is kept from its second use on, as in the next layer of a model. Lengths that never come back
     leave nothing behind."""
-    family = _families.get(key.family)
+    of, lengths = key
+    family = _families.get(of)
     if family is None:
         return None
-    call = family.calls.get(key.lengths)
-    if call is not None:
+    call = family.calls.get(lengths)
+    if call is not None or family.template is None:
         return call
-    return family.made(key.lengths, lambda: family.resized(inputs, key.lengths, options))
+    made_for, call = family.latest
+    if made_for == lengths:
+        _add(family, lengths, call)
+        return call
+    call = family.template.resized(*given)
+    if call is not None:
+        family.latest = lengths, call
+    return call
 
 
-def keep(key: Key, call: PreparedCall, inputs: Inputs) -> None:
-    """Keep a call that was prepared, also as a template of its family."""
-    family = _family(key.family)
-    _add(family, key.lengths, call)
+def keep(key: tuple[Hashable, Hashable], call: Any, template: Any = None) -> None:
+    """Keep a call, and what makes those of other lengths, if that is possible."""
+    of, lengths = key
+    with _lock:
+        family = _families.setdefault(of, _Family(of))
+        if template is not None:
+            family.template = template
+    _add(family, lengths, call)
+
+
+def keep_prepared(key: Key, call: PreparedCall, inputs: Inputs) -> None:
+    """Keep a call that was prepared, also as one of its family's templates."""
+    templates = None
     if _is_template(call, inputs):
         with _lock:
-            family.add_template(call)
+            family = _families.get(key.family)
+            templates = _Templates(call._problem) if family is None or family.template is None else family.template
+            templates.add(call)
+    keep(key, call, templates)
 
 
-def _family(key: Hashable) -> _Family:
-    with _lock:
-        return _families.setdefault(key, _Family(key))
-
-
-def _add(family: _Family, lengths: Hashable, call: PreparedCall) -> None:
+def _add(family: _Family, lengths: Hashable, call: Any) -> None:
     with _lock:
         while len(_order) >= LIMIT:
             oldest, dropped = _order.popleft()
@@ -502,26 +481,6 @@ def _add(family: _Family, lengths: Hashable, call: PreparedCall) -> None:
             _order.append((family, lengths))
         family.calls[lengths] = call
         _families[family.key] = family  # which another thread may have dropped
-
-
-def find_call(family: Hashable, rest: Hashable, resized: Callable[[Any], Any] | None = None) -> Any:
-    """What `keep_call` kept with a key; where its lengths are new, what `resized` makes of another of its family, if
-    that is possible; else None."""
-    found = _families.get(family)
-    if found is None:
-        return None
-    call = found.calls.get(rest)
-    if call is not None or resized is None:
-        return call
-    newest = found.newest  # none yet, where another thread keeps the first
-    return None if newest is None else found.made(rest, lambda: resized(newest))
-
-
-def keep_call(key: Key, call: Any) -> None:
-    """Keep a call that is no `PreparedCall`."""
-    family = _family(key.family)
-    _add(family, key.lengths, call)
-    family.newest = call
 
 
 def size() -> int:

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from ..backends import BY_NAME, installed
 from ..base.graph_break import uncompiled
-from ..base.problem import Backward, Forward, Gradients, Inputs, Problem, Request, Wanted, padded_to, state_problem
+from ..base.problem import (
+    Backward,
+    Forward,
+    Gradients,
+    Inputs,
+    Problem,
+    Request,
+    Results,
+    Wanted,
+    padded_to,
+    state_problem,
+)
 from .plan import Plan, plan
 
 _INPUTS = len(Inputs._fields)
@@ -21,17 +32,7 @@ def problem_of(arguments: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
     """Split the flat arguments of an op into the problem they state, its tensors, and the backend asked for."""
     q_len, k_len, causal, left, right, softcap, scale, dropout_p, deterministic, backend = arguments[_INPUTS:]
     inputs = Inputs(*arguments[:_INPUTS])
-    problem = state_problem(
-        inputs,
-        q_len=q_len,
-        k_len=k_len,
-        causal=causal,
-        window=(left, right),
-        softcap=softcap,
-        scale=scale,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-    )
+    problem = state_problem(inputs, q_len, k_len, causal, (left, right), softcap, scale, dropout_p, deterministic)
     return problem, inputs, backend
 
 
@@ -107,31 +108,22 @@ def plan_backward(arguments: tuple[Any, ...], grad_lse: Tensor | None, wanted: W
     return plan(problem.replace(backward=True, lse_grad=grad_lse is not None, row_grad=row_grad), backend), inputs
 
 
-def prepare_backward(
-    planned: Plan,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    wanted: Wanted,
-) -> Backward:
+def prepare_backward(planned: Plan, inputs: Inputs, given: Results, wanted: Wanted) -> Backward:
     """The planned backward of every call whose tensors lie as these do. Kernels read rows of `out` and `grad_out`
     element after element; an expanded gradient, such as that of sum(), is copied."""
     warn_if_lacking(planned)
     problem = planned.problem
-    saved = _as_kernels_read(problem, planned, out, lse, grad_out, grad_lse)
+    saved = _as_kernels_read(planned, *given)
     padded = _padded(inputs, problem) if planned.padded_from else inputs
     backend = BY_NAME[planned.backend]
     backward = backend.prepare_backward(problem, padded, planned.config, *saved, wanted=wanted)
     if not backend.compiles:
         backward = _contiguous(without_autocast(backward, problem.device.type))
-    as_it_lies = (out, lse, grad_out, grad_lse)
-    if not planned.padded_from and all(given is read for given, read in zip(as_it_lies, saved, strict=True)):
+    if not planned.padded_from and all(one is read for one, read in zip(given, saved, strict=True)):
         return backward
 
-    def run(inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
-        saved = _as_kernels_read(problem, planned, out, lse, grad_out, grad_lse)
+    def run(inputs: Inputs, *given: Any) -> Gradients:
+        saved = _as_kernels_read(planned, *given)
         if not planned.padded_from:
             return backward(inputs, *saved)
         grads = backward(_padded(inputs, problem), *saved)
@@ -145,18 +137,10 @@ def prepare_backward(
     return run
 
 
-def run_backward(
-    planned: Plan,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
-    """Compute a planned backward."""
-    saved = out, lse, grad_out, grad_lse
-    return prepare_backward(planned, inputs, *saved, wanted)(inputs, *saved)
+def run_backward(planned: Plan, inputs: Inputs, *given_and_wanted: Any) -> Gradients:
+    """Compute a planned backward, of `Results` and of the gradients wanted."""
+    *given, wanted = given_and_wanted
+    return prepare_backward(planned, inputs, tuple(given), wanted)(inputs, *given)
 
 
 def _padded(inputs: Inputs, problem: Problem) -> Inputs:
@@ -165,15 +149,13 @@ def _padded(inputs: Inputs, problem: Problem) -> Inputs:
     return inputs._replace(query=query, key=key, value=padded_to(inputs.value, problem.value_dim))
 
 
-def _as_kernels_read(
-    problem: Problem, planned: Plan, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _as_kernels_read(planned: Plan, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Results:
     if out.stride(-1) != 1:
         out = out.contiguous()
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
     if planned.padded_from:
-        out, grad_out = (padded_to(t, problem.value_dim) for t in (out, grad_out))
+        out, grad_out = (padded_to(t, planned.problem.value_dim) for t in (out, grad_out))
     return out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
 
 

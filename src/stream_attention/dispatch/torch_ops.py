@@ -58,7 +58,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = call.backward(Inputs._make(arguments[:_INPUTS]), out, lse, grad_out, grad_lse, tuple(wanted))
+    grads = call.backward(Inputs._make(arguments[:_INPUTS]), (out, lse, grad_out, grad_lse), tuple(wanted))
     return tuple(
         [
             grad if want and grad is not None else empty(out, (0,), (1,), out.dtype)
@@ -168,7 +168,8 @@ def _autograd_kernel(op: Any, function: Any, compute: Any, inputs_at: int) -> Ca
         if not differentiable and forward_ad._current_level < 0:
             with torch._C._AutoDispatchBelowAutograd():
                 call = None
-                if not launch_cache.is_watched() and _are_their_memory(arguments[:inputs_at]):
+                given = (t for t in arguments[:inputs_at] if isinstance(t, Tensor))
+                if not launch_cache.is_watched() and all(map(launch_cache.layout_of, given)):
                     call = launch_cache.kept(arguments[inputs_at:])
                 return op(*arguments) if call is None else compute(call, *arguments)
         if not torch._C._are_functorch_transforms_active():
@@ -177,17 +178,6 @@ def _autograd_kernel(op: Any, function: Any, compute: Any, inputs_at: int) -> Ca
             return apply(*arguments)
 
     return kernel
-
-
-def _are_their_memory(arguments: tuple[Any, ...]) -> bool:
-    """Whether every tensor among them is its memory: no subclass that would see the op, and none that the dispatcher
-    has yet to negate or to fill with zeros."""
-    for t in arguments:
-        if isinstance(t, Tensor) and (
-            type(t) not in launch_cache.PLAIN_TYPES or t.is_meta or t.is_neg() or t._is_zerotensor()
-        ):
-            return False
-    return True
 
 
 def _below_autograd(op: Any, arguments: tuple[Any, ...]) -> Any:

@@ -20,7 +20,7 @@ from torch.fx import Proxy
 from ..backends import FP8_HEAD_DIMS
 from ..base.errors import refuse
 from ..base.kv_layouts import ContiguousKV, Fp8KV, KVCache, PagedKV, QuantizedKV, checks
-from ..base.problem import UNBOUNDED
+from ..base.problem import UNBOUNDED, CallOptions, Inputs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST, SMALLEST = 2.3e38, 1.2e-38
@@ -113,17 +113,9 @@ def hint_about(given: Any) -> str:
     return FP8_HINT if isinstance(given, Fp8KV) else ""
 
 
-def attention_tensors(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    may_be_empty: bool = False,
-) -> None:
+def attention_tensors(inputs: Inputs, may_be_empty: bool = False) -> None:
     """Check the tensors of a dense call. `may_be_empty`: also without heads, or with head dims of 0."""
+    query, key, value, mask, bias, alibi_slopes, sink, *_ = inputs
     _qkv(query, key, value, "[B, Tq, Hq, D]", "[B, Tk, Hkv, D]", "[B, Tk, Hkv, Dv]", may_be_empty)
     batch, q_len, q_heads, _ = query.shape
     k_len = key.shape[1]
@@ -144,26 +136,16 @@ def attention_tensors(
 
 
 def varlen_tensors(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    mask: None,
-    bias: None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    may_be_empty: bool = False,
+    inputs: Inputs, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, may_be_empty: bool = False
 ) -> None:
     """Check the tensors of a packed call, as those of a dense one, but not the values of `cu_seqlens`."""
+    query, key, value, mask, bias, alibi_slopes, sink, _, cu_seqlens_q, cu_seqlens_k = inputs
     for name, refused in (("mask", mask), ("bias", bias)):
         if refused is not None:
             refuse(name, "None for packed sequences", "a value", "Use attention() with padded sequences.")
     _qkv(query, key, value, "[Nq, Hq, D]", "[Nk, Hkv, D]", "[Nk, Hkv, Dv]", may_be_empty)
-    _offsets("cu_seqlens_q", cu_seqlens_q, query)
-    _offsets("cu_seqlens_k", cu_seqlens_k, query)
+    cu_seqlens_q = _offsets("cu_seqlens_q", cu_seqlens_q, query)
+    cu_seqlens_k = _offsets("cu_seqlens_k", cu_seqlens_k, query)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         expected = f"as many sequences as cu_seqlens_q, shape {list(cu_seqlens_q.shape)}"
         refuse("cu_seqlens_k", expected, list(cu_seqlens_k.shape))
@@ -210,18 +192,9 @@ def cu_seqlens_values(name: str, offsets: list[int], rows: int, longest: int | N
     return max(lengths, default=0) if longest is None else longest
 
 
-def options(
-    causal: bool,
-    window: tuple[int, int] | None,
-    softcap: float,
-    scale: float | None,
-    dropout_p: float,
-    seed: int | Tensor | None,
-    deterministic: bool | None,
-    return_lse: bool,
-    query: Tensor,
-) -> None:
-    """Check what is not a tensor of the maths."""
+def options(given: CallOptions, query: Tensor) -> None:
+    """Check what is not a tensor of the maths; `precision` checks the precision."""
+    causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, *_ = given
     flags(causal=causal, return_lse=return_lse)
     if deterministic is not None and not isinstance(deterministic, bool):
         refuse("deterministic", "a bool, or None for torch's own setting", deterministic, error=TypeError)
@@ -264,34 +237,25 @@ def flags(**given: Any) -> None:
             refuse(name, "a bool", _describe(flag), error=TypeError)
 
 
-def precision(
-    precision: str | None,
-    rotate: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    softcap: float,
-    dropout_p: float,
-) -> None:
-    """Check a call that says in which precision, whose tensors and options were checked as those of any."""
+def precision(given: CallOptions, inputs: Inputs) -> None:
+    """Check the precision of a call whose tensors and other options were checked."""
+    precision, rotate = given.precision, given.rotate
+    if precision is None and rotate is False:
+        return
     if precision not in (None, "fp8"):
         error = ValueError if isinstance(precision, str) else TypeError
         refuse("precision", '"fp8", or None (the dtype of the tensors)', _describe(precision), error=error)
     flags(rotate=rotate)
     if precision is None:
         refuse("rotate", 'False without precision="fp8"', rotate, 'Pass precision="fp8", or leave rotate out.')
-    tensors = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sink": sink}
-    for name, given in tensors.items():
-        if given is not None:
+    for name in ("mask", "bias", "alibi_slopes", "sink"):
+        if getattr(inputs, name) is not None:
             refuse(name, 'None with precision="fp8"', "a tensor", "Leave precision out.")
-    for name, number in (("softcap", softcap), ("dropout_p", dropout_p)):
-        if number:
+    for name in ("softcap", "dropout_p"):
+        if number := getattr(given, name):
             refuse(name, '0 with precision="fp8"', number, "Leave precision out.")
-    _fp8_tensors({"query": query, "key": key, "value": value}, 'with precision="fp8"', "leave precision out")
+    tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
+    _fp8_tensors(tensors, 'with precision="fp8"', "leave precision out")
 
 
 def fp8_keys(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
@@ -499,12 +463,13 @@ def states(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
             refuse(f"lses[{index}]", f"shape {[*lead, heads, rows]} to match its out", list(lse.shape))
 
 
-def _offsets(name: str, cu_seqlens: Any, beside: Tensor) -> None:
+def _offsets(name: str, cu_seqlens: Any, beside: Tensor) -> Tensor:
     _tensor(name, cu_seqlens, beside)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         refuse(name, "dtype torch.int32 or torch.int64", cu_seqlens.dtype, error=TypeError)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         refuse(name, "shape [sequences + 1]", list(cu_seqlens.shape))
+    return cu_seqlens
 
 
 def _longest(name: str, given: Any) -> None:

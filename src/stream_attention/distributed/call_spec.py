@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import check_int, refuse
+from ..base.problem import Inputs
 from ..dispatch import validate
 from ..dispatch.plan import requested
 from ..ops.attention import in_autocast_dtype, seed_tensor
@@ -71,10 +72,10 @@ def prepare(call: str, arguments: Mapping[str, Any]) -> CallSpec:
         refuse("mask and bias", "None for packed sequences", "a value", "Use padded sequences, without cu_seqlens.")
     for q, k, v in tensors:
         if offsets is None:
-            validate.attention_tensors(q, k, v, None, None, alibi_slopes, sink)
+            validate.attention_tensors(Inputs(q, k, v, alibi_slopes=alibi_slopes, sink=sink))
             continue
         ends = torch.tensor(offsets, device=first.device)
-        validate.varlen_tensors(q, k, v, ends, ends, None, None, None, None, alibi_slopes, sink)
+        validate.varlen_tensors(Inputs(q, k, v, None, None, alibi_slopes, sink, None, ends, ends))
         if q.shape[0] != k.shape[0]:
             refuse("key", f"as many rows as the query, {q.shape[0]}, of packed sequences", k.shape[0])
     options.check(first)
@@ -105,7 +106,7 @@ def prepare(call: str, arguments: Mapping[str, Any]) -> CallSpec:
     for (q, k, v), its_mask, its_bias in zip(tensors, masks, biases, strict=True):
         # Without memory, in the shape of the keys of all ranks.
         all_k, all_v = (t.new_empty(1, 1, 1, t.shape[3]).expand(t.shape[0], keys, *t.shape[2:]) for t in (k, v))
-        validate.attention_tensors(q, all_k, all_v, its_mask, its_bias, None, None)
+        validate.attention_tensors(Inputs(q, all_k, all_v, its_mask, its_bias))
         shards.append((q, k, v, *modifiers(its_mask, its_bias, alibi_slopes, sink), pair))
     attention, listed = Attention.of(first, options, q_base), isinstance(query, (list, tuple))
     q_runs, k_runs = (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import refuse
-from ..base.problem import UNBOUNDED
+from ..base.problem import UNBOUNDED, Inputs
 from ..base.state import Saved
 from ..dispatch import validate
 from ..dispatch.plan import requested
@@ -77,7 +77,7 @@ def query_sharded_attention(
     columns = [check_shards(name, arguments.pop(name), transport.ranks, optional=True) for name in TENSORS]
     copies = [(*in_autocast_dtype(*one[:3]), *one[3:]) for one in zip(*columns, strict=True)]
     for one in copies:
-        validate.attention_tensors(*one)
+        validate.attention_tensors(Inputs(*one))
     first = copies[0][0]
     options.check(first)
     if transport.size == 1:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.problem import Inputs, Wanted
+from ..base.problem import CallOptions, Inputs, Wanted
 from ..base.state import EMPTY, Saved, add_sink
 from ..dispatch import validate
 from ..dispatch.plan import requested
@@ -115,7 +115,7 @@ class Options(NamedTuple):
         return cls(**{name: arguments[name] for name in cls._fields if name in arguments})
 
     def check(self, query: Tensor) -> None:
-        validate.options(*self[:-1], query)
+        validate.options(CallOptions(*self), query)
 
 
 @dataclass(frozen=True)

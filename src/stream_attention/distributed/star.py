@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import check_int, refuse
+from ..base.problem import Inputs
 from ..dispatch import validate
 from ..ops.attention import leading_ones
 from .graph_break import graph_break
@@ -115,7 +116,7 @@ def star_context_attention(
     options = Options(True, softcap=softcap, scale=scale, return_lse=return_lse, backend=backend)
     results = []
     for rank, its_query, its_key, its_value in zip(transport.ranks, *sides, strict=True):
-        validate.attention_tensors(its_query, its_key, its_value, None, None, alibi_slopes, sink)
+        validate.attention_tensors(Inputs(its_query, its_key, its_value, alibi_slopes=alibi_slopes, sink=sink))
         options.check(its_query)
         runs = star_rows(length, block_size, anchor_size, transport.size, rank)
         _check_rows("query, key, value", (its_query, its_key, its_value), rank, runs)

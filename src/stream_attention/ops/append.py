@@ -35,7 +35,7 @@ def append_by_kernel(kv: KVCache, key: Tensor, value: Tensor, rotary: Rotary | N
     if launch_cache.ENABLED and not launch_cache.is_watched():
         cache_key = _key_of(tensors, interleaved, kv.capacity)
         if cache_key is not None:
-            launch_cache.keep_call(cache_key, call)
+            launch_cache.keep(cache_key, call, template=call)
     call(tensors)
     return True
 
@@ -52,7 +52,7 @@ def cached_append(kv: Cache, key: Any, value: Any, rotary: Any) -> Callable[[], 
     cache_key = _key_of(tensors, interleaved, capacity)
     if cache_key is None:
         return None
-    call = launch_cache.find_call(*cache_key, lambda like: like.resized(tensors, capacity))
+    call = launch_cache.find(cache_key, tensors, capacity)
     return None if call is None else partial(_run, call, tensors, capacity, interleaved)
 
 

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from ..backends import AUTO
-from ..base.problem import UNBOUNDED, Gradients, Inputs, Positions, Problem, Wanted, gradient_of, state_problem
+from ..base.problem import (
+    UNBOUNDED,
+    CallOptions,
+    Gradients,
+    Inputs,
+    Positions,
+    Problem,
+    Wanted,
+    gradient_of,
+    state_problem,
+)
 from ..dispatch import launch_cache, validate
 from ..dispatch.flops import register_flop_formulas
 from ..dispatch.plan import plan, requested
@@ -129,11 +139,11 @@ def attention(
     """
     if unexpected or foreign:
         validate.unexpected(attention, unexpected, foreign)
+    tensors = query, key, value, mask, bias, alibi_slopes, sink
+    options = causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, backend, precision, rotate
     found = None
     if launch_cache.ENABLED and not launch_cache.is_watched():
-        optional = mask, bias, alibi_slopes, sink
-        options = causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, backend
-        found = look_up(query, key, value, optional, options, precision, rotate)
+        found = look_up(tensors, options)
         if found is not None and found.call is not None:
             if found.call.looks_transposed and not _warned_of_layout:
                 _warn_of_layout(query)
@@ -141,55 +151,13 @@ def attention(
     if type(query) is not Tensor or query.is_nested:
         elsewhere = _subclass_call(query)
         if elsewhere is not None:
-            return elsewhere(
-                {
-                    "query": query,
-                    "key": key,
-                    "value": value,
-                    "mask": mask,
-                    "bias": bias,
-                    "alibi_slopes": alibi_slopes,
-                    "sink": sink,
-                },
-                return_lse,
-                causal=causal,
-                window=window,
-                softcap=softcap,
-                scale=scale,
-                dropout_p=dropout_p,
-                seed=seed,
-                deterministic=deterministic,
-                precision=precision,
-                rotate=rotate,
-                backend=backend,
-            )
-    arguments = prepare_attention(
-        query,
-        key,
-        value,
-        causal,
-        window,
-        mask,
-        bias,
-        alibi_slopes,
-        sink,
-        softcap,
-        scale,
-        dropout_p,
-        seed,
-        deterministic,
-        return_lse,
-        backend,
-        precision,
-        rotate,
-    )
+            return elsewhere(dict(zip(TENSORS, tensors, strict=True)), dict(zip(OPTIONS, options, strict=True)))
+    given = CallOptions(*options)
+    arguments = op_arguments(checked(Inputs(*tensors), given, validate.attention_tensors), given)
     looks_transposed = not torch.compiler.is_compiling() and validate.looks_transposed(query, key)
     if looks_transposed and not _warned_of_layout:
         _warn_of_layout(query)
-    if found is not None:
-        return found.prepare(arguments, return_lse, precision, rotate)
-    out, lse = call(arguments) if precision is None else call_fp8(arguments, rotate)
-    return (out, lse) if return_lse else out
+    return compute(arguments, given, found)
 
 
 class Found(NamedTuple):
@@ -203,58 +171,51 @@ class Found(NamedTuple):
     def compute(self, return_lse: bool) -> Any:
         assert self.call is not None
         inputs = self.inputs
-        if inputs.seed is None and self.seed_number is not _NO_DROPOUT:
+        if self.seed_number is not _NO_DROPOUT:
             inputs = inputs._replace(seed=seed_tensor(self.seed_number, inputs.query))
         out, lse = self.call(inputs, return_lse)
         return (out, lse) if return_lse else out
 
-    def prepare(
-        self,
-        arguments: tuple[Any, ...],
-        return_lse: bool,
-        precision: str | None,
-        rotate: bool,
-    ) -> Any:
-        """Compute a call that was checked, as `arguments` of the op, and keep it."""
-        if precision is None:
-            call = launch_cache.prepare(arguments)
-        else:
-            from . import fp8
-
-            call = fp8.prepare(arguments, rotate)
-        inputs = Inputs._make(arguments[: len(Inputs._fields)])
-        launch_cache.keep(self.key, call, inputs)
-        out, lse = call(inputs, return_lse)
-        return (out, lse) if return_lse else out
-
 
 _NO_DROPOUT: Any = object()
+OPTIONS = CallOptions._fields
+TENSORS = Inputs._fields[:7]  # those of `attention`
+
+
+def compute(arguments: tuple[Any, ...], options: CallOptions, found: Found | None) -> Any:
+    """Compute a call that was checked, as `arguments` of the op, and keep it where it was looked up."""
+    from . import fp8
+
+    in_fp8, lse = options.precision is not None, None
+    if found is None:
+        out, lse = fp8.call(arguments, options.rotate) if in_fp8 else call(arguments)
+    else:
+        prepared = fp8.prepare(arguments, options.rotate) if in_fp8 else launch_cache.prepare(arguments)
+        inputs = Inputs._make(arguments[: len(Inputs._fields)])
+        launch_cache.keep_prepared(found.key, prepared, inputs)
+        out, lse = prepared(inputs, options.return_lse)
+    return (out, lse) if options.return_lse else out
 
 
 def look_up(
-    query: Any,
-    key: Any,
-    value: Any,
-    optional: tuple[Any, Any, Any, Any],
+    tensors: tuple[Any, ...],
     options: tuple[Any, ...],
-    precision: Any = None,
-    rotate: Any = False,
     cu_seqlens: tuple[Any, Any] = (None, None),
     lengths: tuple[int, int] = (0, 0),
 ) -> Found | None:
     """What the launch cache has of a call, whose tensors may be anything still; None where it must be checked first and
     is not kept."""
+    query, key, value, mask, bias, slopes, sink = tensors
     if not isinstance(query, Tensor) or query.is_nested or query.dim() < 3:
         return None
-    dropout_p, seed = options[4:6]
-    others = launch_cache.options_of(query.shape[-1], *options)
+    others = launch_cache.options_of(query.shape[-1], options)
     if others is None:
         return None
     if torch._C._is_any_autocast_enabled():
         query, key, value = in_autocast_dtype(query, key, value)
-    mask, bias, slopes, sink = optional
+    dropout_p, seed = options[4:6]
     if mask is not None or bias is not None or slopes is not None or sink is not None or isinstance(seed, Tensor):
-        for t in (*optional, None if isinstance(seed, int) else seed):
+        for t in (*tensors[3:], None if isinstance(seed, int) else seed):
             if t is not None and (not isinstance(t, Tensor) or t.layout is not torch.strided):
                 return None
         mask, bias, slopes = leading_ones(mask, 4), leading_ones(bias, 4), _contiguous(leading_ones(slopes, 2))
@@ -264,7 +225,8 @@ def look_up(
         seed_number, seed = seed, None
     inputs = Inputs(query, key, value, mask, bias, slopes, sink, _contiguous(seed), *cu_seqlens)
     key_options = others
-    if precision is not None or rotate is not False:
+    if options[9] is not None or options[10] is not False:
+        precision, rotate = options[9:]
         if precision != "fp8" or type(precision) is not str or type(rotate) is not bool:
             return None
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (query, key, value)):
@@ -273,7 +235,8 @@ def look_up(
     cache_key = launch_cache.key_of(inputs, lengths, key_options)
     if cache_key is None:
         return None
-    return Found(cache_key, launch_cache.find(cache_key, inputs, others), inputs, seed_number)
+    call = launch_cache.find(cache_key, inputs, cache_key.lengths, others)
+    return Found(cache_key, call, inputs, seed_number)
 
 
 def _subclass_call(query: Any) -> Callable[..., Any] | None:
@@ -309,68 +272,43 @@ def _warn_of_layout(query: Tensor) -> None:
     )
 
 
-def prepare_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    window: tuple[int, int] | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    softcap: float,
-    scale: float | None,
-    dropout_p: float,
-    seed: int | Tensor | None,
-    deterministic: bool | None,
-    return_lse: bool,
-    backend: str,
-    precision: str | None = None,
-    rotate: bool = False,
-) -> tuple[Any, ...]:
+def prepare_attention(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> tuple[Any, ...]:
     """Check a call of `attention` and turn it into arguments of the library op; nothing is computed."""
-    backend = requested(backend)
-    query, key, value = in_autocast_dtype(query, key, value)
-    validate.attention_tensors(query, key, value, mask, bias, alibi_slopes, sink, may_be_empty=True)
-    validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, query)
-    if precision is not None or rotate is not False:
-        validate.precision(precision, rotate, query, key, value, mask, bias, alibi_slopes, sink, softcap, dropout_p)
-    mask, bias, alibi_slopes = leading_ones(mask, 4), leading_ones(bias, 4), leading_ones(alibi_slopes, 2)
-    inputs = Inputs(query, key, value, mask, bias, alibi_slopes, sink)
-    return op_arguments(inputs, causal, window, softcap, scale, dropout_p, seed, deterministic, backend)
+    inputs, options = Inputs(query, key, value, *map(others.get, TENSORS[3:])), CallOptions.of(others)
+    return op_arguments(checked(inputs, options, validate.attention_tensors), options)
 
 
-def op_arguments(
-    inputs: Inputs,
-    causal: bool,
-    window: tuple[int, int] | None,
-    softcap: float,
-    scale: float | None,
-    dropout_p: float,
-    seed: int | Tensor | None,
-    deterministic: bool | None,
-    backend: str,
-    q_len: int = 0,
-    k_len: int = 0,
-) -> tuple[Any, ...]:
-    """The flat arguments of the library ops, every default made explicit.
+def checked(inputs: Inputs, options: CallOptions, check: Callable[..., None], *max_seqlens: int | None) -> Inputs:
+    """Check a call, its tensors by `check`; returns its inputs, in autocast's dtype."""
+    query, key, value = in_autocast_dtype(*inputs[:3])
+    inputs = inputs._replace(query=query, key=key, value=value)
+    check(inputs, *max_seqlens, may_be_empty=True)
+    validate.options(options, query)
+    validate.precision(options, inputs)
+    return inputs
+
+
+def op_arguments(inputs: Inputs, options: CallOptions, q_len: int = 0, k_len: int = 0) -> tuple[Any, ...]:
+    """The flat arguments of the library ops, every default made explicit, of tensors that were checked.
 
     The small tensors are contiguous from here on: kernels read them without strides.
     """
+    causal, window, softcap, scale, dropout_p, seed, deterministic, _, backend, _, _ = options
     left, right = (min(side, _FAR) for side in window or (UNBOUNDED, UNBOUNDED))
     scale = max(inputs.query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     inputs = inputs._replace(
-        alibi_slopes=_contiguous(inputs.alibi_slopes),
+        mask=leading_ones(inputs.mask, 4),
+        bias=leading_ones(inputs.bias, 4),
+        alibi_slopes=_contiguous(leading_ones(inputs.alibi_slopes, 2)),
         sink=_contiguous(inputs.sink),
         seed=_contiguous(seed_tensor(seed, inputs.query)) if dropout_p else None,
         cu_seqlens_q=_contiguous(inputs.cu_seqlens_q),
         cu_seqlens_k=_contiguous(inputs.cu_seqlens_k),
     )
     numbers = float(softcap), scale, float(dropout_p)
-    return (*inputs, q_len, k_len, causal, left, right, *numbers, deterministic, backend)
+    return (*inputs, q_len, k_len, causal, left, right, *numbers, deterministic, requested(backend))
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -390,13 +328,6 @@ def call(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
             problem, tensors, _ = problem_of(arguments)
             plan(gradient_of(problem, tensors), backend)  # refuse now, not in the backward
     return forward_op(*arguments)
-
-
-def call_fp8(arguments: tuple[Any, ...], rotate: bool) -> tuple[Tensor, Tensor]:
-    """`call` from codes. torch.compile breaks its graph there."""
-    from . import fp8
-
-    return fp8.call(arguments, rotate)
 
 
 def _call_reference(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:

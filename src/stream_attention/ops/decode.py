@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import AUTO, BY_NAME
 from ..base.graph_break import uncompiled
 from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV, checks
-from ..base.problem import UNBOUNDED, DecodeInputs, Problem, Scores, Window, decode_problem
+from ..base.problem import UNBOUNDED, CallOptions, DecodeInputs, Problem, Scores, Window, decode_problem
 from ..dispatch import launch_cache, validate
 from ..dispatch import plan as planning
 from ..dispatch.plan import Plan, parse, requested
@@ -135,7 +135,7 @@ def decode_contiguous(
         inputs = DecodeInputs(query, cache, None, None, sink, None, False, None)
         options = True, window, softcap, scale, None, False, AUTO
         found, addresses = _key_of(inputs, options)
-        if found is not None and (call := launch_cache.find_call(*found)) is not None:
+        if found is not None and (call := launch_cache.find(found)) is not None:
             result: Tensor = _run(call, addresses, inputs, options, None)
             return result
     cache = ContiguousKV(key, value, lengths)
@@ -147,7 +147,7 @@ def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -
     key = None
     if launch_cache.ENABLED and not launch_cache.is_watched():
         key, addresses = _key_of(inputs, options)
-        if key is not None and (call := launch_cache.find_call(*key)) is not None:
+        if key is not None and (call := launch_cache.find(key)) is not None:
             return _run(call, addresses, inputs, options, look)
     _refuse_gradients(inputs.query, inputs.cache, inputs.alibi_slopes, inputs.sink)
     with torch.no_grad():  # as a decorator it takes 10 us more
@@ -157,7 +157,7 @@ def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -
         compute = _prepare(plan, inputs)
         if key is not None:
             call = _Call(compute, checks.should_validate(None, inputs.query))
-            launch_cache.keep_call(launch_cache.Key(*key), call)
+            launch_cache.keep(key, call)
         result, lse = compute(inputs)
         return result if lse is None else (result, lse)
 
@@ -297,7 +297,7 @@ def _planned(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) 
     query, cache, tree, slopes, sink, out, return_lse, workspace = inputs
     causal, window, softcap, scale, num_splits, batch_invariant, backend = options
     validate.decoding(query, cache, tree, slopes, sink, out)
-    validate.options(causal, window, softcap, scale, 0.0, None, None, return_lse, query)
+    validate.options(CallOptions(causal, window, softcap, scale, return_lse=return_lse), query)
     left, right = window or (UNBOUNDED, UNBOUNDED)
     if causal and tree is None:
         right = 0 if right == UNBOUNDED else min(right, 0)

@@ -25,7 +25,7 @@ _FROM_END = {
 """Which dim of another tensor is the query's, counted from the end. It is sharded as that is, unless it has size 1."""
 
 
-def dtensor_attention(op: Callable[..., Any], tensors: dict[str, Any], return_lse: bool, **options: Any) -> Any:
+def dtensor_attention(op: Callable[..., Any], tensors: dict[str, Any], options: dict[str, Any]) -> Any:
     """`op(**tensors, **options)` on this rank's shards; its results are DTensors, sharded as the query is.
 
     `tensors` are all tensors of the call, None included. Of mask, bias, slopes, sink and offsets those that are no
@@ -33,8 +33,8 @@ def dtensor_attention(op: Callable[..., Any], tensors: dict[str, Any], return_ls
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    query, value = tensors["query"], tensors["value"]
-    result = op(**local_shards(tensors, options), return_lse=return_lse, **options)
+    query, value, return_lse = tensors["query"], tensors["value"], options["return_lse"]
+    result = op(**local_shards(tensors, options), **options)
 
     def whole(local: Tensor, shape: tuple[int, ...], placements: Any) -> Tensor:
         stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -17,10 +17,10 @@ from ..backends import BY_NAME, makes_fp8_codes
 from ..base.fp8_layout import CodedInputs, KeyCodes
 from ..base.graph_break import uncompiled
 from ..base.kv_layouts.fp8 import Fp8KV
-from ..base.problem import Inputs, Problem
+from ..base.problem import CallOptions, Inputs, Problem
 from ..dispatch import launch_cache, validate
 from ..dispatch.launch_cache import Key, PreparedCall, layout_of
-from ..dispatch.plan import Plan, plan, requested
+from ..dispatch.plan import Plan, plan
 from ..dispatch.prepare import no_autocast, problem_of, warn_if_lacking, without_autocast
 from . import varlen
 from .attention import in_autocast_dtype, op_arguments
@@ -68,7 +68,7 @@ def _quantized(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | No
         found = _key_of_keys(key, value, rotate, cu_seqlens, max_seqlen)
         if found is not None:
             cache_key, most = found
-            call = launch_cache.find_call(*cache_key, lambda like: like.resized(key, value, cu_seqlens, most))
+            call = launch_cache.find(cache_key, key, value, cu_seqlens, most)
     if call is None:
         validate.fp8_keys(key, value, rotate, cu_seqlens, max_seqlen)
         most = key.shape[-3]
@@ -99,7 +99,7 @@ def _codes_by_kernel(
         assert prepare is not None
         call = prepare()
         if cache_key is not None:
-            launch_cache.keep_call(cache_key, call)
+            launch_cache.keep(cache_key, call, template=call)
     codes: KeyCodes = call.room(key)
     if launch_cache.COMPARE:  # blocks that a pack leaves free are not written
         for t in codes[:3]:
@@ -200,8 +200,8 @@ def attention_fp8(
     >>> attention_fp8(query, quantize_fp8(key, value), causal=True, backend="reference").shape
     torch.Size([1, 300, 4, 64])
     """
-    arguments = query, kv, causal, window, scale, return_lse, cu_seqlens_q, max_seqlen_q, backend
-    out, lse = _attended(*arguments)
+    options = causal, window, 0.0, scale, 0.0, None, None, return_lse, backend, None, False
+    out, lse = _attended(query, kv, cu_seqlens_q, max_seqlen_q, options)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
@@ -220,43 +220,40 @@ def explain_fp8(query: Tensor, kv: Fp8KV, **arguments: Any) -> Plan:
     except TypeError as error:
         raise TypeError(f"attention_fp8() {error}") from None
     bound.apply_defaults()
-    planned, _ = _plan_coded(_checked(**bound.arguments))
+    given = bound.arguments
+    planned, _ = _plan_coded(_checked(query, kv, given["cu_seqlens_q"], given["max_seqlen_q"], CallOptions.of(given)))
     print(planned)
     return planned
 
 
 @uncompiled(REASON)
-def _attended(query: Tensor, kv: Fp8KV, *options: Any) -> tuple[Tensor, Tensor | None]:
+def _attended(
+    query: Tensor, kv: Fp8KV, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor | None]:
     (query,) = _as_they_lie(query)
-    found = None
+    found, return_lse = None, options[7]
     if launch_cache.ENABLED and not launch_cache.is_watched():
-        found = _look_up(query, kv, *options)
-        if found is not None and (call := launch_cache.find(*found)) is not None:
-            return call(found[1], options[3])  # type: ignore[arg-type]
-    arguments = _checked(query, kv, *options)
+        found = _look_up(query, kv, cu_seqlens_q, max_seqlen_q, options)
+        if found is not None:
+            key, coded, op_options = found
+            if (prepared := launch_cache.find(key, coded, key.lengths, op_options)) is not None:
+                return prepared(coded, return_lse)
+    arguments = _checked(query, kv, cu_seqlens_q, max_seqlen_q, CallOptions(*options))
     call = _prepare_coded(arguments)
     inputs: Any = CodedInputs._make(arguments[:_CODED])
     if found is not None:
-        launch_cache.keep(found[0], call, inputs)
-    return call(inputs, options[3])
+        launch_cache.keep_prepared(found[0], call, inputs)
+    return call(inputs, return_lse)
 
 
 def _look_up(
-    query: Any,
-    kv: Any,
-    causal: Any,
-    window: Any,
-    scale: Any,
-    return_lse: Any,
-    cu_seqlens_q: Any,
-    max_seqlen_q: Any,
-    backend: Any,
+    query: Any, kv: Any, cu_seqlens_q: Any, max_seqlen_q: Any, given: tuple[Any, ...]
 ) -> tuple[Key, CodedInputs, tuple[Any, ...]] | None:
     """The key of a call of `attention_fp8`, its inputs and options; None where it must be checked first."""
     split = _split(query)
     if split is None or type(kv) is not Fp8KV or query.dim() != len(kv.shape):
         return None
-    options = launch_cache.options_of(query.shape[-1], causal, window, 0.0, scale, 0.0, None, None, return_lse, backend)
+    options = launch_cache.options_of(query.shape[-1], given)
     codes, k_ends = [layout_of(t) for t in kv.codes[:3]], kv.cu_seqlens
     if options is None or launch_cache.NO_LAYOUT in codes:
         return None
@@ -278,26 +275,17 @@ def _look_up(
 
 
 def _checked(
-    query: Tensor,
-    kv: Fp8KV,
-    causal: bool,
-    window: tuple[int, int] | None,
-    scale: float | None,
-    return_lse: bool,
-    cu_seqlens_q: Tensor | None,
-    max_seqlen_q: int | None,
-    backend: str,
+    query: Tensor, kv: Fp8KV, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, options: CallOptions
 ) -> tuple[Any, ...]:
     """Check a call of `attention_fp8` and turn it into `CodedInputs` and the options of the library op."""
-    backend = requested(backend)
     (query,) = _as_they_lie(query)
     validate.fp8_query(query, kv, cu_seqlens_q, max_seqlen_q)
-    validate.options(causal, window, 0.0, scale, 0.0, None, None, return_lse, query)
+    validate.options(options, query)
     q_len = 0
     if cu_seqlens_q is not None:
         q_len = varlen.longest("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
     inputs = Inputs(query, *kv.codes[:2], cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=kv.cu_seqlens)
-    arguments = op_arguments(inputs, causal, window, 0.0, scale, 0.0, None, None, backend, q_len, kv.max_seqlen)
+    arguments = op_arguments(inputs, options, q_len, kv.max_seqlen)
     return *arguments[:_INPUTS], kv, *arguments[_INPUTS:]
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backends import AUTO
 from ..backends.eager.tuning import blocked
 from ..base.errors import check_int, refuse
-from ..base.problem import Inputs
+from ..base.problem import CallOptions, Inputs
 from ..dispatch import validate
-from ..dispatch.plan import requested
 from ..dispatch.prepare import problem_of
 from .attention import call, in_autocast_dtype, leading_ones, op_arguments
 
@@ -64,10 +62,11 @@ def attention_mass(
     (torch.Size([1, 4, 100]), 100)
     """
     query, key = in_autocast_dtype(query, key)
-    validate.attention_tensors(query, key, key, mask, bias, alibi_slopes, sink, may_be_empty=True)
-    validate.options(causal, window, softcap, scale, 0.0, None, None, False, query)
+    options = CallOptions(causal, window, softcap, scale)
+    validate.attention_tensors(Inputs(query, key, key, mask, bias, alibi_slopes, sink), may_be_empty=True)
+    validate.options(options, query)
     _check_rows(query, lse, window_queries, row_weights, per_query_head)
-    mask, bias, alibi_slopes = leading_ones(mask, 4), leading_ones(bias, 4), leading_ones(alibi_slopes, 2)
+    mask, bias = leading_ones(mask, 4), leading_ones(bias, 4)
     if row_weights is not None and row_weights.dim() == 2:
         row_weights = row_weights.unsqueeze(1)
     if window_queries is not None and window_queries < query.shape[1]:
@@ -75,8 +74,7 @@ def attention_mass(
         query = query[:, last]
         mask, bias = (x if x is None or x.shape[2] == 1 else x[:, :, last] for x in (mask, bias))
         lse, row_weights = (x if x is None else x[:, :, last] for x in (lse, row_weights))
-    inputs = Inputs(query, key, key, mask, bias, alibi_slopes, sink)
-    arguments = op_arguments(inputs, causal, window, softcap, scale, 0.0, None, None, requested(AUTO))
+    arguments = op_arguments(Inputs(query, key, key, mask, bias, alibi_slopes, sink), options)
     if lse is None:
         _, lse = call(arguments)
     # The pass reads no value, so the narrowest there is stands in for it.

@@ -11,12 +11,12 @@ from ..dispatch import validate
 from .varlen import varlen_attention
 
 
-def nested_attention(tensors: dict[str, Any], return_lse: bool, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+def nested_attention(tensors: dict[str, Any], options: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     """Of query `[B, j, Hq, D]` and key and value `[B, k, Hkv, D]`, j and k ragged: `[B, j, Hq, Dv]` with the offsets of
     the query, and with `return_lse` the LSE `[B, Hq, j]`."""
     query, key, value, mask, bias = (tensors.pop(name) for name in ("query", "key", "value", "mask", "bias"))
     (q_rows, k_rows, v_rows), packing = packed(query, key, value, mask, bias)
-    result = varlen_attention(q_rows, k_rows, v_rows, return_lse=return_lse, **packing, **tensors, **options)
+    result = varlen_attention(q_rows, k_rows, v_rows, **packing, **tensors, **options)
     if isinstance(result, Tensor):
         return _like(query, result, 1)
     out, lse = result

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..base.problem import Inputs
+from ..base.problem import CallOptions, Inputs
 from ..dispatch import launch_cache, validate
-from ..dispatch.plan import requested
-from .attention import Options, call, call_fp8, in_autocast_dtype, leading_ones, look_up, op_arguments
+from .attention import OPTIONS, TENSORS, Options, checked, compute, look_up, op_arguments
 
 
 class PackedOptions(Options, total=False):
@@ -93,75 +92,24 @@ def varlen_attention(
     """
     if unexpected or foreign:
         validate.unexpected(varlen_attention, unexpected, foreign)
+    dense = query, key, value, mask, bias, alibi_slopes, sink
+    options = causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, backend, precision, rotate
     if isinstance(query, Tensor) and hasattr(query, "device_mesh"):
         from .dtensor import dtensor_attention
 
-        return dtensor_attention(
-            varlen_attention,
-            {
-                "query": query,
-                "key": key,
-                "value": value,
-                "cu_seqlens_q": cu_seqlens_q,
-                "cu_seqlens_k": cu_seqlens_k,
-                "mask": mask,
-                "bias": bias,
-                "alibi_slopes": alibi_slopes,
-                "sink": sink,
-            },
-            return_lse,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            scale=scale,
-            dropout_p=dropout_p,
-            seed=seed,
-            deterministic=deterministic,
-            precision=precision,
-            rotate=rotate,
-            backend=backend,
-        )
+        tensors = dict(zip(TENSORS, dense, strict=True)) | {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        others = dict(zip(OPTIONS, options, strict=True)) | {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        return dtensor_attention(varlen_attention, tensors, others)
     found = None
-    if mask is None and bias is None:
-        if launch_cache.ENABLED and not launch_cache.is_watched():
-            optional = None, None, alibi_slopes, sink
-            options = causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, backend
-            cu_seqlens = cu_seqlens_q, cu_seqlens_k
-            lengths = _lengths(query, key, value, cu_seqlens, max_seqlen_q, max_seqlen_k)
-            if lengths is not None:
-                found = look_up(query, key, value, optional, options, precision, rotate, cu_seqlens, lengths)
-        if found is not None and found.call is not None:
-            return found.compute(return_lse)
-    arguments = prepare_varlen(
-        query,
-        key,
-        value,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        causal,
-        window,
-        mask,
-        bias,
-        alibi_slopes,
-        sink,
-        softcap,
-        scale,
-        dropout_p,
-        seed,
-        deterministic,
-        return_lse,
-        backend,
-        precision,
-        rotate,
-    )
-    if found is not None:
-        return found.prepare(arguments, return_lse, precision, rotate)
-    out, lse = call(arguments) if precision is None else call_fp8(arguments, rotate)
-    return (out, lse) if return_lse else out
+    cu_seqlens = cu_seqlens_q, cu_seqlens_k
+    if mask is None and bias is None and launch_cache.ENABLED and not launch_cache.is_watched():
+        lengths = _lengths(query, key, value, cu_seqlens, max_seqlen_q, max_seqlen_k)
+        if lengths is not None:
+            found = look_up(dense, options, cu_seqlens, lengths)
+            if found is not None and found.call is not None:
+                return found.compute(return_lse)
+    given = CallOptions(*options)
+    return compute(_checked(Inputs(*dense, None, *cu_seqlens), given, max_seqlen_q, max_seqlen_k), given, found)
 
 
 def _lengths(
@@ -203,43 +151,21 @@ def has_offsets(rows: Any, offsets: Any, told: Any) -> bool:
     )
 
 
-def prepare_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    causal: bool,
-    window: tuple[int, int] | None,
-    mask: None,
-    bias: None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    softcap: float,
-    scale: float | None,
-    dropout_p: float,
-    seed: int | Tensor | None,
-    deterministic: bool | None,
-    return_lse: bool,
-    backend: str,
-    precision: str | None = None,
-    rotate: bool = False,
-) -> tuple[Any, ...]:
+def prepare_varlen(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> tuple[Any, ...]:
     """Check a call of `varlen_attention` and turn it into arguments of the library op; nothing is computed."""
-    backend = requested(backend)
-    query, key, value = in_autocast_dtype(query, key, value)
-    offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    validate.varlen_tensors(query, key, value, *offsets, mask, bias, alibi_slopes, sink, may_be_empty=True)
-    validate.options(causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, query)
-    if precision is not None or rotate is not False:
-        validate.precision(precision, rotate, query, key, value, mask, bias, alibi_slopes, sink, softcap, dropout_p)
-    q_len = longest("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
-    k_len = longest("cu_seqlens_k", cu_seqlens_k, key.shape[0], max_seqlen_k)
-    inputs = Inputs(query, key, value, alibi_slopes=leading_ones(alibi_slopes, 2), sink=sink)
-    inputs = inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    return op_arguments(inputs, causal, window, softcap, scale, dropout_p, seed, deterministic, backend, q_len, k_len)
+    offsets = others["cu_seqlens_q"], others["cu_seqlens_k"]
+    inputs = Inputs(query, key, value, *map(others.get, TENSORS[3:]), None, *offsets)  # type: ignore[call-arg]
+    return _checked(inputs, CallOptions.of(others), others.get("max_seqlen_q"), others.get("max_seqlen_k"))
+
+
+def _checked(
+    inputs: Inputs, options: CallOptions, max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> tuple[Any, ...]:
+    inputs = checked(inputs, options, validate.varlen_tensors, max_seqlen_q, max_seqlen_k)
+    offsets: Any = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    q_len = longest("cu_seqlens_q", offsets[0], inputs.query.shape[0], max_seqlen_q)
+    k_len = longest("cu_seqlens_k", offsets[1], inputs.key.shape[0], max_seqlen_k)
+    return op_arguments(inputs, options, q_len, k_len)
 
 
 def longest(name: str, cu_seqlens: Tensor, rows: int, told: int | None) -> int:
