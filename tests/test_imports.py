@@ -41,10 +41,11 @@ TOOL_LAYERS = (
     ("cli",),
     ("cluster", "count_lines", "prebuild", "report", "tune", "walk"),
     ("bench",),
-    ("testing",),
     ("memory",),
+    ("warmup",),
+    ("testing",),
     ("baseline",),
-    ("module_tools", "warmup"),
+    ("module_tools",),
 )
 TOOL_RANK = {name: -depth for depth, layer in enumerate(TOOL_LAYERS) for name in layer}
 

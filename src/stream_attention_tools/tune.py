@@ -30,10 +30,9 @@ from stream_attention.backends.triton.tuning import Tile, TritonConfig, configur
 from stream_attention.base.files import write_file
 from stream_attention.base.problem import Inputs, Problem
 
-from .bench.suites import draw
 from .bench.summary import geometric_mean
 from .bench.timing import Latency, interleaved
-from .testing.inputs import Case, stated
+from .testing.inputs import Case, draw, stated
 
 TOKENS, HIDDEN = 16384, 2048
 
