@@ -40,12 +40,12 @@ TOOL_LAYERS = (
     # The same of stream_attention_tools.
     ("cli",),
     ("cluster", "count_lines", "prebuild", "report", "tune", "walk"),
+    ("baseline",),
+    ("module_tools",),
     ("bench",),
     ("memory",),
     ("warmup",),
     ("testing",),
-    ("baseline",),
-    ("module_tools",),
 )
 TOOL_RANK = {name: -depth for depth, layer in enumerate(TOOL_LAYERS) for name in layer}
 
