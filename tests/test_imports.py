@@ -40,11 +40,12 @@ TOOL_LAYERS = (
     # The same of stream_attention_tools.
     ("cli",),
     ("cluster", "count_lines", "prebuild", "report", "tune", "walk"),
-    ("bench",),
-    ("testing",),
-    ("memory",),
     ("baseline",),
-    ("module_tools", "warmup"),
+    ("module_tools",),
+    ("bench",),
+    ("memory",),
+    ("warmup",),
+    ("testing",),
     ("launchers", "offline"),
 )
 TOOL_RANK = {name: -depth for depth, layer in enumerate(TOOL_LAYERS) for name in layer}

@@ -38,7 +38,8 @@ _TO_TOOLS = (
     ("distributed", "cluster", "calibrate planner speed traffic trial"),
     ("ops", "", "warmup"),
     ("tuning", "", "search=tune"),
-    ("utils", "memory", "allocator estimate profiler timeline"),
+    ("utils", "memory", "estimate profiler timeline"),
+    ("utils", "testing", "allocator"),
 )
 
 MOVED = {

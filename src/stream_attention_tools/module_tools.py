@@ -1,4 +1,4 @@
-"""How the modules time themselves (one clock, one flop formula, medians), and the tiles of a config.
+"""How the modules time themselves (by the benchmark's clocks and formulas), and the tiles of a config.
 
 Times are rough figures. Use `stream-attention-benchmark` for results to publish: it rotates its inputs, interleaves the
 providers and checks the outputs first.
@@ -6,10 +6,9 @@ providers and checks the outputs first.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -22,67 +21,35 @@ from stream_attention.core._checks import check_counts
 from stream_attention.core.config import tiled_backend
 from stream_attention.dispatch.plan import plan
 
-
-def median_ms(
-    calls: Mapping[str, Callable[[], object]],
-    device: torch.device,
-    warmup: int,
-    iterations: int,
-    budget_s: float = float("inf"),
-) -> dict[str, float]:
-    """Median milliseconds of each call, all in turn round by round: `iterations` rounds, or fewer (at least three)
-    after `budget_s` seconds. CUDA events on a CUDA device, wall time elsewhere."""
-    for _ in range(warmup):
-        for call in calls.values():
-            call()
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    clock = _cuda_ms if device.type == "cuda" else _wall_ms
-    began = time.perf_counter()
-    for done in range(iterations):
-        for name, call in calls.items():
-            samples[name].append(clock(call, device))
-        if done >= 2 and time.perf_counter() - began > budget_s:
-            break
-    return {name: median(taken) for name, taken in samples.items()}
+from .bench.suites import Cell, flops, tensor_bytes
+from .bench.timing import Call, Latency, interleaved
+from .testing.inputs import Case, draw
 
 
-def _cuda_ms(call: Callable[[], object], device: torch.device) -> float:
-    with torch.cuda.device(device):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
+def _case(seq_len: int, batch_size: int, heads: int, dim: int, device: torch.device, dtype: torch.dtype) -> Case:
+    return Case(batch_size, seq_len, seq_len, heads, heads, dim, dim, dtype, str(device), causal=True)
+
+
+@torch.no_grad()
+def _median_ms(calls: Mapping[str, Callable[[], object]], device: torch.device, **rounds: Any) -> dict[str, float]:
+    """Median milliseconds of each call, by CUDA events on a CUDA device, else wall time."""
+
+    def finished(call: Callable[[], object], n: int) -> None:
         call()
-        ended.record()
-        ended.synchronize()
-        return began.elapsed_time(ended)
+        if device.type not in ("cpu", "cuda"):
+            torch.accelerator.synchronize(device)
+
+    on_gpu = device.type == "cuda"
+    with torch.cuda.device(device) if on_gpu else nullcontext():
+        timed: dict[str, Call] = {name: partial(finished, call) for name, call in calls.items()}
+        samples = interleaved(timed, "events" if on_gpu else "wall", **rounds)
+    return {name: Latency.of(taken).median for name, taken in samples.items()}
 
 
-def _wall_ms(call: Callable[[], object], device: torch.device) -> float:
-    began = time.perf_counter()
-    call()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return (time.perf_counter() - began) * 1e3
-
-
-def random_qkv(
-    batch_size: int, seq_len: int, num_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
-) -> list[Tensor]:
-    """Query, key and value of a self-attention. The caller's random generators are not used."""
-    generator = torch.Generator(device).manual_seed(0)
-    shape = (batch_size, seq_len, num_heads, head_dim)
-    return [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(3)]
-
-
-def rates(qkv: list[Tensor], causal: bool, time_ms: float) -> dict[str, float]:
-    """`tflops`, counting 2 Tq Tk (D + Dv) per head, half of it where causal, and `bandwidth_gb_s`, counting query,
-    key, value and output once each."""
-    query, key, value = qkv
-    batch, q_len, heads, dim = query.shape
-    flops = 2 * batch * heads * q_len * key.shape[1] * (dim + value.shape[-1]) * (0.5 if causal else 1.0)
-    out_elements = query.numel() // dim * value.shape[-1]
-    moved = (query.numel() + key.numel() + value.numel() + out_elements) * query.element_size()
-    seconds = time_ms * 1e-3
-    return {"tflops": flops / seconds / 1e12, "bandwidth_gb_s": moved / seconds / 1e9}
+def _rates(case: Case, time_ms: float) -> dict[str, float]:
+    """`bandwidth_gb_s` counts query, key, value and output once each."""
+    moved = tensor_bytes(Cell("", case, "forward", (), ()), case)
+    return {"tflops": flops(case) / time_ms / 1e9, "bandwidth_gb_s": moved / time_ms / 1e6}
 
 
 def self_attention_figures(
@@ -104,17 +71,11 @@ def self_attention_figures(
     check_int("warmup", warmup, 0)
     if device.type == "cpu":
         dtype = torch.float32
-    tensors = random_qkv(batch_size, seq_len, num_heads, head_dim, device, dtype)
-    with torch.no_grad():
-        time_ms = median_ms({"this": lambda: attend(*tensors)}, device, warmup, iterations)["this"]
-    return {
-        "time_ms": time_ms,
-        **rates(tensors, True, time_ms),
-        "seq_len": seq_len,
-        "batch_size": batch_size,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": str(device),
-    }
+    case = _case(seq_len, batch_size, num_heads, head_dim, device, dtype)
+    call = partial(attend, *draw(case).tensors.values())
+    time_ms = _median_ms({"this": call}, device, repeats=iterations, warmup=warmup)["this"]
+    about = {"seq_len": seq_len, "batch_size": batch_size, "dtype": str(dtype).removeprefix("torch.")}
+    return {"time_ms": time_ms, **_rates(case, time_ms), **about, "device": str(device)}
 
 
 def speedups(module: StreamAttention, seq_lengths: Any, batch_size: int) -> dict[int, dict[str, float]]:
@@ -125,16 +86,16 @@ def speedups(module: StreamAttention, seq_lengths: Any, batch_size: int) -> dict
     dtype = torch.float32 if device.type == "cpu" or not module.config.use_fp16 else torch.float16
     results = {}
     for length in lengths:
-        tensors = random_qkv(batch_size, length, heads, dim, device, dtype)
+        case = _case(length, batch_size, heads, dim, device, dtype)
+        tensors = draw(case).tensors.values()
         stream = partial(module.attention, *tensors, causal=True, dropout_p=0.0)
-        with torch.no_grad():
-            calls = {"stream": stream, "standard": partial(_standard_attention, *tensors)}
-            times = median_ms(calls, device, warmup=2, iterations=50, budget_s=2.0)
+        calls = {"stream": stream, "standard": partial(_standard_attention, *tensors)}
+        times = _median_ms(calls, device, repeats=50, warmup=2, budget_s=2.0)
         results[length] = {
             "stream_time_ms": times["stream"],
             "standard_time_ms": times["standard"],
             "speedup": times["standard"] / times["stream"],
-            **rates(tensors, causal=True, time_ms=times["stream"]),
+            **_rates(case, times["stream"]),
         }
     return results
 

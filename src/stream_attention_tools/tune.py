@@ -31,10 +31,9 @@ from stream_attention.base.files import write_file
 from stream_attention.base.problem import Inputs, Problem
 from stream_attention.base.state import Saved
 
-from .bench.suites import draw
 from .bench.summary import geometric_mean
 from .bench.timing import Latency, interleaved
-from .testing.inputs import Case, stated
+from .testing.inputs import Case, draw, stated
 
 TOKENS, HIDDEN = 16384, 2048
 

@@ -10,21 +10,21 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
-from inspect import signature
+from dataclasses import replace
 from multiprocessing import get_context
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from stream_attention.backends import COMPILED
-from stream_attention.base.problem import Wanted
-from stream_attention.dispatch.plan import plan
-from stream_attention.dispatch.prepare import problem_of, run_backward, run_forward
-from stream_attention.ops.attention import attention, prepare_attention
-from stream_attention.ops.varlen import prepare_varlen, varlen_attention
+from stream_attention.base.problem import Inputs, Problem, Wanted
+from stream_attention.dispatch.plan import Plan, plan, requested
+from stream_attention.dispatch.prepare import run_backward, run_forward
+from stream_attention.ops.attention import attention
+from stream_attention.ops.varlen import varlen_attention
+
+from .testing.inputs import Case, Tensors, draw, stated
 
 if TYPE_CHECKING:
     from .offline import Form
@@ -37,67 +37,39 @@ class Gpu(NamedTuple):
     processors: int
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of `attention`, or of `varlen_attention` where it is packed, by all that its kernels depend on."""
+class Call(NamedTuple):
+    """A call by all that its kernels depend on: a case, on the backend that must compute it."""
 
-    batch: int  # packed: how many sequences, all of one length
-    q_len: int
-    k_len: int
-    heads: int
-    kv_heads: int
-    dim: int
-    value_dim: int
-    dtype: torch.dtype
-    causal: bool = False
-    window: tuple[int, int] | None = None
-    mask: bool = False  # [Tq, Tk]
-    bias: bool = False  # [Hq, Tq, Tk], in the dtype of the query
-    alibi: bool = False  # one fp32 slope per head
-    sink: bool = False  # likewise
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    packed: bool = False
-    backward: bool = False
-    parameters: bool = False  # bias, slopes and sink get gradients too
+    case: Case
     backend: str = "auto"
+    parameters: bool = False  # bias, slopes and sink get gradients too
 
     def __str__(self) -> str:
+        case = self.case
         has = ("packed", "causal", "mask", "bias", "alibi", "sink")
-        words = [str(self.dtype).removeprefix("torch."), f"D={self.dim}"]
-        words += [f"Dv={self.value_dim}"] * (self.value_dim != self.dim)
-        words += [f"Hq/Hkv={self.heads // self.kv_heads}"] * (self.heads != self.kv_heads)
-        words += [name for name in has if getattr(self, name)]
-        words += [f"{name}={getattr(self, name)}" for name in ("window", "softcap", "dropout_p") if getattr(self, name)]
-        return " ".join([*words, f"B={self.batch} Tq={self.q_len} Tk={self.k_len}"])
+        words = [str(case.dtype).removeprefix("torch."), f"D={case.D}"]
+        words += [f"Dv={case.Dv}"] * (case.Dv != case.D)
+        words += [f"Hq/Hkv={case.Hq // case.Hkv}"] * (case.Hq != case.Hkv)
+        words += [name for name in has if getattr(case, name)]
+        words += [f"{name}={getattr(case, name)}" for name in ("window", "softcap", "dropout_p") if getattr(case, name)]
+        return " ".join([*words, f"B={case.B} Tq={case.Tq} Tk={case.Tk}"])
 
-    def arguments(self, device: str) -> dict[str, Any]:
-        """What the op is called with; tensors on "meta" have no memory."""
+    def inputs(self, device: str) -> Tensors:
+        """Its inputs, and of them those that want a gradient; on "meta" they have no memory."""
+        x = draw(replace(self.case, device=device))
+        parameters = (x.options.get(name) for name in ("bias", "alibi_slopes", "sink") if self.parameters)
+        for t in (*x.tensors.values(), *parameters):
+            if t is not None:
+                t.requires_grad_(self.case.backward)
+        return x
 
-        def empty(*shape: int, dtype: torch.dtype = self.dtype, grad: bool = False) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device, requires_grad=grad and self.backward)
 
-        lead_q: tuple[int, ...] = (self.batch, self.q_len)
-        lead_k: tuple[int, ...] = (self.batch, self.k_len)
-        given: dict[str, Any] = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
-        given |= {"dropout_p": self.dropout_p, "seed": 0 if self.dropout_p else None, "backend": self.backend}
-        if self.packed:
-            for side, length in (("q", self.q_len), ("k", self.k_len)):
-                offsets = torch.arange(self.batch + 1, dtype=torch.int32, device=device) * length
-                given |= {f"cu_seqlens_{side}": offsets, f"max_seqlen_{side}": length}
-            lead_q, lead_k = (self.batch * self.q_len,), (self.batch * self.k_len,)
-        given["query"] = empty(*lead_q, self.heads, self.dim, grad=True)
-        given["key"] = empty(*lead_k, self.kv_heads, self.dim, grad=True)
-        given["value"] = empty(*lead_k, self.kv_heads, self.value_dim, grad=True)
-        if self.mask:
-            given["mask"] = empty(self.q_len, self.k_len, dtype=torch.bool)
-        if self.bias:
-            given["bias"] = empty(self.heads, self.q_len, self.k_len, grad=self.parameters)
-        if self.alibi:
-            given["alibi_slopes"] = empty(self.heads, dtype=torch.float32, grad=self.parameters)
-        if self.sink:
-            given["sink"] = empty(self.heads, dtype=torch.float32, grad=self.parameters)
-        return given
+def with_tiles(case: Case, mask: bool, bias: bool, alibi: bool) -> Case:
+    """The case with a mask `[Tq, Tk]`, a bias `[Hq, Tq, Tk]` and a slope per head, those that are asked for."""
+    tile = case.Tq, case.Tk
+    return replace(
+        case, mask=tile if mask else None, bias=(case.Hq, *tile) if bias else None, alibi="H" if alibi else None
+    )
 
 
 class Kernel(NamedTuple):
@@ -190,24 +162,41 @@ def first_calls(calls: Iterable[Call], cached: bool = True) -> list[FirstCall]:
 
 def _launch(call: Call, gpu: Gpu, take: Callable[[Form], None]) -> str:
     """Launch a call as it would be on `gpu`. Returns why there is nothing to compile, if there is not."""
-    from .offline import launching_for
-
-    op, prepare = (varlen_attention, prepare_varlen) if call.packed else (attention, prepare_attention)
-    bound = signature(op).bind(**call.arguments("meta"))
-    bound.apply_defaults()
-    problem, inputs, backend = problem_of(prepare(**bound.arguments))
+    x, backend = call.inputs("meta"), requested(call.backend)
+    problem, inputs = stated(x, x.tensors, x.options)
     problem = problem.replace(device=torch.device("cuda"), arch=gpu.arch, processors=gpu.processors)
     forward = plan(problem, backend)
     if forward.backend not in COMPILED:
         passed_over = "; ".join(f"{name}: {', '.join(why)}" for name, why in forward.passed_over if name in COMPILED)
         return f"{forward.backend}; not {passed_over}" if passed_over else forward.backend
-    with launching_for(gpu.arch, take), torch.no_grad():
-        out, lse = run_forward(forward, inputs)
-        if call.backward:
-            backward = plan(problem.replace(backward=True), backend)
-            wanted = Wanted(*(t is not None and t.requires_grad for t in (*inputs[:3], *inputs[4:7])))
-            run_backward(backward, inputs, out, lse, torch.zeros_like(out), None, wanted)
+    launch(problem, inputs, backend, call.case.backward, take)
     return ""
+
+
+def launch(
+    problem: Problem,
+    inputs: Inputs,
+    backend: str,
+    backward: bool,
+    take: Callable[[Form], None] = lambda form: None,
+) -> None:
+    """`compute` on kernels that are not run; `take` is given the form of each."""
+    from .offline import launching_for
+
+    with launching_for(problem.arch, take):
+        compute(problem, inputs, backend, backward)
+
+
+@torch.no_grad()
+def compute(
+    problem: Problem, inputs: Inputs, backend: str, backward: bool, of: Callable[[Plan], Plan] = lambda planned: planned
+) -> None:
+    """The forward of a call and, if asked for, its backward, by the plans `of` theirs."""
+    out, lse = run_forward(of(plan(problem, backend)), inputs)
+    if backward:
+        wanted = Wanted(*(t is not None and t.requires_grad for t in (*inputs[:3], *inputs[4:7])))
+        planned = of(plan(problem.replace(backward=True), backend))
+        run_backward(planned, inputs, out, lse, torch.zeros_like(out), None, wanted)
 
 
 def _compile(kernel: Kernel, gpu: Gpu) -> Made:
@@ -242,14 +231,14 @@ def _first_call(call: Call) -> FirstCall:
 
     compiled: list[Any] = []
     triton.knobs.compilation.listener = lambda cache_hit, **rest: None if cache_hit else compiled.append(rest["src"])
-    op = varlen_attention if call.packed else attention
-    given = call.arguments("cuda")  # makes the process's CUDA context too, which is no part of the call
+    op: Callable[..., Any] = varlen_attention if call.case.packed else attention
+    x = call.inputs("cuda")  # makes the process's CUDA context too, which is no part of the call
     torch.cuda.synchronize()
     begun = time.perf_counter()
-    out = op(**given)
+    out = op(**x.tensors, **x.options, backend=call.backend)
     torch.cuda.synchronize()
     forward, begun = time.perf_counter() - begun, time.perf_counter()
-    if not call.backward:
+    if not call.case.backward:
         return FirstCall(call, forward, None, len(compiled))
     out.backward(torch.ones_like(out))
     torch.cuda.synchronize()

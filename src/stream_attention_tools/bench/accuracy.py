@@ -23,9 +23,9 @@ from torch import Tensor
 
 from stream_attention.backends.reference import attention as reference
 
-from ..testing.inputs import Case
+from ..testing.inputs import Case, Tensors, draw, sequences
 from .providers import Provider
-from .suites import Cell, Tensors, chunked, draw, sequences, shortened
+from .suites import Cell, chunked, shortened
 
 ROWS = 64
 GRADIENT_ROWS = 256

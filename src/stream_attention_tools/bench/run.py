@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..testing.inputs import Case
+from ..testing.inputs import Case, Tensors, draw
 from ..testing.memory import peak_bytes
 from . import timing
 from .accuracy import check
@@ -16,7 +16,7 @@ from .bandwidth import read_bandwidth
 from .progress import progress
 from .providers import Provider
 from .results import conditions, line
-from .suites import FLOPS, TRAFFIC, Cell, Tensors, calls, chunked, draw, flops, tensor_bytes
+from .suites import FLOPS, TRAFFIC, Cell, calls, chunked, flops, tensor_bytes
 from .timed import Timed, graphed, in_a_row, one_by_one
 from .timing import CLOCKS, Clock, Latency, interleaved, paired_ratio
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate, product
-from typing import Any, Literal, NamedTuple
+from itertools import product
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
-from ..testing.inputs import Case
+from ..testing.inputs import Case, Tensors, packed, sequences
 
 Direction = Literal["forward", "backward", "forward+backward"]
 WORK = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}
@@ -37,94 +36,6 @@ class Cell(NamedTuple):
     @property
     def everybody(self) -> tuple[str, ...]:
         return (*self.ours, *self.beside, *self.peers)
-
-
-class Tensors(NamedTuple):
-    """Inputs of one call: query, key, value, the keywords of its op, and the gradient that arrives at out.
-
-    The op is `attention`, or `varlen_attention` where sequences are packed.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    options: dict[str, Any]
-    grad_out: Tensor
-
-    @property
-    def packed(self) -> bool:
-        return self.query.dim() == 3
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return {"query": self.query, "key": self.key, "value": self.value}
-
-    @property
-    def packing(self) -> dict[str, Any]:
-        """The keywords that say where packed sequences lie; a dense call has none."""
-        return {name: value for name, value in self.options.items() if name.startswith(("cu_seqlens", "max_seqlen"))}
-
-    @property
-    def key_lengths(self) -> list[int]:
-        """Keys of every row or packed sequence; of those it reads the offsets, which is a synchronisation."""
-        if not self.packed:
-            return [self.key.shape[1]] * self.key.shape[0]
-        return [int(length) for length in self.options["cu_seqlens_k"].diff()]
-
-
-SAME = ("window", "softcap", "scale")
-"""Fields of a case that are options as they are."""
-
-
-def draw(case: Case, seed: int = 0) -> Tensors:
-    """Random inputs, drawn on the case's device. `testing.make` draws on the CPU in fp64: too slow for large cells."""
-    device = torch.device(case.device)
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-    options: dict[str, Any] = {name: value for name, value in case.given().items() if name in SAME}
-    options["causal"] = case.causal
-    if case.mask is not None:
-        options["mask"] = torch.rand(case.mask, generator=generator, device=device) > 0.3
-    if case.bias is not None:
-        options["bias"] = normal(*case.bias, dtype=case.aux_dtype or case.dtype)
-    if case.alibi is not None:
-        slopes = 2.0 ** (-8.0 * torch.arange(1, case.Hq + 1, device=device) / case.Hq)
-        options["alibi_slopes"] = slopes if case.alibi == "H" else slopes.expand(case.sequences, -1).contiguous()
-    if case.sink:
-        options["sink"] = normal(case.Hq, dtype=torch.float32)
-    if case.dropout_p:
-        options |= {"dropout_p": case.dropout_p, "seed": torch.tensor([seed, 0], device=device)}
-    lead_q: tuple[int, ...] = (case.B, case.Tq)
-    lead_k: tuple[int, ...] = (case.B, case.Tk)
-    if case.lengths_q is not None and case.lengths_k is not None:
-        lead_q, lead_k = (sum(case.lengths_q),), (sum(case.lengths_k),)
-        for side, lengths in (("q", case.lengths_q), ("k", case.lengths_k)):
-            offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-            options |= {f"cu_seqlens_{side}": offsets, f"max_seqlen_{side}": max(lengths)}
-    return Tensors(
-        normal(*lead_q, case.Hq, case.D),
-        normal(*lead_k, case.Hkv, case.D),
-        normal(*lead_k, case.Hkv, case.Dv),
-        options,
-        normal(*lead_q, case.Hq, case.Dv),
-    )
-
-
-def packed(case: Case, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...] | None = None) -> Case:
-    """The case with sequences of these lengths packed, keys as the queries; Tq and Tk say the longest."""
-    lengths_k = lengths_q if lengths_k is None else lengths_k
-    longest_q, longest_k = max(lengths_q), max(lengths_k)
-    return replace(case, B=len(lengths_q), Tq=longest_q, Tk=longest_k, lengths_q=lengths_q, lengths_k=lengths_k)
-
-
-def sequences(case: Case) -> list[tuple[int, int]]:
-    """Queries and keys of every batch entry or packed sequence."""
-    if case.lengths_q is None or case.lengths_k is None:
-        return [(case.Tq, case.Tk)] * case.B
-    return list(zip(case.lengths_q, case.lengths_k, strict=True))
 
 
 def chunked(x: Tensors, size: int) -> list[Tensors]:

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..testing.inputs import Tensors
 from .providers import Provider
 from .providers.base import error_line
-from .suites import Cell, Tensors, chunked
+from .suites import Cell, chunked
 from .timing import REPLAYED_CALLS, Call, captured
 
 Bare = Callable[[], object]

@@ -19,8 +19,8 @@ from ..bench.accuracy import check_all, gradient_case
 from ..bench.grid import Grid
 from ..bench.providers import Provider
 from ..bench.run import described
-from ..bench.suites import Cell, draw
-from ..testing.inputs import Case
+from ..bench.suites import Cell
+from ..testing.inputs import Case, draw
 from . import flags, values
 from .command import command, description
 

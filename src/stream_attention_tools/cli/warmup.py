@@ -26,15 +26,15 @@ import torch
 from stream_attention import __version__
 from stream_attention.backends import interpreting
 from stream_attention.base.device import arch, processors
-from stream_attention_tools.warmup import Call, FirstCall, Gpu, Kernel, Made, compile_ahead, first_calls, kernels_of
 
+from .. import warmup
 from ..bench.progress import progress
+from ..testing.inputs import Case, packed
+from ..warmup import Call, FirstCall, Gpu, Kernel, Made, with_tiles
 from . import values
 from .command import Refused, command, description
 from .plan import DTYPES, gpu_in_words
 
-SAME = ("heads", "window", "mask", "bias", "alibi", "sink", "softcap", "backend")
-"""Flags that are fields of a `Call` as they are."""
 LENGTHS = (128, 256, 512, 640, 1024, 1280, 1536, 2000, 2048, 2560, 3072, 4096, 5120, 8192, 16384)
 BATCHES = (1, 4, 16, 64)
 MOST_TOKENS = 1 << 16
@@ -52,7 +52,7 @@ def _run(options: argparse.Namespace) -> int:
         raise Refused(f"--first-call: expected on a machine with such a GPU; got {words}")
     _check_cache()
     begun = time.perf_counter()
-    kernels, without = kernels_of(_calls(options), gpu)
+    kernels, without = warmup.kernels_of(_calls(options), gpu)
     if not kernels:
         raise Refused(f"nothing to compile: {'; '.join(f'{call} is for {why}' for why, call in without.items())}")
     to_compile = [kernel for kernel in kernels if not kernel.cached]
@@ -124,16 +124,18 @@ def _calls(options: argparse.Namespace) -> Iterator[Call]:
         raise Refused("--packed: expected without --mask and --bias, which packed calls do not take; got both")
     causal = (False, True) if options.causal is None else (options.causal,)
     parameters = (False, True) if options.backward and (options.bias or options.alibi or options.sink) else (False,)
+    same = {"window": options.window, "sink": options.sink, "softcap": options.softcap, "dropout_p": options.dropout}
     for dtype, dim, is_causal, its in product(options.dtype, options.dim, causal, parameters):
-        own = {"kv_heads": kv_heads, "dim": dim, "value_dim": options.value_dim or dim, "dtype": DTYPES[dtype]}
-        own |= {"causal": is_causal, "parameters": its, "dropout_p": options.dropout}
-        common: dict[str, Any] = {name: getattr(options, name) for name in SAME} | own
-        for length, packed in product(sorted(options.seq), (False, True) if options.packed else (False,)):
+        rest = (options.heads, kv_heads, dim, options.value_dim or dim, DTYPES[dtype])
+        found: list[Case] = []
+        for length, pack in product(sorted(options.seq), (False, True) if options.packed else (False,)):
             for batch in options.batch or (one for one in BATCHES if one * length <= MOST_TOKENS):
-                yield Call(batch, length, length, packed=packed, backward=options.backward, **common)
-        if options.decode:
-            for length, batch in product(sorted(options.seq), options.batch or BATCHES):
-                yield Call(batch, 1, length, **common)
+                case = Case(batch, length, length, *rest, causal=is_causal, backward=options.backward, **same)
+                found.append(packed(case, (length,) * batch) if pack else case)
+        for length, batch in product(sorted(options.seq), options.batch or BATCHES) if options.decode else ():
+            found.append(Case(batch, 1, length, *rest, causal=is_causal, backward=False, **same))
+        for case in found:
+            yield Call(with_tiles(case, options.mask, options.bias, options.alibi), options.backend, its)
 
 
 def _compiled(kernels: list[Kernel], gpu: Gpu, workers: int) -> list[Made]:
@@ -145,7 +147,7 @@ def _compiled(kernels: list[Kernel], gpu: Gpu, workers: int) -> list[Made]:
         def done(made: Made) -> None:
             shown.done(f"{made.seconds:6.1f} s  {made.kernel}" + (f"  FAILED: {made.error}" if made.error else ""))
 
-        return compile_ahead(kernels, gpu, workers, done)
+        return warmup.compile_ahead(kernels, gpu, workers, done)
 
 
 def _entry(kernel: Kernel, its: Made | None) -> dict[str, Any]:
@@ -158,15 +160,13 @@ def _conditions(gpu: Gpu) -> dict[str, Any]:
     import triton
     from triton.backends.nvidia.compiler import get_ptxas
 
-    from stream_attention_tools.warmup import why_no_launchers
-
     return {
         "cache": str(triton.knobs.cache.dir),
         "stream_attention": __version__,
         "triton": triton.__version__,
         "ptxas": get_ptxas(gpu.arch).version,
         "python": ".".join(map(str, sys.version_info[:2])),
-        "why_no_launchers": why_no_launchers(),
+        "why_no_launchers": warmup.why_no_launchers(),
     }
 
 
@@ -174,7 +174,7 @@ def _first_calls(kernels: list[Kernel]) -> dict[str, Any]:
     """First calls in a process, with the cache; and one of them without it."""
     calls = list(dict.fromkeys(kernel.call for kernel in kernels))
     print(f"{len(calls)} first calls, and one with an empty cache", file=sys.stderr, flush=True)
-    cached, empty = first_calls(calls), first_calls(calls[:1], cached=False)
+    cached, empty = warmup.first_calls(calls), warmup.first_calls(calls[:1], cached=False)
     return {"cached": [_timed(call) for call in cached], "empty": _timed(empty[0])}
 
 

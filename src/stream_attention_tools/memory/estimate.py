@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from inspect import signature
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,13 +22,13 @@ from stream_attention.base.device import arch, processors
 from stream_attention.base.errors import check_int as count
 from stream_attention.base.errors import refuse
 from stream_attention.base.kv_layouts import ContiguousKV, PagedKV
-from stream_attention.base.problem import UNBOUNDED, Inputs, Problem, Wanted
-from stream_attention.dispatch.plan import Plan, plan
-from stream_attention.dispatch.prepare import problem_of, run_backward, run_forward
+from stream_attention.base.problem import UNBOUNDED
+from stream_attention.dispatch.plan import Plan, plan, requested
 from stream_attention.dispatch.validate import DTYPES
 from stream_attention.kvcache import quantize_kv
-from stream_attention.ops.attention import attention, prepare_attention
-from stream_attention_tools.warmup import Call, Gpu, kernels_of
+
+from ..testing.inputs import Case, stated
+from ..warmup import Call, Gpu, compute, launch, with_tiles
 
 CUDA_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds up. Large blocks that it kept for reuse may be up to 1 MiB larger."""
@@ -104,21 +103,21 @@ def estimate_attention_memory(
     True
     """
     kv_heads = heads if kv_heads is None else kv_heads
+    k_len, value_dim = q_len if k_len is None else k_len, head_dim if value_dim is None else value_dim
     sizes = {"batch": batch, "q_len": q_len, "heads": heads, "head_dim": head_dim, "kv_heads": kv_heads}
-    sizes |= {"k_len": q_len if k_len is None else k_len, "value_dim": head_dim if value_dim is None else value_dim}
-    for name, size in sizes.items():
+    for name, size in (sizes | {"k_len": k_len, "value_dim": value_dim}).items():
         count(name, size, 0 if name in ("batch", "q_len", "k_len") else 1)
     if dtype not in DTYPES:
         refuse("dtype", "float16, bfloat16, float32 or float64", dtype)
     if backend == "reference":
         refuse("backend", "one that streams", repr(backend), "The reference holds the matrix, several times over.")
     where, on = _device_and_gpu(device, gpu)
-    shape = (batch, q_len, sizes["k_len"], heads, kv_heads, head_dim, sizes["value_dim"], dtype)
     options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "dropout_p": dropout_p}
-    options |= {"mask": mask, "bias": bias, "alibi": alibi, "sink": sink}
-    call = Call(*shape, **options, backward=backward, backend=backend)
-    problem, inputs, asked = _stated(call)
+    case = Case(batch, q_len, k_len, heads, kv_heads, head_dim, value_dim, dtype, **options, sink=sink)
+    x = Call(with_tiles(case, mask, bias, alibi)).inputs("meta")
+    problem, inputs = stated(x, x.tensors, x.options)
     problem = problem.replace(device=where, arch=on.arch, processors=on.processors)
+    asked = requested(backend)
     forward = plan(problem, asked)
     unit = CUDA_BLOCK if where.type == "cuda" else 1
     of_inputs = sum(_rounded(t.nbytes, unit) for t in inputs[:7] if t is not None)
@@ -126,15 +125,18 @@ def estimate_attention_memory(
     if compiled and where.type == "cpu":
         refuse("backend", '"auto" or "eager" on a CPU', repr(backend), "Triton's interpreter is not what one measures.")
     wide = 8 if dtype is torch.float64 else 4
-    out, lse = batch * q_len * heads * sizes["value_dim"] * dtype.itemsize, batch * q_len * heads * wide
+    out, lse = batch * q_len * heads * value_dim * dtype.itemsize, batch * q_len * heads * wide
 
     def peak(direction: bool) -> int:
-        if compiled:
-            return _peak(call, direction, on, unit) - of_inputs
-        return _eager_peak(problem, inputs, asked, direction, unit)
+        with _Tally(unit, (t for t in inputs if t is not None)) as tally:
+            if compiled:
+                launch(problem, inputs, asked, direction)
+            else:
+                compute(problem, inputs, asked, direction, _few_tiles)
+        return tally.peak + (0 if inputs.seed is None else _rounded(inputs.seed.nbytes, unit))
 
     saved = _rounded(out, unit) + _rounded(lse, unit)
-    matrix = batch * heads * q_len * sizes["k_len"] * dtype.itemsize
+    matrix = batch * heads * q_len * k_len * dtype.itemsize
     return AttentionMemory(forward.backend, of_inputs, saved, peak(False), peak(True) if backward else None, matrix)
 
 
@@ -217,31 +219,6 @@ class _Tally(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._alive.discard(key)
         self.allocated -= size
-
-
-def _stated(call: Call) -> tuple[Problem, Inputs, str]:
-    bound = signature(attention).bind(**call.arguments("meta"))
-    bound.apply_defaults()
-    return problem_of(prepare_attention(**bound.arguments))
-
-
-def _peak(call: Call, backward: bool, gpu: Gpu, unit: int) -> int:
-    """Of a call on compiled kernels, its inputs included."""
-    with _Tally(unit) as tally:
-        kernels_of([replace(call, backward=backward)], gpu)
-    return tally.peak
-
-
-def _eager_peak(problem: Problem, inputs: Inputs, backend: str, backward: bool, unit: int) -> int:
-    """Of a call in plain torch, beyond its inputs."""
-    planned = plan(problem, backend)
-    with _Tally(unit, (t for t in inputs if t is not None)) as tally, torch.no_grad():
-        out, lse = run_forward(_few_tiles(planned), inputs)
-        if backward:
-            grad_out = torch.empty_like(out)
-            planned = plan(problem.replace(backward=True), backend)
-            run_backward(_few_tiles(planned), inputs, out, lse, grad_out, None, Wanted())
-    return tally.peak
 
 
 def _few_tiles(planned: Plan) -> Plan:

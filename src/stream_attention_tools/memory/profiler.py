@@ -16,7 +16,7 @@ import torch
 from stream_attention.base.errors import refuse
 from stream_attention.base.files import write_file
 
-from .allocator import Reading, allocator_of
+from ..testing.allocator import Reading, allocator_of
 
 if TYPE_CHECKING:
     from typing import Self

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stream_attention.base.files import save_figure
 
-from .allocator import Reading
+from ..testing.allocator import Reading
 
 
 def draw(

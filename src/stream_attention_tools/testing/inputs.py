@@ -1,12 +1,13 @@
-"""Random calls of the public ops: a `Case` says which, `make` draws its tensors, its `repr` can be pasted."""
+"""Random calls of the public ops: a `Case` says which, `make` or `draw` makes its tensors, its `repr` can be pasted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from inspect import signature
+from itertools import accumulate
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,9 +96,7 @@ def make(case: Case) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         # Drawn on the CPU in fp64, so that a case has the same values on every device, rounded once to each dtype.
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    lead_q, lead_k = [case.B, case.Tq], [case.B, case.Tk]
-    if case.lengths_q is not None and case.lengths_k is not None:
-        lead_q, lead_k = [sum(case.lengths_q) + case.tail], [sum(case.lengths_k) + case.tail]
+    lead_q, lead_k = _leading_dims(case)
     drawn = (normal(*lead_q, case.Hq, case.D), normal(*lead_k, case.Hkv, case.D), normal(*lead_k, case.Hkv, case.Dv))
     query, key, value = _laid_out(case.layout, [x.to(case.device, case.dtype) for x in drawn])
 
@@ -121,13 +120,108 @@ def make(case: Case) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         options["alibi_slopes"] = normal(*shape).abs().mul(0.2).to(case.device, aux_dtype)
     if case.sink:
         options["sink"] = normal(case.Hq).to(case.device, aux_dtype)
-    if case.lengths_q is not None and case.lengths_k is not None:
-        for side, lengths in (("q", case.lengths_q), ("k", case.lengths_k)):
-            offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return query, key, value, options | _packing(case, longest=case.max_lengths)
+
+
+class Tensors(NamedTuple):
+    """Inputs of one call: query, key, value, the keywords of its op, and the gradient that arrives at out.
+
+    The op is `attention`, or `varlen_attention` where sequences are packed.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    options: dict[str, Any]
+    grad_out: Tensor
+
+    @property
+    def packed(self) -> bool:
+        return self.query.dim() == 3
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"query": self.query, "key": self.key, "value": self.value}
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """The keywords that say where packed sequences lie; a dense call has none."""
+        return {name: value for name, value in self.options.items() if name.startswith(("cu_seqlens", "max_seqlen"))}
+
+    @property
+    def key_lengths(self) -> list[int]:
+        """Keys of every row or packed sequence; of those it reads the offsets, which is a synchronisation."""
+        if not self.packed:
+            return [self.key.shape[1]] * self.key.shape[0]
+        return [int(length) for length in self.options["cu_seqlens_k"].diff()]
+
+
+SAME = ("window", "softcap", "scale")
+"""Fields of a case that are options as they are."""
+
+
+def draw(case: Case, seed: int = 0) -> Tensors:
+    """Random inputs, drawn on the case's device: `make` is too slow for large cases. On "meta" they have no memory."""
+    device = torch.device(case.device)
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    options: dict[str, Any] = {name: value for name, value in case.given().items() if name in SAME}
+    options["causal"] = case.causal
+    if case.mask is not None:
+        options["mask"] = torch.rand(case.mask, generator=generator, device=device) > 0.3
+    if case.bias is not None:
+        options["bias"] = normal(*case.bias, dtype=case.aux_dtype or case.dtype)
+    if case.alibi is not None:
+        slopes = 2.0 ** (-8.0 * torch.arange(1, case.Hq + 1, device=device) / case.Hq)
+        options["alibi_slopes"] = slopes if case.alibi == "H" else slopes.expand(case.sequences, -1).contiguous()
+    if case.sink:
+        options["sink"] = normal(case.Hq, dtype=torch.float32)
+    if case.dropout_p:
+        options |= {"dropout_p": case.dropout_p, "seed": torch.tensor([seed, 0], device=device)}
+    lead_q, lead_k = _leading_dims(case)
+    return Tensors(
+        normal(*lead_q, case.Hq, case.D),
+        normal(*lead_k, case.Hkv, case.D),
+        normal(*lead_k, case.Hkv, case.Dv),
+        options | _packing(case, longest=True),
+        normal(*lead_q, case.Hq, case.Dv),
+    )
+
+
+def packed(case: Case, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...] | None = None) -> Case:
+    """The case with sequences of these lengths packed, keys as the queries; Tq and Tk say the longest."""
+    lengths_k = lengths_q if lengths_k is None else lengths_k
+    longest_q, longest_k = max(lengths_q), max(lengths_k)
+    return replace(case, B=len(lengths_q), Tq=longest_q, Tk=longest_k, lengths_q=lengths_q, lengths_k=lengths_k)
+
+
+def sequences(case: Case) -> list[tuple[int, int]]:
+    """Queries and keys of every batch entry or packed sequence."""
+    if case.lengths_q is None or case.lengths_k is None:
+        return [(case.Tq, case.Tk)] * case.B
+    return list(zip(case.lengths_q, case.lengths_k, strict=True))
+
+
+def _leading_dims(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of query and key, in front of heads and head dim."""
+    if case.lengths_q is None or case.lengths_k is None:
+        return (case.B, case.Tq), (case.B, case.Tk)
+    return (sum(case.lengths_q) + case.tail,), (sum(case.lengths_k) + case.tail,)
+
+
+def _packing(case: Case, longest: bool) -> dict[str, Any]:
+    """The keywords that say where packed sequences lie; a dense call has none."""
+    options: dict[str, Any] = {}
+    for side, lengths in (("q", case.lengths_q), ("k", case.lengths_k)):
+        if lengths is not None:
+            offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
             options[f"cu_seqlens_{side}"] = offsets.to(case.device)
-            if case.max_lengths:
+            if longest:
                 options[f"max_seqlen_{side}"] = max(lengths, default=0)
-    return query, key, value, options
+    return options
 
 
 def why_not(case: Case, backend: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stream_attention_tools.memory.allocator import allocator_of
+from .allocator import allocator_of
 
 
 def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int:

@@ -7,8 +7,8 @@ import torch
 
 from stream_attention_tools.bench.accuracy import GRADIENT_ROWS, check, check_all
 from stream_attention_tools.bench.providers import Ours
-from stream_attention_tools.bench.suites import Cell, Tensors, draw, packed
-from stream_attention_tools.testing.inputs import Case
+from stream_attention_tools.bench.suites import Cell
+from stream_attention_tools.testing.inputs import Case, Tensors, draw, packed
 
 MANY = Case(B=2, Tq=40, Tk=40, Hq=12, Hkv=6, D=16, Dv=16)
 LONG = Case(B=2, Tq=300, Tk=320, Hq=8, Hkv=4, D=16, Dv=16, causal=True)

@@ -20,12 +20,12 @@ from stream_attention_tools.bench.providers import by_name
 from stream_attention_tools.bench.providers.decode import Append, Decode, Quantized, paged
 from stream_attention_tools.bench.run import measure, measured
 from stream_attention_tools.bench.schema import lacking
-from stream_attention_tools.bench.suites import SUITES, Cell, Tensors, draw, kv_bytes, packed
+from stream_attention_tools.bench.suites import SUITES, Cell, kv_bytes
 from stream_attention_tools.bench.timed import in_a_row
 from stream_attention_tools.bench.timing import CLOCKS
 from stream_attention_tools.cli import benchmark as cli
 from stream_attention_tools.report.page import page
-from stream_attention_tools.testing.inputs import Case
+from stream_attention_tools.testing.inputs import Case, Tensors, draw, packed
 
 PROVIDERS = by_name()
 KINDS = ("decode", "paged 16", "paged 64", "paged 256", "fp8", "int8", "int4", "batch invariant")

@@ -15,8 +15,8 @@ from stream_attention_tools.bench import results as results_
 from stream_attention_tools.bench.fp8_error import errors, four_channels, normal, one_channel, table, unequal_heads
 from stream_attention_tools.bench.providers.fp8 import Fp8, Fp8Kernel
 from stream_attention_tools.bench.run import measure, wrong
-from stream_attention_tools.bench.suites import SUITES, Cell, Tensors, packed
-from stream_attention_tools.testing.inputs import Case
+from stream_attention_tools.bench.suites import SUITES, Cell
+from stream_attention_tools.testing.inputs import Case, Tensors, packed
 
 ROOT = Path(__file__).resolve().parents[3]
 CASE = Case(B=2, Tq=160, Tk=200, Hq=4, Hkv=2, D=64, Dv=64, dtype=torch.bfloat16, causal=True)

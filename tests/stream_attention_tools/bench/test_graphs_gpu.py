@@ -8,10 +8,10 @@ import torch
 from stream_attention_tools.bench.bandwidth import read_bandwidth
 from stream_attention_tools.bench.providers import by_name
 from stream_attention_tools.bench.run import measure
-from stream_attention_tools.bench.suites import Cell, draw
+from stream_attention_tools.bench.suites import Cell
 from stream_attention_tools.bench.timed import Timed, graphed
 from stream_attention_tools.bench.timing import captured
-from stream_attention_tools.testing.inputs import Case
+from stream_attention_tools.testing.inputs import Case, draw
 
 pytestmark = pytest.mark.gpu
 

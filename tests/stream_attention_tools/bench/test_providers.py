@@ -21,8 +21,8 @@ from stream_attention_tools.bench.providers import by_name
 from stream_attention_tools.bench.providers.base import installed, tried, without_modifiers
 from stream_attention_tools.bench.providers.flash_attention import FlashAttention3
 from stream_attention_tools.bench.providers.flex import Flex
-from stream_attention_tools.bench.suites import Cell, draw, packed
-from stream_attention_tools.testing.inputs import Case
+from stream_attention_tools.bench.suites import Cell
+from stream_attention_tools.testing.inputs import Case, draw, packed
 
 PROVIDERS = by_name()
 CASE = Case(B=2, Tq=24, Tk=40, Hq=4, Hkv=2, D=16, Dv=16, causal=True)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from stream_attention_tools.bench import providers as providers_
-from stream_attention_tools.bench.suites import Tensors
 from stream_attention_tools.cli import accuracy
+from stream_attention_tools.testing.inputs import Tensors
 
 SMALL = ["--device", "cpu", "--seq", "48", "--heads", "4", "--dim", "16"]
 

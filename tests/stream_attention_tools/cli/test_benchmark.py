@@ -28,14 +28,10 @@ from stream_attention_tools.bench.run import measured
 from stream_attention_tools.bench.suites import (
     SUITES,
     Cell,
-    Tensors,
     calls,
     chunked,
-    draw,
     flops,
     kv_bytes,
-    packed,
-    sequences,
     shortened,
     tensor_bytes,
 )
@@ -44,7 +40,7 @@ from stream_attention_tools.bench.timing import CLOCKS, Latency, interleaved, pa
 from stream_attention_tools.cli import benchmark as cli
 from stream_attention_tools.cli import report
 from stream_attention_tools.report.page import page
-from stream_attention_tools.testing.inputs import Case
+from stream_attention_tools.testing.inputs import Case, Tensors, draw, packed, sequences
 
 TINY = Case(B=2, Tq=32, Tk=32, Hq=4, Hkv=2, D=16, Dv=16)
 PROVIDERS = providers_.by_name()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from stream_attention_tools.cli import warmup as cli
+from stream_attention_tools.testing.inputs import Case
 from stream_attention_tools.warmup import Call, Gpu, kernels_of
 
 pytest.importorskip("triton")
@@ -59,9 +60,10 @@ def test_calls_of_any_length_and_batch_find_their_kernels() -> None:
     drawn = []
     for _ in range(150):
         length, batch, dim = int(2 ** rng.uniform(5, 14.5)), int(2 ** rng.uniform(0, 6)), rng.choice((64, 128))
-        common: dict[str, Any] = {"heads": 8, "kv_heads": 8, "dim": dim, "value_dim": dim, "dtype": torch.bfloat16}
-        drawn.append(Call(batch, length, length, causal=rng.random() < 0.5, backward=rng.random() < 0.5, **common))
-        drawn.append(Call(batch, 1, length, **common))
+        rest = (8, 8, dim, dim, torch.bfloat16)
+        modes = {"causal": rng.random() < 0.5, "backward": rng.random() < 0.5}
+        drawn.append(Call(Case(batch, length, length, *rest, **modes)))
+        drawn.append(Call(Case(batch, 1, length, *rest, backward=False)))
     warmed = keys(calls())
     assert [str(call) for call in drawn if keys([call]) - warmed] == []
 
@@ -92,8 +94,8 @@ def test_what_a_flag_says_is_another_kernel(flags: str) -> None:
 
 @pytest.mark.usefixtures("_nothing_is_cached")
 def test_a_scale_of_the_batch_or_the_heads_is_the_same_kernel() -> None:
-    one = Call(64, 1024, 1024, 8, 8, 64, 64, torch.bfloat16, causal=True, backward=True, backend="triton")
-    other = Call(96, 900, 900, 12, 12, 64, 64, torch.bfloat16, causal=True, backward=True, backend="triton")
+    one = Call(Case(64, 1024, 1024, 8, 8, 64, 64, torch.bfloat16, causal=True), "triton")
+    other = Call(Case(96, 900, 900, 12, 12, 64, 64, torch.bfloat16, causal=True), "triton")
     assert keys([one]) == keys([other])
     assert keys([one]).isdisjoint(keys([one], Gpu(80, 108)))  # of another GPU
 
@@ -133,13 +135,10 @@ ctypes.CDLL(sys.argv[1] + "/libcuda.so.1", ctypes.RTLD_GLOBAL)
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
-from stream_attention.ops.attention import prepare_attention
-from stream_attention.dispatch.prepare import problem_of, run_backward, run_forward
-from stream_attention_tools.warmup import Call
+from stream_attention.dispatch.prepare import run_backward, run_forward
+from stream_attention_tools.testing.inputs import Case, draw, stated
 from stream_attention.dispatch.plan import plan
 from stream_attention.base.problem import Wanted
-from inspect import signature
-from stream_attention import attention
 
 def build(*how):
     raise AssertionError("Triton built a module")
@@ -153,10 +152,8 @@ driver.get_current_stream = lambda device: 0
 driver.get_current_target = lambda: GPUTarget("cuda", 90, 32)
 triton.runtime.driver.set_active(driver)
 
-given = Call(2, 100, 100, 4, 4, 64, 64, torch.bfloat16, causal=True).arguments("cpu")
-bound = signature(attention).bind(**given)
-bound.apply_defaults()
-problem, inputs, _ = problem_of(prepare_attention(**bound.arguments))
+x = draw(Case(2, 100, 100, 4, 4, 64, 64, torch.bfloat16, causal=True))
+problem, inputs = stated(x, x.tensors, x.options)
 problem = problem.replace(device=torch.device("cuda"), arch=90, processors=132)
 out, lse = run_forward(plan(problem), inputs)
 run_backward(plan(problem.replace(backward=True)), inputs, out, lse, out, None, Wanted())

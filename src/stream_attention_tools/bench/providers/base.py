@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...testing.inputs import Case
-from ..suites import Cell, Tensors, kv_bytes
+from ...testing.inputs import Case, Tensors
+from ..suites import Cell, kv_bytes
 
 
 class Provider:

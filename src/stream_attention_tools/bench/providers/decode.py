@@ -15,8 +15,8 @@ from stream_attention.base.kv_layouts import ContiguousKV, KVCache, PagedKV, Rot
 from stream_attention.kvcache.quantize import quantize_kv
 from stream_attention.ops.decode import decode_attention, decode_workspace, explain_decode
 
-from ...testing.inputs import Case
-from ..suites import Cell, Tensors, sequences
+from ...testing.inputs import Case, Tensors, sequences
+from ..suites import Cell
 from .base import Provider, without_modifiers
 
 FEW = 16

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..suites import Cell, Tensors
+from ...testing.inputs import Tensors
+from ..suites import Cell
 from .base import Provider, installed, needs, tried, without_modifiers
 
 HALVES = (torch.float16, torch.bfloat16)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from ..suites import Cell, Tensors
+from ...testing.inputs import Tensors
+from ..suites import Cell
 from .base import Provider, installed, without_modifiers
 
 

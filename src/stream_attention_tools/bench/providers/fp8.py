@@ -21,7 +21,8 @@ from stream_attention.ops.attention import attention
 from stream_attention.ops.explain import problems_of_call
 from stream_attention.ops.varlen import varlen_attention
 
-from ..suites import Cell, Tensors, draw, shortened
+from ...testing.inputs import Tensors, draw
+from ..suites import Cell, shortened
 from .base import Provider, without_modifiers
 
 

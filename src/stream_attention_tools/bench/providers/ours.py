@@ -15,8 +15,8 @@ from stream_attention.dispatch.prepare import run_forward
 from stream_attention.ops.attention import attention
 from stream_attention.ops.varlen import varlen_attention
 
-from ...testing.inputs import Case, stated
-from ..suites import Cell, Tensors, draw, shortened
+from ...testing.inputs import Case, Tensors, draw, stated
+from ..suites import Cell, shortened
 from .base import Provider
 
 

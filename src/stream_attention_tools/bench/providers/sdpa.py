@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from ..suites import Cell, Tensors, draw, shortened
+from ...testing.inputs import Tensors, draw
+from ..suites import Cell, shortened
 from .base import Provider, tried, without_modifiers
 
 

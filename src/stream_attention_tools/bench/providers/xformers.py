@@ -7,7 +7,8 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from ..suites import Cell, Tensors
+from ...testing.inputs import Tensors
+from ..suites import Cell
 from .base import Provider, needs, without_modifiers
 
 
