@@ -154,6 +154,35 @@ def test_new_lengths_are_made_from_templates(call: Any, monkeypatch: pytest.Monk
             call((1901, k_len), causal=True, grad=True)
 
 
+def test_packs_of_other_rows_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row counts are written by each launch, and the longest sequences are planned rounded: nothing is made anew."""
+    with pretend_gpu() as launches:
+        for grad in (False, True):
+            for longest in (100, 1900):
+                packed((longest, longest), causal=True, grad=grad)
+            kept = launch_cache.size()
+            with monkeypatch.context() as patch:
+                patch.setattr(launch_cache, "prepare", None)
+                patch.setattr(launch_cache._Templates, "resized", None)
+                patch.setattr(launch_cache._Templates, "backward", None)
+                for longest in (65, 101, 128, 1793, 1899, 1920):
+                    launches.clear()
+                    packed((longest, longest), causal=True, grad=grad)
+                    assert launches
+            assert launch_cache.size() == kept
+
+
+@pytest.mark.parametrize("longest", [100, 1900])
+def test_a_pack_with_too_few_values_is_refused_beside_one_that_is_kept(longest: int) -> None:
+    offsets = torch.zeros(4, dtype=torch.int32)
+    ends = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    with pretend_gpu():
+        packed((longest, longest), causal=True)
+        query, key, value = (empty(rows, heads, 64) for rows, heads in ((longest, 8), (longest, 4), (longest - 1, 4)))
+        with pytest.raises(ValueError, match="value"):
+            varlen_attention(query, key, value, **ends, causal=True)
+
+
 def test_tensor_maps_are_written_where_the_driver_would_write_them() -> None:
     with pretend_gpu():
         for rank in (1, 2, 3, 4):

@@ -78,7 +78,7 @@ class Key(NamedTuple):
     """All that decides how a call is computed. Calls that differ in `lengths` alone are a family."""
 
     family: Hashable
-    lengths: Hashable
+    lengths: Any  # a tuple
 
 
 def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options: tuple[Any, ...]) -> Key | None:

@@ -197,14 +197,18 @@ def _backward_key(
     if (addresses | grad_out.data_ptr()) % 16 or grad_lse is not None or query.dtype is torch.float32:
         layouts = [None if t is None else layout_of(t) for t in (*inputs, out, lse, grad_out, grad_lse)]
         return (wanted, torch.backends.cuda.matmul.allow_tf32, *layouts)
+    lse_strides, grad_strides = lse.stride(), grad_out.stride()
+    if len(lse_strides) == 2 and lse.is_contiguous():  # of a pack, which may have other rows
+        lse_strides = ()
     found = (
         wanted,
         query.stride(),
         key.stride(),
         value.stride(),
         out.stride(),
-        lse.stride(),
-        grad_out.stride(),
+        lse_strides,
+        grad_strides,
+        None if are_aligned(grad_strides) else grad_out.shape,
         grad_out.dtype,
         query.get_device(),
         key.get_device(),
@@ -386,7 +390,7 @@ def prepared(arguments: tuple[Any, ...]) -> PreparedCall:
 def kept(arguments: tuple[Any, ...]) -> PreparedCall | None:
     """The same, of a call that has a key, and is kept; else None."""
     inputs = Inputs._make(arguments[:_INPUTS])
-    lengths, options = arguments[_INPUTS : _INPUTS + 2], arguments[_INPUTS + 2 :]
+    lengths, options = planned_lengths(arguments[_INPUTS : _INPUTS + 2]), arguments[_INPUTS + 2 :]
     key = key_of(inputs, lengths, options) if ENABLED else None
     if key is None:
         return None
@@ -397,8 +401,17 @@ def kept(arguments: tuple[Any, ...]) -> PreparedCall | None:
     return call
 
 
+def planned_lengths(longest: Sequence[int]) -> tuple[int, int]:
+    """The longest sequences of a pack as plans round them. Kernels then compute as many tiles of each sequence, whose
+    own length they look at, and packs share a prepared call."""
+    q_len, k_len = longest
+    return rounded_length(q_len), rounded_length(k_len)
+
+
 def prepare(arguments: tuple[Any, ...]) -> PreparedCall:
     """Plan a call and bind its kernels."""
+    longest = planned_lengths(arguments[_INPUTS : _INPUTS + 2])
+    arguments = *arguments[:_INPUTS], *longest, *arguments[_INPUTS + 2 :]
     problem, inputs, backend = problem_of(arguments)
     planned = plan(problem, backend)
     forward = prepare_forward(planned, inputs)
@@ -410,13 +423,14 @@ def prepare(arguments: tuple[Any, ...]) -> PreparedCall:
 class _Family:
     """Calls that differ in their lengths and strides alone."""
 
-    __slots__ = ("calls", "key", "latest", "template")
+    __slots__ = ("calls", "key", "latest", "takes_any_rows", "template")
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.calls: dict[Hashable, Any] = {}  # by lengths and strides
         self.template: Any = None  # whose `resized` makes calls of other lengths; None: nothing does
         self.latest: tuple[Hashable, Any] = None, None  # lengths and call that it made last
+        self.takes_any_rows = False  # calls of packs that take any number of rows are kept by all else
 
 
 _families: dict[Hashable, _Family] = {}
@@ -426,7 +440,7 @@ _order: deque[tuple[_Family, Hashable]] = deque()
 _lock = Lock()
 
 
-def find(key: tuple[Hashable, Hashable], *given: Any) -> Any:
+def find(key: tuple[Hashable, Any], *given: Any) -> Any:
     """The call that was kept with a key or, where its lengths are new, that its family's template makes of what is
     given; else None.
 
@@ -437,6 +451,9 @@ def find(key: tuple[Hashable, Hashable], *given: Any) -> Any:
     if family is None:
         return None
     call = family.calls.get(lengths)
+    if call is None and family.takes_any_rows and lengths[1] == lengths[2]:
+        lengths = lengths[3:]
+        call = family.calls.get(lengths)
     if call is not None or family.template is None:
         return call
     made_for, call = family.latest
@@ -449,25 +466,29 @@ def find(key: tuple[Hashable, Hashable], *given: Any) -> Any:
     return call
 
 
-def keep(key: tuple[Hashable, Hashable], call: Any, template: Any = None) -> None:
+def keep(key: tuple[Hashable, Any], call: Any, template: Any = None, takes_any_rows: bool = False) -> None:
     """Keep a call, and what makes those of other lengths, if that is possible."""
     of, lengths = key
     with _lock:
         family = _families.setdefault(of, _Family(of))
         if template is not None:
             family.template = template
+        family.takes_any_rows |= takes_any_rows
     _add(family, lengths, call)
 
 
 def keep_prepared(key: Key, call: PreparedCall, inputs: Inputs) -> None:
     """Keep a call that was prepared, also as one of its family's templates."""
-    templates = None
+    templates, takes_any_rows = None, False
     if _is_template(call, inputs):
+        takes_any_rows = getattr(call.forward, "takes_any_rows", False)
         with _lock:
             family = _families.get(key.family)
             templates = _Templates(call._problem) if family is None or family.template is None else family.template
             templates.add(call)
-    keep(key, call, templates)
+    if takes_any_rows:
+        key = Key(key.family, key.lengths[3:])
+    keep(key, call, templates, takes_any_rows)
 
 
 def _add(family: _Family, lengths: Hashable, call: Any) -> None:

@@ -198,28 +198,39 @@ class _Binding:
             self.block = block  # last: another thread goes on as soon as it is there
         block = self.block[:]
         if sizes is not None:
-            parameters.write(block, sizes.names, sizes.numbers)
-            if sizes.described:
-                parameters.resize(block, sizes.described, self.arguments)
+            self.write(block, sizes)
         if changes is not None:
             parameters.write(block, *zip(*changes.items(), strict=True))
         return block
 
+    def write(self, block: Any, sizes: Sizes) -> None:
+        """Write sizes into a block of a compiled kernel."""
+        assert self.compiled is not None and self.compiled.parameters is not None
+        self.compiled.parameters.write(block, sizes.names, sizes.numbers)
+        if sizes.described:
+            self.compiled.parameters.resize(block, sizes.described, self.arguments)
+
     def call_triton(
-        self, grid: int, sizes: Sizes | None, changes: Mapping[str, int] | None, tensors: Sequence[Any]
+        self,
+        grid: int,
+        all_sizes: Sequence[Sizes | None],
+        changes: Mapping[str, int] | None,
+        tensors: Sequence[Any],
     ) -> None:
-        """Launch through Triton, which compiles if need be."""
+        """Launch through Triton, which compiles if need be. Of several sizes, the later ones overwrite the former."""
         if self.device is not None and self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self.call_triton(grid, sizes, changes, tensors)
+                return self.call_triton(grid, all_sizes, changes, tensors)
         kernel = self.kernel
         arguments = {**self.arguments, **(changes or {})}
-        if sizes is not None:
+        given = [sizes for sizes in all_sizes if sizes is not None]
+        for sizes in given:
             arguments |= named(sizes.names, sizes.numbers)
         for name, source in self.sources.items():
             tensor, bound = tensors[source], self.arguments[name]
-            if sizes is not None and name in sizes.described:
-                bound = bound.resized(sizes.described[name])
+            for sizes in given:
+                if name in sizes.described:
+                    bound = bound.resized(sizes.described[name])
             if bound is None and type(tensor) is not int and tensor.dtype is not self.dtypes[name]:
                 tensor = tensor.view(-1).view(self.dtypes[name])  # as words of several FP8 codes
             arguments[name] = tensor if bound is None else bound.of(tensor)
@@ -259,8 +270,9 @@ class Launch:
         """Whether a call may be given addresses in place of tensors."""
         return self._binding.compiled is not None or self._binding.is_compiled()
 
-    def __call__(self, *tensors: Any) -> None:
-        """Launch in the current stream of the device. A tensor may be given by its address, except in a first call."""
+    def __call__(self, *tensors: Any, sizes: Sizes | None = None) -> None:
+        """Launch in the current stream of the device. A tensor may be given by its address, except in a first call.
+        `sizes` are those of this launch alone, and change no constexpr."""
         binding = self._binding
         if not self._grid:
             return
@@ -270,11 +282,13 @@ class Launch:
                 driver.write_grid(block, self._grid)
                 self._block = block
         if self._block is None or ((_enter.calls or _leave.calls) and not binding.is_prebuilt):
-            return binding.call_triton(self._grid, self._sizes, self._changes, tensors)
+            return binding.call_triton(self._grid, (self._sizes, sizes), self._changes, tensors)
         if torch._C._cuda_getDevice() != binding.device:
             with torch.cuda.device(binding.device):
-                return self(*tensors)
+                return self(*tensors, sizes=sizes)
         words = self._block[:]
+        if sizes is not None:
+            binding.write(words, sizes)
         for word, source in binding.places:
             tensor = tensors[source]
             words[word] = tensor if type(tensor) is int else tensor.data_ptr()

@@ -232,6 +232,8 @@ def look_up(
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (query, key, value)):
             return None  # to be refused
         key_options = *others, precision, rotate
+    elif cu_seqlens[0] is not None:
+        lengths = launch_cache.planned_lengths(lengths)
     cache_key = launch_cache.key_of(inputs, lengths, key_options)
     if cache_key is None:
         return None

@@ -42,6 +42,7 @@ from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.rows import Rows
+from ...gpu.scratch import Sample
 from ...gpu.scratch import Scratch as ScratchMemory
 from .backward_block import CHUNK, Part, Scratch, SharedStorage, Sum, consume, query_blocks
 from .backward_query_grad import finisher, reducer
@@ -269,7 +270,7 @@ def prepare_backward(
         )
         parts = [_bind(problem, inputs, config, part, some, before, layout, programs) for part in config.parts]
         launches.append((of_rows, parts))
-    return _Backward(layout, before, launches, wanted)
+    return _Backward(problem, layout, before, launches, wanted)
 
 
 def _covered(problem: Problem, config: GluonBackwardConfig) -> tuple[int, int]:
@@ -306,24 +307,32 @@ class _Layout(NamedTuple):
             of_line = numbers // lines
             at_once = min(lines, max(1, SCRATCH_BYTES // (4 * of_line)))
             numbers = at_once * of_line
-        counts = sample((numbers // CHUNK.value**2,), torch.int32)
-        workspace = sample((numbers,), torch.float32), counts, sample((2,), torch.int32)
         dtype = torch.float32 if problem.partial else problem.dtype
         shares = []
         for first in range(0, lines, at_once):
             some = range(first, min(first + at_once, lines))
             shares.append((some, min(problem.processors, len(some) * -(-problem.k_len // (2 * KEYS.value)))))
-        return cls(saved, copies, rows, workspace, [sample(t.shape, dtype) for t in inputs[:3]], shares)
+        return cls(saved, copies, rows, _workspace(numbers), [sample(t.shape, dtype) for t in inputs[:3]], shares)
+
+
+def _workspace(numbers: int) -> tuple[Any, Any, Any]:
+    """Samples of the memory in which dQ grows, of so many numbers, of its counts, and of the counter of tiles."""
+    return sample((numbers,), torch.float32), sample((numbers // CHUNK.value**2,), torch.int32), _COUNTER
+
+
+_COUNTER: Any = sample((2,), torch.int32)
 
 
 class _Backward:
     def __init__(
         self,
+        problem: Problem,
         layout: _Layout,
         before: Prepass,
         launches: list[tuple[Launch, list[Launch]]],
         wanted: Wanted,
     ) -> None:
+        self._pack = problem if problem.packed and not before.steps else None  # which may have any number of rows
         self._before, self._launches, self._wanted = before, launches, wanted
         self._copies, self._grads = layout.copies, layout.grads
         self._scratch = ScratchMemory.of(*layout.rows, *layout.workspace)
@@ -338,13 +347,17 @@ class _Backward:
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         query, cu_q, cu_k = inputs.query, inputs.cu_seqlens_q, inputs.cu_seqlens_k
         is_compiled = all([launch.is_compiled for launch in self._all])  # noqa: C419
-        dq, dk, dv = [grad.empty(query) for grad in self._grads]
+        grads, scratch, rows_sizes, sizes = self._grads, self._scratch, None, None
+        if self._pack is not None:
+            grads = [Sample(t.shape, grad.dtype) for t, grad in zip(inputs[:3], grads, strict=True)]
+            scratch, rows_sizes, sizes = _sizes_of_pack(self._pack, query, inputs.key.shape[0])
+        dq, dk, dv = [grad.empty(query) for grad in grads]
         computed = self._before.run(inputs)
-        memory, pieces = self._scratch.allocate(query, is_compiled)
+        memory, pieces = scratch.allocate(query, is_compiled)
         for of_rows, parts in self._launches:
-            of_rows(out, grad_out, lse, grad_lse, cu_q, cu_k, *pieces, dq, dk, dv)
+            of_rows(out, grad_out, lse, grad_lse, cu_q, cu_k, *pieces, dq, dk, dv, sizes=rows_sizes)
             for launch in parts:
-                launch(*inputs, *computed, grad_out, *pieces, dq, dk, dv)
+                launch(*inputs, *computed, grad_out, *pieces, dq, dk, dv, sizes=sizes)
         del memory  # all that reads it is queued
         wanted = self._wanted
         return Gradients(dq if wanted.query else None, dk if wanted.key else None, dv if wanted.value else None)
@@ -366,7 +379,7 @@ class _Backward:
         if resized_rows is None or None in resized:
             return None
         found = [(resized_rows, [launch for launch in resized if launch is not None])]
-        return _Backward(layout, self._before, found, self._wanted)
+        return _Backward(problem, layout, self._before, found, self._wanted)
 
 
 _SIZES = (
@@ -406,6 +419,18 @@ def _sizes(problem: Problem, inputs: Inputs, config: GluonBackwardConfig, batch_
         "scratch_desc": layout.workspace[0].numel() // CHUNK.value,
     }
     return Sizes(_SIZES, numbers, constants, described)
+
+
+def _sizes_of_pack(problem: Problem, query: Tensor, k_rows: int) -> tuple[ScratchMemory, Sizes, Sizes]:
+    """What depends on how many rows a pack has: scratch memory, and sizes of the launch by rows and of the others."""
+    rows, q_rows = Rows.samples(problem, query), query.shape[0]
+    count, padded = rows.lse.numel(), rows.lse.shape[-1]
+    numbers = count * tile_widths(problem)[0]
+    described = {"q_desc": q_rows, "k_desc": k_rows, "v_desc": k_rows, "do_desc": q_rows, "dk_desc": k_rows}
+    described |= {"dv_desc": k_rows, "lse_desc": count, "delta_desc": count, "scratch_desc": numbers // CHUNK.value}
+    of_rows = Sizes("stride_lh stride_eh q_rows k_rows rows", (q_rows, q_rows, q_rows, k_rows, padded), {}, {})
+    sizes = Sizes("q_rows k_rows rows", (q_rows, k_rows, padded), {}, described)
+    return ScratchMemory.of(*rows, *_workspace(numbers)), of_rows, sizes
 
 
 def _bind(

@@ -205,11 +205,16 @@ _COUNTER = Sample((1,), torch.int32)
 class _Forward:
     def __init__(self, outputs: Outputs, before: Prepass, start: Launch | None, launch: Launch) -> None:
         self._outputs, self._before, self._start, self._launch = outputs, before, start, launch
+        self.takes_any_rows = start is not None and not before.steps
         self._without_lse: tuple[Launch | None, Launch] | None = None
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         outputs, start, launch, query = self._outputs, self._start, self._launch, inputs.query
         is_compiled = launch.is_compiled and (start is None or start.is_compiled)
+        sizes = None
+        if self.takes_any_rows:
+            rows = query.shape[0]
+            outputs, sizes = outputs.resized(rows), _sizes_of_pack(rows, inputs.key.shape[0])
         computed = self._before.run(inputs)
         if with_lse or not is_compiled:
             out, lse = outputs.allocate(query, is_compiled)
@@ -223,8 +228,8 @@ class _Forward:
             counter = _COUNTER.filled(query, 0.0, is_compiled)  # may be freed once the launch is queued
         else:
             counter = _COUNTER.empty(query)
-            start(inputs.cu_seqlens_q, out, to_lse, counter)
-        launch(*inputs, *computed, out, to_lse, counter)
+            start(inputs.cu_seqlens_q, out, to_lse, counter, sizes=sizes and Sizes("rows", (rows,), {}, {}))
+        launch(*inputs, *computed, out, to_lse, counter, sizes=sizes)
         return out, lse
 
     def resized(self, problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward | None:
@@ -263,6 +268,12 @@ def _sizes(
     grid, sizes = forward_sizes(problem, config, (query.shape[-3], key.shape[-3]), cached, strides, described)
     sizes.constants["LOADS_MASKED_KV"] = problem.packed or loads_masked_kv(problem)
     return grid, sizes
+
+
+def _sizes_of_pack(q_rows: int, k_rows: int) -> Sizes:
+    """Those of `_sizes` that depend on how many rows a pack has."""
+    described = {"q_desc": q_rows, "k_desc": k_rows, "v_desc": k_rows, "o_desc": q_rows}
+    return Sizes("q_rows k_rows stride_lh", (q_rows, k_rows, q_rows), {}, described)
 
 
 def _bind(

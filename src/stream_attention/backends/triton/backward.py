@@ -27,7 +27,7 @@ from torch import Tensor
 from ...base.problem import Backward, Gradients, Inputs, Problem, Wanted
 from ...base.state import Saved
 from ...gpu.arguments import sample
-from ...gpu.launch import Launch
+from ...gpu.launch import Launch, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.rows import PAD, Rows
 from ...gpu.scratch import Sample, Scratch
@@ -86,6 +86,16 @@ class _Results(NamedTuple):
         sums = [sample((count,), torch.float32) if want else None for want in wanted[4:]]
         return cls(problem, wanted, grads, by_queries, by_keys, exact_delta, sums)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no launch writes parts of gradients, which are added up."""
+        return self.by_queries.num_splits == 1 and all(tile.num_splits == 1 for tile, *_ in self.by_keys)
+
+    def resized(self, inputs: Inputs) -> _Results:
+        """Those of inputs with other numbers of rows."""
+        pairs = zip(inputs[:3], self.grads, strict=True)
+        return self._replace(grads=[grad and Sample(t.shape, grad.dtype) for t, grad in pairs])
+
     def samples(self, tile: Tile, *places: int | None) -> list[Any]:
         """Of what a launch writes: gradients, or with several splits a part of each, in fp32."""
         grads = [None if place is None else self.grads[place] for place in places]
@@ -128,21 +138,27 @@ class _Backward:
         self._made, self._before, self._query, self._keys = made, before, query, keys
         self._bias, self._scratch = bias, Scratch.of(*rows)
         self._all = [query, *keys]
+        self._takes_any_rows = made.problem.packed and bias is None and not before.steps and made.is_whole
 
     def __call__(
         self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         query, made = inputs.query, self._made
         is_compiled = all([launch.is_compiled for launch in self._all])  # noqa: C419
+        scratch, sizes = self._scratch, None
+        if self._takes_any_rows:
+            of_rows, made = Rows.samples(made.problem, query), made.resized(inputs)
+            scratch, numbers = Scratch.of(*of_rows), (query.shape[0], inputs.key.shape[0], of_rows.tiles)
+            sizes = Sizes("q_rows k_rows row_tiles", numbers, {}, {})
         grads, sums = made.gradients(query, is_compiled), made.row_sums(query, is_compiled)
         computed = self._before.run(inputs)
-        memory, rows = self._scratch.allocate(query, is_compiled and self._bias is None)
+        memory, rows = scratch.allocate(query, is_compiled and self._bias is None)
         read = *inputs, *computed, out, lse, grad_out, grad_lse, *rows
-        _launch(self._query, made.by_queries, read, grads[:1], sums)
+        _launch(self._query, made.by_queries, read, grads[:1], sums, sizes)
         read = *inputs, *computed, grad_out, *rows
         for launch, (tile, k_place, v_place) in zip(self._keys, made.by_keys, strict=True):
             written = [None if k_place is None else grads[1], None if v_place is None else grads[2]]
-            _launch(launch, tile, read, written)
+            _launch(launch, tile, read, written, sizes=sizes)
         d_bias = None if self._bias is None else self._bias(inputs, (*computed, grad_out, *rows))
         del memory  # all that reads it is queued
         return made.gathered(inputs, grads, d_bias, sums)
@@ -164,12 +180,17 @@ class _Backward:
 
 
 def _launch(
-    launch: Launch, tile: Tile, read: Sequence[Any], grads: list[Tensor | None], sums: Sequence[Tensor | None] = ()
+    launch: Launch,
+    tile: Tile,
+    read: Sequence[Any],
+    grads: list[Tensor | None],
+    sums: Sequence[Tensor | None] = (),
+    sizes: Sizes | None = None,
 ) -> None:
     """Launch what writes gradients and sums. With several splits it writes parts of gradients, in fp32, which are added
     up here."""
     if tile.num_splits == 1:
-        launch(*read, *grads, *sums)
+        launch(*read, *grads, *sums, sizes=sizes)
         return
     shapes = [None if grad is None else (tile.num_splits, *grad.shape) for grad in grads]
     parts = [None if shape is None else read[0].new_empty(shape, dtype=torch.float32) for shape in shapes]

@@ -33,7 +33,7 @@ from ...gpu.arguments import (
     sample,
     scale_of,
 )
-from ...gpu.launch import Kernel, Launch, jit
+from ...gpu.launch import Kernel, Launch, Sizes, jit
 from ...gpu.merge import bind_merge
 from ...gpu.prepass import Prepass
 from ...gpu.scratch import OUTPUT_STRIDES, Outputs
@@ -242,19 +242,24 @@ class _Forward:
 
     def __init__(self, outputs: Outputs, before: Prepass, launch: Launch) -> None:
         self._outputs, self._before, self._launch = outputs, before, launch
+        self.takes_any_rows = len(outputs.lse.shape) == 2 and not before.steps
         self._without_lse: Launch | None = None
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         outputs, launch, query = self._outputs, self._launch, inputs.query
-        computed = self._before.run(inputs)
+        computed, sizes = self._before.run(inputs), None
+        if self.takes_any_rows:
+            rows = query.shape[0]
+            outputs = outputs.resized(rows)
+            sizes = Sizes("q_rows k_rows stride_lh", (rows, inputs.key.shape[0], rows), {}, {})
         if with_lse or not launch.is_compiled:
             out, lse = outputs.allocate(query, launch.is_compiled)
-            launch(*inputs, *computed, out, lse)
+            launch(*inputs, *computed, out, lse, sizes=sizes)
             return out, lse
         if self._without_lse is None:
             self._without_lse = launch.replaced(write_lse=0)
         out = outputs.allocate_out(query, by_driver=True)
-        self._without_lse(*inputs, *computed, out, 0)
+        self._without_lse(*inputs, *computed, out, 0, sizes=sizes)
         return out, None
 
     def resized(self, problem: Problem, inputs: Inputs, config: TritonConfig) -> Forward | None:
