@@ -78,24 +78,10 @@ _TINY = gl.constexpr(2.0**-14)
 @gluon.jit
 def _planes(words, FORMAT: gl.constexpr):
     """The codes of words, by planes: int4 in units of 2^-24 and 2^-20 in turn, int8 in units of 2^-24, fp8 as it is."""
-    if FORMAT == "int4":
-        return gl.inline_asm_elementwise(
-            _INT4,
-            "=&r,=&r,=&r,=&r,r",
-            [words],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            _INT8 if FORMAT == "int8" else _FP8,
-            "=&r,=&r,r",
-            [words],
-            dtype=(gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
+    PLANES: gl.constexpr = 4 if FORMAT == "int4" else 2
+    asm: gl.constexpr = _INT4 if FORMAT == "int4" else (_INT8 if FORMAT == "int8" else _FP8)
+    places: gl.constexpr = "=&r," * PLANES + "r"
+    return gl.inline_asm_elementwise(asm, places, [words], dtype=(gl.float16,) * PLANES, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -438,8 +424,6 @@ def quantized_part(
             if FORMAT != "fp8":
                 constant = gl.full([16, BLOCK_N], MIDDLE, gl.float16, FIRST)
                 middles_now = middles_now + (mma_v2(constant, scaled, middles[g] * rescale_rows),)
-            else:
-                middles_now = middles_now + (middles[g],)
             if FORMAT == "int4":
                 zero = value_zeros.index(slot).slice(g * BLOCK_N, BLOCK_N).load(OF_FIRST)
                 if not ALL_VISIBLE:
@@ -447,11 +431,11 @@ def quantized_part(
                     zero = gl.where(visible, zero, 0.0)
                 zero = zero[None, :].broadcast_to([16, BLOCK_N])
                 zeros_now = zeros_now + (mma_v2(zero, p_operand, zeros[g] * rescale_rows),)
-            else:
-                zeros_now = zeros_now + (zeros[g],)
         acc = sums
-        middles = middles_now
-        zeros = zeros_now
+        if FORMAT != "fp8":
+            middles = middles_now
+        if FORMAT == "int4":
+            zeros = zeros_now
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
 
     for plane in gl.static_range(PLANES):

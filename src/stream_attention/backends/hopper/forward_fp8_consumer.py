@@ -112,15 +112,11 @@ def _row_max(s, BLOCK_D: gl.constexpr):
 def _pack_e4m3(p):
     """Weights as words of four e4m3 codes."""
     w0, w1, w2, w3 = _runs(p)
-    return gl.inline_asm_elementwise(
+    asm: gl.constexpr = (
         "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
-        "mov.b32 $0, {lo, hi}; }",
-        "=r,r,r,r,r",
-        [w0, w1, w2, w3],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
+        "mov.b32 $0, {lo, hi}; }"
     )
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r,r", [w0, w1, w2, w3], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
