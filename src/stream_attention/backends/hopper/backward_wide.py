@@ -23,14 +23,9 @@ def _add_chunk(dq, ptr):
     a0, a1 = gl.split(a)
     b0, b1 = gl.split(b)
     place = (ptr + gl.arange(0, C * 16, a0.type.layout) * 4).to(gl.int64)
-    gl.inline_asm_elementwise(
-        "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
-        "=r,l,f,f,f,f",
-        [place, a0, b0, a1, b1],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    asm: gl.constexpr = "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;"
+    operands = (place, a0, b0, a1, b1)
+    gl.inline_asm_elementwise(asm, "=r,l,f,f,f,f", operands, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

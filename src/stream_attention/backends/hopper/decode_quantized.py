@@ -35,14 +35,11 @@ from .decode_tiles import (
     FIRST,
     MMA,
     SECOND,
+    Rows,
+    beside_scores,
     by_row,
     copied,
-    hide,
-    modify,
-    query,
-    row_parameters,
     softmax_step,
-    store_partial,
     swizzled,
     upper,
     wait_for_kernels_ahead,
@@ -81,24 +78,10 @@ _TINY = gl.constexpr(2.0**-14)
 @gluon.jit
 def _planes(words, FORMAT: gl.constexpr):
     """The codes of words, by planes: int4 in units of 2^-24 and 2^-20 in turn, int8 in units of 2^-24, fp8 as it is."""
-    if FORMAT == "int4":
-        return gl.inline_asm_elementwise(
-            _INT4,
-            "=&r,=&r,=&r,=&r,r",
-            [words],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            _INT8 if FORMAT == "int8" else _FP8,
-            "=&r,=&r,r",
-            [words],
-            dtype=(gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
+    PLANES: gl.constexpr = 4 if FORMAT == "int4" else 2
+    asm: gl.constexpr = _INT4 if FORMAT == "int4" else (_INT8 if FORMAT == "int8" else _FP8)
+    places: gl.constexpr = "=&r," * PLANES + "r"
+    return gl.inline_asm_elementwise(asm, places, [words], dtype=(gl.float16,) * PLANES, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -186,27 +169,28 @@ def _codes_kernel(
     first = 0
     if HAS_LEFT:
         first = gl.maximum(length - q_len - left, 0)
-    rows = GROUP * q_len
+    lines = GROUP * q_len
     q_ptr += b * stride_qb
-    at = ((b * kv_heads + kv_head) * num_splits + split) * rows
-    outs_ptr = workspace_ptr + gl.cdiv((b * 0 + batch) * kv_heads * num_splits * rows, 4) * 4
-    slopes_row = slopes_ptr
+    at = ((b * kv_heads + kv_head) * num_splits + split) * lines
+    outs_ptr = workspace_ptr + gl.cdiv((b * 0 + batch) * kv_heads * num_splits * lines, 4) * 4
+    slopes_row, tree_row = lengths_ptr, lengths_ptr  # stand in, unread
     if HAS_ALIBI:
         slopes_row = slopes_ptr + b * stride_ab + kv_head * GROUP
-    tree_row = tree_ptr
     if HAS_TREE:
         tree_row = tree_ptr + b * stride_rb
+    rows = Rows(
+        q_ptr, stride_qm, stride_qh, kv_head, q_len, length, left, right, scale, softcap, slopes_row, tree_row,
+        stride_rm, workspace_ptr, outs_ptr, at,
+        GROUP, DV, HAS_LEFT, HAS_RIGHT, HAS_TREE, HAS_ALIBI, HAS_SOFTCAP, TANH,
+    )  # fmt: skip
     quantized_splits = num_splits - window_splits
     if split >= quantized_splits:
         split_len = gl.cdiv(gl.cdiv(slots, window_splits), WINDOW_N) * WINDOW_N
         begin = gl.maximum(quantized_len, first) + (split - quantized_splits) * split_len
         window_part(
-            q_ptr, stride_qm, stride_qh,
-            k_window_ptr + b * (stride_kwb * 8) + kv_head * (stride_kwh * 8), stride_kwn * 8,
+            rows, k_window_ptr + b * (stride_kwb * 8) + kv_head * (stride_kwh * 8), stride_kwn * 8,
             v_window_ptr + b * (stride_vwb * 8) + kv_head * (stride_vwh * 8), stride_vwn * 8,
-            slopes_row, tree_row, stride_rm, workspace_ptr, outs_ptr, at, kv_head, q_len, length,
-            begin, gl.minimum(begin + split_len, length), slots, left, right, scale, softcap,
-            GROUP, D, DV, HAS_LEFT, HAS_RIGHT, HAS_TREE, HAS_ALIBI, HAS_SOFTCAP, TANH,
+            begin, gl.minimum(begin + split_len, length), slots, D,
         )  # fmt: skip
     else:
         # A share of the codes, in one run.
@@ -232,14 +216,10 @@ def _codes_kernel(
         if FORMAT == "int4":
             k_zeros, v_zeros = k_zero_ptr + key_scale_at, v_zero_ptr + value_scale_at
         quantized_part(
-            q_ptr, stride_qm, stride_qh,
-            k_ptr + key_at, k_scale_ptr + key_scale_at, k_zeros, stride_kss * 8,
+            rows, k_ptr + key_at, k_scale_ptr + key_scale_at, k_zeros, stride_kss * 8,
             v_ptr + value_at, v_scale_ptr + value_scale_at, v_zeros, stride_vss * 8,
-            table_row, stride_kb * 8, stride_vb * 8, stride_ksb * 8, stride_vsb * 8, pages,
-            slopes_row, tree_row, stride_rm, workspace_ptr, outs_ptr, at, kv_head, q_len, length, begin, end, first,
-            left, right, scale, softcap,
-            GROUP, D, DV, BLOCK_N, PAGE, HAS_LEFT, HAS_RIGHT, HAS_TREE, HAS_ALIBI, HAS_SOFTCAP, TANH,
-            FORMAT, TOKENS, ALL_VISIBLE, STAGES,
+            table_row, stride_kb * 8, stride_vb * 8, stride_ksb * 8, stride_vsb * 8, pages, begin, end, first,
+            D, BLOCK_N, PAGE, FORMAT, TOKENS, ALL_VISIBLE, STAGES,
         )  # fmt: skip
 
 
@@ -280,22 +260,18 @@ def _copy_block(
 
 @gluon.jit
 def quantized_part(
-    q_ptr, stride_qm, stride_qh,
-    k_ptr, k_scale_ptr, k_zero_ptr, stride_kss, v_ptr, v_scale_ptr, v_zero_ptr, stride_vss,
-    table_ptr, stride_kp, stride_vp, stride_ksp, stride_vsp, pages,
-    slopes_ptr, tree_ptr, stride_rm, workspace_ptr, outs_ptr, at, kv_head, q_len, length, begin, end, first,
-    left, right, scale, softcap,
-    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_TREE: gl.constexpr, HAS_ALIBI: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, TANH: gl.constexpr,
+    rows, k_ptr, k_scale_ptr, k_zero_ptr, stride_kss, v_ptr, v_scale_ptr, v_zero_ptr, stride_vss,
+    table_ptr, stride_kp, stride_vp, stride_ksp, stride_vsp, pages, begin, end, first,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
     FORMAT: gl.constexpr, TOKENS: gl.constexpr, ALL_VISIBLE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The part of a share of the codes, from `begin` to `end`."""
     PLANES: gl.constexpr = 4 if FORMAT == "int4" else 2
+    DV: gl.constexpr = rows.DV
     W: gl.constexpr = D // PLANES
     WV: gl.constexpr = DV // PLANES
     GROUPS: gl.constexpr = DV // TOKENS if DV > TOKENS else 1  # of channels that share a value's scale
-    WITH_REST: gl.constexpr = q_ptr.dtype.element_ty == gl.float16
+    WITH_REST: gl.constexpr = rows.queries.dtype.element_ty == gl.float16
     UNIT_OF_CODES: gl.constexpr = 1.0 if FORMAT == "fp8" else 2.0**24
     MIDDLE: gl.constexpr = 8.0 if FORMAT == "int4" else 128.0
     PEAK: gl.constexpr = 4.0 if FORMAT == "int4" else (64.0 if FORMAT == "int8" else 256.0)
@@ -340,29 +316,23 @@ def quantized_part(
     # Queries in fp16, at most PEAK; of odd planes of int4 a sixteenth, as their codes count sixteen times as much.
     peak = gl.zeros([16], gl.float32, gl.SliceLayout(1, FIRST))
     for plane in gl.static_range(PLANES):
-        q = query(q_ptr, stride_qm, stride_qh, kv_head, q_len, plane * W, GROUP, W)
+        q = rows.load(plane * W, W)
         peak = gl.maximum(peak, gl.max(gl.abs(q.to(gl.float32)), 1))
     power = gl.where(peak > 1e-30, gl.exp2(gl.ceil(gl.log2(peak))), 1.0)
     queries = _no_tensors()
     for plane in gl.static_range(PLANES):
-        q = query(q_ptr, stride_qm, stride_qh, kv_head, q_len, plane * W, GROUP, W).to(gl.float32)
-        queries = queries + ((q * (PEAK / _times_sixteen(FORMAT, plane) / power)[:, None]).to(gl.float16),)
-    row_scale = _first_eight(power, ROWS) * (scale / PEAK)
-    mask_r, q_pos, slopes, tree_rows = row_parameters(
-        length, q_len, slopes_ptr, tree_ptr, stride_rm, GROUP, HAS_ALIBI, HAS_TREE, ROWS
-    )  # fmt: skip
+        q = rows.load(plane * W, W).to(gl.float32)
+        q = (q * (PEAK / _times_sixteen(FORMAT, plane) / power)[:, None]).to(gl.float16)
+        queries = queries + (q,)
+    row_scale = _first_eight(power, ROWS) * (rows.scale / PEAK)
+    beside = beside_scores(rows, ROWS)
 
     none = gl.zeros([16, 8], gl.float32, MMA)
     row_max = gl.full([8], float("-inf"), gl.float32, ROWS)
     row_sum = gl.zeros([8], gl.float32, ROWS)
-    acc = _no_tensors()
-    for _ in gl.static_range(PLANES):
-        acc = acc + (gl.zeros([WV, 8], gl.float32, MMA),)
-    middles = _no_tensors()  # of values, by groups: rows that are all alike
-    zeros = _no_tensors()
-    for _ in gl.static_range(GROUPS):
-        middles = middles + (none,)
-        zeros = zeros + (none,)
+    acc = (gl.zeros([WV, 8], gl.float32, MMA),) * PLANES
+    middles = (none,) * GROUPS  # of values, by groups: rows that are all alike
+    zeros = (none,) * GROUPS
     slot = 0
     for i in range(count):
         async_copy.wait_group(STAGES - 2)
@@ -416,16 +386,11 @@ def quantized_part(
             above = gl.max(upper(middle - even - 16.0 * odd), 1)  # all alike
             qk -= gl.convert_layout(above, ROWS)[:, None]
         k_pos = (start + gl.arange(0, BLOCK_N, layout=KEYS))[None, :]
-        scores = modify(
-            qk, row_scale[:, None], softcap, slopes, q_pos, k_pos, HAS_SOFTCAP, HAS_ALIBI, TANH
-        )  # fmt: skip
+        scores = beside.modify(qk, row_scale[:, None], k_pos)
         if PAGE != 0:
             scores = gl.where((missing >> (STAGES - 1)) & 1 == 0, scores, float("nan"))
         if not ALL_VISIBLE:
-            scores = hide(
-                scores, k_pos >= first, q_pos, k_pos, left, right, tree_rows, length - q_len, mask_r,
-                HAS_LEFT, HAS_RIGHT, HAS_TREE,
-            )  # fmt: skip
+            scores = beside.hide(scores, k_pos >= first, k_pos)
 
         # Weights, and how much the values' scales add to them.
         of_values = _no_tensors()
@@ -459,8 +424,6 @@ def quantized_part(
             if FORMAT != "fp8":
                 constant = gl.full([16, BLOCK_N], MIDDLE, gl.float16, FIRST)
                 middles_now = middles_now + (mma_v2(constant, scaled, middles[g] * rescale_rows),)
-            else:
-                middles_now = middles_now + (middles[g],)
             if FORMAT == "int4":
                 zero = value_zeros.index(slot).slice(g * BLOCK_N, BLOCK_N).load(OF_FIRST)
                 if not ALL_VISIBLE:
@@ -468,11 +431,11 @@ def quantized_part(
                     zero = gl.where(visible, zero, 0.0)
                 zero = zero[None, :].broadcast_to([16, BLOCK_N])
                 zeros_now = zeros_now + (mma_v2(zero, p_operand, zeros[g] * rescale_rows),)
-            else:
-                zeros_now = zeros_now + (zeros[g],)
         acc = sums
-        middles = middles_now
-        zeros = zeros_now
+        if FORMAT != "fp8":
+            middles = middles_now
+        if FORMAT == "int4":
+            zeros = zeros_now
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
 
     for plane in gl.static_range(PLANES):
@@ -480,7 +443,7 @@ def quantized_part(
         if FORMAT != "fp8":
             below = zeros[plane * GROUPS // PLANES] - middles[plane * GROUPS // PLANES]
             total += gl.max(below, 0)[None, :]  # all alike
-        store_partial(total, row_max, row_sum, workspace_ptr, outs_ptr, at, GROUP * q_len, plane * WV, DV, plane == 0)
+        rows.store_partial(total, row_max, row_sum, plane * WV, plane == 0)
 
 
 def prepare_decode(*arguments: Any) -> Any:

@@ -6,10 +6,13 @@ rows]: what a lane holds of the weights is then what it needs of them as the sec
 lanes. How parts are left, and what the launch is, is told in gpu/decode_tiles.py and decode_call.py.
 """
 
+# No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .tiles import LOG2E, tanh
+from .versions import aggregate
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]))
 FIRST = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
@@ -50,64 +53,113 @@ def copied(width):
     return gl.BlockedLayout([1, 8], [32 // across, across], [1, 1], [1, 0])
 
 
-@gluon.jit
-def modify(
-    qk, scale, softcap, slopes, q_pos, k_pos,
-    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, TANH: gl.constexpr,
-):  # fmt: skip
-    """Scores in log2 units from q . k, a scale per row."""
-    if SOFTCAP:
-        scores = tanh(qk * (scale / softcap), TANH) * (softcap * LOG2E)
-    else:
-        scores = qk * (scale * LOG2E)
-    if ALIBI:
-        scores -= slopes * LOG2E * gl.abs(q_pos - k_pos).to(gl.float32)
-    return scores
+@aggregate
+class Rows:
+    """The rows of a program: where their queries are, what modifies and hides their scores, and where their part is
+    left."""
+
+    queries: gl.tensor  # of the batch entry
+    stride_qm: gl.tensor
+    stride_qh: gl.tensor
+    kv_head: gl.tensor
+    q_len: gl.tensor
+    length: gl.tensor  # of the cache, whose last tokens are those of the queries
+    left: gl.tensor
+    right: gl.tensor
+    scale: gl.tensor
+    softcap: gl.tensor
+    slopes: gl.tensor  # ALiBi's, of the heads that share the KV head
+    tree: gl.tensor  # of the batch entry
+    stride_rm: gl.tensor
+    lses: gl.tensor  # of all parts ...
+    outs: gl.tensor
+    at: gl.tensor  # ... and the first of this one
+    GROUP: gl.constexpr
+    DV: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    HAS_TREE: gl.constexpr
+    HAS_ALIBI: gl.constexpr
+    HAS_SOFTCAP: gl.constexpr
+    TANH: gl.constexpr
+
+    @gluon.jit
+    def load(self, first, WIDTH: gl.constexpr):
+        """Columns of the queries from `first` on, as a first factor: sixteen rows, those that are none 0."""
+        r = gl.arange(0, 16, layout=gl.SliceLayout(1, FIRST))
+        c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, FIRST))
+        of_rows = (self.kv_head * self.GROUP + r // self.q_len) * self.stride_qh + r % self.q_len * self.stride_qm
+        at = self.queries + of_rows[:, None] + (first + c)[None, :]
+        return gl.load(at, mask=((r < 8) & (r < self.GROUP * self.q_len))[:, None], other=0.0)
+
+    @gluon.jit
+    def store_partial(self, acc, row_max, row_sum, first, LSE: gl.constexpr):
+        """Leave outputs [channels, rows] of the channels from `first` on, and LSEs, as a part."""
+        rows = self.GROUP * self.q_len
+        visible = row_sum != 0  # NaN is: what a row sees shows
+        r = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))
+        c = first + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, MMA))
+        out = acc / by_row(gl.where(visible, row_sum, 1.0))
+        gl.store(self.outs + (self.at + r)[None, :] * self.DV + c[:, None], out, mask=(r < rows)[None, :])
+        if LSE:
+            lse = gl.where(visible, row_max + gl.log2(row_sum), float("-inf"))
+            r = gl.arange(0, 8, layout=row_sum.type.layout)
+            gl.store(self.lses + self.at + r, lse, mask=r < rows)
+
+
+@aggregate
+class ScoreRows:
+    """Rows as they lie beside a tile of scores."""
+
+    rows: Rows
+    exist: gl.tensor
+    positions: gl.tensor
+    slopes: gl.tensor
+    tree: gl.tensor  # the line of each row
+
+    @gluon.jit
+    def modify(self, qk, scale, k_pos):
+        """Scores in log2 units from q . k, a scale per row."""
+        rows = self.rows
+        if rows.HAS_SOFTCAP:
+            scores = tanh(qk * (scale / rows.softcap), rows.TANH) * (rows.softcap * LOG2E)
+        else:
+            scores = qk * (scale * LOG2E)
+        if rows.HAS_ALIBI:
+            scores -= self.slopes * LOG2E * gl.abs(self.positions - k_pos).to(gl.float32)
+        return scores
+
+    @gluon.jit
+    def hide(self, scores, inside, k_pos):
+        """As gpu/decode_tiles.py, hide_scores."""
+        rows = self.rows
+        visible = inside
+        if rows.HAS_RIGHT:
+            visible = visible & (k_pos <= self.positions + rows.right)
+        if rows.HAS_LEFT:
+            visible = visible & (k_pos >= self.positions - rows.left)
+        if rows.HAS_TREE:
+            new = k_pos - (rows.length - rows.q_len)
+            there = self.exist & inside & (new >= 0)
+            seen = gl.load(self.tree + new, mask=there, other=1) != 0
+            visible = visible & self.exist & (self.positions >= 0) & seen
+        return gl.where(visible, scores, float("-inf"))
 
 
 @gluon.jit
-def hide(
-    scores, inside, q_pos, k_pos, left, right, tree_rows, first_new, mask_r,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_TREE: gl.constexpr,
-):  # fmt: skip
-    """As gpu/decode_tiles.py, hide_scores."""
-    visible = inside
-    if HAS_RIGHT:
-        visible = visible & (k_pos <= q_pos + right)
-    if HAS_LEFT:
-        visible = visible & (k_pos >= q_pos - left)
-    if HAS_TREE:
-        new = k_pos - first_new
-        there = mask_r & inside & (new >= 0)
-        visible = visible & mask_r & (q_pos >= 0) & (gl.load(tree_rows + new, mask=there, other=1) != 0)
-    return gl.where(visible, scores, float("-inf"))
-
-
-@gluon.jit
-def query(q_ptr, stride_qm, stride_qh, kv_head, q_len, first, GROUP: gl.constexpr, WIDTH: gl.constexpr):
-    """Columns of the rows' queries from `first` on, as a first factor: sixteen rows, those that are none 0."""
-    r = gl.arange(0, 16, layout=gl.SliceLayout(1, FIRST))
-    c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, FIRST))
-    at = q_ptr + ((kv_head * GROUP + r // q_len) * stride_qh + r % q_len * stride_qm)[:, None] + (first + c)[None, :]
-    return gl.load(at, mask=((r < 8) & (r < GROUP * q_len))[:, None], other=0.0)
-
-
-@gluon.jit
-def row_parameters(
-    length, q_len, slopes_ptr, tree_ptr, stride_rm,
-    GROUP: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_TREE: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """Against scores: which rows exist, where they stand, their slopes, and their lines of the tree."""
-    r = gl.arange(0, 8, layout=ROWS)
-    mask_r = (r < GROUP * q_len)[:, None]
-    q_pos = (length - q_len + r % q_len)[:, None]
-    slopes = 0.0
-    if HAS_ALIBI:
-        slopes = gl.load(slopes_ptr + r // q_len, mask=r < GROUP * q_len, other=0.0).to(gl.float32)[:, None]
-    tree_rows = q_pos
-    if HAS_TREE:
-        tree_rows = tree_ptr + (r % q_len * stride_rm)[:, None]
-    return mask_r, q_pos, slopes, tree_rows
+def beside_scores(rows, LAYOUT: gl.constexpr):
+    """Which rows exist, where they stand, their slopes, and their lines of the tree."""
+    r = gl.arange(0, 8, layout=LAYOUT)
+    exist = (r < rows.GROUP * rows.q_len)[:, None]
+    positions = (rows.length - rows.q_len + r % rows.q_len)[:, None]
+    slopes = rows.scale
+    if rows.HAS_ALIBI:
+        slopes = gl.load(rows.slopes + r // rows.q_len, mask=r < rows.GROUP * rows.q_len, other=0.0)
+        slopes = slopes.to(gl.float32)[:, None]
+    tree = positions
+    if rows.HAS_TREE:
+        tree = rows.tree + (r % rows.q_len * rows.stride_rm)[:, None]
+    return ScoreRows(rows, exist, positions, slopes, tree)
 
 
 @gluon.jit
@@ -121,17 +173,3 @@ def softmax_step(scores, lift, row_max, row_sum, GUARD: gl.constexpr):
     p = gl.exp2(scores - finite[:, None])
     rescale = gl.exp2(row_max - finite)
     return p, rescale, new_max, row_sum * rescale + gl.sum(p, 1)
-
-
-@gluon.jit
-def store_partial(acc, row_max, row_sum, workspace_ptr, outs_ptr, at, rows, first, DV: gl.constexpr, LSE: gl.constexpr):
-    """Leave outputs [channels, rows] of the channels from `first` on, and LSEs, as a part."""
-    visible = row_sum != 0  # NaN is: what a row sees shows
-    r = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))
-    c = first + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, MMA))
-    out = acc / by_row(gl.where(visible, row_sum, 1.0))
-    gl.store(outs_ptr + (at + r)[None, :] * DV + c[:, None], out, mask=(r < rows)[None, :])
-    if LSE:
-        lse = gl.where(visible, row_max + gl.log2(row_sum), float("-inf"))
-        r = gl.arange(0, 8, layout=row_sum.type.layout)
-        gl.store(workspace_ptr + at + r, lse, mask=r < rows)

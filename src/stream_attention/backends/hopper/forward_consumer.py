@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from .parameters import KeyRange
 from .pipeline import pass_turn, take_turn
-from .tiles import LN2, LOG2E, clear_rows_of_slot, dropout_keep, opaque, row_sums
+from .tiles import LN2, LOG2E, accumulator, broadcast_rows, clear_rows_of_slot, dropout_keep, opaque, row_sums
 from .tuning import ROWS as ROWS_OF_A_WARPGROUP
 from .versions import aggregate, as_tile_of, opaque_in_loop
 
@@ -66,12 +66,6 @@ class State:
 
 
 @gluon.jit
-def _beside(tile, x):
-    """Numbers of rows beside the columns of a tile."""
-    return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)[:, None]
-
-
-@gluon.jit
 def _step(
     WARPGROUP: gl.constexpr, config, seqlen, score_mod, pipelines, rows, state, place, k_iter, kv_iter, j, blocks
 ):
@@ -81,7 +75,7 @@ def _step(
     BLOCK_N: gl.constexpr = keys.tiles.shape[2]
     AFTER: gl.constexpr = (WARPGROUP + 1) % config.WARPGROUPS
     TOGETHER: gl.constexpr = keys.SLOTS > 2  # slots of K and V are released together, for one barrier less
-    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    S_TILE: gl.constexpr = accumulator(BLOCK_N)
     no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
     factor = score_mod.factor()
@@ -97,7 +91,7 @@ def _step(
         take_turn(WARPGROUP)
     s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     if config.RESCALE_LATE:
-        acc = acc * _beside(acc, opaque(state.rescale))
+        acc = acc * broadcast_rows(acc, opaque(state.rescale))
     values.wait_full(kv_iter)
     acc_issued = warpgroup_mma(state.p, v, acc, use_acc=True, is_async=True)
     if config.IN_TURN:
@@ -127,9 +121,9 @@ def _step(
         keys.release(k_iter)
     values.release(kv_iter)
     if not config.RESCALE_LATE:
-        acc = acc * _beside(acc, rescale)
+        acc = acc * broadcast_rows(acc, rescale)
     p = gl.exp2(s * factor - max_scaled[:, None])
-    row_sum = state.row_sum * _beside(state.row_sum, rescale) + row_sums(p)
+    row_sum = state.row_sum * broadcast_rows(state.row_sum, rescale) + row_sums(p)
     # Only now: the registers of the old weights were an operand until the product was done.
     p = rows.drop(score_mod, p, words)
     p_operand = gl.convert_layout(p.to(state.p.dtype), state.p.type.layout, assert_trivial=True)
@@ -145,8 +139,8 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, score_mod, epilogue, channe
     AFTER: gl.constexpr = (WARPGROUP + 1) % config.WARPGROUPS
     BLOCK_N: gl.constexpr = keys.tiles.shape[2]
     BLOCK_DV: gl.constexpr = values.tiles.shape[4]
-    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    S_TILE: gl.constexpr = accumulator(BLOCK_N)
+    O_TILE: gl.constexpr = accumulator(BLOCK_DV)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
     GUARD: gl.constexpr = seqlen.HAS_LEFT or seqlen.HAS_RIGHT or seqlen.IS_PACKED  # a row may see none of a first block
     DEFERRED: gl.constexpr = epilogue.BY_TMA and queries.SLOTS == 2
@@ -234,7 +228,7 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, score_mod, epilogue, channe
         if JOINS and seqlen.MASKS_BEYOND_FIRST_BLOCK:
             previous_lse = epilogue.previous_lse(row, work.batch, r0, work.head, work.q_len - r0)
         if config.RESCALE_LATE:
-            acc = acc * _beside(acc, opaque(state.rescale))
+            acc = acc * broadcast_rows(acc, opaque(state.rescale))
         if not epilogue.BY_TMA:
             queries.release(tile_iter)
         values.wait_full(kv_iter)
@@ -259,7 +253,7 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, score_mod, epilogue, channe
             sink = gl.load(epilogue.sink + work.head).to(gl.float32) * LOG2E
             max_scaled, rescale, weight = _join(max_scaled, sink)
             total = total * rescale + weight
-            acc = acc * _beside(acc, rescale)
+            acc = acc * broadcast_rows(acc, rescale)
         share = total
         previous_share = total
         if JOINS:
@@ -269,10 +263,10 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, score_mod, epilogue, channe
         inverse = epilogue.dropout_scale / gl.where(visible, total, 1.0)
         if JOINS:
             inverse *= share
-        out = acc * _beside(acc, inverse)
+        out = acc * broadcast_rows(acc, inverse)
         if JOINS:
             previous_share /= gl.where(visible, total, 1.0)
-            out += previous * _beside(previous, previous_share)
+            out += previous * broadcast_rows(previous, previous_share)
         if epilogue.write_lse != 0:
             lse = gl.where(visible, (max_scaled + gl.log2(total)) * LN2, -float("inf"))
             epilogue.store_lse(lse, seqlen, work, r0, row)

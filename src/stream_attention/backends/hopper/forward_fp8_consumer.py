@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from ...base.fp8_layout import BLOCK as ROWS_OF_A_BLOCK
 from ...base.fp8_layout import SHIFT as SHIFT_OF_WEIGHTS
 from .pipeline import pass_turn, take_turn
-from .tiles import LN2, log2, opaque, row_sums
+from .tiles import LN2, accumulator, broadcast_rows, log2, opaque, row_sums
 from .tuning import ROWS as ROWS_OF_A_WARPGROUP
 from .versions import aggregate, barrier
 
@@ -112,15 +112,11 @@ def _row_max(s, BLOCK_D: gl.constexpr):
 def _pack_e4m3(p):
     """Weights as words of four e4m3 codes."""
     w0, w1, w2, w3 = _runs(p)
-    return gl.inline_asm_elementwise(
+    asm: gl.constexpr = (
         "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
-        "mov.b32 $0, {lo, hi}; }",
-        "=r,r,r,r,r",
-        [w0, w1, w2, w3],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
+        "mov.b32 $0, {lo, hi}; }"
     )
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r,r", [w0, w1, w2, w3], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -186,12 +182,6 @@ def _raise_max(row_max, sums):
 
 
 @gluon.jit
-def _broadcast_rows(tile, x):
-    """Numbers of rows beside the columns of a tile."""
-    return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)[:, None]
-
-
-@gluon.jit
 def _issue_values(fp8, p_operand, v, acc, part: gl.constexpr):
     """Begin the product of weights and a part of the columns of V."""
     WIDTH: gl.constexpr = v.shape[0] // fp8.PARTS
@@ -214,9 +204,9 @@ def _add_values(fp8, p_operand, v, acc, issued, pending, rescale):
         if part + 1 < fp8.PARTS:
             issued = _issue_values(fp8, p_operand, v, acc, part + 1)
         if fp8.TWO_LEVEL:
-            added = acc[part] * _broadcast_rows(product, pending) + product
+            added = acc[part] * broadcast_rows(product, pending) + product
         else:
-            added = product * _broadcast_rows(product, rescale)
+            added = product * broadcast_rows(product, rescale)
         sums = sums + (added,)  # type: ignore[assignment]
     return sums
 
@@ -224,10 +214,7 @@ def _add_values(fp8, p_operand, v, acc, issued, pending, rescale):
 @gluon.jit
 def _finished(parts):
     """Sums that are finished at this point. Else the assembler adds at the end of the loop: faster at D 128, not 64."""
-    sums = ()
-    for part in gl.static_range(len(parts)):
-        sums = sums + (opaque(parts[part]),)  # type: ignore[assignment]
-    return sums
+    return [opaque(part) for part in parts]
 
 
 @gluon.jit
@@ -263,7 +250,7 @@ def _step(
     AFTER: gl.constexpr = (WARPGROUP + 1) % config.WARPGROUPS
     BLOCK_N: gl.constexpr = keys.tiles.shape[2]
     BLOCK_D: gl.constexpr = keys.tiles.shape[3]
-    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    S_TILE: gl.constexpr = accumulator(BLOCK_N, 32)
     P_TILE: gl.constexpr = gl.DotOperandLayout(0, state.acc[0].type.layout, 4)
     no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
@@ -308,7 +295,7 @@ def _step(
     if not fp8.LAZY or careful:
         new_max = gl.maximum(row_max, _up(_row_max(s, BLOCK_D) * factor))
         rescale = _two_to(row_max - new_max)
-        row_sum = row_sum * _broadcast_rows(row_sum, rescale)
+        row_sum = row_sum * broadcast_rows(row_sum, rescale)
         row_max = new_max
     if not fp8.APART:
         keys.wait_full(kv_iter + 2, pred=j + 1 < blocks)
@@ -323,8 +310,8 @@ def _step(
         if _too_large(sums):
             row_max, rescale_again = _raise_max(row_max, sums)
             p_packed = _pack_e4m3(p * rescale_again[:, None])
-            sums = sums * _broadcast_rows(sums, rescale_again)
-            row_sum = row_sum * _broadcast_rows(row_sum, rescale_again)
+            sums = sums * broadcast_rows(sums, rescale_again)
+            row_sum = row_sum * broadcast_rows(row_sum, rescale_again)
             rescale = rescale * rescale_again
     row_sum = row_sum + sums
     pending = rescale * ratio
@@ -340,9 +327,9 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, cou
     AFTER: gl.constexpr = (WARPGROUP + 1) % config.WARPGROUPS
     BLOCK_N: gl.constexpr = keys.tiles.shape[2]
     BLOCK_D: gl.constexpr = keys.tiles.shape[3]
-    S_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    S_TILE: gl.constexpr = accumulator(BLOCK_N, 32)
     WIDTH: gl.constexpr = BLOCK_D // fp8.PARTS
-    O_TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    O_TILE: gl.constexpr = accumulator(WIDTH, 32)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
 
     no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
@@ -390,9 +377,7 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, cou
                 take_turn(WARPGROUP)
                 pass_turn(AFTER)
         kv_iter += skipped_blocks
-        acc = ()
-        for _ in gl.static_range(fp8.PARTS):
-            acc = acc + (gl.zeros((ROWS, WIDTH), gl.float32, O_TILE),)  # type: ignore[assignment]
+        acc = (gl.zeros((ROWS, WIDTH), gl.float32, O_TILE),) * fp8.PARTS
         p_packed = _pack_e4m3(p)
         next_scale, next_unit = fp8.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
         pending = gl.zeros((ROWS,), gl.float32, S_ROWS)
@@ -429,7 +414,7 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, cou
             if recompute != 0:
                 _wait_written()
         for part in gl.static_range(fp8.PARTS):
-            out = acc[part] * _broadcast_rows(acc[part], inverse)
+            out = acc[part] * broadcast_rows(acc[part], inverse)
             epilogue.store(out, staging.index(WARPGROUP * fp8.PARTS + part), seqlen, work, r0, part * WIDTH)
         tile_iter += 1
         work = next_work

@@ -41,15 +41,11 @@ class TileScheduler:
 @gluon.jit
 def fetch_next(counter):
     """Producer: ask for the number of a tile. The answer is on its way until `resolve` reads it."""
-    return gl.inline_asm_elementwise(
+    asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; mov.b32 $0, 0; "
-        "@p atom.global.relaxed.gpu.add.u32 $0, [$1], 1; }",
-        "=&r,l",
-        [counter.to(gl.int64)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
+        "@p atom.global.relaxed.gpu.add.u32 $0, [$1], 1; }"
     )
+    return gl.inline_asm_elementwise(asm, "=&r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -138,6 +134,5 @@ def make_channel(CONSUMERS: gl.constexpr):
 @gluon.jit
 def of_lane_0(x):
     """The value of lane 0; that it is everybody's, where it is, the compiler cannot know."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
+    asm: gl.constexpr = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
+    return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)

@@ -73,6 +73,12 @@ def dropout_keep(row_words, col_words, threshold):
 
 
 @gluon.jit
+def broadcast_rows(tile, x):
+    """Numbers of rows beside the columns of a tile."""
+    return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
 def row_sums(p):
     """Sums of a row as eight partial sums that need no other lane; added up once, at the end."""
     rows: gl.constexpr = p.shape[0]
