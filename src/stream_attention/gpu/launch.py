@@ -27,8 +27,10 @@ from torch import Tensor
 from triton.runtime.jit import JITCallable
 
 from ..base.problem import distinct
-from . import driver, prebuilt
+from . import driver, interpreter, prebuilt
 from .scratch import like
+
+interpreter.fix()  # here, where every kernel comes by
 
 _log = logging.getLogger("stream_attention")
 _LONG_S = 1.0

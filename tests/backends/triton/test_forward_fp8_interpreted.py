@@ -25,13 +25,11 @@ from stream_attention.backends.reference import fp8 as reference_fp8
 from stream_attention.backends.triton.forward_fp8 import forward_fp8, place_of_key
 from stream_attention.backends.triton.fp8_tuning import TritonFp8Config
 from stream_attention.base.fp8_layout import E4M3, LARGEST, ORDER
-from stream_attention.gpu import interpreter
 
 # An empty row takes log2(0) and infinities meet in products, on the way to a result that does not hold them.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:divide by zero encountered in log2:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning"
 )
-interpreter.fix()
 
 CONFIG = TritonFp8Config(64, 64, 4, 1)
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ...base.problem import Forward, Inputs, Problem
-from ...gpu import interpreter
 from ...gpu.decode_tuning import DecodeConfig
 from . import few
 from . import forward as tiles
 from .backward import prepare_backward
 
 __all__ = ["prepare", "prepare_backward"]
-
-interpreter.fix()
 
 
 def prepare(problem: Problem, inputs: Inputs, config: Any) -> Forward:
