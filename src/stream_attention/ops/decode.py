@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from inspect import signature
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -370,14 +369,7 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
     not       gluon: supports only quantised caches
     not       triton: ...
     """
-    try:
-        bound = signature(decode_attention).bind(query, cache, **arguments)
-    except TypeError as error:
-        if unknown := arguments.keys() - signature(decode_attention).parameters.keys():
-            refuse_unexpected(decode_attention, (), sorted(unknown))
-        raise TypeError(f"decode_attention() {error}") from None
-    bound.apply_defaults()
-    given = bound.arguments
+    given = validate.bound(decode_attention, query, cache, **arguments)
     _refuse_gradients(query, cache, given["alibi_slopes"], given["sink"])
     tensors = [given[name] for name in ("tree_mask", "alibi_slopes", "sink", "out", "return_lse", "workspace")]
     asked = "causal", "window", "softcap", "scale", "num_splits", "batch_invariant", "backend"
