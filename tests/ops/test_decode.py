@@ -637,7 +637,7 @@ def test_a_new_cache_that_lies_as_one_before_adds_no_entry() -> None:
     outs = [decode_rows(cache_of_rows()) for _ in range(3)]
     assert launch_cache.size() == 1 and not torch.equal(outs[0], outs[1])
     cache = cache_of_rows()
-    given = cache.key, cache.value, cache.lengths, None, None, 0.0, 0.25
+    given = cache.key, cache.value, cache.lengths, None, 0, 0.0, 0.25
     query = torch.randn(3, 1, 4, 16).half()
     assert same_bits(decode_contiguous(query, *given), decode_attention(query, cache, scale=0.25))
     assert launch_cache.size() == 2  # the other has no scale

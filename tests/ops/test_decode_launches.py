@@ -152,23 +152,22 @@ def test_results_and_workspace_are_written_where_they_are_given() -> None:
 
 
 def test_static_caches_of_transformers_are_found_by_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stream_attention.integration.decode_op import decode as decode_static
 
     query, sink = empty(BATCH, 1, HEADS, DIM), torch.ones(HEADS)
     with pretend_gpu() as launches:
         for given in (None, sink):
             for _ in range(3):
                 cache = rows(by_head=True)
-                decode_static(query, cache.key, cache.value, cache.lengths, given, 100, 0.0, 0.125)
+                decode.decode_contiguous(query, cache.key, cache.value, cache.lengths, given, 100, 0.0, 0.125)
         assert launch_cache.size() == 2 and launches[:2] == launches[1:3] and launches[3:5] == launches[4:]
         decode_attention(query, cache, window=(99, 0), scale=0.125)
         assert launch_cache.size() == 2
         monkeypatch.delattr(ContiguousKV, "__post_init__")  # nothing is checked anew
         monkeypatch.setattr(decode, "_planned", None)
-        decode_static(query, cache.key, cache.value, cache.lengths, None, 100, 0.0, 0.125)
+        decode.decode_contiguous(query, cache.key, cache.value, cache.lengths, None, 100, 0.0, 0.125)
         monkeypatch.undo()
         with pytest.raises(ValueError, match="value: expected"):
-            decode_static(query, cache.key, cache.value[:, :9], cache.lengths, None, 100, 0.0, 0.125)
+            decode.decode_contiguous(query, cache.key, cache.value[:, :9], cache.lengths, None, 100, 0.0, 0.125)
 
 
 def test_what_the_switches_say_holds_for_caches_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import refuse
-from ..base.problem import Inputs
+from ..base.problem import CallOptions, Inputs
 from ..dispatch.validate import attention_tensors
 from ..distributed.graph_break import graph_break
 from ..distributed.processes import Group, transport_of
 from ..distributed.shard import Run
-from ..distributed.shard_attention import Attention, Options, Rows, State
+from ..distributed.shard_attention import Attention, Rows, State
 from ..distributed.star import shard_context, star_cache, star_context_attention
 from ..distributed.transport import Transport, VirtualRanks, unwrap_ranks
 from ..distributed.tree import merge_ranks
@@ -217,7 +217,7 @@ class StarAttention(nn.Module):
         q_len, k_len = query.shape[1], key.shape[1]
         if not q_len or not k_len:
             return
-        attention = Attention.of(query, Options(causal, backend=self.config.backend))
+        attention = Attention.of(query, CallOptions(causal, backend=self.config.backend))
         mask = None if stats is None else stats.mask(query.shape[2])
         attention.forward(state, Rows((Run(0, q_len, k_len - q_len),), query, mask), key, value, (Run(0, k_len, 0),))
 

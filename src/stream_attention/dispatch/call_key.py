@@ -93,30 +93,13 @@ def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options:
         *q_batch, q_rows, q_heads, dim = query.shape
         *k_batch, k_rows, k_heads, k_dim = key.shape
         *v_batch, v_rows, v_heads, v_dim = value.shape
-        found = q_rows, k_rows, v_rows, query.stride(), key.stride(), value.stride(), lengths
+        rows = q_rows, k_rows, v_rows, query.stride(), key.stride(), value.stride(), lengths
     except (RuntimeError, ValueError):  # sparse and nested tensors have no address or strides; too few dims
         return None
-    family: tuple[Any, ...] = (
-        options,
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        *q_batch,
-        q_heads,
-        dim,
-        *k_batch,
-        k_heads,
-        k_dim,
-        *v_batch,
-        v_heads,
-        v_dim,
-        device,
-        key.get_device(),
-        value.get_device(),
-        q_at % 16,
-        k_at % 16,
-        v_at % 16,
-    )
+    dtypes = query.dtype, key.dtype, value.dtype
+    sizes = *q_batch, q_heads, dim, *k_batch, k_heads, k_dim, *v_batch, v_heads, v_dim
+    places = device, key.get_device(), value.get_device(), q_at % 16, k_at % 16, v_at % 16
+    family: tuple[Any, ...] = options, dtypes, sizes, places
     if (
         not len(q_batch) == len(k_batch) == len(v_batch)  # to be refused: its sizes might be those of another call
         or not (q_at and k_at and v_at)  # empty, or a tensor that stands for zeros or for another
@@ -133,7 +116,7 @@ def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options:
         family += (*others,)
     if query.dtype is torch.float32:
         family += (torch.backends.cuda.matmul.allow_tf32,)
-    return Key(family, found)
+    return Key(family, rows)
 
 
 _ABSENT = [None] * (_INPUTS - 3)

@@ -197,28 +197,14 @@ def _backward_key(
     if (addresses | grad_out.data_ptr()) % 16 or grad_lse is not None or query.dtype is torch.float32:
         layouts = [None if t is None else layout_of(t) for t in (*inputs, out, lse, grad_out, grad_lse)]
         return (wanted, torch.backends.cuda.matmul.allow_tf32, *layouts)
-    lse_strides, grad_strides = lse.stride(), grad_out.stride()
-    if len(lse_strides) == 2 and lse.is_contiguous():  # of a pack, which may have other rows
-        lse_strides = ()
-    found = (
-        wanted,
-        query.stride(),
-        key.stride(),
-        value.stride(),
-        out.stride(),
-        lse_strides,
-        grad_strides,
-        None if are_aligned(grad_strides) else grad_out.shape,
-        grad_out.dtype,
-        query.get_device(),
-        key.get_device(),
-        value.get_device(),
-        out.get_device(),
-        lse.get_device(),
-        grad_out.get_device(),
-    )
+    read = query, key, value, out, lse, grad_out
+    strides, devices = [*map(Tensor.stride, read)], [*map(Tensor.get_device, read)]
+    if lse.dim() == 2 and lse.is_contiguous():  # of a pack, which may have other rows
+        strides[4] = ()
+    if not are_aligned(strides[5]):
+        strides.append(grad_out.shape)
     others = [layout_of(t) for t in inputs[3:] if t is not None]  # which ones they are, the forward's key says
-    return (*found, *others) if others else found
+    return (wanted, grad_out.dtype, *strides, *devices, *others)
 
 
 class _Templates:

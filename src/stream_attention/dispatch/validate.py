@@ -83,6 +83,18 @@ def unexpected(function: Callable[..., Any], arguments: tuple[Any, ...], keyword
     raise TypeError(f"{name}() got an unexpected keyword argument {next(iter(keywords))!r}")
 
 
+def bound(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> dict[str, Any]:
+    """The arguments of a call by name, with defaults; refuses those that the function does not have."""
+    try:
+        found = signature(function).bind(*arguments, **keywords)
+    except TypeError as error:
+        if unknown := keywords.keys() - signature(function).parameters.keys():
+            unexpected(function, (), sorted(unknown))
+        raise TypeError(f"{function.__name__}() {error}") from None
+    found.apply_defaults()
+    return found.arguments
+
+
 def looks_transposed(query: Tensor, key: Tensor, by_strides: bool = True) -> bool:
     """Whether a dense call that was checked looks as if its tensors were `[B, H, T, D]`.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import check_int, refuse
-from ..base.problem import Inputs
+from ..base.problem import CallOptions, Inputs
 from ..dispatch import validate
 from ..dispatch.plan import requested
 from ..ops.attention import in_autocast_dtype, seed_tensor
@@ -19,7 +19,7 @@ from .agreement import agreed, described
 from .autograd import Tensors
 from .processes import transport_of
 from .shard import Layout, Run, check_layout, check_shards, offsets_of, runs_of_all, shard_length, within_sequences
-from .shard_attention import Attention, Options, modifiers
+from .shard_attention import Attention, modifiers
 from .transport import Transport, unwrap_ranks
 
 ARGUMENTS = "query key value group layout length cu_seqlens mask bias alibi_slopes sink".split()
@@ -54,10 +54,10 @@ def prepare(call: str, arguments: Mapping[str, Any]) -> CallSpec:
 
     `arguments` are the function's, by name; those that not every strategy has are compared as they are.
     """
-    options = Options.of(arguments)
+    options = CallOptions.of(arguments)
     common: Any = map(arguments.get, ARGUMENTS)
     query, key, value, group, layout, length, cu_seqlens, mask, bias, alibi_slopes, sink = common
-    own = {name: value for name, value in arguments.items() if name not in (*ARGUMENTS, *Options._fields)}
+    own = {name: value for name, value in arguments.items() if name not in (*ARGUMENTS, *CallOptions._fields)}
     check_layout(layout)
     transport = transport_of(group)
     if requested(options.backend) == "reference":
@@ -78,7 +78,7 @@ def prepare(call: str, arguments: Mapping[str, Any]) -> CallSpec:
         validate.varlen_tensors(Inputs(q, k, v, None, None, alibi_slopes, sink, None, ends, ends))
         if q.shape[0] != k.shape[0]:
             refuse("key", f"as many rows as the query, {q.shape[0]}, of packed sequences", k.shape[0])
-    options.check(first)
+    validate.options(options, first)
     if options.dropout_p and options.seed is None:
         refuse("seed", "the same on every rank, when there is dropout", "None", "Draw one and pass it to all.")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import refuse
-from ..base.problem import UNBOUNDED, Inputs
+from ..base.problem import UNBOUNDED, CallOptions, Inputs
 from ..base.state import Saved
 from ..dispatch import validate
 from ..dispatch.plan import requested
@@ -25,7 +25,7 @@ from .full_kv import full_kv_backward, full_kv_forward
 from .graph_break import graph_break
 from .processes import Group, transport_of
 from .shard import Layout, Run, check_shards, positions_of, runs_of
-from .shard_attention import Attention, Options, Rows, modifiers
+from .shard_attention import Attention, Rows, modifiers
 from .transport import Strategy, all_gather, reduce_scatter, unwrap_ranks
 
 TENSORS = ("query", "key", "value", "mask", "bias", "alibi_slopes", "sink")
@@ -71,7 +71,7 @@ def query_sharded_attention(
     [7, 7, 7]
     """
     arguments = locals()  # all of them, by name
-    options, transport = Options.of(arguments), transport_of(group)
+    options, transport = CallOptions.of(arguments), transport_of(group)
     if requested(backend) == "reference" and transport.size > 1:
         refuse("backend", "one that computes partial states", "'reference'", "It computes whole calls.")
     columns = [check_shards(name, arguments.pop(name), transport.ranks, optional=True) for name in TENSORS]
@@ -79,7 +79,7 @@ def query_sharded_attention(
     for one in copies:
         validate.attention_tensors(Inputs(*one))
     first = copies[0][0]
-    options.check(first)
+    validate.options(options, first)
     if transport.size == 1:
         del arguments["group"]
         alone = attention(**dict(zip(TENSORS, copies[0], strict=True)), **arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..base.problem import CallOptions, Inputs, Wanted
 from ..base.state import EMPTY, Saved, add_sink
-from ..dispatch import validate
 from ..dispatch.plan import requested
 from ..ops.attention import backward_step, forward_into, leading_ones
 from .autograd import Tensors
@@ -97,27 +96,6 @@ class RowGradients:
         return self.query, dk, dv, None, self.bias, self.alibi_slopes, d_sink, None
 
 
-class Options(NamedTuple):
-    """Arguments of a public function that are the same on all ranks."""
-
-    causal: bool = False
-    window: Sides | None = None
-    softcap: float = 0.0
-    scale: float | None = None
-    dropout_p: float = 0.0
-    seed: int | Tensor | None = None
-    deterministic: bool | None = None
-    return_lse: bool = False
-    backend: str = "auto"
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Options:
-        return cls(**{name: arguments[name] for name in cls._fields if name in arguments})
-
-    def check(self, query: Tensor) -> None:
-        validate.options(CallOptions(*self), query)
-
-
 @dataclass(frozen=True)
 class Attention:
     """The options of one call, the same on all ranks."""
@@ -131,9 +109,9 @@ class Attention:
     q_base: int = 0  # the position of query 0 of the whole call
 
     @classmethod
-    def of(cls, query: Tensor, options: Options, q_base: int = 0) -> Attention:
+    def of(cls, query: Tensor, options: CallOptions, q_base: int = 0) -> Attention:
         """What a public function computes with its options."""
-        causal, window, softcap, scale, dropout_p, _, deterministic, _, backend = options
+        causal, window, softcap, scale, dropout_p, _, deterministic, _, backend, *_ = options
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         sides, backend = sides_of(causal, window), requested(backend)

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from ..base.errors import check_int, refuse
-from ..base.problem import Inputs
+from ..base.problem import CallOptions, Inputs
 from ..dispatch import validate
 from ..ops.attention import leading_ones
 from .graph_break import graph_break
 from .processes import Group, transport_of
 from .shard import Run, check_shards, take_runs
-from .shard_attention import Attention, Options, Rows, State
+from .shard_attention import Attention, Rows, State
 from .transport import unwrap_ranks
 
 
@@ -113,11 +113,11 @@ def star_context_attention(
     anchor_size = _check_sizes(block_size, anchor_size, length)
     transport = transport_of(group)
     sides = [check_shards(name, x, transport.ranks) for name, x in (("query", query), ("key", key), ("value", value))]
-    options = Options(True, softcap=softcap, scale=scale, return_lse=return_lse, backend=backend)
+    options = CallOptions(True, softcap=softcap, scale=scale, return_lse=return_lse, backend=backend)
     results = []
     for rank, its_query, its_key, its_value in zip(transport.ranks, *sides, strict=True):
         validate.attention_tensors(Inputs(its_query, its_key, its_value, alibi_slopes=alibi_slopes, sink=sink))
-        options.check(its_query)
+        validate.options(options, its_query)
         runs = star_rows(length, block_size, anchor_size, transport.size, rank)
         _check_rows("query, key, value", (its_query, its_key, its_value), rank, runs)
         attention = Attention.of(its_query, options)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..base.errors import refuse
 from ..base.kv_layouts import ContiguousKV
+from ..base.problem import CallOptions
 from ..base.state import add_sink, merge, per_row
 from ..dispatch import validate
 from ..ops.decode import decode_attention
@@ -22,7 +23,7 @@ from .agreement import agree, described
 from .graph_break import graph_break
 from .processes import Group, transport_of
 from .shard import Run, check_shards
-from .shard_attention import Attention, Options, Rows, State
+from .shard_attention import Attention, Rows, State
 from .transport import Strategy, all_gather, unwrap_ranks
 
 
@@ -68,12 +69,12 @@ def tree_decode_attention(
         hint = "A pair of tensors is ContiguousKV(key, value)." if any(isinstance(x, Tensor) for x in caches) else ""
         refuse("cache", f"one for each of the {len(transport.ranks)} ranks of this process", f"{len(caches)}", hint)
     queries = check_shards("query", [query] * len(caches) if isinstance(query, Tensor) else query, transport.ranks)
-    options = Options(causal, softcap=softcap, scale=scale, return_lse=return_lse, backend=backend)
+    options = CallOptions(causal, softcap=softcap, scale=scale, return_lse=return_lse, backend=backend)
     for its_query, its_cache in zip(queries, caches, strict=True):
         validate.decoding(its_query, its_cache, None, None, sink, None)
         tensors = {"query": its_query, "cache": its_cache, "sink": sink}
         validate.without_gradient("tree_decode_attention", "ring_attention()", **tensors)
-        options.check(its_query)
+        validate.options(options, its_query)
     last = transport.size - 1
     if last in transport.ranks and causal and queries[-1].shape[1] > caches[-1].capacity:
         hint = "Append the new tokens to it before the call."
@@ -108,7 +109,7 @@ def merge_ranks(
     return merge([one[..., :-1] for one in gathered], [one[..., -1].transpose(1, 2) for one in gathered])
 
 
-def _state(query: Tensor, cache: Any, options: Options) -> tuple[Tensor, Tensor]:
+def _state(query: Tensor, cache: Any, options: CallOptions) -> tuple[Tensor, Tensor]:
     if not isinstance(cache, ContiguousKV) or cache.lengths is not None:
         same = {name: getattr(options, name) for name in ("causal", "softcap", "scale", "backend")}
         out, lse = decode_attention(query, cache, return_lse=True, **same)

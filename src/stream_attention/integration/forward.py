@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..base.errors import refuse
 from ..ops.attention import attention
+from ..ops.decode import decode_contiguous
 from ..ops.varlen import varlen_attention
-from .decode_op import decode
 from .masks import Side, Unpadded, filled, matrix, packed, visible
 from .placeholder import check_new, notify, read
 
@@ -139,7 +139,7 @@ def _masked(
     if mask.dim() == 4 and mask.dtype is torch.int32 and bias is None and _decodes(qkv, options):
         lengths, width = filled(mask)
         scale = query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
-        return decode(query, key, value, lengths, options["sink"], width, options["softcap"], scale)
+        return decode_contiguous(query, key, value, lengths, options["sink"], width, options["softcap"], scale)
     if mask.dim() == 4 and mask.dtype in (torch.int32, torch.int64):
         mask = matrix(mask, query.shape[0], query.shape[1], key.shape[1])
     count = key.shape[1]

@@ -403,20 +403,12 @@ def forward_into(
 
 
 def backward_step(
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    *,
-    wanted: Wanted,
-    backend: str = AUTO,
-    **options: Any,
+    inputs: Inputs, *given: Tensor | None, wanted: Wanted, backend: str = AUTO, **options: Any
 ) -> Gradients:
-    """One shard's gradients in fp32, to be summed over the shards. `out` and `lse` are those of the whole row."""
+    """One shard's gradients in fp32, to be summed over the shards, given `Results` of whole rows."""
     row_grad = wanted.alibi_slopes or wanted.sink
-    problem = _shard_problem(inputs, **options).replace(backward=True, lse_grad=grad_lse is not None, row_grad=row_grad)
-    return run_backward(plan(problem, requested(backend)), inputs, out, lse, grad_out, grad_lse, wanted)
+    problem = _shard_problem(inputs, **options).replace(backward=True, lse_grad=given[3] is not None, row_grad=row_grad)
+    return run_backward(plan(problem, requested(backend)), inputs, *given, wanted)
 
 
 def _shard_problem(inputs: Inputs, *, positions: Positions, **options: Any) -> Problem:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from inspect import signature
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -122,24 +121,45 @@ def decode_contiguous(
     value: Tensor,
     lengths: Tensor,
     sink: Tensor | None,
-    window: tuple[int, int] | None,
+    window: int,
     softcap: float,
     scale: float,
 ) -> Tensor:
     """`decode_attention` on `ContiguousKV(key, value, lengths)`, for a caller with new views in every call: those that
-    lie as in a cached call are not checked anew, which takes the host as long as the rest."""
+    lie as in a cached call are not checked anew, which takes the host as long as the rest.
+
+    `window` includes the query's own key; 0: no window. A compiled graph calls it as an op, without a break.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.stream_attention.decode_static(query, key, value, lengths, sink, window, softcap, scale)
+    sides = (window - 1, 0) if window else None
     if launch_cache.ENABLED and not launch_cache.is_watched():
         cache = object.__new__(ContiguousKV)
         fields = cache.__dict__
         fields["key"], fields["value"], fields["lengths"] = key, value, lengths
         inputs = DecodeInputs(query, cache, None, None, sink, None, False, None)
-        options = True, window, softcap, scale, None, False, AUTO
+        options = True, sides, softcap, scale, None, False, AUTO
         found, addresses = _key_of(inputs, options)
         if found is not None and (call := launch_cache.find(found)) is not None:
             result: Tensor = _run(call, addresses, inputs, options, None)
             return result
     cache = ContiguousKV(key, value, lengths)
-    return decode_attention(query, cache, window=window, sink=sink, softcap=softcap, scale=scale)
+    return decode_attention(query, cache, window=sides, sink=sink, softcap=softcap, scale=scale)
+
+
+_library = torch.library.Library("stream_attention", "FRAGMENT")
+_library.define(
+    "decode_static(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor? sink, int window, float softcap, "
+    "float scale) -> Tensor"
+)
+
+
+def _fake_decode(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[3])
+
+
+_library.impl("decode_static", decode_contiguous, "CompositeExplicitAutograd")
+torch.library.register_fake("stream_attention::decode_static", _fake_decode, lib=_library)
 
 
 def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Any:
@@ -370,14 +390,7 @@ def explain_decode(query: Tensor, cache: KVCache, **arguments: Any) -> Plan:
     not       gluon: supports only quantised caches
     not       triton: ...
     """
-    try:
-        bound = signature(decode_attention).bind(query, cache, **arguments)
-    except TypeError as error:
-        if unknown := arguments.keys() - signature(decode_attention).parameters.keys():
-            refuse_unexpected(decode_attention, (), sorted(unknown))
-        raise TypeError(f"decode_attention() {error}") from None
-    bound.apply_defaults()
-    given = bound.arguments
+    given = validate.bound(decode_attention, query, cache, **arguments)
     _refuse_gradients(query, cache, given["alibi_slopes"], given["sink"])
     tensors = [given[name] for name in ("tree_mask", "alibi_slopes", "sink", "out", "return_lse", "workspace")]
     asked = "causal", "window", "softcap", "scale", "num_splits", "batch_invariant", "backend"

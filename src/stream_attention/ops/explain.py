@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..backends import BY_NAME, installed, sdpa_time, self_check
-from ..base.problem import Inputs, Problem, gradient_of
+from ..base.problem import Problem, gradient_of
 from ..dispatch import validate
 from ..dispatch.plan import Plan, plan
 from ..dispatch.prepare import problem_of
@@ -66,22 +65,15 @@ def problems_of_call(query: Tensor, key: Tensor, value: Tensor, **arguments: Any
         return problems_of_call(**arguments)
     packed = "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments
     op, prepare = (varlen_attention, prepare_varlen) if packed else (attention, prepare_attention)
-    try:
-        bound = signature(op).bind(query, key, value, **arguments)
-    except TypeError as error:
-        if unknown := arguments.keys() - signature(op).parameters.keys():
-            validate.unexpected(op, (), sorted(unknown))
-        raise TypeError(f"{op.__name__}() {error}") from None
-    bound.apply_defaults()
-    if bound.arguments["seed"] is None:
-        bound.arguments["seed"] = 0  # a plan needs no random numbers, so none are drawn
-    op_arguments = prepare(**bound.arguments)
-    problem, inputs, backend = problem_of(op_arguments)
-    if bound.arguments["precision"] is not None:
+    given = validate.bound(op, query, key, value, **arguments)
+    if given["seed"] is None:
+        given["seed"] = 0  # a plan needs no random numbers, so none are drawn
+    problem, inputs, backend = problem_of(prepare(**given))
+    if given["precision"] is not None:
         return [in_fp8(problem)], backend
     problems = [problem]
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in op_arguments[: len(Inputs._fields)]):
-        problems.append(gradient_of(problem, inputs, lse_grad=bound.arguments["return_lse"]))
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        problems.append(gradient_of(problem, inputs, lse_grad=given["return_lse"]))
     return problems, backend
 
 

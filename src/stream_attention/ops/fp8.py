@@ -7,7 +7,6 @@ what is computed from them. There is no gradient, and nothing here falls back to
 from __future__ import annotations
 
 from functools import partial
-from inspect import signature
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -215,12 +214,7 @@ def explain_fp8(query: Tensor, kv: Fp8KV, **arguments: Any) -> Plan:
     forward   dense B=1 Tq=300 Tk=300 Hq=4 Hkv=4 D=64 Dv=64 bfloat16 on cpu scale=0.125 causal in fp8
     backend   reference: dense, quantised values in fp64
     """
-    try:
-        bound = signature(attention_fp8).bind(query, kv, **arguments)
-    except TypeError as error:
-        raise TypeError(f"attention_fp8() {error}") from None
-    bound.apply_defaults()
-    given = bound.arguments
+    given = validate.bound(attention_fp8, query, kv, **arguments)
     planned, _ = _plan_coded(_checked(query, kv, given["cu_seqlens_q"], given["max_seqlen_q"], CallOptions.of(given)))
     print(planned)
     return planned

@@ -49,6 +49,7 @@ from stream_attention import (
 )
 from stream_attention.base.kv_layouts import KVCache
 from stream_attention.dispatch import launch_cache
+from stream_attention.ops.decode import decode_contiguous
 
 __all__ = ["give_memory_back"]
 
@@ -282,9 +283,6 @@ def test_a_new_cache_that_lies_as_one_before_takes_its_launch(
 
 def test_steps_of_a_static_cache_share_a_launch() -> None:
     """Layers lie apart, and the lengths elsewhere in each step."""
-    pytest.importorskip("transformers")
-    from stream_attention.integration.decode_op import decode as decode_static
-
     layers = [normal(2, ROWS, KV_HEADS, 600, DIM, seed=n).transpose(2, 3) for n in range(3)]
     kept = []
     launch_cache.clear()
@@ -292,7 +290,7 @@ def test_steps_of_a_static_cache_share_a_launch() -> None:
         kept.append(torch.tensor([step + 1, 300, 600 - step], dtype=torch.int32, device="cuda"))
         for key, value in layers:
             query, cache = normal(ROWS, 1, HEADS, DIM, seed=step), ContiguousKV(key, value, kept[-1])
-            out = decode_static(query, key, value, kept[-1], None, 0, 0.0, DIM**-0.5)
+            out = decode_contiguous(query, key, value, kept[-1], None, 0, 0.0, DIM**-0.5)
             _, lse = decode_attention(query, cache, return_lse=True)
             assert compare_plain(query, cache, out, lse) <= 1
     assert launch_cache.size() == 2  # the other returns the LSE
