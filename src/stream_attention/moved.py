@@ -32,7 +32,7 @@ _FOLDERS = (
 _TO_TOOLS = (
     ("", "", "benchmark=bench cli testing"),
     ("benchmark", "bench", "cells=suites form=schema graphs=timing"),
-    ("benchmark", "report", "figures models overview=readme_report page plots style"),
+    ("benchmark", "report", "figures models overview=readme_report page plots"),
     ("core", "", "_measure=module_tools flashattention_v3=baseline"),
     ("distributed", "cli", "demo"),
     ("distributed", "cluster", "calibrate planner speed traffic trial"),

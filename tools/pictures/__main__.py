@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stream_attention.base.files import write_file
-from stream_attention_tools.report import readme_report
+from stream_attention_tools.report import figures, readme_report
 
 from . import canvas, memory, roofline, running, tiles
 
@@ -36,11 +36,11 @@ def drawn() -> dict[str, str]:
     pictures = {
         "tiles": tiles.draw(),
         "running_max_and_sum": running.draw(),
-        "memory_forward": memory.draw(held, "forward"),
-        "memory_training": memory.draw(held, "training"),
         "roofline_h200": roofline.draw(h200),
     }
     found = {name: text for stem, svg in pictures.items() for name, text in canvas.files(stem, svg).items()}
+    for what in ("forward", "training"):
+        found |= figures.files(f"memory_{what}", memory.draw(held, what))
     return found | readme_report.files({"h200/forward": h200["forward"], "h200/backward": h200["backward"]}, "d64 full")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from stream_attention.base.files import write_file
 from stream_attention_tools.report import figures
-from stream_attention_tools.report.figures import Point, Series
+from stream_attention_tools.report.figures import Plot, Point, Series
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 HEAD_DIM = 64
@@ -64,7 +64,7 @@ def write(path: Path) -> None:
     write_file(path, f'{json.dumps(results, indent=2)[:-2]},\n  "rows": [\n{rows}\n  ]\n}}\n')
 
 
-def draw(results: dict[str, Any], what: str) -> str:
+def draw(results: dict[str, Any], what: str) -> Plot:
     def series(name: str) -> Series:
         sizes = [(row["length"], row[what] / 2**20) for row in results["rows"] if row["way"] == name]
         return Series(name, [Point.exact(length, size) for length, size in sizes])

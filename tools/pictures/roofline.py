@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from stream_attention_tools.report.figures import marker
-
-from .canvas import path, picture, text, with_tip
+from .canvas import marker, path, picture, text, with_tip
 
 # Per multiprocessor and clock the matrix units do 4096 bf16 FLOP. 1.755 GHz is the clock that bounds here are computed
 # with; the power limit holds it lower on real numbers.

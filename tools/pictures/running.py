@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from stream_attention_tools.report.figures import marker
-
-from .canvas import box, path, picture, text, with_tip
+from .canvas import box, marker, path, picture, text, with_tip
 
 SCORES = (1, 3, 2, 6, 5, 4)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,16 +95,12 @@ class RowGradients:
         return self.query, dk, dv, None, self.bias, self.alibi_slopes, d_sink, None
 
 
-@dataclass(frozen=True)
-class Attention:
+class Attention(NamedTuple):
     """The options of one call, the same on all ranks."""
 
     sides: Sides
-    softcap: float
-    scale: float
     dropout_p: float
-    deterministic: bool
-    backend: str
+    options: Mapping[str, Any]  # of every tile: keywords of `forward_into` and `backward_step`
     q_base: int = 0  # the position of query 0 of the whole call
 
     @classmethod
@@ -114,8 +109,9 @@ class Attention:
         causal, window, softcap, scale, dropout_p, _, deterministic, _, backend, *_ = options
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-        sides, backend = sides_of(causal, window), requested(backend)
-        return cls(sides, float(softcap), scale, float(dropout_p), deterministic, backend, q_base)
+        common = {"softcap": float(softcap), "scale": scale, "dropout_p": float(dropout_p), "causal": False}
+        common |= {"deterministic": deterministic, "backend": requested(backend), "q_len": 0, "k_len": 0}
+        return cls(sides_of(causal, window), float(dropout_p), common, q_base)
 
     def forward(self, state: State, rows: Rows, key: Tensor, value: Tensor, k_runs: Sequence[Run]) -> None:
         """Merge a shard of the keys into the rows' state."""
@@ -142,10 +138,7 @@ class Attention:
         return tiles(rows.runs, k_runs, self.sides, self.q_base, by_position)
 
     def _options(self, tile: Tile) -> dict[str, Any]:
-        """`q_len` and `k_len` are those of packed problems."""
-        same = {name: getattr(self, name) for name in ("softcap", "scale", "dropout_p", "deterministic", "backend")}
-        own = {"positions": tile.positions, "batch_start": tile.sequence, "causal": False, "window": tile.window}
-        return same | own | {"q_len": 0, "k_len": 0}
+        return {"positions": tile.positions, "batch_start": tile.sequence, "window": tile.window, **self.options}
 
 
 def _add(total: Tensor | None, part: Tensor | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -52,9 +53,7 @@ def checked(spec: CompressionSpec, lengths: Tensor | None, votes: bool) -> Compr
     """
     keys, values, ratio, _, key_mask, query, mass, causal, scale = spec
     for name, tensor, shape in (("keys", keys, "[B, T, Hkv, D]"), ("values", values, "[B, T, Hkv, Dv]")):
-        _tensor(name, tensor, keys)
-        if tensor.dtype not in DTYPES:
-            refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype, error=TypeError)
+        _check(name, tensor, keys, DTYPES, "dtype float16, bfloat16, float32 or float64")
         if tensor.dim() != 4 or min(tensor.shape[2:]) < 1:
             refuse(name, f"shape {shape}", list(tensor.shape))
     if values.shape[:3] != keys.shape[:3]:
@@ -70,25 +69,22 @@ def checked(spec: CompressionSpec, lengths: Tensor | None, votes: bool) -> Compr
     if query is not None and mass is not None:
         refuse("mass", "None when query is given", "a value", "Pass one of them.")
     if query is not None:
-        _tensor("query", query, keys)
+        _check("query", query, keys)
         if query.dim() != 4 or query.shape[0] != batch:
             refuse("query", f"shape [B={batch}, Tq, Hq, D]", list(query.shape))
-    if query is None and (scale is not None or causal is not True):
+    elif scale is not None or causal is not True:
         refuse("scale and causal", "the defaults without a query", f"{scale} and {causal}")
     if mass is not None:
-        _tensor("mass", mass, keys)
+        _check("mass", mass, keys)
         if not mass.dtype.is_floating_point:
             refuse("mass", "a floating dtype", mass.dtype, error=TypeError)
-        if mass.shape != (batch, heads, length):
-            refuse("mass", f"shape [B, Hkv, T] = {[batch, heads, length]}", list(mass.shape))
+        _check_shape("mass", mass, "[B, Hkv, T]", [batch, heads, length])
 
     if lengths is not None and key_mask is not None:
         refuse("key_mask", "None when lengths is given", "a value")
     real, counts = key_mask, [length] * batch
     if lengths is not None:
-        _tensor("lengths", lengths, keys)
-        if lengths.dtype not in (torch.int32, torch.int64):
-            refuse("lengths", "dtype torch.int32 or torch.int64", lengths.dtype, error=TypeError)
+        _check("lengths", lengths, keys, (torch.int32, torch.int64), "dtype torch.int32 or torch.int64")
         if lengths.shape != (batch,):
             refuse("lengths", f"shape [B={batch}]", list(lengths.shape))
         counts = lengths.tolist()
@@ -96,11 +92,8 @@ def checked(spec: CompressionSpec, lengths: Tensor | None, votes: bool) -> Compr
             refuse("lengths", f"from 0 to the {length} slots of a row", counts)
         real = torch.arange(length, device=keys.device) < lengths[:, None]
     elif key_mask is not None:
-        _tensor("key_mask", key_mask, keys)
-        if key_mask.dtype is not torch.bool:
-            refuse("key_mask", "dtype torch.bool (True = a real token)", key_mask.dtype, error=TypeError)
-        if key_mask.shape != (batch, length):
-            refuse("key_mask", f"shape [B, T] = {[batch, length]}", list(key_mask.shape))
+        _check("key_mask", key_mask, keys, (torch.bool,), "dtype torch.bool (True = a real token)")
+        _check_shape("key_mask", key_mask, "[B, T]", [batch, length])
         counts = key_mask.sum(1).tolist()
     if counts == [length] * batch:
         real = None
@@ -115,8 +108,16 @@ def number(name: str, given: Any) -> None:
         refuse(name, "a finite number", given)
 
 
-def _tensor(name: str, tensor: Any, keys: Tensor) -> None:
+def _check(name: str, tensor: Any, keys: Tensor, dtypes: Collection[torch.dtype] = (), expected: str = "") -> None:
+    """Refuse what is no tensor on the keys' device, or of another dtype, where `dtypes` are named."""
     if not isinstance(tensor, Tensor):
         refuse(name, "a torch.Tensor", type(tensor).__name__, error=TypeError)
     if tensor.device != keys.device:
         refuse(name, f"the keys' device {keys.device}", tensor.device)
+    if dtypes and tensor.dtype not in dtypes:
+        refuse(name, expected, tensor.dtype, error=TypeError)
+
+
+def _check_shape(name: str, tensor: Tensor, dims: str, shape: list[int]) -> None:
+    if list(tensor.shape) != shape:
+        refuse(name, f"shape {dims} = {shape}", list(tensor.shape))

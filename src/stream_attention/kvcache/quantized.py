@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..base.errors import check_int, refuse
@@ -31,27 +33,14 @@ class QuantizedCompressor(KVCompressor):
         self._dims = ALONG[keys], ALONG[values]
 
     def compress(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        compression_ratio: float | None = None,
-        *,
-        query: Tensor | None = None,
-        mass: Tensor | None = None,
-        lengths: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        causal: bool = True,
-        scale: float | None = None,
+        self, keys: Tensor, values: Tensor, compression_ratio: float | None = None, **options: Any
     ) -> tuple[Stored, Stored, CompressionStats]:
         """As `KVCompressor.compress`, with every real token kept.
 
         `compression_ratio` is how many times fewer bytes at least; None: that of the format. More than the format
         reaches is refused; `stats.compression_ratio` is the ratio reached.
         """
-        ratio = 1.0 if compression_ratio is None else compression_ratio
-        return super().compress(
-            keys, values, ratio, query=query, mass=mass, lengths=lengths, key_mask=key_mask, causal=causal, scale=scale
-        )
+        return super().compress(keys, values, 1.0 if compression_ratio is None else compression_ratio, **options)
 
     def _choose(self, spec: CompressionSpec) -> Tensor | None:
         self._format_for(spec)

@@ -301,7 +301,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     what = "write the results file: every figure, with commit, versions, machine and conditions"
     add("--json-out", "--json_out", "--out", type=values.path_or_none, metavar="FILE", help=what)
     add("--csv", type=values.path_or_none, metavar="FILE", help="write a row per cell and provider")
-    page = "write DIR/index.html, one page with the plots"
+    page = "write DIR/index.html, one page with the plots; needs matplotlib"
     add("--report", type=values.path_or_none, metavar="DIR", help=page)
     return parser
 

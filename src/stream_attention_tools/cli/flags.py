@@ -7,6 +7,7 @@ import os
 import sys
 from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,9 @@ def writable_file(flag: str, path: Path | None) -> None:
 
 
 def writable_folder(flag: str, folder: Path | None, name: str) -> None:
-    """Make a folder and those around it, and refuse it where a file of this name could not be written into it."""
+    """Make a folder for plots and those around it; refuse it where a file of this name could not be written into it."""
+    if folder is not None and find_spec("matplotlib") is None:
+        raise Refused(f"{flag}: expected matplotlib, which draws; got none. Type: pip install matplotlib")
     if folder is not None and folder.exists() and not folder.is_dir():
         raise Refused(f"{flag} {folder} cannot be written: {os.strerror(errno.ENOTDIR)}")
     writable_file(flag, None if folder is None else folder / name)

@@ -48,7 +48,7 @@ WHAT = {
     "reference": "fp64, dense",
     "fp8": 'precision="fp8"',
     "transformers": "Hugging Face models",
-    "matplotlib": "MemoryProfiler.plot",
+    "matplotlib": "reports, MemoryProfiler.plot",
     "pyyaml": "StreamAttentionConfig.from_yaml",
     "rich": "progress of benchmarks",
 }

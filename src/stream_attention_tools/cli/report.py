@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attent
     options = _parser(prog).parse_args(argv)
     try:
         return _run(options)
-    except Refused as refused:
+    except (Refused, ImportError) as refused:
         print(refused, file=sys.stderr)
         return 2
 

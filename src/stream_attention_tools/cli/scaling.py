@@ -13,25 +13,24 @@ from ..cluster.planner import Cluster, Prediction, one_gpu_s, predict_all, recom
 from ..cluster.speed import Speed
 from ..cluster.traffic import Workload
 from ..report import figures
-from ..report.figures import Point, Series
-from ..report.readme_report import THEMES
+from ..report.figures import Plot, Point, Series
 
 GPUS = tuple(2**n for n in range(13))  # to 4,096
 IDEAL = "ideal"
 ORDER = ("ring zigzag", "ring contiguous", "all-gather", "ulysses", "ulysses x ring", "query sharding", IDEAL)
 """Signs and colours, the same in all pictures."""
-FILES = tuple(f"{name}{suffix}.svg" for name in ("strong_scaling", "weak_scaling") for suffix in THEMES)
+STEMS = ("strong_scaling", "weak_scaling")
+FILES = tuple(f"{stem}{suffix}.svg" for stem in STEMS for suffix in figures.THEMES)
 
 
 def write(work: Workload, cluster: Cluster, speed: Speed, folder: Path) -> None:
     """Draw both pictures, light and dark."""
-    drawn = (strong(work, cluster, speed), weak(work, cluster, speed))
-    pictures = [figures.standalone(svg, theme) for svg in drawn for theme in THEMES.values()]
-    for name, picture in zip(FILES, pictures, strict=True):
-        write_file(folder / name, picture)
+    for stem, plot in zip(STEMS, (strong(work, cluster, speed), weak(work, cluster, speed)), strict=True):
+        for name, svg in figures.files(stem, plot).items():
+            write_file(folder / name, svg)
 
 
-def strong(work: Workload, cluster: Cluster, speed: Speed) -> str:
+def strong(work: Workload, cluster: Cluster, speed: Speed) -> Plot:
     """One sequence on ever more GPUs: how many times as fast as one GPU."""
     alone = one_gpu_s(work, speed)
     series, best = _series(work, cluster, speed, lambda ranks: work, lambda ranks, one: alone / one.seconds)
@@ -41,7 +40,7 @@ def strong(work: Workload, cluster: Cluster, speed: Speed) -> str:
     return figures.lines(title, "x one GPU", [*series, ideal], ORDER, best, figure, top, log=True, axis="GPUs")
 
 
-def weak(work: Workload, cluster: Cluster, speed: Speed) -> str:
+def weak(work: Workload, cluster: Cluster, speed: Speed) -> Plot:
     """A sequence that grows with the GPUs: what share of their speed alone they keep."""
     rows = -(-work.length // cluster.ranks)
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stream_attention.base.problem import CallOptions
 from stream_attention.distributed.shard import Run
 from stream_attention.distributed.shard_attention import Attention, Rows, State
-from stream_attention.distributed.tiles import EVERYTHING
 from stream_attention.ops.attention import attention
 
 from .planner import Cluster, predict, schemes
@@ -134,7 +134,7 @@ def _bytes_per_s(device: torch.device, rounds: int) -> float:
 def _host_s(work: Workload, device: torch.device, rounds: int, calls: int = 20) -> float:
     """Seconds of a call so small that the device does not matter, its state merged into another."""
     tensors = [torch.randn(1, 2, heads, work.dim, device=device, dtype=work.dtype) for heads in (1, 1, 1)]
-    options = Attention(EVERYTHING, 0.0, 1.0, 0.0, False, "auto")
+    options = Attention.of(tensors[0], CallOptions())
     rows, state = Rows((Run(0, 2, 0),), tensors[0]), State(tensors[0], work.dim)
 
     def many() -> None:

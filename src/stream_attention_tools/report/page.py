@@ -1,24 +1,23 @@
 """The report: one HTML page with plots and tables, complete in itself, for a phone, a desk, the dark and paper.
 
-Every word that comes from a results file is escaped. There is no script, and nothing is fetched.
+What `page.html` shows is put into words here. The template escapes it; there is no script, and nothing is fetched.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from stream_attention.base.files import write_file
 
 from ..bench import summary
 from ..bench.summary import Cell, Compared, Entry, compared, duration, figure, names, speed, timed
-from . import plots, style
+from . import figures, plots
 
+FOLDER = Path(__file__).parent
 WORDS = {
     "auto": "attention() as called, on the backend it picks",
     "blocked": "our streaming pass on the CPU, also where attention() would call torch's kernel",
@@ -29,6 +28,8 @@ WORDS = {
     "fa3": "FlashAttention-3",
     "decode": "decode_attention() on rows in full precision",
 }
+HEAT_STEPS = (1.02, 1.1, 1.25, 1.5, 2.0)
+"""Where the heat map's colour deepens: a speed, or one by it, up to the first of these is neither faster nor slower."""
 
 
 def write_page(results: Sequence[dict[str, Any]], folder: Path) -> Path:
@@ -45,74 +46,71 @@ def write_page(results: Sequence[dict[str, Any]], folder: Path) -> Path:
 
 def page(results: Sequence[dict[str, Any]]) -> str:
     """The page's text."""
+    from jinja2 import Environment, FileSystemLoader
+    from markupsafe import Markup
+
+    def drawn(plot: figures.Plot) -> Markup:
+        return Markup(figures.coloured(figures.svg(plot), {name: f"var(--{name})" for name in figures.LIGHT}))
+
+    template = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html")
+    style = Markup((FOLDER / "page.css").read_text(encoding="utf-8"))
+    return template.render(light=figures.LIGHT, dark=figures.DARK, style=style, drawn=drawn, **contents(results))
+
+
+def contents(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the template shows of results files."""
     order = names(results)
-    body = _contents(results) if len(results) > 1 else []
-    for number, found in enumerate(results, 1):
-        body += _section(found, order, f"r{number}")
-    origins = "\n".join(f"<p>{escape(line)}</p>" for line in dict.fromkeys(map(summary.origin, results)))
-    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    return template.substitute(style=style.sheet(), origins=origins, body="\n".join(body))
+    sections = [_section(found, order) | {"anchor": f"r{number}"} for number, found in enumerate(results, 1)]
+    return {"origins": list(dict.fromkeys(map(summary.origin, results))), "sections": sections}
 
 
-def _contents(results: Sequence[dict[str, Any]]) -> list[str]:
-    lines = []
-    for number, found in enumerate(results, 1):
-        link = f'<a href="#r{number}">{escape(_name(found))}</a>'
-        shown = ["", "", ""]
-        if (its := compared(found)) is not None:
-            shown = [f"{x:.2f}" for x in (its.mean, speed(its.best), speed(its.worst))]
-        lines.append([link, str(len(found["cells"])), *shown])
-    caption = "Our speed as a multiple of the fastest peer's, geometric means and ends: above 1.00 ours is faster."
-    return ["<nav>", *_table(("measured", "cells", "mean", "best", "worst"), _cells(lines), caption), "</nav>"]
-
-
-def _name(results: dict[str, Any]) -> str:
+def _section(results: dict[str, Any], order: Sequence[str]) -> dict[str, Any]:
+    its = compared(results)
     suite = str(results.get("suite") or "results").replace("-", " ")
-    return f"{'CPU' if suite == 'cpu' else summary.capital(suite)} on {results['machine']['name']}"
-
-
-def _section(results: dict[str, Any], order: Sequence[str], anchor: str) -> list[str]:
-    parts = {
-        "Conditions": _conditions(results),
-        "Speed": plots.speed(results, order),
-        "Speed beside the fastest peer": _heat_map(results),
-        "Memory": plots.memory(results, order),
-        "Accuracy": plots.accuracy(results, order),
-        "All measurements": [*_ran(results), *_everything(results)],
-        "Not measured": _missing(results),
+    return {
+        "name": f"{'CPU' if suite == 'cpu' else summary.capital(suite)} on {results['machine']['name']}",
+        "cells": len(results["cells"]),
+        "shares": [f"{x:.2f}" for x in (its.mean, speed(its.best), speed(its.worst))] if its else ["", "", ""],
+        "tiles": _tiles(its) if its else None,
+        "summary": _summary(its) if its else "No cell has both ours and a peer, so there is nothing to compare.",
+        "beside": _beside_each(results) if its else None,
+        "conditions": _conditions(results),
+        "speed": plots.speed(results, order),
+        "heat": _heat_map(its) if its else None,
+        "memory": plots.memory(results, order),
+        "accuracy": plots.accuracy(results, order),
+        "ran": _ran(results),
+        **_everything(results),
+        "missing": [(*who, count) for who, count in summary.not_measured(results).items()],
     }
-    lines = [f'<section id="{anchor}"><h2>{escape(_name(results))}</h2>', *_summary(results)]
-    for heading, part in parts.items():
-        lines += [f"<h3>{heading}</h3>", *part]
-    return [*lines, "</section>"]
 
 
 # Sentences
 
 
-def _summary(results: dict[str, Any]) -> list[str]:
-    its = compared(results)
-    if its is None:
-        return ["<p>No cell has both ours and a peer, so there is nothing to compare.</p>"]
-    count = f"{len(its.cells)} {'cell' if len(its.cells) == 1 else 'cells'}"
-    tiles = {"geometric mean": (its.mean, f"of {count}")}
-    tiles |= {word: (speed(cell), _beside(cell)) for word, cell in (("best", its.best), ("worst", its.worst))}
+def _count(its: Compared) -> str:
+    return f"{len(its.cells)} {'cell' if len(its.cells) == 1 else 'cells'}"
+
+
+def _tiles(its: Compared) -> list[tuple[str, str, str]]:
+    ends = (("best", its.best), ("worst", its.worst))
+    mean = ("geometric mean", f"{its.mean:.2f}", f"of {_count(its)}")
+    return [mean, *((word, f"{speed(cell):.2f}", _beside(cell)) for word, cell in ends)]
+
+
+def _summary(its: Compared) -> str:
     faster = f"; above 1.00 ours is faster, as it is in {its.faster or 'none'} of them"
     sentences = (
-        f"Our fastest has {its.mean:.2f} times the speed of {_peer(its)} in the geometric mean of {count}, "
+        f"Our fastest has {its.mean:.2f} times the speed of {_peer(its)} in the geometric mean of {_count(its)}, "
         f"from {speed(its.worst):.2f} ({_beside(its.worst)}) to {speed(its.best):.2f} ({_beside(its.best)})"
         f"{'' if its.is_cost else faster}."
     )
     barred = [cell for cell in its.cells if cell["bar"] is not None]
-    missed = [cell for cell in barred if not cell.get("met")]
     if barred:
+        missed = list(filter(_missed, barred))
         outcome = f"{len(missed)} miss it: {', '.join(map(_title, missed))}" if missed else "none misses it"
         sentences += f" Of the {len(barred)} held to a bar, {outcome}."
-    shown = (
-        f"<div><dt>{word}</dt><dd><b>{value:.2f}x</b> <span>{escape(of)}</span></dd></div>"
-        for word, (value, of) in tiles.items()
-    )
-    return ['<dl class="tiles">', *shown, "</dl>", f"<p>{escape(sentences)}</p>", *_beside_each(results)]
+    return sentences
 
 
 def _peer(its: Compared) -> str:
@@ -127,20 +125,16 @@ def _beside(cell: Cell) -> str:
     return f"{_title(cell)}, beside {cell['fastest_peer']}"
 
 
-def _beside_each(results: dict[str, Any]) -> list[str]:
-    lines = []
-    for name in names([results]):
-        if found := summary.speed_over(results["cells"], name, paired=True):
-            words = f" <small>{escape(WORDS[name])}</small>" if name in WORDS else ""
-            mean = f"{summary.geometric_mean(found):.2f}"
-            lines.append([f"{escape(name)}{words}", str(len(found)), mean, summary.span(found)])
-    if not lines:
-        return []
-    caption = "Speed of our fastest as a multiple of each other's: above 1.00 ours is faster."
-    return _table(("beside", "cells", "geometric mean", "range"), _cells(lines), caption)
+def _beside_each(results: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
+    over = {name: summary.speed_over(results["cells"], name, paired=True) for name in names([results])}
+    return [
+        (name, WORDS.get(name, ""), [str(len(found)), f"{summary.geometric_mean(found):.2f}", summary.span(found)])
+        for name, found in over.items()
+        if found
+    ]
 
 
-def _conditions(results: dict[str, Any]) -> list[str]:
+def _conditions(results: dict[str, Any]) -> list[tuple[str, str]]:
     commit, conditions = results["commit"], results["conditions"]
     texts = {name: value for name, value in conditions.items() if isinstance(value, str) and name != "ratio"}
     groups = {
@@ -152,12 +146,7 @@ def _conditions(results: dict[str, Any]) -> list[str]:
         **texts,
         "ratio in the results file": conditions.get("ratio"),  # this page has its inverse
     }
-    terms = [
-        f"<div><dt>{escape(str(name).replace('_', ' '))}</dt><dd>{escape(str(value))}</dd></div>"
-        for name, value in groups.items()
-        if value is not None
-    ]
-    return ['<dl class="conditions">', *terms, "</dl>"]
+    return [(str(name).replace("_", " "), str(value)) for name, value in groups.items() if value is not None]
 
 
 def _joined(fields: dict[str, Any]) -> str:
@@ -169,17 +158,13 @@ def _joined(fields: dict[str, Any]) -> str:
 # Tables
 
 
-def _heat_map(results: dict[str, Any]) -> list[str]:
-    its = compared(results)
-    if its is None:
-        return ["<p>No cell has both ours and a peer.</p>"]
+def _heat_map(its: Compared) -> dict[str, Any]:
     directions = {cell["direction"] for cell in its.cells}
     lengths = sorted({summary.length(cell) for cell in its.cells})
-    lines = []
+    rows = []
     for row in summary.rows(its.cells):
         label = row.label if len(directions) == 1 else f"{row.label}, {row.direction}"
-        at = ([cell for cell in row.cells if summary.length(cell) == keys] for keys in lengths)
-        lines.append(f'<tr><th scope="row">{escape(label)}</th>{"".join(map(_heated, at))}</tr>')
+        rows.append((label, [_heated([cell for cell in row.cells if summary.length(cell) == n]) for n in lengths]))
     caption = (
         f"Our speed as a multiple of that of {_peer(its)}, over length. Blue and above 1.00: ours is faster; orange "
         "and below: slower."
@@ -189,28 +174,32 @@ def _heat_map(results: dict[str, Any]) -> list[str]:
         caption += f" Fastest peer: {', '.join(f'{name} in {count}' for name, count in fastest.items())}."
     if any(map(_missed, its.cells)):
         caption += " An exclamation mark: the cell's bar is missed."
-    return _table(("length", *map(summary.short, lengths)), lines, caption, ' class="heat"')
+    return {"caption": caption, "heading": ["length", *map(summary.short, lengths)], "rows": rows}
 
 
 def _missed(cell: Cell) -> bool:
     return cell["bar"] is not None and not cell.get("met")
 
 
-def _heated(cells: Sequence[Cell]) -> str:
-    if not cells:
-        return "<td></td>"
-    shown = ", ".join(f"{speed(cell):.2f}" for cell in cells)
-    return f'<td class="{style.heat(min(map(speed, cells)))}">{shown}{"!" if any(map(_missed, cells)) else ""}</td>'
+def _heated(cells: Sequence[Cell]) -> dict[str, str]:
+    shown = ", ".join(f"{speed(cell):.2f}" for cell in cells) + "!" * any(map(_missed, cells))
+    return {"kind": heat(min(map(speed, cells))), "shown": shown} if cells else {}
+
+
+def heat(speed: float) -> str:
+    """The class of the colour of a speed as a multiple of another: h0 about even, f1-f5 faster, w1-w5 slower."""
+    depth = sum(max(speed, 1 / speed) > step for step in HEAT_STEPS)
+    return "h0" if depth == 0 else f"{'f' if speed > 1 else 'w'}{depth}"
 
 
 def _ran(results: dict[str, Any]) -> list[str]:
     """What a provider that chooses by itself chose."""
     entries = [item for cell in results["cells"] for item in timed(cell).items()]
     found = Counter((name, str(one["ran"])) for name, one in entries if "ran" in one)
-    return [f"<p>{escape(f'{name} ran {ran} (cells: {count}).')}</p>" for (name, ran), count in found.items()]
+    return [f"{name} ran {ran} (cells: {count})." for (name, ran), count in found.items()]
 
 
-def _everything(results: dict[str, Any]) -> list[str]:
+def _everything(results: dict[str, Any]) -> dict[str, Any]:
     """A row per provider, under a heading per cell: narrow enough that a phone shows the columns that matter."""
     unit = summary.rate(results)
     entries = [one for cell in results["cells"] for one in timed(cell).values()]
@@ -230,49 +219,18 @@ def _everything(results: dict[str, Any]) -> list[str]:
     for key, (heading, shown) in optional.items():
         if any(key in one for one in entries):
             columns[heading] = partial(_optional, key, shown)
-    groups = []
+    measured = []
     for cell in results["cells"]:
         title = _title(cell)
         if cell["ratio"] is not None:
             title += f": {speed(cell):.2f}x the speed of {cell['fastest_peer']}"
         if (eager := cell.get("eager", {})).get("ratio") is not None:
             title += f", eager {1 / eager['ratio']:.2f}x that of {eager['fastest_peer']}"
-        heading = f'<th scope="rowgroup" colspan="{len(columns) + 1}"><span>{escape(title)}</span></th>'
-        groups.append(f"<tbody><tr>{heading}</tr>")
-        for name, one in timed(cell).items():
-            kind = ' class="ours"' if name == cell["ours"] else ""
-            figures = "".join(f"<td>{read(one)}</td>" for read in columns.values())
-            groups.append(f'<tr{kind}><th scope="row">{escape(name)}</th>{figures}</tr>')
-        groups.append("</tbody>")
-    caption = (
-        "Times are per call, our fastest in bold. Over each group stands its speed as a multiple of the fastest "
-        "peer's, the median over the rounds."
-    )
-    return _table(("provider", *columns), groups, caption, ' class="all"')
+        its = timed(cell).items()
+        rows = [(name, name == cell["ours"], [read(one) for read in columns.values()]) for name, one in its]
+        measured.append((title, rows))
+    return {"columns": list(columns), "measured": measured}
 
 
 def _optional(key: str, shown: Callable[[Any], str], one: Entry) -> str:
     return "" if one.get(key) is None else shown(one[key])
-
-
-def _missing(results: dict[str, Any]) -> list[str]:
-    found = summary.not_measured(results)
-    if not found:
-        return ["<p>Everybody who was asked was measured in every cell.</p>"]
-    lines = [[escape(name), escape(reason), str(count)] for (name, reason), count in found.items()]
-    return _table(("provider", "why not", "cells"), _cells(lines), "Who has no figure, and in how many cells.")
-
-
-def _cells(lines: Iterable[Sequence[str]]) -> list[str]:
-    """Rows of a table whose cells are HTML."""
-    return [f"<tr>{''.join(f'<td>{cell}</td>' for cell in line)}</tr>" for line in lines]
-
-
-def _table(heading: Sequence[str], rows: Iterable[str], caption: str, kind: str = "") -> list[str]:
-    """A table that scrolls in a box of its own. `rows` are HTML; the rest is text."""
-    head = "".join(f'<th scope="col">{escape(word)}</th>' for word in heading)
-    return [
-        f'<figure><div class="scroll" tabindex="0"><table{kind}><thead><tr>{head}</tr></thead>',
-        *rows,
-        f"</table></div><figcaption>{escape(caption)}</figcaption></figure>",
-    ]

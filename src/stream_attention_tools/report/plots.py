@@ -1,17 +1,21 @@
-"""The drawn parts of the report: speed, memory and accuracy of a results file as HTML figures."""
+"""What the report draws: speed, memory and accuracy of a results file."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from typing import Any, NamedTuple
 
 from ..bench.summary import Entry, Row, capital, figure, length, rate, rows, size, strictness
 from . import figures
-from .figures import Point, Series
+from .figures import Plot, Point, Series
 
-BARS_PER_PLOT = 24  # of those plots that have bars by problem: about as tall as a phone
+
+class Panels(NamedTuple):
+    """Plots side by side."""
+
+    plots: list[Plot]
+    caption: str
 
 
 class Quantity(NamedTuple):
@@ -24,7 +28,7 @@ class Quantity(NamedTuple):
     log: bool = False
 
 
-def speed(results: dict[str, Any], order: Sequence[str]) -> list[str]:
+def speed(results: dict[str, Any], order: Sequence[str]) -> list[Panels]:
     unit = rate(results)
 
     def read(one: Entry) -> Point | None:
@@ -36,39 +40,34 @@ def speed(results: dict[str, Any], order: Sequence[str]) -> list[str]:
 
     thin = " Thin upright strokes reach from p20 to p80." if any(row.is_line for row in rows(results["cells"])) else ""
     caption = f"{unit.unit}, medians. Higher is faster.{thin}"
-    return _plots(results, order, Quantity(unit.unit, read, figure, caption)) or ["<p>Nobody was timed.</p>"]
+    return _panels(results, order, Quantity(unit.unit, read, figure, caption))
 
 
-def memory(results: dict[str, Any], order: Sequence[str]) -> list[str]:
+def memory(results: dict[str, Any], order: Sequence[str]) -> list[Panels]:
     def read(one: Entry) -> Point | None:
         peak = one.get("peak_bytes")
         return None if "median_ms" not in one or not peak else Point.exact(0, float(peak))
 
     caption = "Peak memory of one call beyond its inputs. Lower is better; over length, both axes are logarithmic."
-    drawn = _plots(results, order, Quantity("peak memory", read, size, caption, log=True))
-    return drawn or ["<p>Not measured: the results have no peak bytes.</p>"]
+    return _panels(results, order, Quantity("peak memory", read, size, caption, log=True))
 
 
-def _plots(results: dict[str, Any], order: Sequence[str], shown: Quantity) -> list[str]:
-    """A figure per direction: a panel for every row with enough lengths for lines, the other cells as bars."""
+def _panels(results: dict[str, Any], order: Sequence[str], shown: Quantity) -> list[Panels]:
+    """For each direction a plot of every row with enough lengths for lines, and bars of the other cells."""
     found = []
     for direction in dict.fromkeys(cell["direction"] for cell in results["cells"]):
         its = [row for row in rows(results["cells"]) if row.direction == direction]
-        cells = [cell for row in its for cell in row.cells]
         lined = {row.label: series for row in its if row.is_line and (series := series_of(row, shown.read))}
         highest = max((p.high for series in lined.values() for one in series for p in one.points), default=0.0)
-        ours = {cell["ours"] for cell in cells}
-        panels = [
+        ours = {cell["ours"] for row in its for cell in row.cells}
+        plots = [
             figures.lines(label, shown.unit, series, order, ours, shown.form, highest, shown.log)
             for label, series in lined.items()
         ]
-        panels += _bars([row for row in its if not row.is_line], order, shown, start=not panels)
-        if panels:
-            named = [name for name in order if any(name in cell["providers"] for cell in cells)]
-            legend = "".join(f"<li>{figures.sign(order.index(name))} {escape(name)}</li>" for name in named)
-            caption = escape(f"{capital(direction)}. {shown.caption}")
-            found += [f'<figure><ul class="legend">{legend}</ul><div class="panels">', *panels]
-            found += [f"</div><figcaption>{caption}</figcaption></figure>"]
+        others = (row for row in its if not row.is_line)
+        plots += _bars("Other problems" if plots else "By problem", others, order, shown)
+        if plots:
+            found.append(Panels(plots, f"{capital(direction)}. {shown.caption}"))
     return found
 
 
@@ -82,7 +81,7 @@ def series_of(row: Row, read: Callable[[Entry], Point | None]) -> list[Series]:
     return [Series(name, points) for name, points in found.items()]
 
 
-def _bars(its: Iterable[Row], order: Sequence[str], shown: Quantity, start: bool) -> list[str]:
+def _bars(title: str, its: Iterable[Row], order: Sequence[str], shown: Quantity) -> list[Plot]:
     groups: list[tuple[str, dict[str, float]]] = []
     for cell in (cell for row in its for cell in row.cells):
         points = {name: shown.read(one) for name, one in cell["providers"].items()}
@@ -91,17 +90,10 @@ def _bars(its: Iterable[Row], order: Sequence[str], shown: Quantity, start: bool
     if not groups:
         return []
     highest = max(most for _, values in groups for most in values.values())
-    plots = math.ceil(sum(len(values) for _, values in groups) / BARS_PER_PLOT)
-    each = math.ceil(len(groups) / plots)
-    title = "By problem" if start else "Other problems"
-    titles = [title] if plots == 1 else [f"{title}, {n + 1} of {plots}" for n in range(plots)]
-    return [
-        figures.bars(one, shown.unit, groups[n * each : (n + 1) * each], order, shown.form, highest)
-        for n, one in enumerate(titles)
-    ]
+    return [figures.bars(title, shown.unit, groups, order, shown.form, highest)]
 
 
-def accuracy(results: dict[str, Any], order: Sequence[str]) -> list[str]:
+def accuracy(results: dict[str, Any], order: Sequence[str]) -> list[Panels]:
     shares: dict[str, list[float]] = {}
     for cell in results["cells"]:
         for name, one in cell["providers"].items():
@@ -109,11 +101,11 @@ def accuracy(results: dict[str, Any], order: Sequence[str]) -> list[str]:
             if share is not None and not math.isnan(share):
                 shares.setdefault(name, []).append(share)
     if not shares:
-        return ["<p>Not measured.</p>"]
+        return []
     signs = [*order, *(name for name in shares if name not in order)]
     plot = figures.strips("Error by what is allowed", "error / allowed", list(shares.items()), signs)
     caption = (
         "Error against fp64 as a share of what is allowed, a stroke per cell and the sign at the worst. "
         "A provider that is past 1 is wrong and has no speed."
     )
-    return [f'<figure><div class="panels">{plot}</div><figcaption>{caption}</figcaption></figure>']
+    return [Panels([plot], caption)]

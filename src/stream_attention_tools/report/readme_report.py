@@ -9,25 +9,20 @@ from typing import Any, NamedTuple
 from ..bench import summary
 from ..bench.summary import Entry, Rate, Row, is_variant, length, markdown_table, names, span, speed_over, timed
 from . import figures
-from .figures import DARK, LIGHT, Point, Series
+from .figures import Plot, Point, Series
 from .plots import series_of
-
-THEMES = {"": LIGHT, "_dark": DARK}  # by what the file name ends in
 
 
 class Picture(NamedTuple):
     stem: str
     description: str
-    svg: str
+    plot: Plot
 
 
 def files(results: Mapping[str, dict[str, Any]], label: str) -> dict[str, str]:
     """The pictures by file name, one for light pages and one for dark pages each. `results` come by their names."""
-    return {
-        f"{picture.stem}{suffix}.svg": figures.standalone(picture.svg, theme)
-        for picture in _pictures(results, label)
-        for suffix, theme in THEMES.items()
-    }
+    drawn = (figures.files(picture.stem, picture.plot) for picture in _pictures(results, label))
+    return {name: svg for its in drawn for name, svg in its.items()}
 
 
 def markdown(results: Mapping[str, dict[str, Any]], label: str, folder: str) -> str:
@@ -65,8 +60,8 @@ def _pictures(results: Mapping[str, dict[str, Any]], label: str) -> list[Picture
         speeds = ", ".join(f"{one.name} {span([point.y for point in one.points], '.0f')}" for one in series[stem])
         first, last = (summary.short(length(row.cells[end])) for end in (0, -1))
         described = f"{title}, {first} to {last} tokens, {unit.unit}: {speeds}"
-        drawn = figures.lines(title, unit.unit, series[stem], order, ours, summary.figure, top)
-        pictures.append(Picture(stem, described, drawn))
+        plot = figures.lines(title, unit.unit, series[stem], order, ours, summary.figure, top)
+        pictures.append(Picture(stem, described, plot))
     return pictures
 
 
