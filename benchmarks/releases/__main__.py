@@ -1,11 +1,12 @@
-"""Compare the speed of the Hopper kernels between Triton releases.
+"""Compare the speed of our kernels between Triton releases, or between commits of this library.
 
     python -m benchmarks.releases --triton 3.9.0=/tmp/triton-3.9.0 --rounds 3 --out releases.json
+    python -m benchmarks.releases --source ddc84db=/tmp/old/src --decode --out commits.json
 
-The first release is the one this Python has; each `--triton VERSION=FOLDER` adds one, unpacked in a folder. Releases
-take turns, a fresh process each (a process has one Triton), `--rounds` times. A cell's time is the median over all
-rounds. Ratios mean speed: above 1.00 the added release is faster. Every cell is first checked against SDPA in fp32, on
-one batch entry and two heads of the same random inputs.
+The first is what this Python has; each `--triton VERSION=FOLDER` adds a release, unpacked in a folder, and each
+`--source COMMIT=FOLDER` the library as it is in another `src`. They take turns, a fresh process each, `--rounds` times.
+A cell's time is the median over all rounds. Ratios mean speed: above 1.00 what was added is faster. Every cell is first
+checked against SDPA in fp32, on one batch entry and two heads of the same random inputs.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ SHORT = (1024, 8192)
 """Lengths of the 24 cells of `--short`."""
 
 
-def cells(short: bool) -> dict[str, Cell]:
-    """The cells of the suites `forward` and `backward`, or 24 of them."""
-    found = [cell for direction in ("forward", "backward") for cell in SUITES[direction]()]
-    return {f"{cell.name} {cell.direction}": cell for cell in found if not short or cell.case.Tq in SHORT}
+DIRECTIONS = ("forward", "backward", "decode")
+
+
+def cells(short: bool, decode: bool = False) -> dict[str, Cell]:
+    """The cells of the suites `forward` and `backward`, or 24 of them, and those of `decode`."""
+    found = [cell for direction in DIRECTIONS[:2] for cell in SUITES[direction]()]
+    named = {f"{cell.name} {cell.direction}": cell for cell in found if not short or cell.case.Tq in SHORT}
+    return named | ({f"{cell.name} decode": cell for cell in SUITES["decode"]()} if decode else {})
 
 
 def main() -> int:
@@ -41,9 +46,11 @@ def main() -> int:
         prog="python -m benchmarks.releases", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--triton", action="append", default=[], metavar="VERSION=FOLDER")
+    parser.add_argument("--source", action="append", default=[], metavar="COMMIT=FOLDER")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--repeats", type=int, default=20, metavar="N", help="timed calls a cell and round")
     parser.add_argument("--short", action="store_true", help="24 cells instead of 72")
+    parser.add_argument("--decode", action="store_true", help="the cells of decoding too")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go")
     parser.add_argument(
         "--show", type=Path, metavar="FILE", help="print a results file as a table of Markdown, and end"
@@ -56,23 +63,28 @@ def main() -> int:
     if options.out is None:
         parser.error("say where the results go: --out FILE")
     if options.measure:
-        save(measure(options.short, options.repeats), options.out)
+        save(measure(cells(options.short, options.decode), options.repeats), options.out)
         return 0
+    for one in options.source:
+        commit, _, folder = one.partition("=")
+        if not commit or not Path(folder, "stream_attention").is_dir():
+            parser.error(f"--source: expected COMMIT=FOLDER with the package stream_attention; got {one!r}")
     if wrong := [one for one in options.triton if not re.fullmatch(r"[\d.]+=.+", one)]:
         parser.error(f"--triton: expected VERSION=FOLDER; got {wrong[0]!r}")
-    folders = {"": ""} | dict(one.split("=", 1) for one in options.triton)
-    for version, folder in folders.items():
-        if version and not list(Path(folder).glob(f"triton-{version}.dist-info")):
+    releases = dict(one.split("=", 1) for one in options.triton)
+    for version, folder in releases.items():
+        if not list(Path(folder).glob(f"triton-{version}.dist-info")):
             parser.error(f"--triton: {folder} has no Triton {version}")
     rounds: dict[str, list[dict[str, Any]]] = {}
     for number in range(options.rounds):
-        for folder in folders.values():
+        for name, folder in {"": "", **releases, **dict(one.split("=", 1) for one in options.source)}.items():
             found = in_a_process(folder, options)
-            rounds.setdefault(found["versions"]["triton"], []).append(found)
-            print(f"round {number + 1} of {options.rounds}: Triton {found['versions']['triton']}", flush=True)
-    if missing := set(folders) - {""} - set(rounds):
-        print(f"asked for Triton {', '.join(missing)}; measured {', '.join(rounds)}", file=sys.stderr)
-        return 1
+            triton = found["versions"]["triton"]
+            if name in releases and name != triton:
+                print(f"asked for Triton {name}; measured {triton}", file=sys.stderr)
+                return 1
+            rounds.setdefault(name or triton, []).append(found)
+            print(f"round {number + 1} of {options.rounds}: {name or triton}", flush=True)
     result = combined(rounds, options)
     print(table(result))
     save(result, options.out)
@@ -80,27 +92,31 @@ def main() -> int:
 
 
 def in_a_process(folder: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One round with the Triton of a folder, or with the installed one."""
+    """One round with the Triton or the library of a folder, or with those that are here."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary, "round.json")
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "benchmarks.releases", "--measure", "--out", str(out)]
-        command += ["--repeats", str(options.repeats), *(["--short"] if options.short else [])]
+        command += ["--repeats", str(options.repeats)]
+        command += [flag for flag in ("--short", "--decode") if getattr(options, flag[2:])]
         subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True)
         return json.loads(out.read_text())
 
 
-def measure(short: bool, repeats: int) -> dict[str, Any]:
-    """Microseconds of every cell with this process's Triton."""
+def measure(cells: dict[str, Cell], repeats: int) -> dict[str, Any]:
+    """Microseconds of every cell in this process."""
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     found: dict[str, dict[str, float]] = {}
-    for name, cell in cells(short).items():
+    for name, cell in cells.items():
         case = cell.case
-        shape = (case.B, case.Tq, case.Hq, case.D)
-        tensors = [torch.randn(shape, dtype=case.dtype, device=case.device, requires_grad=True) for _ in range(3)]
-        grad = torch.randn_like(tensors[0])
-        call = check(tensors, grad, case.causal, cell.direction)
+        sizes = (case.Tq, case.Hq), (case.Tk, case.Hkv), (case.Tk, case.Hkv)
+        query, key, value = (torch.randn(case.B, *size, case.D, dtype=case.dtype, device=case.device) for size in sizes)
+        if name.endswith("decode"):
+            call = check_decode(query, key, value)
+        else:
+            tensors = [t.requires_grad_() for t in (query, key, value)]
+            call = check(tensors, torch.randn_like(query), case.causal, cell.direction)
         for _ in range(3):
             call()
         times = []
@@ -136,12 +152,29 @@ def check(tensors: list[Any], grad: Any, causal: bool, direction: str) -> Any:
             for one, other in zip(torch.autograd.grad(ours(), tensors, grad), theirs, strict=True)
         ]
     for got, expected in pairs:
-        error = ((got.float() - expected).norm() / expected.norm()).item()
-        assert error < 1e-2, f"relative error {error:.1e}: a wrong kernel is not timed"
+        agree(got, expected)
     if direction == "forward":
         plain = [t.detach() for t in tensors]
         return lambda: attention(*plain, causal=causal, backend="gluon")
     return lambda: torch.autograd.grad(out, tensors, grad, retain_graph=True)
+
+
+def check_decode(query: Any, key: Any, value: Any) -> Any:
+    """The same of one query of each row against a cache."""
+    from stream_attention import ContiguousKV, decode_attention
+
+    lengths = torch.full(key.shape[:1], key.shape[1], dtype=torch.int32, device=key.device)
+    cache = ContiguousKV(key, value, lengths)
+    group = query.shape[2] // key.shape[2]
+    one = query[:1, :, :group], key[:1, :, :1], value[:1, :, :1]
+    wide = torch.nn.functional.scaled_dot_product_attention(*(t.float().transpose(1, 2) for t in one), enable_gqa=True)
+    agree(decode_attention(query, cache)[:1, :, :group], wide.transpose(1, 2))
+    return lambda: decode_attention(query, cache)
+
+
+def agree(got: Any, expected: Any) -> None:
+    error = ((got.float() - expected).norm() / expected.norm()).item()
+    assert error < 1e-2, f"relative error {error:.1e}: a wrong kernel is not timed"
 
 
 def combined(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> dict[str, Any]:
@@ -171,7 +204,8 @@ def combined(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespac
                 direction: statistics.geometric_mean(
                     us[first][name] / us[release][name] for name in names if name.endswith(direction)
                 )
-                for direction in ("forward", "backward")
+                for direction in DIRECTIONS
+                if any(name.endswith(direction) for name in names)
             }
             for release in others
         },
@@ -186,7 +220,7 @@ def table(result: dict[str, Any]) -> str:
         lines.append(
             f"{name:26}{tflops:9.0f}          " + "".join(f"{result['speed'][one][name]:8.3f}" for one in releases)
         )
-    for direction in ("forward", "backward"):
+    for direction in result["geometric_mean"][releases[0]]:
         means = "".join(f"{result['geometric_mean'][one][direction]:8.3f}" for one in releases)
         lines.append(f"{'geometric mean ' + direction:26}{'':19}{means}")
     return "\n".join(lines)
