@@ -48,13 +48,6 @@ class Sample:
         self.shape, self.dtype = tuple(shape), dtype
         self._strides = strides  # None: computed when asked for
 
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
-
     def data_ptr(self) -> int:
         return 0
 

@@ -191,11 +191,8 @@ def _scales_of_values(
 
 
 @triton.jit
-def _zeros(PLANES: tl.constexpr, BLOCK_WV: tl.constexpr, BLOCK_R: tl.constexpr):
-    planes = ()
-    for _ in tl.static_range(PLANES):
-        planes = _append(planes, tl.zeros([BLOCK_WV, BLOCK_R], tl.float32))
-    return planes
+def _zeros(planes, BLOCK_WV: tl.constexpr, BLOCK_R: tl.constexpr):
+    return [tl.zeros([BLOCK_WV, BLOCK_R], tl.float32) for plane in planes]
 
 
 @triton.jit
@@ -216,14 +213,6 @@ def _peak(planes, PLANES: tl.constexpr):
     for plane in tl.static_range(1, PLANES):
         peak = tl.maximum(peak, tl.max(tl.abs(planes[plane].to(tl.float32)), 0))
     return peak
-
-
-@triton.jit
-def _in_half(planes, factor, PLANES: tl.constexpr):
-    halves = ()
-    for plane in tl.static_range(PLANES):
-        halves = _append(halves, (planes[plane].to(tl.float32) * factor[None, :]).to(tl.float16))
-    return halves
 
 
 @jit
@@ -284,7 +273,8 @@ def _decode_quantized_kernel(
     peak = _peak(q, PLANES)
     power = tl.where(peak > 1e-30, tl.exp2(tl.ceil(tl.log2(peak))), 1.0)
     row_scale = (scale * power)[None, :]
-    q_half = _in_half(q, 1.0 / power, PLANES)
+    factor = 1.0 / power
+    q_half = [(part.to(tl.float32) * factor[None, :]).to(tl.float16) for part in q]
 
     first = first_seen(length, q_len, left, HAS_LEFT)
     of_codes = tl.maximum(num_splits - 1, 1)
@@ -309,7 +299,7 @@ def _decode_quantized_kernel(
 
     row_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_R], tl.float32)
-    acc = _zeros(PLANES, BLOCK_WV, BLOCK_R)
+    acc = _zeros(q, BLOCK_WV, BLOCK_R)
     offs_w, offs_wv = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_WV)
     for start in range(begin, end, step):
         start = tl.multiple_of(start, BLOCK_N)
