@@ -25,37 +25,15 @@ BLOCK_M, BLOCK_N = 64, 128
 
 @jit
 def _seen_kernel(
-    mask_ptr,
-    bias_ptr,
-    flags_ptr,
-    stride_mb: tl.int64,
-    stride_mh: tl.int64,
-    stride_mm: tl.int64,
-    stride_mn: tl.int64,
-    stride_bb: tl.int64,
-    stride_bh: tl.int64,
-    stride_bm: tl.int64,
-    stride_bn: tl.int64,
-    stride_fb: tl.int64,
-    stride_fh: tl.int64,
-    q_len: tl.int32,
-    k_len: tl.int32,
-    heads: tl.int32,
-    left: tl.int32,
-    right: tl.int32,
-    q_start: tl.int32,
-    q_stride: tl.int32,
-    k_start: tl.int32,
-    k_stride: tl.int32,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    OF_KEYS: tl.constexpr,
-):
+    mask_ptr, bias_ptr, flags_ptr,
+    stride_mb: tl.int64, stride_mh: tl.int64, stride_mm: tl.int64, stride_mn: tl.int64,
+    stride_bb: tl.int64, stride_bh: tl.int64, stride_bm: tl.int64, stride_bn: tl.int64,
+    stride_fb: tl.int64, stride_fh: tl.int64,
+    q_len: tl.int32, k_len: tl.int32, heads: tl.int32, left: tl.int32, right: tl.int32,
+    q_start: tl.int32, q_stride: tl.int32, k_start: tl.int32, k_stride: tl.int32,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, OF_KEYS: tl.constexpr,
+):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(q_len, BLOCK_M), tl.cdiv(k_len, BLOCK_N)
     pid = tl.program_id(0)
     offs_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
