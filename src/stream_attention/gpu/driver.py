@@ -99,25 +99,23 @@ def launch(words: array[int], function: int, stream: int, launch_kernel: Callabl
     words[_STREAM] = stream
     words[_ATTRIBUTES] = base + 8 * 13
     code = launch_kernel(base + 8 * 6, function, None, base)
-    if code == _INVALID_CONTEXT:
-        make_context_current()
-        code = launch_kernel(base + 8 * 6, function, None, base)
     if code:
-        check(code)
+        check(_again(code, launch_kernel, base + 8 * 6, function, None, base))
 
 
 def fill_words(address: int, value: int, count: int, stream: int) -> None:
     """Set `count` 32-bit words on the device."""
-    code = _library().cuMemsetD32Async(address, value, count, stream)
-    if code == _INVALID_CONTEXT:
-        make_context_current()
-        code = _library().cuMemsetD32Async(address, value, count, stream)
-    check(code)
+    fill = _library().cuMemsetD32Async
+    check(_again(fill(address, value, count, stream), fill, address, value, count, stream))
 
 
-def make_context_current() -> None:
-    """In a thread that has not used CUDA before: the runtime makes the device's context its current one."""
+def _again(code: int, call: Callable[..., int], *arguments: Any) -> int:
+    """The code of a call that returned `code`: it is made once more in a thread that has not used CUDA before, after
+    the runtime has made the device's context its current one."""
+    if code != _INVALID_CONTEXT:
+        return code
     torch.cuda.synchronize()
+    return call(*arguments)
 
 
 def load(image: bytes, name: str, shared_bytes: int) -> int | None:
@@ -125,10 +123,8 @@ def load(image: bytes, name: str, shared_bytes: int) -> int | None:
     library, module, function = _library(), ctypes.c_void_p(), ctypes.c_void_p()
     if library is None:
         return None
-    code = library.cuModuleLoadData(ctypes.byref(module), image)
-    if code == _INVALID_CONTEXT:
-        make_context_current()
-        code = library.cuModuleLoadData(ctypes.byref(module), image)
+    image_to = ctypes.byref(module), image
+    code = _again(library.cuModuleLoadData(*image_to), library.cuModuleLoadData, *image_to)
     if code or library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()):
         return None
     if shared_bytes > _SHARED_BYTES_UNASKED and (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..base.problem import Inputs, Problem
 from .dropout import prepare_words
-from .visibility import prepare_visible_keys, prepare_visible_queries
+from .visibility import prepare_visible
 
 Step = tuple[Tensor, Callable[[Inputs], Tensor]]
 """A sample of a result, without memory, and what computes it."""
@@ -25,8 +25,7 @@ class Prepass(NamedTuple):
     def of(cls, problem: Problem, inputs: Inputs, needs_visible: bool = False) -> Prepass:
         made: list[Step | None] = [None] * 4
         if needs_visible and (inputs.mask is not None or inputs.bias is not None):
-            made[0] = prepare_visible_keys(problem, inputs)
-            made[1] = prepare_visible_queries(problem, inputs)
+            made[:2] = prepare_visible(problem, inputs)
         if problem.dropout_p:
             made[2:] = prepare_words(problem, inputs)
         samples, steps = zip(*(step or (None, None) for step in made), strict=True)

@@ -64,18 +64,17 @@ def _seen_kernel(
         tl.store(flags + offs_m, anything.to(tl.int8), mask=(offs_m < q_len) & (anything > 0))
 
 
-def prepare_visible_keys(problem: Problem, inputs: Inputs) -> tuple[Tensor, Callable[[Inputs], Tensor]]:
-    """int8 `[B or 1, Hkv or 1, Tk]`: 1 for keys that a query of that batch entry and KV head sees.
+def prepare_visible(problem: Problem, inputs: Inputs) -> list[tuple[Tensor, Callable[[Inputs], Tensor]]]:
+    """Samples of flags, and what computes them: int8 `[B or 1, Hkv or 1, Tk]`, 1 for keys that a query of that batch
+    entry and KV head sees, and `[B or 1, Hq or 1, Tq]`, 1 for queries that see a key.
 
-    Where neither mask nor bias has rows, positions are left out: a tile never reads what its positions hide.
+    Where neither mask nor bias has rows, keys leave positions out: a tile never reads what its positions hide.
     """
-    heads, group = (problem.kv_heads, problem.group) if _has(inputs, 1) else (1, 1)
-    return _prepare(problem, inputs, heads, group, with_rows=_has(inputs, 2), of_keys=True)
-
-
-def prepare_visible_queries(problem: Problem, inputs: Inputs) -> tuple[Tensor, Callable[[Inputs], Tensor]]:
-    """int8 `[B or 1, Hq or 1, Tq]`: 1 for queries that see a key."""
-    return _prepare(problem, inputs, problem.q_heads if _has(inputs, 1) else 1, 1, with_rows=True, of_keys=False)
+    heads, kv_heads, group = (problem.q_heads, problem.kv_heads, problem.group) if _has(inputs, 1) else (1, 1, 1)
+    return [
+        _prepare(problem, inputs, kv_heads, group, with_rows=_has(inputs, 2), of_keys=True),
+        _prepare(problem, inputs, heads, 1, with_rows=True, of_keys=False),
+    ]
 
 
 def _has(inputs: Inputs, dim: int) -> bool:

@@ -95,16 +95,8 @@ def _flash_backward(
     return grads if grads is None else grads._replace(sink=d_sink)
 
 
-class _Sequence(NamedTuple):
-    """One packed sequence as a dense problem of batch 1, and where its rows lie in the pack."""
-
-    problem: Problem
-    inputs: Inputs
-    q_rows: slice
-    k_rows: slice
-
-
-def _sequences(problem: Problem, inputs: Inputs) -> Iterator[_Sequence]:
+def _sequences(problem: Problem, inputs: Inputs) -> Iterator[tuple[Problem, Inputs, slice, slice]]:
+    """Each packed sequence as a dense problem of batch 1, and where its queries and keys lie in the pack."""
     assert inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None
     q_offsets, k_offsets = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
     for offsets, rows in ((q_offsets, inputs.query.shape[0]), (k_offsets, inputs.key.shape[0])):
@@ -121,7 +113,7 @@ def _sequences(problem: Problem, inputs: Inputs) -> Iterator[_Sequence]:
         slopes = slopes[b : b + 1] if slopes is not None and slopes.shape[0] > 1 else slopes
         tensors = inputs.query[None, q_rows], inputs.key[None, k_rows], inputs.value[None, k_rows]
         its = Inputs(*tensors, alibi_slopes=slopes, sink=inputs.sink, seed=inputs.seed)
-        yield _Sequence(one, its, q_rows, k_rows)
+        yield one, its, q_rows, k_rows
 
 
 def _packed_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -35,12 +35,12 @@ class Triton(Backend):
     def configure(self, problem: Problem, request: Request = PLAIN) -> Any:
         if problem.cached:
             return decode_tuning.configure(problem, request.num_splits, request.batch_invariant)
-        if request.forced and not problem.backward:
-            if problem.fp8:
-                return fp8_tuning.configure(problem)._replace(**dict(request.forced))
-            forced: dict[str, Any] = dict(request.forced)
+        forced: dict[str, Any] = {} if problem.backward else dict(request.forced)
+        if problem.fp8:
+            return fp8_tuning.configure(problem)._replace(**forced)
+        if forced:
             return tuning.configure_forward(problem)._replace(max_registers=None, **forced)
-        return fp8_tuning.configure(problem) if problem.fp8 else tuning.configure(problem)
+        return tuning.configure(problem)
 
 
 def _on_device(problem: Problem) -> tuple[bool, str]:

@@ -191,6 +191,11 @@ def _scales_of_values(
 
 
 @triton.jit
+def _zeros(planes, BLOCK_WV: tl.constexpr, BLOCK_R: tl.constexpr):
+    return [tl.zeros([BLOCK_WV, BLOCK_R], tl.float32) for plane in planes]
+
+
+@triton.jit
 def _planes_of_query(q_rows, mask_r, PLANES: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr):
     """[BLOCK_W, rows] each."""
     w = tl.arange(0, BLOCK_W)
@@ -294,7 +299,7 @@ def _decode_quantized_kernel(
 
     row_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_R], tl.float32)
-    acc = [tl.zeros([BLOCK_WV, BLOCK_R], tl.float32) for part in q]
+    acc = _zeros(q, BLOCK_WV, BLOCK_R)
     offs_w, offs_wv = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_WV)
     for start in range(begin, end, step):
         start = tl.multiple_of(start, BLOCK_N)
