@@ -23,7 +23,6 @@ Hidden keys need no care beyond their scores: values that do not exist, or that 
 Grid: one program per processor, or fewer. Parity with the reference: tests/backends/hopper/test_forward_fp8_gpu.py.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from ...gpu.launch import Descriptor, Kernel, Launch, Sizes
 from ...gpu.scratch import Outputs, Sample
 from .forward_fp8_consumer import RECOMPUTE, Fp8Scales, bit, consume, declare_vote, first_row, overflowed_tiles
 from .fp8_tuning import GluonFp8Config
-from .launch import config_constants, forward_sizes, jit, rows_descriptor
+from .launch import config_constants, forward_sizes, jit, rows_descriptor, shared_layout
 from .parameters import Epilogue, SeqlenInfo, WarpgroupConfig
 from .pipeline import Pipelines, make_ring
 from .scheduler import TileScheduler, fetch_next, make_channel, of_lane_0, resolve
@@ -249,12 +248,7 @@ def _sizes(
 
 def _codes_descriptor(t: Any, rows: int, columns: int) -> Descriptor:
     """How TMA reads tiles of codes of one head."""
-    return Descriptor(t.dtype, tuple(t.shape), t.stride(), (1, rows, columns), _codes_layout(min(128, columns)))
-
-
-@cache
-def _codes_layout(swizzle: int) -> Any:
-    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8, rank=3)
+    return Descriptor(t.dtype, tuple(t.shape), t.stride(), (1, rows, columns), shared_layout(min(128, columns), 8, 3))
 
 
 def _counter(problem: Problem) -> Sample:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...base.problem import Problem
-from .tuning import ROWS, masks_beyond_first_block
+from .tuning import forward_words, masks_beyond_first_block
 
 
 class GluonFp8Config(NamedTuple):
@@ -26,12 +26,8 @@ class GluonFp8Config(NamedTuple):
     producer_registers: int
 
     def __str__(self) -> str:
-        turns = " (ping-pong)" if self.in_turn else ""
         sums = "blocks accumulated in fp32" if self.two_level else "accumulated by the tensor cores"
-        return (
-            f"{self.warpgroups} warpgroups of {ROWS} queries{turns}, blocks of {self.block_n} keys, "
-            f"{self.q_slots}/{self.k_slots}/{self.v_slots} stages for Q/K/V, {sums}"
-        )
+        return f"{forward_words(self)}, {sums}"
 
 
 # NVIDIA H200, 2026-11-16, torch 2.11.0+cu130, Triton 3.6.0, batch * length = 16384, hidden 2048, 8k: the best of 6-14

@@ -41,26 +41,22 @@ def rows_descriptor(t: Any, rows: int, width: int) -> Descriptor:
         width if heads == 1 else by_head,
         1,
     )
-    return Descriptor(dtype, (size, length, heads, dim), strides, (1, rows, 1, width), _rows_layout(dtype), t.stride())
+    layout = shared_layout(128, 8 * dtype.itemsize, 4)
+    return Descriptor(dtype, (size, length, heads, dim), strides, (1, rows, 1, width), layout, t.stride())
 
 
 def elements_descriptor(count: int, box: int) -> Descriptor:
     """How TMA reads `box` consecutive ones of `count` fp32 numbers."""
-    return Descriptor(torch.float32, (count,), (1,), (box,), _shared_layout(0, 32, 1))
+    return Descriptor(torch.float32, (count,), (1,), (box,), shared_layout(0, 32, 1))
 
 
 def chunks_descriptor(count: int, size: int) -> Descriptor:
     """How TMA reads, or adds to, chunks of size x size fp32 numbers that lie one behind the other: `count` rows."""
-    return Descriptor(torch.float32, (count, size), (size, 1), (size, size), _shared_layout(128, 32, 2))
+    return Descriptor(torch.float32, (count, size), (size, 1), (size, size), shared_layout(128, 32, 2))
 
 
 @cache
-def _rows_layout(dtype: torch.dtype) -> Any:
-    return _shared_layout(128, 8 * dtype.itemsize, 4)
-
-
-@cache
-def _shared_layout(swizzle: int, bits: int, rank: int) -> Any:
+def shared_layout(swizzle: int, bits: int, rank: int) -> Any:
     """Gluon checks a layout when it is made, which takes 4 us: too long for each descriptor of a new length."""
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
 

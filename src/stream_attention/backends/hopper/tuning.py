@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...base.problem import UNBOUNDED, Problem
 
@@ -11,6 +11,15 @@ ROWS = 64
 
 WIDTHS = {(64, 64), (128, 128), (256, 256), (256, 128)}
 """Tiles of head dims (of queries and keys, of values) that there are rows for."""
+
+
+def forward_words(config: Any) -> str:
+    """What `explain` says of every forward."""
+    turns = " (ping-pong)" if config.in_turn else ""
+    return (
+        f"{config.warpgroups} warpgroups of {ROWS} queries{turns}, blocks of {config.block_n} keys, "
+        f"{config.q_slots}/{config.k_slots}/{config.v_slots} stages for Q/K/V"
+    )
 
 
 class GluonConfig(NamedTuple):
@@ -29,12 +38,7 @@ class GluonConfig(NamedTuple):
     producer_registers: int
 
     def __str__(self) -> str:
-        turns = " (ping-pong)" if self.in_turn else ""
-        store = "by TMA" if self.by_tma else "from registers"
-        return (
-            f"{self.warpgroups} warpgroups of {ROWS} queries{turns}, blocks of {self.block_n} keys, "
-            f"{self.q_slots}/{self.k_slots}/{self.v_slots} stages for Q/K/V, output stored {store}"
-        )
+        return f"{forward_words(self)}, output stored {'by TMA' if self.by_tma else 'from registers'}"
 
 
 def tile_widths(problem: Problem) -> tuple[int, int]:
