@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stream_attention.base.problem import UNBOUNDED
+from stream_attention.base.problem import UNBOUNDED, sides_of
 from stream_attention.distributed.ring import visits
 from stream_attention.distributed.shard import (
     LAYOUTS,
@@ -22,7 +22,7 @@ from stream_attention.distributed.shard import (
     runs_of_all,
     within_sequences,
 )
-from stream_attention.distributed.tiles import EVERYTHING, Sides, Tile, sees, sides_of, tiles
+from stream_attention.distributed.tiles import EVERYTHING, Sides, Tile, sees, tiles
 
 CAUSAL: Sides = (UNBOUNDED, 0)
 

@@ -366,13 +366,20 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _window(q_len: int, k_len: int, positions: Positions, causal: bool, left: int, right: int, packed: bool) -> Window:
-    """The sides of the window, causal included. A side that hides nothing is no side: one query against a cache is not
-    causal any more."""
+def sides_of(causal: bool, window: tuple[int, int] | None) -> Window:
+    """Causal and window as one window."""
+    left, right = window or Window()
     if causal:
         right = 0 if right == UNBOUNDED else min(right, 0)
+    return Window(left, right)
+
+
+def _window(q_len: int, k_len: int, positions: Positions, sides: Window, packed: bool) -> Window:
+    """The sides of the window. A side that hides nothing is no side: one query against a cache is not causal any
+    more."""
+    left, right = sides
     if packed or not q_len or not k_len:
-        return Window(left, right)
+        return sides
     q_start, q_stride, k_start, k_stride, _ = positions
     if right != UNBOUNDED and k_start + (k_len - 1) * k_stride <= q_start + right:
         right = UNBOUNDED
@@ -385,7 +392,7 @@ def resized(problem: Problem, q_len: int, k_len: int, causal: bool, left: int, r
     """The problem of tensors which differ from those of `problem` in lengths alone; other arguments are the op's."""
     (batch, _, *sizes), (layout, *_), operands, hardware, _, _, scores, direction = problem
     positions = Positions(k_len - q_len, q_base=k_len - q_len)
-    window = _window(q_len, k_len, positions, causal, left, right, layout == "packed")
+    window = _window(q_len, k_len, positions, sides_of(causal, (left, right)), layout == "packed")
     shape, kv = Shape(batch, q_len, *sizes), KV(layout, k_len)
     return Problem(shape, kv, operands, hardware, window, positions, scores, direction)
 
@@ -426,7 +433,7 @@ def state_problem(
         KV("packed" if packed else "dense", k_len),
         Operands(query.dtype, tma, tf32),
         hardware_of(query.device),
-        _window(q_len, k_len, positions, causal, *window, packed=packed),
+        _window(q_len, k_len, positions, sides_of(causal, window), packed),
         positions,
         Scores(float(scale), float(softcap), *given, float(dropout_p), batch_start),
         Direction(partial=partial, deterministic=deterministic),

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.problem import CallOptions, Inputs, Wanted
+from ..base.problem import CallOptions, Inputs, Wanted, sides_of
 from ..base.state import EMPTY, Saved, add_sink
 from ..dispatch.plan import requested
 from ..ops.attention import backward_step, forward_into, leading_ones
 from .autograd import Tensors
 from .shard import Run
-from .tiles import Sides, Tile, sides_of, tiles
+from .tiles import Sides, Tile, tiles
 
 
 class Rows(NamedTuple):

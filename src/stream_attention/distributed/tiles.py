@@ -26,14 +26,6 @@ class Tile(NamedTuple):
     window: Sides
 
 
-def sides_of(causal: bool, window: Sides | None) -> Sides:
-    """Causal and window as one window."""
-    left, right = window or EVERYTHING
-    if causal:
-        right = 0 if right == UNBOUNDED else min(right, 0)
-    return left, right
-
-
 def tiles(q_runs: Iterable[Run], k_runs: Iterable[Run], sides: Sides, q_base: int, by_position: bool) -> list[Tile]:
     """The calls that compute all that `q_runs` see of `k_runs`: pairs of runs, without those that see nothing.
 

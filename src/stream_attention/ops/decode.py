@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backends import AUTO, BY_NAME
 from ..base.graph_break import uncompiled
 from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV, checks
-from ..base.problem import UNBOUNDED, CallOptions, DecodeInputs, Problem, Scores, Window, decode_problem
+from ..base.problem import UNBOUNDED, CallOptions, DecodeInputs, Problem, Scores, decode_problem, sides_of
 from ..dispatch import launch_cache, validate
 from ..dispatch import plan as planning
 from ..dispatch.plan import Plan, parse, requested
@@ -318,13 +318,11 @@ def _planned(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) 
     causal, window, softcap, scale, num_splits, batch_invariant, backend = options
     validate.decoding(query, cache, tree, slopes, sink, out)
     validate.options(CallOptions(causal, window, softcap, scale, return_lse=return_lse), query)
-    left, right = window or (UNBOUNDED, UNBOUNDED)
-    if causal and tree is None:
-        right = 0 if right == UNBOUNDED else min(right, 0)
-    validate.lengths_and_pages(cache, query.shape[1], left, look)
+    sides = sides_of(causal and tree is None, window)
+    validate.lengths_and_pages(cache, query.shape[1], sides.left, look)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     scores = Scores(scale, float(softcap), tree is not None, alibi=slopes is not None, sink=sink is not None)
-    problem = decode_problem(query, cache, window=Window(left, right), scores=scores)
+    problem = decode_problem(query, cache, window=sides, scores=scores)
     plan = _plan(problem, num_splits, batch_invariant, backend)
     validate.workspace(workspace, query, workspace_numbers(plan.problem, plan.config))
     return plan

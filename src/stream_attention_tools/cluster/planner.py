@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from stream_attention.base.errors import refuse
+from stream_attention.base.problem import sides_of
 from stream_attention.distributed.shard import Layout, Run, by_position, runs_of
 from stream_attention.distributed.star import star_rows
-from stream_attention.distributed.tiles import EVERYTHING, Sides, sides_of, tiles
+from stream_attention.distributed.tiles import EVERYTHING, Sides, tiles
 
 from .speed import ADDED, FOLDED, MERGED, Curve, Direction, Speed, Tile
 from .traffic import HeadShare, Scheme, Workload, check_counts, head_shares, sent

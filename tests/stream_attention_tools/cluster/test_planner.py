@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from stream_attention.base.problem import sides_of
 from stream_attention.distributed.shard import LAYOUTS, positions_of, runs_of
-from stream_attention.distributed.tiles import sides_of
 from stream_attention.distributed.transport import VirtualRanks
 from stream_attention_tools.cluster.calibrate import compare
 from stream_attention_tools.cluster.planner import (

@@ -37,12 +37,15 @@ def floating(name: str, given: Any, shape: str, device: torch.device | None = No
         refuse(name, "a contiguous last dim", f"strides {given.stride()}", "Call .contiguous() on it first.")
 
 
-def beside(name: str, given: Tensor, like: Tensor, other: str) -> None:
-    """Values beside keys: one dtype, and all dims but the last the same."""
-    if given.dtype is not like.dtype:
-        refuse(name, f"the dtype of {other}, {like.dtype}", given.dtype, error=TypeError)
-    if given.shape[:3] != like.shape[:3]:
-        refuse(name, f"shape {list(like.shape[:3])} + [Dv], as {other}", list(given.shape))
+def stores(names: tuple[str, str], key: Tensor, value: Tensor, rows: str) -> None:
+    """Keys and values of a cache, `[{rows}, Hkv, D]` and Dv: one dtype, and all dims but the last the same."""
+    of_keys, name = names
+    floating(of_keys, key, f"[{rows}, Hkv, D]")
+    floating(name, value, f"[{rows}, Hkv, Dv]", key.device)
+    if value.dtype is not key.dtype:
+        refuse(name, f"the dtype of {of_keys}, {key.dtype}", value.dtype, error=TypeError)
+    if value.shape[:3] != key.shape[:3]:
+        refuse(name, f"shape {list(key.shape[:3])} + [Dv], as {of_keys}", list(value.shape))
 
 
 def int32(name: str, given: Any, shape: tuple[int | None, ...], legend: str, device: torch.device) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..errors import refuse
-
-if TYPE_CHECKING:
-    from ..fp8_layout import KeyCodes
+from ..fp8_layout import BLOCK, E4M3, KeyCodes, blocks_of, dequantized_keys, first_block, hadamard, key_shapes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -31,8 +28,6 @@ class Fp8KV:
     max_seqlen: int = 0  # the longest sequence
 
     def __post_init__(self) -> None:
-        from ..fp8_layout import E4M3, blocks_of, key_shapes
-
         packed = self.cu_seqlens is not None
         if len(self.shape) != (3 if packed else 4):
             refuse("shape", "[Nk, Hkv, D]" if packed else "[B, Tk, Hkv, D]", list(self.shape))
@@ -104,8 +99,6 @@ class Fp8KV:
 
         For debugging: it takes memory for them in fp64. Packed rows outside all sequences are 0.
         """
-        from ..fp8_layout import BLOCK, dequantized_keys, first_block, hadamard
-
         key, value = dequantized_keys(self.codes)
         if self.rotate:
             key = key @ hadamard(self.head_dim, self.device).double()

@@ -22,9 +22,7 @@ class ContiguousKV(Cache):
     lengths: Tensor | None = None  # int32 [B]
 
     def __post_init__(self) -> None:
-        checks.floating("key", self.key, "[B, T, Hkv, D]")
-        checks.floating("value", self.value, "[B, T, Hkv, Dv]", self.device)
-        checks.beside("value", self.value, self.key, "key")
+        checks.stores(self.STORES, *self._plain(), "B, T")
         if self.lengths is not None:
             checks.int32("lengths", self.lengths, (self.batch,), f"[B={self.batch}]", self.device)
 
@@ -60,9 +58,7 @@ class PagedKV(Cache):
     lengths: Tensor  # int32 [B]
 
     def __post_init__(self) -> None:
-        checks.floating("key_pages", self.key_pages, "[P, page, Hkv, D]")
-        checks.floating("value_pages", self.value_pages, "[P, page, Hkv, Dv]", self.device)
-        checks.beside("value_pages", self.value_pages, self.key_pages, "key_pages")
+        checks.stores(self.STORES, *self._plain(), "P, page")
         checks.int32("page_table", self.page_table, (None, None), "[B, max_pages]", self.device)
         checks.page_shape("key_pages", self.key_pages, self.page_table)
         checks.int32("lengths", self.lengths, (self.batch,), f"[B={self.batch}]", self.device)

@@ -41,9 +41,7 @@ class QuantizedKV(Cache):
     page_table: Tensor | None = None  # int32 [B, max_pages]
 
     def __post_init__(self) -> None:
-        checks.floating("key_window", self.key_window, "[B, slots, Hkv, D]")
-        checks.floating("value_window", self.value_window, "[B, slots, Hkv, Dv]", self.device)
-        checks.beside("value_window", self.value_window, self.key_window, "key_window")
+        checks.stores(self.STORES, *self._plain(), "B, slots")
         checks.int32("lengths", self.lengths, (self.batch,), f"[B={self.batch}]", self.device)
         for name, side, dim in (("key", self.key, self.head_dim), ("value", self.value, self.value_dim)):
             _check_side(name, side, self.key_window, dim)
