@@ -165,18 +165,9 @@ def _size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def _number(unit: str, above: float | None = None) -> Callable[[str], float]:
-    def parsed(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = float("nan")
-        if not 0 <= number < float("inf") or number == above:
-            bound = "at least 0" if above is None else f"more than {above:g}"
-            raise argparse.ArgumentTypeError(f"expected {unit}, {bound}; got {text!r}")
-        return number
-
-    return parsed
+def _number(unit: str, may_be_0: bool = False) -> Callable[[str], float]:
+    bound = "at least 0" if may_be_0 else "more than 0"
+    return values.number(float, f"{unit}, {bound}", lambda n: 0 < n < float("inf") or (may_be_0 and n == 0))
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -188,15 +179,15 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     for name, where in (("nvlink", "within a node"), ("network", "between nodes")):
         usual, latency = (getattr(Cluster, one) / UNITS[one] for one in (name, f"{name}_latency"))
         what = f"GB/s {where}, of a GPU in each direction; default {usual:g}"
-        add(f"--{name}", type=_number("GB/s", above=0.0), metavar="GB/s", help=what)
+        add(f"--{name}", type=_number("GB/s"), metavar="GB/s", help=what)
         what = f"microseconds of a message {where}; default {latency:g}"
-        add(f"--{name}-latency", type=_number("microseconds"), metavar="US", help=what)
+        add(f"--{name}-latency", type=_number("microseconds", may_be_0=True), metavar="US", help=what)
     what = "results of the benchmark command on such a GPU; default: those of an H200"
     add("--results", type=Path, nargs="+", metavar="FILE", help=what)
     what = "of a GPU; default: that of the measured one"
-    add("--memory", type=_number("GiB", above=0.0), metavar="GIB", help=what)
+    add("--memory", type=_number("GiB"), metavar="GIB", help=what)
     what = f"microseconds of the host for a call of a kernel; default {H200.host_s * 1e6:g}"
-    add("--host-us", type=_number("microseconds"), metavar="US", help=what)
+    add("--host-us", type=_number("microseconds", may_be_0=True), metavar="US", help=what)
     add = parser.add_argument_group("the call").add_argument
     flags.add_workload(add, "--length", rows=131072, heads=32, dim=128)
     add("--dtype", choices=tuple(DTYPES), default="bf16", help="default %(default)s")

@@ -3,44 +3,41 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T", int, float)
 
 
 def path_or_none(text: str) -> Path | None:
     return Path(text) if text else None
 
 
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"expected a number of at least 1; got {text!r}")
-    return int(text)
+def number(kind: type[T], expected: str, holds: Callable[[T], bool]) -> Callable[[str], T]:
+    """The type of a number of this kind for which `holds` is true."""
+
+    def parsed(text: str) -> T:
+        try:
+            given = kind(text)
+        except ValueError:
+            given = None
+        if given is None or not holds(given):
+            raise ArgumentTypeError(f"expected {expected}; got {text!r}")
+        return given
+
+    return parsed
 
 
-def count_or_none(text: str) -> int:
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"expected a number of at least 0; got {text!r}")
-    return int(text)
-
-
-def seed(text: str) -> int:
-    """What both torch's generator and the dropout of `attention` take."""
-    if not -(2**63) <= int(text) < 2**63:
-        raise ArgumentTypeError(f"expected a 64-bit integer; got {text}")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    if not float(text) > 0:
-        raise ArgumentTypeError(f"expected more than 0 seconds; got {text}")
-    return float(text)
-
-
-def probability(text: str) -> float:
-    if not 0 <= float(text) < 1:
-        raise ArgumentTypeError(f"expected a probability in [0, 1); got {text}")
-    return float(text)
+count = number(int, "a number of at least 1", lambda n: n >= 1)
+count_or_none = number(int, "a number of at least 0", lambda n: n >= 0)
+seed = number(int, "a 64-bit integer", lambda n: -(2**63) <= n < 2**63)
+"""What both torch's generator and the dropout of `attention` take."""
+seconds = number(float, "more than 0 seconds", lambda s: s > 0)
+probability = number(float, "a probability in [0, 1)", lambda p: 0 <= p < 1)
+capability = number(int, "a compute capability without its dot, 90 for 9.0", lambda cc: cc >= 10)
 
 
 def device(text: str) -> str:
@@ -61,9 +58,3 @@ def window(text: str) -> tuple[int, int]:
     except ValueError:
         raise ArgumentTypeError(f"expected two ints LEFT,RIGHT, such as 1023,0; got {text!r}") from None
     return left, right
-
-
-def capability(text: str) -> int:
-    if not text.isdecimal() or int(text) < 10:
-        raise ArgumentTypeError(f"expected a compute capability without its dot, 90 for 9.0; got {text!r}")
-    return int(text)

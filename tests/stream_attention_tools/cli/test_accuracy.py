@@ -157,7 +157,7 @@ def test_a_seed_of_more_than_64_bits_is_refused(seed: str, capsys: pytest.Captur
     with pytest.raises(SystemExit) as ended:
         accuracy.main([*SMALL, f"--seed={seed}"])
     assert ended.value.code == 2
-    assert f"argument --seed: expected a 64-bit integer; got {seed}" in capsys.readouterr().err
+    assert f"argument --seed: expected a 64-bit integer; got {str(seed)!r}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seed", [str(2**63 - 1), str(-(2**63))])
