@@ -258,11 +258,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=LAYERS, help="of prefill and decoding; default: %(default)s")
     parser.add_argument("--trained-layers", type=int, default=TRAINED_LAYERS, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of prefill and training; default: %(default)s")
+    parser.add_argument(
+        "--steps", type=int, default=256, metavar="N", help="decoded in a pass, at most; default: %(default)s"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows whose name has all these words")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short rows, to see that it runs")
     parser.add_argument("--json-out", type=Path, help="write the results to this file, after every row")
     options = parser.parse_args(arguments)
-    for name in ("layers", "trained_layers", "rounds"):
+    for name in ("layers", "trained_layers", "rounds", "steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1; got {getattr(options, name)}.")
     if options.json_out is not None:
@@ -273,6 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: expected a GPU that torch sees, or cpu; got cuda.")
     asked = only(rows(options.tiny), options.only)
+    asked = [row._replace(new=min(row.new, options.steps)) for row in asked]
     if not asked:
         known = ", ".join(row.name for row in rows(options.tiny))
         parser.error(f"--only: expected words of {known}; got {' '.join(options.only)}.")
