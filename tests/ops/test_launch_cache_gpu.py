@@ -414,8 +414,8 @@ def test_comparing_changes_no_result(name: str, monkeypatch: pytest.MonkeyPatch)
         assert difference(run(CALLS[name](SIZES, seed)), one) == ""
 
 
-@pytest.mark.parametrize("backend", ["triton", "gluon"])
-def test_packs_of_other_rows_are_right(backend: str) -> None:
+@pytest.mark.parametrize("kernels", ["triton", "gluon"])
+def test_packs_of_other_rows_are_right(kernels: str) -> None:
     """Also where a gradient's only row lies off 16 bytes from what would be the next, which is copied elsewhere."""
     longest = 2700
     for rows in (1, 2, 1, 77, 300, 299, 4000):
@@ -425,7 +425,7 @@ def test_packs_of_other_rows_are_right(backend: str) -> None:
         gradient = torch.randn(rows * 260, device="cuda", dtype=torch.bfloat16).as_strided((rows, 4, 64), (260, 64, 1))
 
         def compute(tensors: Any = tensors, said: Any = said, gradient: Tensor = gradient) -> list[Tensor]:
-            out = varlen_attention(*tensors, **said, causal=True, deterministic=True, backend=backend)
+            out = varlen_attention(*tensors, **said, causal=True, deterministic=True, backend=kernels)
             return [out, *torch.autograd.grad(out, tensors, gradient)]
 
         found = compute()
