@@ -233,7 +233,7 @@ def test_help_explains_every_flag_and_runs_nothing(
         ("train_transformer_block.py", "--heads 3", "--heads: expected a divisor of --dim 64; got 3"),
         ("train_transformer_block.py", "--lr 0", "--lr: expected more than 0; got 0"),
         ("long_context_example.py", "--lengths 64 0", "--lengths: expected a number of at least 1; got '0'"),
-        ("long_context_example.py", "--budget-seconds 0", "--budget-seconds: expected more than 0 seconds; got 0"),
+        ("long_context_example.py", "--budget-seconds 0", "--budget-seconds: expected more than 0 seconds; got '0'"),
         ("kv_compression.py", "--length 8", "--length: expected at least 64; got 8"),
         ("kv_compression.py", "--ratio 0.5", "--ratio: expected at least 1; got 0.5"),
         ("kv_compression.py", "--kv-heads 3", "--kv-heads: expected a divisor of --heads 8; got 3"),

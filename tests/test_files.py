@@ -134,6 +134,7 @@ ELSEWHERE = {
     "src/stream_attention_tools/prebuild.py": "machine code, into a folder of the source tree",
     "src/stream_attention_tools/launchers.py": "into a temporary folder, for the compiler",
     "src/stream_attention_tools/testing/offline.py": "into a temporary folder, for the disassembler",
+    "src/stream_attention_tools/report/figures.py": "into memory, for a page",
     "src/stream_attention_tools/bench/providers/flash_attention.py": "unpacks a library into a temporary folder",
     "learn/12_hopper/hopper.py": "into a temporary folder, for the disassembler",
     "tools/environment.py": "a part of a virtual environment",
