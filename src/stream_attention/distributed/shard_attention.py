@@ -11,7 +11,8 @@ from torch import Tensor
 from ..base.problem import CallOptions, Inputs, Wanted, sides_of
 from ..base.state import EMPTY, Saved, add_sink
 from ..dispatch.plan import requested
-from ..ops.attention import backward_step, forward_into, leading_ones
+from ..ops.attention import leading_ones
+from ..ops.shards import backward_step, forward_into
 from .autograd import Tensors
 from .shard import Run
 from .tiles import Sides, Tile, tiles

@@ -22,7 +22,7 @@ from stream_attention.backends.reference import attention as reference
 from stream_attention.base.problem import UNBOUNDED, Gradients, Inputs, Positions, Problem, Wanted, state_problem
 from stream_attention.base.state import add_sink, merge
 from stream_attention.dispatch.plan import plan
-from stream_attention.ops.attention import backward_step, forward_state
+from stream_attention.ops.shards import backward_step, forward_state
 from stream_attention_tools.testing import Case, check_case, make, peak_bytes, poisoned_memory
 
 F64 = torch.float64
