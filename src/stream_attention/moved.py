@@ -24,7 +24,7 @@ _FOLDERS = (
     ("tuning", "backends", "gluon=hopper.tuning triton=triton.tuning"),
     ("tuning", "gpu", "decode=decode_tuning"),
     ("distributed", "distributed", "call=autograd heads=head_exchange local=shard_attention request=call_spec"),
-    ("distributed", "distributed", "seed=agreement uncompiled=graph_break whole=full_kv"),
+    ("distributed", "distributed", "seed=agreement uncompiled=graph_break whole=shard_attention"),
     ("integration", "integration", "evicting=evicting_layer held=placeholder layer=cache_layer"),
     ("integration", "integration", "quantised=quantized_layer"),
     ("kvcache", "kvcache", "request=compression_spec"),

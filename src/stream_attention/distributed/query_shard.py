@@ -21,11 +21,10 @@ from ..dispatch.plan import requested
 from ..ops.attention import attention, in_autocast_dtype, seed_tensor
 from .agreement import agreed, common_seed, described
 from .autograd import Tensors, differentiable, in_dtypes_of
-from .full_kv import full_kv_backward, full_kv_forward
 from .graph_break import graph_break
 from .processes import Group, transport_of
 from .shard import Layout, Run, check_shards, positions_of, runs_of
-from .shard_attention import Attention, Rows, modifiers
+from .shard_attention import Attention, Rows, full_kv_backward, full_kv_forward, modifiers
 from .transport import Strategy, all_gather, reduce_scatter, unwrap_ranks
 
 TENSORS = ("query", "key", "value", "mask", "bias", "alibi_slopes", "sink")
