@@ -16,7 +16,7 @@ from warnings import warn
 
 _FOLDERS = (
     # old folder, new folder, modules and packages in it: their names, or old=new
-    ("", "base", "device errors files problem state cache_views=kv_layouts"),
+    ("", "base", "device errors problem state cache_views=kv_layouts"),
     ("", "dispatch", "plan validate"),
     ("", "", "kernels=backends tuning=backends"),
     ("cache_views", "base.kv_layouts", "codes=quantized_tensor"),
@@ -30,7 +30,8 @@ _FOLDERS = (
     ("kvcache", "kvcache", "request=compression_spec"),
 )
 _TO_TOOLS = (
-    ("", "", "benchmark=bench cli testing"),
+    ("", "", "benchmark=bench cli files testing"),
+    ("base", "", "files"),
     ("benchmark", "bench", "cells=suites form=schema graphs=timing"),
     ("benchmark", "report", "figures models overview=readme_report page plots"),
     ("core", "", "_measure=module_tools flashattention_v3=baseline"),

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.device import arch
-from ..base.files import write_file
 from ..base.graph_break import uncompiled
 from ..base.problem import Problem
 from . import installed
@@ -154,8 +153,12 @@ def _remembered(path: Path) -> Answer | None:
 
 
 def _remember(path: Path, answer: Answer, facts: dict[str, str]) -> None:
+    text = json.dumps({**facts, **answer._asdict(), "date": time.strftime("%Y-%m-%d")}, indent=1) + "\n"
     with suppress(OSError):  # a folder that cannot be written: this process alone knows
-        write_file(path, json.dumps({**facts, **answer._asdict(), "date": time.strftime("%Y-%m-%d")}, indent=1) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(f".{os.getpid()}")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
 
 
 @contextmanager

@@ -189,9 +189,9 @@ def _add(total: Tensor | None, part: Tensor | None) -> None:
 
 def _saved(saved: Saved, entries: slice, rows: slice) -> Saved:
     """Of some rows; kernels read LSEs element after element."""
-    out, lse, grad_out, grad_lse = saved
-    lse, grad_lse = (None if t is None else t[entries, :, rows].contiguous() for t in (lse, grad_lse))
-    return Saved(out[entries, rows], lse, grad_out[entries, rows], grad_lse)
+    lse, grad_lse = saved.lse[entries, :, rows].contiguous(), saved.grad_lse
+    grad_lse = None if grad_lse is None else grad_lse[entries, :, rows].contiguous()
+    return Saved(saved.out[entries, rows], lse, saved.grad_out[entries, rows], grad_lse)
 
 
 def _inputs(entries: slice, tile: Tile, rows: Rows, key: Tensor, value: Tensor) -> Inputs:
