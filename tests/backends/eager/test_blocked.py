@@ -24,6 +24,7 @@ from stream_attention.base.state import add_sink, merge
 from stream_attention.dispatch.plan import plan
 from stream_attention.ops.shards import backward_step, forward_state
 from stream_attention_tools.testing import Case, check_case, make, peak_bytes, poisoned_memory
+from stream_attention_tools.testing.dropout_vectors import DROPOUT_VECTORS
 
 F64 = torch.float64
 NAN = math.nan
@@ -320,7 +321,7 @@ def test_batch_start_moves_dropout_to_that_row_of_the_batch() -> None:
 # Dropout
 
 
-@pytest.mark.parametrize(("where", "word"), reference.DROPOUT_VECTORS)
+@pytest.mark.parametrize(("where", "word"), DROPOUT_VECTORS)
 def test_dropout_words_are_those_of_the_vectors(where: tuple[int, int, int, int, int], word: int) -> None:
     """A threshold of exactly the word keeps the element, and one more drops it: so the word is this one."""
     seed, offset, head, i, j = where
