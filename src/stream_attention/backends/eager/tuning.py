@@ -92,6 +92,15 @@ def blocked(problem: Problem, reasons: tuple[str, ...] = ("was not requested",))
     return EagerConfig("blocked", block_b, block_q, block_k, reasons if kernel else (), kernel)
 
 
+def spans(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    """Where each part of at most `size` begins and ends.
+
+    >>> spans(1, 6, 2)
+    [(1, 3), (3, 5), (5, 6)]
+    """
+    return [(first, min(first + size, stop)) for first in range(start, stop, size)]
+
+
 def mask_blocks(batch: int, q_len: int, shape: tuple[int, int, int, int]) -> tuple[int, int]:
     """Batch entries and queries of a call to torch's CPU flash op whose mask, of this shape in all, is converted.
 
