@@ -29,7 +29,7 @@ from .graph_break import graph_break
 from .head_exchange import Moving, Side, to_heads, to_rows, within
 from .processes import Group, transport_of
 from .ring import Ring, Rotation, check_rotation, ring_attention
-from .shard import Layout, positions_of, runs_of_all
+from .shard import Layout, order_of, runs_of_all
 from .transport import Strategy, Transport
 
 
@@ -162,11 +162,10 @@ class _Ulysses:
 
     def sides(self, lengths: Sequence[int], heads: Sequence[slice], device: torch.device) -> list[Side]:
         """How the ranks of each all-to-all divide rows and heads."""
-        positions = [positions_of(runs, device) for runs in runs_of_all(self.layout, lengths)]
-        found = []
+        runs, found = runs_of_all(self.layout, lengths), []
         for first in range(0, len(lengths), self.width):
             ranks = slice(first, first + self.width)
-            order = None if self.layout == "contiguous" else torch.argsort(torch.cat(positions[ranks]))
+            order = None if self.layout == "contiguous" else order_of(runs[ranks], device)
             found.append(Side(heads, lengths[ranks], order))
         return found
 
