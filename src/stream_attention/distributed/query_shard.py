@@ -24,7 +24,7 @@ from .autograd import Tensors, differentiable, in_dtypes_of
 from .graph_break import graph_break
 from .processes import Group, transport_of
 from .shard import Layout, Run, check_shards, order_of, parts_of, runs_of
-from .shard_attention import Attention, Rows, full_kv_backward, full_kv_forward, modifiers
+from .shard_attention import Attention, Rows, full_kv_backward, full_kv_forward, modifiers, wanted_by
 from .transport import Strategy, all_gather, reduce_scatter, unwrap_ranks
 
 TENSORS = ("query", "key", "value", "mask", "bias", "alibi_slopes", "sink")
@@ -117,7 +117,7 @@ class _QuerySharding:
         grad_lse = self.own(rank, grads[1], 2) if self.return_lse and grads[1] is not None else None
         _, _, out, lse = outputs
         saved = Saved(out, lse, self.own(rank, grads[0], 1), grad_lse)
-        dq, *found = full_kv_backward(self.attention, rows, key, value, self.keys, saved, tensors)
+        dq, *found = full_kv_backward(self.attention, rows, key, value, self.keys, saved, wanted_by(*tensors))
         if dq is not None:
             dq = yield from self.gathered(rank, dq.to(query.dtype), 1)
         for i, (grad, t) in enumerate(zip(found, tensors[1:], strict=True)):

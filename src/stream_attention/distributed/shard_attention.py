@@ -76,26 +76,28 @@ class State:
 
 
 class RowGradients:
-    """The gradients of a rank's rows, summed over the shards of keys in fp32; None where they are not wanted.
+    """The gradients of a rank's rows, summed over the shards of keys in fp32; None where they are not wanted."""
 
-    `tensors` are a rank's query, key, value, mask, bias, alibi_slopes, sink and seed.
-    """
-
-    def __init__(self, rows: Rows, saved: Saved, tensors: Tensors) -> None:
-        self.rows, self.saved = rows, saved
-        wanted = [t is not None and t.requires_grad for t in (tensors[0], *tensors[4:6])]
-        self.wanted = Wanted(wanted[0], True, True, *wanted[1:])  # other ranks may want those of keys and values
+    def __init__(self, rows: Rows, saved: Saved, wanted: Wanted) -> None:
+        self.rows, self.saved, self.wanted = rows, saved, wanted
         dtype = torch.promote_types(rows.query.dtype, torch.float32)
+        found = (rows.query, wanted.query), (rows.bias, wanted.bias), (rows.alibi_slopes, wanted.alibi_slopes)
         self.query, self.bias, self.alibi_slopes = (
-            torch.zeros_like(t, dtype=dtype) if t is not None and is_wanted else None
-            for t, is_wanted in zip((rows.query, rows.bias, rows.alibi_slopes), wanted, strict=True)
+            torch.zeros_like(t, dtype=dtype) if t is not None and is_wanted else None for t, is_wanted in found
         )
 
     def with_keys(self, dk: Tensor, dv: Tensor) -> Tensors:
-        """In fp32, one for each of `tensors`."""
+        """Of query, key, value, mask, bias, alibi_slopes, sink and seed, in fp32."""
         sink = self.rows.sink
-        d_sink = self.saved.sink_gradient(sink) if sink is not None and sink.requires_grad else None
+        d_sink = self.saved.sink_gradient(sink) if sink is not None and self.wanted.sink else None
         return self.query, dk, dv, None, self.bias, self.alibi_slopes, d_sink, None
+
+
+def wanted_by(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *others: Tensor | None) -> Wanted:
+    """The gradients that a rank with these tensors computes. Those of key and value always: other ranks may want them.
+    `others` are bias, alibi_slopes, sink and seed."""
+    bias, slopes, sink, _ = (t is not None and t.requires_grad for t in others)
+    return Wanted(query.requires_grad, True, True, bias, slopes, sink)
 
 
 class Attention(NamedTuple):
@@ -131,10 +133,10 @@ class Attention(NamedTuple):
         self, grads: RowGradients, key: Tensor, value: Tensor, dk: Tensor, dv: Tensor, k_runs: Sequence[Run]
     ) -> None:
         """Add these rows' share of a shard's gradients to `dk` and `dv`, fp32, and the rows' own to `grads`."""
-        rows = grads.rows
+        rows, wanted = grads.rows, grads.wanted._replace(sink=False)  # which `with_keys` computes, once
         for entries, tile in self._tiles(rows, k_runs):
             inputs, saved = _inputs(entries, tile, rows, key, value), _saved(grads.saved, entries, tile.rows)
-            step = backward_step(inputs, *saved, wanted=grads.wanted, **self._options(tile))
+            step = backward_step(inputs, *saved, wanted=wanted, **self._options(tile))
             _add(dk[entries, tile.columns], step.key)
             _add(dv[entries, tile.columns], step.value)
             if grads.query is not None:
@@ -169,13 +171,10 @@ def full_kv_forward(
 
 
 def full_kv_backward(
-    attention: Attention, rows: Rows, key: Tensor, value: Tensor, k_runs: Sequence[Run], saved: Saved, tensors: Tensors
+    attention: Attention, rows: Rows, key: Tensor, value: Tensor, k_runs: Sequence[Run], saved: Saved, wanted: Wanted
 ) -> Tensors:
-    """fp32 gradients of query, key, value, mask, bias, alibi_slopes, sink and seed, of those `tensors` that want one.
-
-    Those of key and value always: other ranks may want them.
-    """
-    grads = RowGradients(rows, saved, tensors)
+    """fp32 gradients of query, key, value, mask, bias, alibi_slopes, sink and seed, where they are wanted."""
+    grads = RowGradients(rows, saved, wanted)
     dk, dv = (torch.zeros_like(t, dtype=saved.lse.dtype) for t in (key, value))
     attention.backward(grads, key, value, dk, dv, k_runs)
     return grads.with_keys(dk, dv)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import refuse
+from ..base.state import Saved
 from .agreement import agreed
 from .autograd import Tensors, differentiable, in_dtypes_of
 from .call_spec import CallSpec, prepare, runs_between
@@ -30,6 +31,7 @@ from .head_exchange import Moving, Side, to_heads, to_rows, within
 from .processes import Group, transport_of
 from .ring import Ring, Rotation, check_rotation, ring_attention
 from .shard import Layout, order_of, runs_of_all
+from .shard_attention import wanted_by
 from .transport import Strategy, Transport
 
 
@@ -129,10 +131,10 @@ class _Ulysses:
         mask, bias = (t if moving is None else moving for t, moving in zip(tensors[3:5], moved, strict=True))
         grad_lse = torch.zeros_like(lse_rows) if self.return_lse and grads[1] is None else grads[1]
         grad_out, grad_lse = yield from self.exchanged(to_heads, rank, self.outputs(r, grads[0], grad_lse))
-        parts = (*self.spread(u, key, value), mask, bias, *tensors[5:])
+        parts = (query, *self.spread(u, key, value), mask, bias, *tensors[5:])
         # Everyone sends the query's gradient, whether it is wanted there or not.
-        wanted = query.detach().requires_grad_(), *(_wanted(*one) for one in zip(parts, tensors[1:], strict=True))
-        gradients = self.ring(u).gradients(r, wanted, (out, lse), (grad_out, _by_head(grad_lse)))
+        wanted = wanted_by(*tensors)._replace(query=True)
+        gradients = self.ring(u).gradients(r, parts, Saved(out, lse, grad_out, _by_head(grad_lse)), wanted)
         dq, dk, dv, _, d_bias, *d_rest = yield from within(self.ring_of(rank), gradients)
         dq, dk, dv = dq.to(query.dtype), *self.gathered(u, dk, dv, key.dtype)
         rows = [(dq, self.q_sides[r]), (dk, self.kv_sides[r]), (dv, self.kv_sides[r])]
@@ -263,13 +265,6 @@ def _flat(group: Group, ring_size: Any) -> tuple[Transport, int]:
     if isinstance(ring_size, bool) or not isinstance(ring_size, int) or ring_size < 1 or transport.size % ring_size:
         refuse("ring_size", f"an int that divides the {transport.size} ranks", repr(ring_size))
     return transport, ring_size
-
-
-def _wanted(part: Tensor | None, whole: Tensor | None) -> Tensor | None:
-    """A part of a tensor that requires a gradient if the whole does: slices made in a backward do not."""
-    if part is None or whole is None or not part.is_floating_point():
-        return part
-    return part.detach().requires_grad_(whole.requires_grad)
 
 
 def _by_head(rows: Tensor | None) -> Tensor | None:
