@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..base.fp8_layout import HEAD_DIMS
 from ..base.problem import (
     Backward,
     DecodeInputs,
@@ -141,9 +142,6 @@ def cache_reasons(problem: Problem) -> Reasons:
     )
 
 
-FP8_HEAD_DIMS = (64, 128, 256)
-
-
 def fp8_reasons(problem: Problem) -> Reasons:
     """What no backend supports in FP8, each with whether it applies."""
     features = {
@@ -164,7 +162,7 @@ def fp8_reasons(problem: Problem) -> Reasons:
             f"FP8 supports only float16 and bfloat16 inputs; got {dtype_name(problem.dtype)}",
         ),
         (
-            dims[0] != dims[1] or dims[0] not in FP8_HEAD_DIMS,
+            dims[0] != dims[1] or dims[0] not in HEAD_DIMS,
             f"FP8 supports only D = Dv of 64, 128 or 256; got {dims_of(problem)}",
         ),
         (bool(asked), f"FP8 does not support {', '.join(asked)}"),

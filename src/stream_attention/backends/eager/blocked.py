@@ -184,9 +184,9 @@ def _tanh_(x: Tensor) -> Tensor:
     least, most = x.aminmax()
     if not (-limit <= least and most <= limit):  # NaN is neither
         return x.tanh_()
-    room = x.new_empty(2, min(x.numel(), 1 << 16))
-    for part in x.view(-1).split(room.shape[1]):
-        square, series = room[:, : part.numel()]
+    scratch = x.new_empty(2, min(x.numel(), 1 << 16))
+    for part in x.view(-1).split(scratch.shape[1]):
+        square, series = scratch[:, : part.numel()]
         torch.mul(part, part, out=square)
         torch.mul(square, last, out=series)
         for coefficient in (*reversed(others), first):

@@ -13,7 +13,7 @@ this file and none imports it. It is slow, it holds Tq x Tk, and it can be diffe
 mode, and mapped.
 
 Two ways to compute: in float64 it is the oracle; in the dtype of the inputs it is "the same-dtype eager computation"
-whose error earns the other kernels their tolerance. One code path serves both.
+from whose error the other kernels' tolerance is derived. One code path serves both.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ from ...base.fp8_layout import (
     CodedInputs,
     KeyCodes,
     QueryCodes,
+    alloc_key_codes,
+    alloc_query_codes,
     blocks_of,
     first_block,
-    room_for_keys,
-    room_for_queries,
 )
 from ...base.fp8_layout import dequantized_keys as dequantized_keys
 from ...base.fp8_layout import dequantized_queries as dequantized_queries
@@ -64,7 +64,7 @@ def to_e4m3(x: Tensor) -> Tensor:
 def quantize_queries(query: Tensor, cu_seqlens: Tensor | None = None, rotate: bool = False) -> QueryCodes:
     """Codes of query `[B, T, H, D]`, or of a pack `[N, H, D]`."""
     sequences, blocks = _sequences(query, cu_seqlens)
-    codes = room_for_queries(query, blocks)
+    codes = alloc_query_codes(query, blocks)
     codes.query.view(torch.uint8).zero_()
     codes.scales.fill_(1.0)
     for first, rows in sequences:
@@ -77,7 +77,7 @@ def quantize_queries(query: Tensor, cu_seqlens: Tensor | None = None, rotate: bo
 def quantize_keys(key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None, rotate: bool = False) -> KeyCodes:
     """Codes of key and value `[B, T, H, D]`, or of packs `[N, H, D]`. A rotated key's scale is D times smaller."""
     sequences, blocks = _sequences(key, cu_seqlens)
-    codes = room_for_keys(key, blocks)
+    codes = alloc_key_codes(key, blocks)
     codes.key.view(torch.uint8).zero_()
     codes.value.view(torch.uint8).zero_()
     codes.scales.fill_(1.0)
