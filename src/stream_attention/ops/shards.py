@@ -29,19 +29,18 @@ def forward_into(
 ) -> None:
     """`forward_state`, written where `out [B, Tq, Hq, Dv]` and `lse [B, Hq, Tq]` lie, rows of larger tensors; if it
     resumes, merged into the state of other keys that is there. Without gradients."""
-    backend = requested(backend)
+    backend, states = requested(backend), (out, lse)
 
     def prepare() -> Callable[[Inputs, Tensor, Tensor], None]:
-        return _prepare_into(plan(_problem(inputs, **options), backend), inputs, out, lse, resumes)
+        return _prepare_into(plan(_problem(inputs, **options), backend), inputs, *states, resumes)
 
-    call = _prepared((resumes, backend, *options.items()), inputs, (out, lse), prepare)
+    call = _prepared((resumes, backend, *options.items()), inputs, states, prepare)
     if launch_cache.COMPARE:
-        fresh = out.clone(), lse.clone()
-        prepare()(inputs, *fresh)
-        call(inputs, out, lse)
-        launch_cache.compare((out, lse), fresh)
-    else:
-        call(inputs, out, lse)
+        states = out.clone(), lse.clone()
+        prepare()(inputs, *states)
+    launch_cache.labelled("forward", call, inputs, out, lse)
+    if launch_cache.COMPARE:
+        launch_cache.compare((out, lse), states)
 
 
 def backward_step(inputs: Inputs, *given: Any, wanted: Wanted, backend: str = AUTO, **options: Any) -> Gradients:
@@ -54,7 +53,8 @@ def backward_step(inputs: Inputs, *given: Any, wanted: Wanted, backend: str = AU
         problem = stated.replace(backward=True, lse_grad=grad_lse is not None, row_grad=row_grad)
         return prepare_backward(plan(problem, backend), inputs, given, wanted)
 
-    grads: Gradients = _prepared((wanted, backend, *options.items()), inputs, given, prepare)(inputs, *given)
+    call = _prepared((wanted, backend, *options.items()), inputs, given, prepare)
+    grads: Gradients = launch_cache.labelled("backward", call, inputs, *given)
     if launch_cache.COMPARE and (options["deterministic"] or inputs.query.is_cpu):
         launch_cache.compare(grads, prepare()(inputs, *given))
     return grads
