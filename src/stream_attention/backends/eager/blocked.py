@@ -26,7 +26,7 @@ from torch import Tensor
 from ...base.problem import UNBOUNDED, Backward, Forward, Gradients, Inputs, Problem, Wanted
 from ...base.state import EMPTY, Saved, add_sink
 from . import torch_cpu, torch_cuda
-from .dropout import keep, line_words
+from .dropout import dropout_words, keep
 from .softmax import exp_, normalised, online_softmax_step
 from .torch_cpu import any_of, tile_of
 from .tuning import EagerConfig, configure, spans
@@ -360,8 +360,10 @@ class _Tiles:
         if inputs.seed is not None and problem.dropout_p:
             stream = (problem.batch_start + batch.start) * problem.q_heads
             streams = (batch.stop - batch.start) * problem.q_heads
-            self.row_words = line_words(inputs.seed, stream, streams, self.q_positions - problem.q_base, columns=False)
-            self.col_words = line_words(inputs.seed, stream, streams, self.k_positions, columns=True)
+            self.row_words = dropout_words(
+                inputs.seed, stream, streams, self.q_positions - problem.q_base, columns=False
+            )
+            self.col_words = dropout_words(inputs.seed, stream, streams, self.k_positions, columns=True)
 
     def fold_queries(self, x: Tensor) -> Tensor:
         """`[B, Tq, Hq, d]` to `[B*Hkv, group, Tq, d]`."""
