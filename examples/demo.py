@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stream_attention import attention, explain
 from stream_attention.backends.reference import attention as reference
-from stream_attention.base.files import check_writable, save_figure
+from stream_attention_tools.files import check_writable, save_figure
 from stream_attention_tools.testing.inputs import Case, make
 from stream_attention_tools.testing.memory import peak_bytes
 from stream_attention_tools.testing.tolerance import check_case

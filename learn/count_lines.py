@@ -17,8 +17,8 @@ from pathlib import Path
 
 import measured
 
-from stream_attention.base.files import write_file
 from stream_attention_tools.count_lines import code_lines
+from stream_attention_tools.files import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "learn" / "languages.md"

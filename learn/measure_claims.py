@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from stream_attention import attention, explain
-from stream_attention.base.files import write_file
 from stream_attention_tools.bench.results import conditions, save
 from stream_attention_tools.bench.timing import CLOCKS, Clock, Latency, interleaved, paired_ratio
+from stream_attention_tools.files import write_file
 from stream_attention_tools.testing.memory import peak_bytes
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stream_attention import attention
-from stream_attention.base.files import write_file
 from stream_attention_tools.bench.results import conditions, save
 from stream_attention_tools.bench.timing import CLOCKS, Latency, interleaved
+from stream_attention_tools.files import write_file
 
 LEARN = Path(__file__).resolve().parent
 FILE = measured.H200 / "lessons.json"

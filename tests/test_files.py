@@ -14,7 +14,7 @@ from typing import IO
 
 import pytest
 
-from stream_attention.base.files import check_writable, save_figure, write_file
+from stream_attention_tools.files import check_writable, save_figure, write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,7 +47,7 @@ def test_what_fails_half_way_leaves_the_old_file_and_nothing_beside_it(error: Ba
 
 LIMITED = """
 import resource, sys
-from stream_attention.base.files import write_file
+from stream_attention_tools.files import write_file
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     write_file(sys.argv[1], "x" * 2000)
@@ -93,7 +93,7 @@ def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
 def test_a_device_and_a_pipe_are_written_to_and_stay() -> None:
     write_file(os.devnull, "gone")
     assert not Path(os.devnull).is_file()
-    code = "from stream_attention.base.files import write_file; write_file('/dev/stdout', 'said')"
+    code = "from stream_attention_tools.files import write_file; write_file('/dev/stdout', 'said')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "said", done.stderr
 
@@ -129,8 +129,8 @@ def test_figures_end_as_their_names_do(tmp_path: Path) -> None:
 
 
 ELSEWHERE = {
-    "src/stream_attention/base/files.py": "here",
-    "src/stream_attention/backends/probe.py": "an empty file that is locked",
+    "src/stream_attention_tools/files.py": "here",
+    "src/stream_attention/backends/probe.py": "what an experiment found, and an empty file that is locked",
     "src/stream_attention_tools/prebuild.py": "machine code, into a folder of the source tree",
     "src/stream_attention_tools/launchers.py": "into a temporary folder, for the compiler",
     "src/stream_attention_tools/testing/offline.py": "into a temporary folder, for the disassembler",

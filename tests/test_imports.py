@@ -47,6 +47,7 @@ TOOL_LAYERS = (
     ("warmup",),
     ("testing",),
     ("launchers", "offline"),
+    ("files",),
 )
 TOOL_RANK = {name: -depth for depth, layer in enumerate(TOOL_LAYERS) for name in layer}
 

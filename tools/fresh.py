@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-write_file = runpy.run_path(str(ROOT / "src" / "stream_attention" / "base/files.py"))["write_file"]  # without torch
+write_file = runpy.run_path(str(ROOT / "src" / "stream_attention_tools" / "files.py"))["write_file"]  # without torch
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "fresh.json"
 SYSTEM_PYTHON = "/usr/bin/python3"
 CASES = {"public": {}, "local": {}, "newest": {"TORCH": "2.15.0"}, "oldest": {"TORCH": "2.11.0"}}

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import transformers
 
-from stream_attention.base.files import check_writable
 from stream_attention.integration.hf import register
 from stream_attention_tools.bench.progress import progress
 from stream_attention_tools.bench.results import aligned, conditions, save
 from stream_attention_tools.bench.timing import Latency, paired_ratio
+from stream_attention_tools.files import check_writable
 from stream_attention_tools.report.models import line, table
 
 from . import runs

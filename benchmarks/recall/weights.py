@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stream_attention.base.files import write_file
+from stream_attention_tools.files import write_file
 
 WEIGHTS = Path(__file__).with_name("recall.safetensors")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stream_attention.base.files import save_figure
+from stream_attention_tools.files import save_figure
 from stream_attention_tools.report.figures import LIGHT
 
 from .verdict import AFTER, smoothed, spread

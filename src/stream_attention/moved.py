@@ -16,7 +16,7 @@ from warnings import warn
 
 _FOLDERS = (
     # old folder, new folder, modules and packages in it: their names, or old=new
-    ("", "base", "device errors files problem state cache_views=kv_layouts"),
+    ("", "base", "device errors problem state cache_views=kv_layouts"),
     ("", "dispatch", "plan validate"),
     ("", "", "kernels=backends tuning=backends"),
     ("cache_views", "base.kv_layouts", "codes=quantized_tensor"),
@@ -24,13 +24,14 @@ _FOLDERS = (
     ("tuning", "backends", "gluon=hopper.tuning triton=triton.tuning"),
     ("tuning", "gpu", "decode=decode_tuning"),
     ("distributed", "distributed", "call=autograd heads=head_exchange local=shard_attention request=call_spec"),
-    ("distributed", "distributed", "seed=agreement uncompiled=graph_break whole=full_kv"),
+    ("distributed", "distributed", "seed=agreement uncompiled=graph_break whole=shard_attention"),
     ("integration", "integration", "evicting=evicting_layer held=placeholder layer=cache_layer"),
     ("integration", "integration", "quantised=quantized_layer"),
     ("kvcache", "kvcache", "request=compression_spec"),
 )
 _TO_TOOLS = (
-    ("", "", "benchmark=bench cli testing"),
+    ("", "", "benchmark=bench cli files testing"),
+    ("base", "", "files"),
     ("benchmark", "bench", "cells=suites form=schema graphs=timing"),
     ("benchmark", "report", "figures models overview=readme_report page plots"),
     ("core", "", "_measure=module_tools flashattention_v3=baseline"),

@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stream_attention.backends.triton.tuning import Tile, TritonConfig, configure_backward, configure_forward
-from stream_attention.base.files import write_file
 from stream_attention.base.problem import Inputs, Problem
 from stream_attention.base.state import Saved
+from stream_attention_tools.files import write_file
 
 from .bench.summary import geometric_mean
 from .bench.timing import Latency, interleaved

@@ -30,7 +30,7 @@ from stream_attention import (
     quantize_fp8,
     varlen_attention,
 )
-from stream_attention.base.fp8_layout import BLOCK, blocks_of, room_for_keys
+from stream_attention.base.fp8_layout import BLOCK, alloc_key_codes, blocks_of
 
 BF16, INF = torch.bfloat16, float("inf")
 HALF_AN_ULP = 2.0**-4
@@ -355,7 +355,7 @@ def test_on_codes_it_explains_what_it_explains_of_their_keys(capsys: pytest.Capt
 def test_on_codes_it_explains_which_kernel_runs_on_a_gpu() -> None:
     pytest.importorskip("triton")
     query, key = (torch.empty(shape, dtype=BF16, device="cuda") for shape in ((2, 70, 4, 64), (2, 150, 2, 64)))
-    kv = Fp8KV(room_for_keys(key, blocks_of(150, 2, packed=False)), (2, 150, 2, 64), BF16)
+    kv = Fp8KV(alloc_key_codes(key, blocks_of(150, 2, packed=False)), (2, 150, 2, 64), BF16)
     assert explain_fp8(query, kv, causal=True).backend == "gluon"
     assert explain_fp8(query, kv, scale=-1.0).passed_over[0][0] == "gluon"
 

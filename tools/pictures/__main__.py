@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stream_attention.base.files import write_file
+from stream_attention_tools.files import write_file
 from stream_attention_tools.report import figures, readme_report
 
 from . import canvas, memory, roofline, running, tiles

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from stream_attention.base.files import write_file
+from stream_attention_tools.files import write_file
 from stream_attention_tools.report import figures
 from stream_attention_tools.report.figures import Plot, Point, Series
 

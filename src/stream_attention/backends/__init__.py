@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..base.fp8_layout import HEAD_DIMS as FP8_HEAD_DIMS
 from ..base.problem import AUTO
-from .base import FP8_HEAD_DIMS, Backend
+from .base import Backend
 from .eager import Eager
 from .hopper import Hopper
 from .installed import HOPPER_TRITON, SEE_INFO, interpreting, makes_fp8_codes, runs_triton, triton_release

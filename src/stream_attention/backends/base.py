@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..base.fp8_layout import HEAD_DIMS
 from ..base.problem import (
     Backward,
     DecodeInputs,
@@ -79,10 +80,11 @@ class Backend(ABC):
         inputs = Inputs._make(apart[:count])
         return load(self.kernels).prepare_backward(problem, inputs, config, Saved._make(apart[count:]), wanted)
 
-    def forward_into(self, *call: Any) -> bool:
-        """Write the state of a partial problem, or merge it into the one that is there; False if its kernels cannot,
-        and nothing was done. `call` is problem, inputs, config, out, lse, and whether a state is there."""
-        return False
+    def prepare_into(self, *call: Any) -> Callable[[Inputs, Tensor, Tensor], None] | None:
+        """The forward of a partial problem that writes its state `(out, lse)` where that lies, or merges it into the
+        one that is there; None if its kernels cannot. `call` is problem, inputs, config, out, lse, and whether a state
+        is there. Keeps no tensor."""
+        return None
 
     def prepare_decode(self, problem: Problem, inputs: DecodeInputs, config: Any) -> Any:
         """The call on every cache whose tensors, like the others of the call, lie as these do: a function of its inputs
@@ -140,9 +142,6 @@ def cache_reasons(problem: Problem) -> Reasons:
     )
 
 
-FP8_HEAD_DIMS = (64, 128, 256)
-
-
 def fp8_reasons(problem: Problem) -> Reasons:
     """What no backend supports in FP8, each with whether it applies."""
     features = {
@@ -163,7 +162,7 @@ def fp8_reasons(problem: Problem) -> Reasons:
             f"FP8 supports only float16 and bfloat16 inputs; got {dtype_name(problem.dtype)}",
         ),
         (
-            dims[0] != dims[1] or dims[0] not in FP8_HEAD_DIMS,
+            dims[0] != dims[1] or dims[0] not in HEAD_DIMS,
             f"FP8 supports only D = Dv of 64, 128 or 256; got {dims_of(problem)}",
         ),
         (bool(asked), f"FP8 does not support {', '.join(asked)}"),

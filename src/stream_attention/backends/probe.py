@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.device import arch
-from ..base.files import write_file
 from ..base.graph_break import uncompiled
 from ..base.problem import Problem
 from . import installed
@@ -55,14 +54,14 @@ def ask(question: str, problem: Problem, experiment: Callable[[], Answer]) -> An
     """
     if not is_here(problem):
         return None
-    facts = {
+    setup = {
         "question": question,
         "gpu": torch.cuda.get_device_name(problem.device),
         "triton": installed.triton_version(),
         "torch": str(torch.__version__),
         "kernels": _kernels(),
     }
-    path = folder() / f"{sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"
+    path = folder() / f"{sha256(json.dumps(setup).encode()).hexdigest()[:32]}.json"
     with _lock:
         if path in _answers:
             return _answers[path]
@@ -71,7 +70,7 @@ def ask(question: str, problem: Problem, experiment: Callable[[], Answer]) -> An
             if not _may_run or problem.device.index is None or torch.cuda.is_current_stream_capturing():
                 return found
             with _alone(path):
-                found = _remembered(path) or _run(problem.device, experiment, path, facts)
+                found = _remembered(path) or _run(problem.device, experiment, path, setup)
         if found is not None:
             _answers[path] = found
         return found
@@ -108,9 +107,9 @@ def wait_for(stream: Any) -> None:
         time.sleep(1e-4)
 
 
-def _run(device: torch.device, experiment: Callable[[], Answer], path: Path, facts: dict[str, str]) -> Answer | None:
+def _run(device: torch.device, experiment: Callable[[], Answer], path: Path, setup: dict[str, str]) -> Answer | None:
     found: Answer | None = None
-    _remember(path, _unfinished(path), facts)
+    _remember(path, _unfinished(path), setup)
 
     def run() -> None:
         nonlocal found
@@ -133,7 +132,7 @@ def _run(device: torch.device, experiment: Callable[[], Answer], path: Path, fac
     finally:
         torch.cuda.set_sync_debug_mode(watch)
         if found is not None:
-            _remember(path, found, facts)
+            _remember(path, found, setup)
         else:
             with suppress(OSError):
                 path.unlink()
@@ -153,9 +152,13 @@ def _remembered(path: Path) -> Answer | None:
     return Answer(yes, words) if type(yes) is bool and type(words) is str else None
 
 
-def _remember(path: Path, answer: Answer, facts: dict[str, str]) -> None:
+def _remember(path: Path, answer: Answer, setup: dict[str, str]) -> None:
+    text = json.dumps({**setup, **answer._asdict(), "date": time.strftime("%Y-%m-%d")}, indent=1) + "\n"
     with suppress(OSError):  # a folder that cannot be written: this process alone knows
-        write_file(path, json.dumps({**facts, **answer._asdict(), "date": time.strftime("%Y-%m-%d")}, indent=1) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(f".{os.getpid()}")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
 
 
 @contextmanager

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ..base.problem import Inputs, Problem, Wanted, state_problem
+from ..base.problem import Inputs, Problem, Wanted
 from ..gpu import decode_tuning
 from . import installed, probe
 from .base import Backend
 from .hopper.tuning import tile_widths
-from .self_check import normal_numbers, saved_for_backward
+from .self_check import normal_numbers, plain_problem, saved_for_backward
 
 LENGTH, HEADS = 2048, 16
 """Of the problem that is timed: causal, one batch entry, bf16. A tenth of a millisecond or more on any GPU of today."""
@@ -53,9 +53,7 @@ def compare(problem: Problem, portable: Backend, torchs: Backend, length: int = 
     normal = normal_numbers(problem.device)
     dim, _ = tile_widths(problem)
     inputs = Inputs(*(normal(1, length, HEADS, dim) for _ in range(3)))
-    options: dict[str, Any] = {"softcap": 0.0, "scale": dim**-0.5, "dropout_p": 0.0, "deterministic": False}
-    forward = state_problem(inputs, q_len=0, k_len=0, causal=True, window=(-1, -1), **options)
-    stated = forward.replace(backward=problem.backward)
+    stated = plain_problem(problem, inputs)
     try:
         saved = saved_for_backward(torchs, stated, inputs) if problem.backward else ()
         torchs_call = _call(torchs, stated, inputs, saved)

@@ -114,7 +114,6 @@ def _small(problem: Problem) -> Iterator[tuple[Problem, Any]]:
     """Two problems of its kind in bf16: causal with grouped heads and ragged edges, and a pack. Of a cache: one."""
     normal = normal_numbers(problem.device)
     dim, value_dim = tile_widths(problem)
-    options: dict[str, Any] = {"softcap": 0.0, "scale": dim**-0.5, "dropout_p": 0.0, "deterministic": False}
     if problem.coding is not None:
         yield _on_a_cache(problem, normal)
         return
@@ -122,9 +121,15 @@ def _small(problem: Problem) -> Iterator[tuple[Problem, Any]]:
     ends = torch.tensor([[0, 130, 130, 387], [0, 100, 150, 450]], device=problem.device, dtype=torch.int32)
     rows = normal(387, 4, dim), normal(450, 2, dim), normal(450, 2, value_dim)
     packed = Inputs(*rows, cu_seqlens_q=ends[0].clone(), cu_seqlens_k=ends[1].clone())
-    for inputs, causal in ((dense, True), (packed, False)):
-        stated = state_problem(inputs, q_len=257, k_len=300, causal=causal, window=(-1, -1), **options)
-        yield stated.replace(backward=problem.backward, fp8=problem.fp8), inputs
+    yield plain_problem(problem, dense), dense
+    yield plain_problem(problem, packed, 257, 300, causal=False), packed
+
+
+def plain_problem(like: Problem, inputs: Inputs, q_len: int = 0, k_len: int = 0, causal: bool = True) -> Problem:
+    """That of some inputs, in the direction and precision of another problem."""
+    scale = inputs.query.shape[-1] ** -0.5
+    stated = state_problem(inputs, q_len, k_len, causal, (-1, -1), 0.0, scale, 0.0, deterministic=False)
+    return stated.replace(backward=like.backward, fp8=like.fp8)
 
 
 def _on_a_cache(problem: Problem, normal: Callable[..., Tensor]) -> tuple[Problem, DecodeInputs]:

@@ -79,7 +79,7 @@ class QueryCodes(NamedTuple):
 
 
 def blocks_of(rows: int, batch: int, packed: bool) -> int:
-    """Blocks that there is room for: `rows` in each of `batch` sequences, or in all of a pack together."""
+    """Blocks that are allocated: `rows` in each of `batch` sequences, or in all of a pack together."""
     return rows // BLOCK + batch if packed else batch * -(-rows // BLOCK)
 
 
@@ -96,14 +96,14 @@ def key_shapes(heads: int, dim: int, blocks: int) -> tuple[tuple[int, ...], tupl
     return (heads, blocks * BLOCK, dim), (heads, dim, blocks * BLOCK), (heads, blocks, 2)
 
 
-def room_for_queries(query: Tensor, blocks: int, empty: Callable[..., Any] | None = None) -> QueryCodes:
+def alloc_query_codes(query: Tensor, blocks: int, empty: Callable[..., Any] | None = None) -> QueryCodes:
     """Memory for codes; `empty(shape, dtype=...)` makes it, else the query's device."""
     (rows, heads, dim), make = query.shape[-3:], empty or query.new_empty
     codes = make((heads, blocks * BLOCK, dim), dtype=E4M3)
     return QueryCodes(codes, make((heads, blocks * (BLOCK // QUERY_BLOCK)), dtype=torch.float32), rows)
 
 
-def room_for_keys(key: Tensor, blocks: int, empty: Callable[..., Any] | None = None) -> KeyCodes:
+def alloc_key_codes(key: Tensor, blocks: int, empty: Callable[..., Any] | None = None) -> KeyCodes:
     """Likewise."""
     (rows, heads, dim), make = key.shape[-3:], empty or key.new_empty
     of_keys, of_values, of_scales = key_shapes(heads, dim, blocks)

@@ -1,4 +1,4 @@
-"""The facts of one attention call, and the tensors it works on.
+"""The parameters of one attention call, and the tensors it works on.
 
 `Problem` is everything that a plan may depend on but for the `Request`, what the caller asks for: hashable values, so
 plans are cached by them. `Inputs` are the tensors, already in the form kernels read. A kernel is a function of
@@ -203,65 +203,65 @@ class _Parts(NamedTuple):
 
 _KINDS: tuple[Any, ...] = (Shape, KV, Operands, Hardware, Window, Positions, Scores, Direction)
 _PLACES = {name: (part, at) for part, kind in enumerate(_KINDS) for at, name in enumerate(kind._fields)}
-"""Of each fact the part that has it, and its place there."""
+"""Of each field the part that has it, and its place there."""
 
 _read: Any = property
 
 
-def _facts(kind: type[T], part: str, *names: str) -> tuple[T, ...]:
-    """Properties that read facts of one part, all of them if none is named. To a type checker they are of this kind."""
+def _fields_of(kind: type[T], part: str, *names: str) -> tuple[T, ...]:
+    """Properties that read fields of one part, all if none is named. To a type checker they are of this kind."""
     names = names or _KINDS[_Parts._fields.index(part)]._fields
     return tuple(_read(attrgetter(f"{part}.{name}")) for name in names)
 
 
 class Problem(_Parts):
-    """The frozen facts of one call, on tensors or on a cache: each part is a value, and so is the whole.
+    """The frozen parameters of one call, on tensors or on a cache: each part is a value, and so is the whole.
 
     Query row i stands at position `q_start + i * q_stride`, key j at `k_start + j * k_stride`; `q_base` is the position
     of row 0 of the whole call. Causal, window and ALiBi are functions of these positions, and dropout of (query
     position - q_base, key position), so they mean the same on any shard of a call. Packed sequences stand bottom-right
     one by one, and so do the rows of a cache, each at its own length.
 
-    Every fact is read, and changed by `replace`, under its own name, whatever part it is in.
+    Every field is read, and changed by `replace`, under its own name, whatever part it is in.
     """
 
     __slots__ = ()
 
-    batch, q_len, q_heads, kv_heads, head_dim, value_dim = _facts(int, "shape")
-    k_len, page = _facts(int, "kv", "k_len", "page")
+    batch, q_len, q_heads, kv_heads, head_dim, value_dim = _fields_of(int, "shape")
+    k_len, page = _fields_of(int, "kv", "k_len", "page")
     coding: Coding | None = _read(attrgetter("kv.coding"))
     packed: bool = _read(lambda self: self.kv.layout == "packed")
     cached: bool = _read(lambda self: self.kv.layout == "cache")
     dtype: torch.dtype = _read(attrgetter("operands.dtype"))
-    addressable, tf32, fp8 = _facts(bool, "operands", "addressable", "tf32", "fp8")
+    addressable, tf32, fp8 = _fields_of(bool, "operands", "addressable", "tf32", "fp8")
     device: torch.device = _read(attrgetter("hardware.device"))
-    arch, processors = _facts(int, "hardware", "arch", "processors")
-    left, right = _facts(int, "window")
-    q_start, q_stride, k_start, k_stride, q_base = _facts(int, "positions")
-    scale, softcap, dropout_p = _facts(float, "scores", "scale", "softcap", "dropout_p")
-    mask, alibi, sink = _facts(bool, "scores", "mask", "alibi", "sink")
+    arch, processors = _fields_of(int, "hardware", "arch", "processors")
+    left, right = _fields_of(int, "window")
+    q_start, q_stride, k_start, k_stride, q_base = _fields_of(int, "positions")
+    scale, softcap, dropout_p = _fields_of(float, "scores", "scale", "softcap", "dropout_p")
+    mask, alibi, sink = _fields_of(bool, "scores", "mask", "alibi", "sink")
     bias: torch.dtype | None = _read(attrgetter("scores.bias"))
     batch_start: int = _read(attrgetter("scores.batch_start"))
-    backward, lse_grad, row_grad, partial, deterministic = _facts(bool, "direction")
+    backward, lse_grad, row_grad, partial, deterministic = _fields_of(bool, "direction")
     kind: str = _read(lambda self: "decode" if self.cached else "backward" if self.backward else "forward")
     group: int = _read(lambda self: self.q_heads // max(self.kv_heads, 1))  # query heads per KV head
     out_dtype: torch.dtype = _read(lambda self: self.state_dtype if self.partial else self.dtype)
 
-    def replace(self, **facts: Any) -> Problem:
-        """The same problem but for these facts: `problem.replace(q_len=1, arch=90)`."""
+    def replace(self, **fields: Any) -> Problem:
+        """The same problem but for these fields: `problem.replace(q_len=1, arch=90)`."""
         parts: list[Any] = list(self)
         changed: dict[int, list[Any]] = {}
-        for name, value in facts.items():
+        for name, value in fields.items():
             part, at = _PLACES[name]
             changed.setdefault(part, list(parts[part]))[at] = value
         for part, values in changed.items():
             parts[part] = _KINDS[part]._make(values)
         return Problem._make(parts)
 
-    def _replace(self, **facts: Any) -> Problem:
+    def _replace(self, **fields: Any) -> Problem:
         """The old name of `replace`."""
         warn("Problem._replace is deprecated; use Problem.replace", DeprecationWarning, stacklevel=2)
-        return self.replace(**facts)
+        return self.replace(**fields)
 
     @property
     def state_dtype(self) -> torch.dtype:

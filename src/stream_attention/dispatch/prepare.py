@@ -91,16 +91,6 @@ def run_forward(planned: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def run_forward_into(planned: Plan, inputs: Inputs, out: Tensor, lse: Tensor, resumes: bool) -> bool:
-    """Write the state of a partial problem, or merge it into the one that is there; False if the kernels cannot, and
-    nothing was done."""
-    if planned.padded_from:
-        return False
-    backend = BY_NAME[planned.backend]
-    with no_autocast(planned.problem.device.type):
-        return backend.forward_into(planned.problem, inputs, planned.config, out, lse, resumes)
-
-
 def plan_backward(arguments: tuple[Any, ...], grad_lse: Tensor | None, wanted: Wanted) -> tuple[Plan, Inputs]:
     """The plan of the backward of an op with these arguments."""
     problem, inputs, backend = problem_of(arguments)

@@ -21,11 +21,10 @@ from ..dispatch.plan import requested
 from ..ops.attention import attention, in_autocast_dtype, seed_tensor
 from .agreement import agreed, common_seed, described
 from .autograd import Tensors, differentiable, in_dtypes_of
-from .full_kv import full_kv_backward, full_kv_forward
 from .graph_break import graph_break
 from .processes import Group, transport_of
-from .shard import Layout, Run, check_shards, positions_of, runs_of
-from .shard_attention import Attention, Rows, modifiers
+from .shard import Layout, Run, check_shards, order_of, parts_of, runs_of
+from .shard_attention import Attention, Rows, full_kv_backward, full_kv_forward, modifiers, wanted_by
 from .transport import Strategy, all_gather, reduce_scatter, unwrap_ranks
 
 TENSORS = ("query", "key", "value", "mask", "bias", "alibi_slopes", "sink")
@@ -118,7 +117,7 @@ class _QuerySharding:
         grad_lse = self.own(rank, grads[1], 2) if self.return_lse and grads[1] is not None else None
         _, _, out, lse = outputs
         saved = Saved(out, lse, self.own(rank, grads[0], 1), grad_lse)
-        dq, *found = full_kv_backward(self.attention, rows, key, value, self.keys, saved, tensors)
+        dq, *found = full_kv_backward(self.attention, rows, key, value, self.keys, saved, wanted_by(*tensors))
         if dq is not None:
             dq = yield from self.gathered(rank, dq.to(query.dtype), 1)
         for i, (grad, t) in enumerate(zip(found, tensors[1:], strict=True)):
@@ -135,7 +134,7 @@ class _QuerySharding:
 
     def own(self, rank: int, tensor: Tensor, dim: int) -> Tensor:
         """The rows of a rank: a view if they are adjacent, else a copy."""
-        parts = [tensor.narrow(dim, run.start, run.length) for run in self.runs[rank]] or [tensor.narrow(dim, 0, 0)]
+        parts = parts_of(tensor, self.runs[rank], dim)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def gathered(self, rank: int, own: Tensor, dim: int) -> Strategy[Tensor]:
@@ -144,8 +143,7 @@ class _QuerySharding:
         joined = torch.cat((yield from all_gather(rank, own.contiguous(), shapes)), dim)
         if self.layout == "contiguous":
             return joined
-        order = torch.argsort(torch.cat([positions_of(runs, own.device) for runs in self.runs]))
-        return joined.index_select(dim, order)
+        return joined.index_select(dim, order_of(self.runs, own.device))
 
     def summed(self, rank: int, own: Tensor) -> Strategy[Tensor]:
         """The sum of all ranks' tensors, on every rank, with the same bits."""

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from ..base.errors import refuse
+from ..base.problem import Wanted
 from ..base.state import Saved
 from .autograd import Tensors, differentiable, in_dtypes_of
 from .call_spec import CallSpec, Runs, prepare
 from .graph_break import graph_break
 from .processes import Group
 from .shard import Layout, Run, by_position
-from .shard_attention import RowGradients, Rows, State
+from .shard_attention import RowGradients, Rows, State, full_kv_backward, full_kv_forward, wanted_by
 from .tiles import Sides, sees
 from .transport import AllGather, AllToAll, Exchange, Pending, Start, Strategy, Wait
 
@@ -140,7 +141,10 @@ class Ring:
         self.steps = list(pairwise((*steps, None)))  # each with the one after it
 
     def forward(self, rank: int, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Strategy[Tensors]:
-        rows, state = Rows(self.q_runs[rank], query, *rest), State(query, value.shape[-1])
+        rows = Rows(self.q_runs[rank], query, *rest)
+        if self.size == 1:
+            return full_kv_forward(self.attention, rows, key, value, self.k_runs[0])
+        state = State(query, value.shape[-1])
         own = torch.cat((key, value), dim=-1)  # one message; kernels read views of it
         shards = {rank: own}  # by owner: those at this rank
         for _, upcoming in self.steps:
@@ -154,14 +158,18 @@ class Ring:
         return state.finish(rows.sink, query.dtype, rows.runs)
 
     def backward(self, rank: int, tensors: Tensors, outputs: Tensors, grads: Tensors) -> Strategy[Tensors]:
-        return in_dtypes_of(tensors, (yield from self.gradients(rank, tensors, outputs, grads)))
+        saved, wanted = Saved(*outputs, *grads), wanted_by(*tensors)
+        return in_dtypes_of(tensors, (yield from self.gradients(rank, tensors, saved, wanted)))
 
-    def gradients(self, rank: int, tensors: Tensors, outputs: Tensors, grads: Tensors) -> Strategy[Tensors]:
+    def gradients(self, rank: int, tensors: Tensors, saved: Saved, wanted: Wanted) -> Strategy[Tensors]:
         """One for each of `tensors`, in fp32."""
         query, key, value, *rest = tensors
-        row_grads = RowGradients(Rows(self.q_runs[rank], query, *rest), Saved(*outputs, *grads), tensors)
+        rows = Rows(self.q_runs[rank], query, *rest)
+        if self.size == 1:
+            return full_kv_backward(self.attention, rows, key, value, self.k_runs[0], saved, wanted)
+        row_grads = RowGradients(rows, saved, wanted)
         own = torch.cat((key, value), dim=-1)
-        shards, total = {rank: own}, torch.zeros_like(own, dtype=row_grads.saved.lse.dtype)
+        shards, total = {rank: own}, torch.zeros_like(own, dtype=saved.lse.dtype)
         back: Route = {}, {}
         following: Pending | None = None
         for step, upcoming in self.steps:

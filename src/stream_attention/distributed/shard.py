@@ -116,6 +116,17 @@ def positions_of(runs: Sequence[Run], device: torch.device | None = None) -> Ten
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
 
+def order_of(shards: Iterable[Sequence[Run]], device: torch.device) -> Tensor:
+    """The row of each position in shards that are concatenated."""
+    return torch.argsort(torch.cat([positions_of(runs, device) for runs in shards]))
+
+
+def parts_of(sequence: Tensor, runs: Iterable[Run], dim: int) -> list[Tensor]:
+    """Views of the rows of runs, at least one."""
+    parts = [sequence[(slice(None),) * dim + (slice(run.start, run.last + 1, run.stride),)] for run in runs]
+    return parts or [sequence.narrow(dim, 0, 0)]
+
+
 def shard_sequence(sequence: Tensor, *, group: Group = None, layout: Layout = "contiguous", dim: int = 1) -> Any:
     """This rank's shard of a sequence that every rank has whole; differentiable, no communication.
 
@@ -137,11 +148,8 @@ def take_runs(sequence: Tensor, group: Group, dim: int, runs: Callable[[int, int
     """The rows of `runs(length, size, rank)` of a sequence; with `VirtualRanks` a list."""
     transport = transport_of(group)
     dim = check_dim("sequence", sequence, dim)
-    shards = []
-    for rank in transport.ranks:
-        own = runs(sequence.shape[dim], transport.size, rank)
-        parts = [sequence[(slice(None),) * dim + (slice(run.start, run.last + 1, run.stride),)] for run in own]
-        shards.append(torch.cat(parts, dim) if parts else sequence.narrow(dim, 0, 0))
+    length, size = sequence.shape[dim], transport.size
+    shards = [torch.cat(parts_of(sequence, runs(length, size, rank), dim), dim) for rank in transport.ranks]
     return unwrap_ranks(shards, isinstance(group, VirtualRanks))
 
 
@@ -161,8 +169,7 @@ def unshard_sequence(shard: Any, *, group: Group = None, layout: Layout = "conti
     common = {"layout": layout, "gradients wanted": wanted}
     ranks = [(one.shape[:1], {"rest of the shape": list(one.shape[1:]), "dtype": one.dtype, **common}) for one in local]
     lengths = [n for (n,) in agreed("unshard_sequence", transport, device, ranks)]
-    # The row of each position in the concatenated shards.
-    order = torch.argsort(torch.cat([positions_of(runs, device) for runs in runs_of_all(layout, lengths)]))
+    order = order_of(runs_of_all(layout, lengths), device)
 
     def forward(rank: int, mine: Tensor) -> Strategy[tuple[Tensor, ...]]:
         everyones = yield from all_gather(rank, mine, [(n, *mine.shape[1:]) for n in lengths])

@@ -13,7 +13,7 @@ Hkv. The ring sends more: its shards have U times the rows and 1/U of the heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -26,13 +26,12 @@ from ..base.state import Saved
 from .agreement import agreed
 from .autograd import Tensors, differentiable, in_dtypes_of
 from .call_spec import CallSpec, prepare, runs_between
-from .full_kv import full_kv_backward, full_kv_forward
 from .graph_break import graph_break
 from .head_exchange import Moving, Side, to_heads, to_rows, within
 from .processes import Group, transport_of
 from .ring import Ring, Rotation, check_rotation, ring_attention
-from .shard import Layout, positions_of, runs_of_all
-from .shard_attention import Rows
+from .shard import Layout, order_of, runs_of_all
+from .shard_attention import wanted_by
 from .transport import Strategy, Transport
 
 
@@ -121,10 +120,8 @@ class _Ulysses:
         query, key, value, *moved = yield from self.exchanged(to_heads, rank, [*rows, *self.tiles(r, mask, bias)])
         moved = [None if t is None else t.transpose(1, 2) for t in moved]
         mask, bias = (t if moving is None else moving for t, moving in zip((mask, bias), moved, strict=True))
-        pieces = []
-        for b, piece in self.pieces((query, *self.spread(u, key, value), mask, bias, *rest)):
-            pieces.append((yield from self.attended(rank, b, piece)))
-        out, lse = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+        attended = self.ring(u).forward(r, query, *self.spread(u, key, value), mask, bias, *rest)
+        out, lse = yield from within(self.ring_of(rank), attended)
         out_rows, lse_rows = yield from self.exchanged(to_rows, rank, self.outputs(r, out, lse))
         return out_rows, _by_head(lse_rows), query, key, value, *moved, out, lse
 
@@ -134,38 +131,16 @@ class _Ulysses:
         mask, bias = (t if moving is None else moving for t, moving in zip(tensors[3:5], moved, strict=True))
         grad_lse = torch.zeros_like(lse_rows) if self.return_lse and grads[1] is None else grads[1]
         grad_out, grad_lse = yield from self.exchanged(to_heads, rank, self.outputs(r, grads[0], grad_lse))
-        inputs = (query, *self.spread(u, key, value), mask, bias, *tensors[5:])
-        pieces = []
-        for b, piece in self.pieces((*inputs, out, lse, grad_out, _by_head(grad_lse))):
-            # Everyone sends the query's gradient, whether it is wanted there or not.
-            wanted = tuple(_wanted(*one) for one in zip(piece[1:8], tensors[1:], strict=True))
-            wanted = (piece[0].detach().requires_grad_(), *wanted)
-            pieces.append((yield from self.gradients(rank, b, wanted, Saved(*piece[8:]))))
-        dq, dk, dv, _, d_bias, *d_rest = (_joined(*one) for one in zip(inputs, zip(*pieces, strict=True), strict=True))
+        parts = (query, *self.spread(u, key, value), mask, bias, *tensors[5:])
+        # Everyone sends the query's gradient, whether it is wanted there or not.
+        wanted = wanted_by(*tensors)._replace(query=True)
+        gradients = self.ring(u).gradients(r, parts, Saved(out, lse, grad_out, _by_head(grad_lse)), wanted)
+        dq, dk, dv, _, d_bias, *d_rest = yield from within(self.ring_of(rank), gradients)
         dq, dk, dv = dq.to(query.dtype), *self.gathered(u, dk, dv, key.dtype)
         rows = [(dq, self.q_sides[r]), (dk, self.kv_sides[r]), (dv, self.kv_sides[r])]
         dq, dk, dv, _, moved_bias = yield from self.exchanged(to_rows, rank, [*rows, *self.tiles(r, None, d_bias)])
         d_bias = d_bias if moved_bias is None else moved_bias.transpose(1, 2)
         return in_dtypes_of(tensors, (dq, dk, dv, None, d_bias, *d_rest))
-
-    def attended(self, rank: int, b: int, tensors: Tensors) -> Strategy[Tensors]:
-        """`(out, lse)` of the heads of a rank: of the rows of its neighbours, over all keys."""
-        ring = self.ring(rank % self.width, b)
-        if len(ring.k_runs) > 1:
-            forward = Ring(ring, self.rotate).forward(rank // self.width, *tensors)
-            return (yield from within(self.ring_of(rank), forward))
-        query, key, value, *rest = tensors
-        return full_kv_forward(ring.attention, Rows(ring.q_runs[0], query, *rest), key, value, ring.k_runs[0])
-
-    def gradients(self, rank: int, b: int, tensors: Tensors, saved: Saved) -> Strategy[Tensors]:
-        ring = self.ring(rank % self.width, b)
-        if len(ring.k_runs) > 1:
-            outputs, grads = (saved.out, saved.lse), (saved.grad_out, saved.grad_lse)
-            gradients = Ring(ring, self.rotate).gradients(rank // self.width, tensors, outputs, grads)
-            return (yield from within(self.ring_of(rank), gradients))
-        query, key, value, *rest = tensors
-        rows = Rows(ring.q_runs[0], query, *rest)
-        return full_kv_backward(ring.attention, rows, key, value, ring.k_runs[0], saved, tensors)
 
     def of_heads(self, rank: int, *tensors: Any) -> Tensors:
         """A rank's tensors; of those that have no rows, only the heads that it computes."""
@@ -176,8 +151,6 @@ class _Ulysses:
             for t, rows in zip((mask, bias), self.by_rows, strict=True)
         )
         slopes = None if slopes is None else slopes[:, heads].contiguous()
-        if slopes is not None and slopes.shape[0] > 1 and self.spec.offsets is not None and seed is not None:
-            slopes = slopes.repeat_interleave(self.width, 0)  # `Run.sequence` is their index, and see `ring`
         return query, key, value, mask, bias, slopes, None if sink is None else sink[heads].contiguous(), seed
 
     def exchanged(self, direction: Any, rank: int, moving: Sequence[Moving]) -> Strategy[list[Any]]:
@@ -191,11 +164,10 @@ class _Ulysses:
 
     def sides(self, lengths: Sequence[int], heads: Sequence[slice], device: torch.device) -> list[Side]:
         """How the ranks of each all-to-all divide rows and heads."""
-        positions = [positions_of(runs, device) for runs in runs_of_all(self.layout, lengths)]
-        found = []
+        runs, found = runs_of_all(self.layout, lengths), []
         for first in range(0, len(lengths), self.width):
             ranks = slice(first, first + self.width)
-            order = None if self.layout == "contiguous" else torch.argsort(torch.cat(positions[ranks]))
+            order = None if self.layout == "contiguous" else order_of(runs[ranks], device)
             found.append(Side(heads, lengths[ranks], order))
         return found
 
@@ -232,34 +204,18 @@ class _Ulysses:
             grads = [whole.index_add_(2, index, g) for whole, g in zip(wholes, grads, strict=True)]
         return grads if self.kv_sides[0].summed else [grad.to(dtype) for grad in grads]
 
-    def pieces(self, tensors: Tensors) -> Iterator[tuple[int, Tensors]]:
-        """The calls of kernels: one, or with dropout one for each entry of the batch, and its index."""
-        batch = tensors[0].shape[0]
-        if batch <= 1 or not self.spec.attention.dropout_p:
-            yield 0, tensors
-            return
-        for b in range(batch):
-            yield b, tuple(t[b : b + 1] if t is not None and _batched(t, batch) else t for t in tensors)
-
-    def ring(self, u: int, b: int) -> CallSpec:
-        """The call of the ranks with the u-th heads, for entry b of the batch, as their kernels compute it.
-
-        The random stream of a head is that of `batch entry * heads + head`. A kernel with Hq/U heads, the first one
-        u * Hq/U, has the streams of entry b if it takes that for entry b * U + u.
-        """
+    def ring(self, u: int) -> Ring:
+        """The call of the ranks with the u-th heads, whose shards are those of their neighbours together."""
         spec, firsts = self.spec, range(0, self.spec.transport.size, self.width)
         q_lengths, k_lengths = (
             tuple(sum(lengths[first : first + self.width]) for first in firsts)
             for lengths in (spec.q_lengths, spec.k_lengths)
         )
-        q_runs = runs_between(self.layout, q_lengths, spec.offsets, spec.attention.q_base)
+        attention = spec.attention._replace(parts=self.width, part=u)
+        q_runs = runs_between(self.layout, q_lengths, spec.offsets, attention.q_base)
         k_runs = runs_between(self.layout, k_lengths, spec.offsets, 0)
-        if spec.attention.dropout_p:
-            q_runs, k_runs = (
-                tuple(tuple(run._replace(sequence=(b + run.sequence) * self.width + u) for run in one) for one in runs)
-                for runs in (q_runs, k_runs)
-            )
-        return replace(spec, q_runs=q_runs, k_runs=k_runs, q_lengths=q_lengths, k_lengths=k_lengths)
+        of_ring = replace(spec, attention=attention, q_runs=q_runs, k_runs=k_runs, k_lengths=k_lengths)
+        return Ring(of_ring, self.rotate)
 
 
 def _divided(q_heads: int, kv_heads: int, width: int) -> tuple[list[slice], list[slice], list[list[int] | None]]:
@@ -309,26 +265,6 @@ def _flat(group: Group, ring_size: Any) -> tuple[Transport, int]:
     if isinstance(ring_size, bool) or not isinstance(ring_size, int) or ring_size < 1 or transport.size % ring_size:
         refuse("ring_size", f"an int that divides the {transport.size} ranks", repr(ring_size))
     return transport, ring_size
-
-
-def _wanted(part: Tensor | None, whole: Tensor | None) -> Tensor | None:
-    """A part of a tensor that requires a gradient if the whole does: slices made in a backward do not."""
-    if part is None or whole is None or not part.is_floating_point():
-        return part
-    return part.detach().requires_grad_(whole.requires_grad)
-
-
-def _batched(t: Tensor, batch: int) -> bool:
-    """Whether dim 0 is the batch: not in a sink or a seed, nor where one entry is for all."""
-    return t.dim() > 1 and t.shape[0] == batch
-
-
-def _joined(whole: Tensor | None, parts: Sequence[Tensor | None]) -> Any:
-    """Gradients of the entries of a batch as those of the batch; of a tensor that they share, the sum."""
-    found = [part for part in parts if part is not None]
-    if whole is None or not found:
-        return None
-    return torch.cat(found) if _batched(whole, len(found)) else torch.stack(found).sum(0)
 
 
 def _by_head(rows: Tensor | None) -> Tensor | None:

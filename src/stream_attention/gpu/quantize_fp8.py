@@ -27,9 +27,9 @@ from ..base.fp8_layout import (
     SMALLEST,
     KeyCodes,
     QueryCodes,
+    alloc_key_codes,
+    alloc_query_codes,
     blocks_of,
-    room_for_keys,
-    room_for_queries,
 )
 from ..base.problem import UNBOUNDED
 from . import interpreter
@@ -292,8 +292,8 @@ class Quantization(NamedTuple):
         empty: Callable[..., Any] | None = None,
     ) -> Quantization:
         """With codes in memory that `empty` makes, as in fp8_layout.py. One side may be None."""
-        queries = None if query is None else room_for_queries(query, _blocks_in(query, ends[0]), empty)
-        keys = None if key is None else room_for_keys(key, _blocks_in(key, ends[1]), empty)
+        queries = None if query is None else alloc_query_codes(query, _blocks_in(query, ends[0]), empty)
+        keys = None if key is None else alloc_key_codes(key, _blocks_in(key, ends[1]), empty)
         there: Any = key if query is None else query
         rows = there, there if key is None else key, there if value is None else value
         return cls(rows, queries, keys, ends, longest, left)

@@ -12,23 +12,12 @@ import torch
 from torch import Tensor
 
 from ..backends import AUTO
-from ..base.problem import (
-    UNBOUNDED,
-    CallOptions,
-    Gradients,
-    Inputs,
-    Positions,
-    Problem,
-    Wanted,
-    gradient_of,
-    state_problem,
-)
+from ..base.problem import UNBOUNDED, CallOptions, Inputs, gradient_of
 from ..dispatch import launch_cache, validate
 from ..dispatch.flops import register_flop_formulas
 from ..dispatch.plan import plan, requested
-from ..dispatch.prepare import problem_of, run_backward, run_forward, run_forward_into
+from ..dispatch.prepare import problem_of
 from ..dispatch.torch_ops import forward_op
-from .merge import fold_state
 
 _FAR = 1 << 40
 """A window side beyond every position, which the ops' integers still hold."""
@@ -375,42 +364,3 @@ def leading_ones(tensor: Tensor | None, dims: int) -> Tensor | None:
     if tensor is None or tensor.dim() >= dims:
         return tensor
     return tensor[(None,) * (dims - tensor.dim())]
-
-
-def forward_state(inputs: Inputs, *, backend: str = AUTO, **options: Any) -> tuple[Tensor, Tensor]:
-    """One shard's state `(fp32 out, lse)`, for callers in this package that merge states themselves.
-
-    `inputs` are dense and in the form kernels read; `options` are keywords of `state_problem`. No sink: it belongs to
-    the merge, once.
-    """
-    return run_forward(plan(_shard_problem(inputs, **options), requested(backend)), inputs)
-
-
-def forward_into(
-    inputs: Inputs, out: Tensor, lse: Tensor, *, resumes: bool, backend: str = AUTO, **options: Any
-) -> None:
-    """`forward_state`, written where `out [B, Tq, Hq, Dv]` and `lse [B, Hq, Tq]` lie, rows of larger tensors; if it
-    resumes, merged into the state of other keys that is there. Without gradients."""
-    planned = plan(_shard_problem(inputs, **options), requested(backend))
-    if run_forward_into(planned, inputs, out, lse, resumes):
-        return
-    state = run_forward(planned, inputs)
-    if resumes:
-        fold_state(out, lse, *state)
-    else:
-        out.copy_(state[0])
-        lse.copy_(state[1])
-
-
-def backward_step(
-    inputs: Inputs, *given: Tensor | None, wanted: Wanted, backend: str = AUTO, **options: Any
-) -> Gradients:
-    """One shard's gradients in fp32, to be summed over the shards, given `Results` of whole rows."""
-    row_grad = wanted.alibi_slopes or wanted.sink
-    problem = _shard_problem(inputs, **options).replace(backward=True, lse_grad=given[3] is not None, row_grad=row_grad)
-    return run_backward(plan(problem, requested(backend)), inputs, *given, wanted)
-
-
-def _shard_problem(inputs: Inputs, *, positions: Positions, **options: Any) -> Problem:
-    assert inputs.sink is None and inputs.cu_seqlens_q is None
-    return state_problem(inputs, positions=positions, partial=True, **options)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from stream_attention import __version__
-from stream_attention.base.files import write_file
+from stream_attention_tools.files import write_file
 
 from .schema import lacking
 from .summary import capital, markdown_table, origin, short_time, span

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stream_attention.base.files import check_writable
+from stream_attention_tools.files import check_writable
 
 from ..bench import grid
 from ..bench.grid import DTYPES

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stream_attention.base.files import write_file
+from stream_attention_tools.files import write_file
 
 from ..bench.results import load, markdown
 from ..report import models, readme_report

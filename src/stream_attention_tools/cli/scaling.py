@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from stream_attention.base.files import write_file
+from stream_attention_tools.files import write_file
 
 from ..bench.summary import figure, short
 from ..cluster.planner import Cluster, Prediction, one_gpu_s, predict_all, recommend

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stream_attention.base.errors import refuse
-from stream_attention.base.files import write_file
+from stream_attention_tools.files import write_file
 
 from ..testing.allocator import Reading, allocator_of
 

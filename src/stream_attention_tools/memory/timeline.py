@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from stream_attention.base.files import save_figure
+from stream_attention_tools.files import save_figure
 
 from ..testing.allocator import Reading
 

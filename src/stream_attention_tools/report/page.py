@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stream_attention.base.files import write_file
+from stream_attention_tools.files import write_file
 
 from ..bench import summary
 from ..bench.summary import Cell, Compared, Entry, compared, duration, figure, names, speed, timed

@@ -16,14 +16,15 @@ from torch import Tensor
 from cpu_time import least_cpu_time
 from stream_attention import attention
 from stream_attention.backends.eager import blocked as eager
-from stream_attention.backends.eager.dropout import keep, line_words
+from stream_attention.backends.eager.dropout import dropout_words, keep
 from stream_attention.backends.eager.tuning import EagerConfig, configure
 from stream_attention.backends.reference import attention as reference
 from stream_attention.base.problem import UNBOUNDED, Gradients, Inputs, Positions, Problem, Wanted, state_problem
 from stream_attention.base.state import add_sink, merge
 from stream_attention.dispatch.plan import plan
-from stream_attention.ops.attention import backward_step, forward_state
+from stream_attention.ops.shards import backward_step, forward_state
 from stream_attention_tools.testing import Case, check_case, make, peak_bytes, poisoned_memory
+from stream_attention_tools.testing.dropout_vectors import DROPOUT_VECTORS
 
 F64 = torch.float64
 NAN = math.nan
@@ -320,13 +321,13 @@ def test_batch_start_moves_dropout_to_that_row_of_the_batch() -> None:
 # Dropout
 
 
-@pytest.mark.parametrize(("where", "word"), reference.DROPOUT_VECTORS)
+@pytest.mark.parametrize(("where", "word"), DROPOUT_VECTORS)
 def test_dropout_words_are_those_of_the_vectors(where: tuple[int, int, int, int, int], word: int) -> None:
     """A threshold of exactly the word keeps the element, and one more drops it: so the word is this one."""
     seed, offset, head, i, j = where
     pair = torch.tensor([seed, offset])
-    row = line_words(pair, head, 1, torch.tensor([i]), columns=False)
-    column = line_words(pair, head, 1, torch.tensor([j]), columns=True)
+    row = dropout_words(pair, head, 1, torch.tensor([i]), columns=False)
+    column = dropout_words(pair, head, 1, torch.tensor([j]), columns=True)
     assert keep(row, column, word / 2**32).item()
     if word < 2**32 - 1:
         assert not keep(row, column, (word + 1) / 2**32).item()
@@ -336,8 +337,8 @@ def test_dropout_words_are_those_of_the_vectors(where: tuple[int, int, int, int,
 @pytest.mark.parametrize("seed", [(0, 0), (-1, 7), (2**62 + 12345, 2**61)], ids=str)
 def test_dropout_is_the_rule_bit_for_bit(seed: tuple[int, int], dropout_p: float) -> None:
     pair = torch.tensor(seed)
-    rows = line_words(pair, 3 * 4, 2 * 4, 5 + torch.arange(33), columns=False)
-    columns = line_words(pair, 3 * 4, 2 * 4, 2**31 + torch.arange(41), columns=True)
+    rows = dropout_words(pair, 3 * 4, 2 * 4, 5 + torch.arange(33), columns=False)
+    columns = dropout_words(pair, 3 * 4, 2 * 4, 2**31 + torch.arange(41), columns=True)
     found = keep(rows[:, :, None], columns[:, None], dropout_p).view(2, 4, 33, 41)
     index = {"q_index": 5 + torch.arange(33), "k_index": 2**31 + torch.arange(41)}
     assert torch.equal(found, reference.dropout_keep(*seed, 2, 4, 33, 41, dropout_p, batch_start=3, **index))

@@ -35,7 +35,7 @@ from sass_gate import (
 
 from stream_attention.backends import BY_NAME
 from stream_attention.backends.hopper import tuning
-from stream_attention.backends.hopper.kernels import forward_into
+from stream_attention.backends.hopper.kernels import prepare_into
 from stream_attention.backends.hopper.tuning import ROWS, WIDTHS, GluonConfig, configure, joining, tile_widths
 from stream_attention.base.problem import Inputs, Problem
 from stream_attention_tools.testing.offline import Report, compiling_for, disassemble, report
@@ -267,7 +267,10 @@ def compiled(kernel: Compiled) -> tuple[GluonConfig, Report, str]:
     with compiling_for(90) as launched:
         if "joining" in kernel.modifiers:
             out = torch.zeros(1, kernel.Tq, kernel.Hq, kernel.Dv or kernel.D)
-            forward_into(stated(kernel, inputs), inputs, config, out, out[..., 0].mT, resumes=True)
+            states = out, out[..., 0].mT
+            joined = prepare_into(stated(kernel, inputs), inputs, config, *states, resumes=True)
+            assert joined is not None
+            joined(inputs, *states)
         else:
             forward(stated(kernel, inputs), inputs, config)
     (itself,) = (one for one in launched if one.metadata.name == "_forward_kernel")

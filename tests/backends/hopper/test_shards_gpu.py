@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stream_attention.base.problem import Inputs, Positions, Wanted
 from stream_attention.base.state import merge
-from stream_attention.ops.attention import backward_step, forward_into, forward_state
+from stream_attention.ops.shards import backward_step, forward_into, forward_state
 
 pytest.importorskip("triton")
 

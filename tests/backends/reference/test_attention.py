@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stream_attention.backends.reference import attention as reference
+from stream_attention_tools.testing.dropout_vectors import DROPOUT_VECTORS
 
 INF = math.inf
 LOW_32 = 2**32 - 1
@@ -819,9 +820,9 @@ def test_mix32_known_answers() -> None:
 
 
 def test_there_are_sixteen_dropout_vectors_and_they_are_right() -> None:
-    assert len(reference.DROPOUT_VECTORS) == 16
-    assert len({arguments for arguments, _ in reference.DROPOUT_VECTORS}) == 16
-    for arguments, word in reference.DROPOUT_VECTORS:
+    assert len(DROPOUT_VECTORS) == 16
+    assert len({arguments for arguments, _ in DROPOUT_VECTORS}) == 16
+    for arguments, word in DROPOUT_VECTORS:
         assert python_word(*arguments) == word
         assert reference.dropout_word(*arguments) == word
         assert reference.dropout_word(*(torch.tensor(x) for x in arguments)) == word
@@ -839,7 +840,7 @@ def test_the_dropout_mask_is_the_rule_at_every_element() -> None:
 
 
 def test_the_threshold_is_exact() -> None:
-    (seed, offset, _, i, j), word = reference.DROPOUT_VECTORS[0]
+    (seed, offset, _, i, j), word = DROPOUT_VECTORS[0]
     one = {"q_index": torch.tensor([i]), "k_index": torch.tensor([j])}
     assert reference.dropout_keep(seed, offset, 1, 1, 1, 1, word / 2**32, **one).item()
     assert not reference.dropout_keep(seed, offset, 1, 1, 1, 1, (word + 1) / 2**32, **one).item()

@@ -13,7 +13,7 @@ from stream_attention.backends import BY_NAME
 from stream_attention.backends.hopper.tuning import masks_beyond_first_block
 from stream_attention.backends.reference import fp8 as reference_fp8
 from stream_attention.backends.triton.fp8_tuning import configure
-from stream_attention.base.fp8_layout import KeyCodes, QueryCodes, blocks_of, room_for_keys, room_for_queries
+from stream_attention.base.fp8_layout import KeyCodes, QueryCodes, alloc_key_codes, alloc_query_codes, blocks_of
 from stream_attention.base.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
 from stream_attention_tools.offline import launching_for
 from stream_attention_tools.testing import poisoned_memory
@@ -269,8 +269,8 @@ def launch_offline(call: Fp8Call, backend: str) -> None:
     if problem.empty:
         return
     batch, packed = problem.batch, problem.packed
-    queries = room_for_queries(query, blocks_of(query.shape[-3], batch, packed))
-    keys = room_for_keys(key, blocks_of(key.shape[-3], batch, packed))
+    queries = alloc_query_codes(query, blocks_of(query.shape[-3], batch, packed))
+    keys = alloc_key_codes(key, blocks_of(key.shape[-3], batch, packed))
     row = BY_NAME[backend]
     row.forward_fp8(problem, queries, keys, *cu, row.configure(problem))
 

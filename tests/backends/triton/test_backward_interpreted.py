@@ -54,7 +54,7 @@ from stream_attention.backends.reference import attention as reference
 from stream_attention.backends.triton.tuning import INTERPRETER, INTERPRETER_BACKWARD, BackwardConfig, Tile
 from stream_attention.base.problem import Inputs, Positions, Problem, Wanted
 from stream_attention.gpu.rows import Rows, padded_row
-from stream_attention.ops.attention import backward_step
+from stream_attention.ops.shards import backward_step
 from stream_attention_tools.testing import Case, check_case, make, poisoned_memory, random_case, why_not
 from stream_attention_tools.testing.inputs import LAYOUTS, Layout
 from stream_attention_tools.testing.inputs import stated as stated_by

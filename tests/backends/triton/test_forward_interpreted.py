@@ -35,7 +35,7 @@ from stream_attention.base.problem import Inputs, Positions, state_problem
 from stream_attention.base.state import add_sink, merge
 from stream_attention.gpu.dropout import prepare_words
 from stream_attention.gpu.merge import bind_merge
-from stream_attention.ops.attention import forward_state
+from stream_attention.ops.shards import forward_state
 from stream_attention_tools.testing import Case, check_case, poisoned_memory, random_case, why_not
 from stream_attention_tools.testing.inputs import Layout
 

@@ -1,11 +1,8 @@
 """Attention in plain torch, on any device, in O(N) memory: the CPU path, and the fallback everywhere else.
 
 Two ways, chosen by the plan (backends/eager/tuning.py): torch's own CPU flash op, or a blocked streaming pass that does
-everything. The pass walks tiles of scores with an online softmax,
-
-    new_max = max(row_max, max_j s_j)        acc = acc * exp(row_max - new_max) + sum_j exp(s_j - new_max) v_j
-
-and the backward recomputes each tile from the saved LSE: p = exp(s - lse), ds = p * (dp - delta).
+everything. The pass walks tiles of scores with an online softmax (softmax.py), and the backward recomputes each tile
+from the saved LSE: p = exp(s - lse), ds = p * (dp - delta).
 
 A tile has two shapes over one memory: `[B, Hq, m, n]`, in which the modifiers are written, and `[B*Hkv, group*m, n]`,
 in which the products run, so K and V are never expanded for GQA. What is hidden is exactly 0 in p and ds, and rows of
@@ -20,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -28,9 +26,10 @@ from torch import Tensor
 from ...base.problem import UNBOUNDED, Backward, Forward, Gradients, Inputs, Problem, Wanted
 from ...base.state import EMPTY, Saved, add_sink
 from . import torch_cpu, torch_cuda
-from .dropout import keep, line_words
+from .dropout import dropout_words, keep
+from .softmax import exp_, normalised, online_softmax_step
 from .torch_cpu import any_of, tile_of
-from .tuning import EagerConfig, configure
+from .tuning import EagerConfig, configure, spans
 
 
 def prepare(problem: Problem, inputs: Inputs, config: EagerConfig) -> Forward:
@@ -146,7 +145,7 @@ def _packed_backward(problem: Problem, inputs: Inputs, saved: Saved, wanted: Wan
 
 
 def _blocked_forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> tuple[Tensor, Tensor]:
-    problem, inputs, _ = _without_unseen_keys(problem, inputs)
+    problem, inputs, _ = _without_masked_keys(problem, inputs)
     query = inputs.query
     out = query.new_empty(*query.shape[:-1], problem.value_dim, dtype=problem.out_dtype)
     lse = query.new_empty(problem.batch, problem.q_heads, problem.q_len, dtype=problem.state_dtype)
@@ -158,40 +157,18 @@ def _blocked_forward(problem: Problem, inputs: Inputs, config: EagerConfig) -> t
             acc = q.new_zeros(*q.shape[:2], problem.value_dim)
             for cols in tiles.col_blocks(rows):
                 tile = tiles.score(q, rows, cols)
-                row_max, row_sum, weight = _online_softmax_step(tile.scores, row_max, row_sum, acc)
+                row_max, row_sum, rescale, p = online_softmax_step(tile.scores, row_max, row_sum)
                 if problem.dropout_p:
-                    weight.mul_(tiles.keep(rows, cols))
-                acc.baddbmm_(weight, tiles.clean_keys(tiles.v[:, cols], tile))
-            seen = row_sum != 0
-            kept = row_sum.masked_fill_(~seen, 1.0) * (1.0 - problem.dropout_p)
-            row_lse = torch.where(seen, row_max + row_sum.log(), EMPTY)
-            its_out, its_lse = tiles.unfold(acc.div_(kept.unsqueeze(-1))), tiles.unfold(row_lse)
+                    p.mul_(tiles.keep(rows, cols))
+                acc.mul_(rescale.unsqueeze(-1)).baddbmm_(p, tiles.zero_masked_keys(tiles.v[:, cols], tile))
+            folded = normalised(acc, row_max, row_sum, 1.0 - problem.dropout_p)
+            its_out, its_lse = (tiles.unfold(x) for x in folded)
+            its_out = its_out.transpose(1, 2)
             if inputs.sink is not None:
-                its_out, its_lse = add_sink(its_out.transpose(1, 2), its_lse, inputs.sink)
-                its_out = its_out.transpose(1, 2)
-            out[tiles.batch, rows] = its_out.transpose(1, 2).to(out.dtype)
+                its_out, its_lse = add_sink(its_out, its_lse, inputs.sink)
+            out[tiles.batch, rows] = its_out.to(out.dtype)
             lse[tiles.batch, :, rows] = its_lse
     return out, lse
-
-
-def _online_softmax_step(
-    scores: Tensor, row_max: Tensor, row_sum: Tensor, acc: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Take one tile into the running softmax: new max and sum, and the tile's weights. Rescales `acc` in place.
-
-    Scores become weights in place. A row that has seen nothing has max -inf, and weights 0 rather than NaN.
-    """
-    new_max = torch.maximum(row_max, scores.amax(-1))
-    finite_max = new_max.clamp_min(torch.finfo(scores.dtype).min)
-    rescale = torch.exp(row_max - finite_max)
-    weight = _exp_(scores.sub_(finite_max.unsqueeze(-1)))
-    acc.mul_(rescale.unsqueeze(-1))
-    return new_max, row_sum * rescale + weight.sum(-1), weight
-
-
-def _exp_(x: Tensor) -> Tensor:
-    """exp in place, by way of exp2. The error of x * log2(e) is at most |x| eps, times exp(x): below eps for x <= 0."""
-    return x.mul_(math.log2(math.e)).exp2_()
 
 
 TANH = 0.5, (-0.33333143895797124, 0.13325878947405695, -0.053045493615031435, 0.017241490181203578)
@@ -207,9 +184,9 @@ def _tanh_(x: Tensor) -> Tensor:
     least, most = x.aminmax()
     if not (-limit <= least and most <= limit):  # NaN is neither
         return x.tanh_()
-    room = x.new_empty(2, min(x.numel(), 1 << 16))
-    for part in x.view(-1).split(room.shape[1]):
-        square, series = room[:, : part.numel()]
+    scratch = x.new_empty(2, min(x.numel(), 1 << 16))
+    for part in x.view(-1).split(scratch.shape[1]):
+        square, series = scratch[:, : part.numel()]
         torch.mul(part, part, out=square)
         torch.mul(square, last, out=series)
         for coefficient in (*reversed(others), first):
@@ -224,7 +201,7 @@ def _blocked_backward(problem: Problem, inputs: Inputs, config: EagerConfig, sav
     grads = _zeros(inputs, wanted, problem.out_dtype, lse.dtype)
     dq, dk, dv, d_bias, d_slopes, _ = grads
     keep_scale = 1.0 / (1.0 - problem.dropout_p)
-    problem, inputs, keys = _without_unseen_keys(problem, inputs)
+    problem, inputs, keys = _without_masked_keys(problem, inputs)
     bias_sum = d_bias[..., keys] if d_bias is not None and d_bias.shape[3] > 1 else d_bias
 
     for tiles in _batches(problem, inputs, config):
@@ -233,32 +210,32 @@ def _blocked_backward(problem: Problem, inputs: Inputs, config: EagerConfig, sav
         for rows in tiles.row_blocks():
             q, g = tiles.rows_of(tiles.q, rows), tiles.rows_of(folded_grad, rows)
             row_lse = tiles.fold_rows(lse, rows).clamp_min(torch.finfo(lse.dtype).min)
-            row_delta = tiles.fold_rows(delta, rows).masked_fill(row_lse.isnan(), 0.0)  # weights there are NaN or 0
+            row_delta = tiles.fold_rows(delta, rows).masked_fill(row_lse.isnan(), 0.0)  # p is NaN or 0 there
             dq_sum = torch.zeros_like(q)
             for cols in tiles.col_blocks(rows):
                 tile = tiles.score(q, rows, cols, with_slope=True)
-                k, v = (tiles.clean_keys(x[:, cols], tile) for x in (tiles.k, tiles.v))
-                seeing_q, seeing_g = tiles.clean_queries(q, tile), tiles.clean_queries(g, tile)
-                weight = tiles.weights(tile, row_lse)
-                d_weight = torch.bmm(seeing_g, v.transpose(1, 2))
-                kept = weight
+                k, v = (tiles.zero_masked_keys(x[:, cols], tile) for x in (tiles.k, tiles.v))
+                visible_q, visible_g = tiles.zero_masked_queries(q, tile), tiles.zero_masked_queries(g, tile)
+                p = tiles.probabilities(tile, row_lse)
+                dp = torch.bmm(visible_g, v.transpose(1, 2))
+                kept = p
                 if problem.dropout_p:
-                    factor = tiles.keep(rows, cols).to(weight.dtype).mul_(keep_scale)
-                    kept, d_weight = weight * factor, d_weight.mul_(factor)
+                    factor = tiles.keep(rows, cols).to(p.dtype).mul_(keep_scale)
+                    kept, dp = p * factor, dp.mul_(factor)
                 if dv is not None:
-                    dv_sum[:, cols].baddbmm_(kept.transpose(1, 2), seeing_g)
-                d_score = d_weight.sub_(tiles.clean_queries(row_delta, tile)).mul_(weight)
+                    dv_sum[:, cols].baddbmm_(kept.transpose(1, 2), visible_g)
+                ds = dp.sub_(tiles.zero_masked_queries(row_delta, tile)).mul_(p)
                 if bias_sum is not None:
-                    _add_reduced(tiles.tile_of(bias_sum, rows, cols), tiles.unfold(d_score))
+                    _add_reduced(tiles.tile_of(bias_sum, rows, cols), tiles.unfold(ds))
                 if d_slopes is not None:
-                    by_head = -(tiles.unfold(d_score) * tiles.distance(rows, cols)).sum((2, 3))
+                    by_head = -(tiles.unfold(ds) * tiles.distance(rows, cols)).sum((2, 3))
                     _add_reduced(tiles.batch_of(d_slopes), by_head)
                 if tile.softcap_slope is not None:
-                    d_score.mul_(tile.softcap_slope)
+                    ds.mul_(tile.softcap_slope)
                 if dq is not None:
-                    dq_sum.baddbmm_(d_score, k)
+                    dq_sum.baddbmm_(ds, k)
                 if dk is not None:
-                    dk_sum[:, cols].baddbmm_(d_score.transpose(1, 2), seeing_q)
+                    dk_sum[:, cols].baddbmm_(ds.transpose(1, 2), visible_q)
             if dq is not None:
                 dq[tiles.batch, rows] = tiles.unfold(dq_sum.mul_(problem.scale)).transpose(1, 2).to(dq.dtype)
         for grad, total in ((dk, dk_sum), (dv, dv_sum)):
@@ -281,8 +258,8 @@ def key_mass(
     mass = lse.new_zeros(problem.batch, heads, problem.k_len)
     if problem.q_heads == 0:
         return mass
-    problem, inputs, keys = _without_unseen_keys(problem, inputs)
-    in_sight = mass[..., keys]
+    problem, inputs, keys = _without_masked_keys(problem, inputs)
+    of_visible = mass[..., keys]
     for tiles in _batches(problem, inputs, config):
         for rows in tiles.row_blocks():
             q = tiles.rows_of(tiles.q, rows)
@@ -292,13 +269,13 @@ def key_mass(
                 counted = tiles.fold_rows(row_weights, rows)
                 q, row_lse = q.masked_fill(counted == 0, 0.0), row_lse.masked_fill(counted == 0, torch.inf)
             for cols in tiles.col_blocks(rows):
-                weight = tiles.weights(tiles.score(q, rows, cols), row_lse)
+                p = tiles.probabilities(tiles.score(q, rows, cols), row_lse)
                 if counted is not None:
-                    weight.mul_(counted)
+                    p.mul_(counted)
                     if problem.bias is not None:  # which may be NaN in a row of weight 0, and 0 * NaN is NaN
-                        weight.masked_fill_(counted == 0, 0.0)
-                by_head = weight.view(q.shape[0] // problem.kv_heads, heads, -1, weight.shape[-1])
-                in_sight[tiles.batch, :, cols] += by_head.sum(2)
+                        p.masked_fill_(counted == 0, 0.0)
+                by_head = p.view(q.shape[0] // problem.kv_heads, heads, -1, p.shape[-1])
+                of_visible[tiles.batch, :, cols] += by_head.sum(2)
     return mass
 
 
@@ -329,12 +306,12 @@ def _differentiable(inputs: Inputs) -> tuple[Tensor | None, ...]:
 class _Tile(NamedTuple):
     scores: Tensor  # [B*Hkv, group*m, n], -inf where hidden
     visible: Tensor | None  # bool, broadcastable to [B, Hq, m, n]; None: everything is
-    unseen_keys: Tensor | None  # bool [B, Hkv, n], dims may be 1: keys no query of the tile sees; None: there is none
-    blind_queries: Tensor | None  # bool [B, Hq, m], likewise: queries that see no key of the tile
+    masked_keys: Tensor | None  # bool [B, Hkv, n], dims may be 1: keys no query of the tile sees; None: there is none
+    masked_queries: Tensor | None  # bool [B, Hq, m], likewise: queries that see no key of the tile
     softcap_slope: Tensor | None  # derivative of the cap, like scores
 
 
-def _keys_in_sight(problem: Problem, rows: slice) -> slice:
+def _visible_keys(problem: Problem, rows: slice) -> slice:
     """The keys that some of these rows can see by position."""
     p = problem
     first_row, last_row = p.q_start + rows.start * p.q_stride, p.q_start + (rows.stop - 1) * p.q_stride
@@ -346,13 +323,13 @@ def _keys_in_sight(problem: Problem, rows: slice) -> slice:
     return slice(start, max(start, stop))
 
 
-def _without_unseen_keys(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs, slice]:
-    """The same problem without keys before and after those in sight, and where these are.
+def _without_masked_keys(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs, slice]:
+    """The same problem without keys before and after those that are visible by position, and where these are.
 
     A query against a long cache with a window costs what it sees: nothing has the size of the cache. Positions are
     explicit, so nothing else changes.
     """
-    keys = _keys_in_sight(problem, slice(0, problem.q_len))
+    keys = _visible_keys(problem, slice(0, problem.q_len))
     if keys == slice(0, problem.k_len):
         return problem, inputs, keys
     count = keys.stop - keys.start
@@ -363,8 +340,8 @@ def _without_unseen_keys(problem: Problem, inputs: Inputs) -> tuple[Problem, Inp
 
 
 def _batches(problem: Problem, inputs: Inputs, config: EagerConfig) -> Iterator[_Tiles]:
-    for start in range(0, problem.batch, config.block_b):
-        yield _Tiles(problem, inputs, config, slice(start, min(start + config.block_b, problem.batch)))
+    for span in spans(0, problem.batch, config.block_b):
+        yield _Tiles(problem, inputs, config, slice(*span))
 
 
 class _Tiles:
@@ -383,8 +360,10 @@ class _Tiles:
         if inputs.seed is not None and problem.dropout_p:
             stream = (problem.batch_start + batch.start) * problem.q_heads
             streams = (batch.stop - batch.start) * problem.q_heads
-            self.row_words = line_words(inputs.seed, stream, streams, self.q_positions - problem.q_base, columns=False)
-            self.col_words = line_words(inputs.seed, stream, streams, self.k_positions, columns=True)
+            self.row_words = dropout_words(
+                inputs.seed, stream, streams, self.q_positions - problem.q_base, columns=False
+            )
+            self.col_words = dropout_words(inputs.seed, stream, streams, self.k_positions, columns=True)
 
     def fold_queries(self, x: Tensor) -> Tensor:
         """`[B, Tq, Hq, d]` to `[B*Hkv, group, Tq, d]`."""
@@ -410,24 +389,22 @@ class _Tiles:
         return x.view(x.shape[0] // p.kv_heads, p.q_heads, x.shape[1] // p.group, *x.shape[2:])
 
     def row_blocks(self) -> Iterator[slice]:
-        for start in range(0, self.problem.q_len, self.config.block_q):
-            yield slice(start, min(start + self.config.block_q, self.problem.q_len))
+        return (slice(*span) for span in spans(0, self.problem.q_len, self.config.block_q))
 
     def col_blocks(self, rows: slice) -> Iterator[slice]:
-        """The blocks of keys that some row of the block can see by position; tiles out of sight are never visited."""
-        keys = _keys_in_sight(self.problem, rows)
-        for start in range(keys.start, keys.stop, self.config.block_k):
-            yield slice(start, min(start + self.config.block_k, keys.stop))
+        """The blocks of keys that some row of the block can see by position; other tiles are never visited."""
+        keys = _visible_keys(self.problem, rows)
+        return (slice(*span) for span in spans(keys.start, keys.stop, self.config.block_k))
 
     def score(self, q: Tensor, rows: slice, cols: slice, with_slope: bool = False) -> _Tile:
         """The scores of a tile: q arrives scaled; then softcap, bias, ALiBi, and -inf where hidden."""
         p = self.problem
         visible = self._visible(rows, cols)
-        tile = _Tile(q, visible, *self._out_of_sight(visible), None)
-        keys = self.clean_keys(self.k[:, cols], tile)
+        tile = _Tile(q, visible, *self._masked_rows(visible), None)
+        keys = self.zero_masked_keys(self.k[:, cols], tile)
         shape = *q.shape[:2], keys.shape[1]
         folded = self.scores[: math.prod(shape)].view(shape)
-        torch.bmm(self.clean_queries(q, tile), keys.transpose(1, 2), out=folded)
+        torch.bmm(self.zero_masked_queries(q, tile), keys.transpose(1, 2), out=folded)
         scores, slope = self.unfold(folded), None
         if p.softcap:
             _tanh_(folded.div_(p.softcap))
@@ -454,12 +431,12 @@ class _Tiles:
                 return
         scores.masked_fill_(~visible, EMPTY)
 
-    def weights(self, tile: _Tile, row_lse: Tensor) -> Tensor:
+    def probabilities(self, tile: _Tile, row_lse: Tensor) -> Tensor:
         """exp(score - LSE), in place of the scores; 0 where hidden, also in a row whose LSE is NaN."""
-        weight = _exp_(tile.scores.sub_(row_lse))
+        p = exp_(tile.scores.sub_(row_lse))
         if tile.visible is not None and self._some_on_host(row_lse.isnan()):
-            self.unfold(weight).masked_fill_(~tile.visible, 0.0)
-        return weight
+            self.unfold(p).masked_fill_(~tile.visible, 0.0)
+        return p
 
     def distance(self, rows: slice, cols: slice) -> Tensor:
         """How far apart a query and a key stand, `[m, n]`."""
@@ -479,46 +456,44 @@ class _Tiles:
         return tile_of(x, self.batch, rows, cols)
 
     def _visible(self, rows: slice, cols: slice) -> Tensor | None:
-        p, seen = self.problem, []
+        p, flags = self.problem, []
         q_pos, k_pos = self.q_positions[rows].unsqueeze(1), self.k_positions[cols]
         first_row, last_row = p.q_start + rows.start * p.q_stride, p.q_start + (rows.stop - 1) * p.q_stride
         first_key, last_key = p.k_start + cols.start * p.k_stride, p.k_start + (cols.stop - 1) * p.k_stride
         if p.right != UNBOUNDED and last_key > first_row + p.right:
-            seen.append((k_pos <= q_pos + p.right)[None, None])
+            flags.append((k_pos <= q_pos + p.right)[None, None])
         if p.left != UNBOUNDED and first_key < last_row - p.left:
-            seen.append((k_pos >= q_pos - p.left)[None, None])
+            flags.append((k_pos >= q_pos - p.left)[None, None])
         if self.inputs.mask is not None:
-            seen.append(self.tile_of(self.inputs.mask, rows, cols))
+            flags.append(self.tile_of(self.inputs.mask, rows, cols))
         if self.inputs.bias is not None:
             bias = self.tile_of(self.inputs.bias, rows, cols)
-            seen.append(~(bias < torch.finfo(bias.dtype).min))  # -inf alone hides; NaN does not
-        visible = None
-        for one in seen:
-            visible = one if visible is None else visible & one
+            flags.append(~(bias < torch.finfo(bias.dtype).min))  # -inf alone hides; NaN does not
+        visible = reduce(torch.bitwise_and, flags) if flags else None
         return visible if visible is None or self._some_on_host(~visible) else None
 
-    def _out_of_sight(self, visible: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _masked_rows(self, visible: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Keys that no query sees and queries that see no key, by a tile's `visible`; None where there is none."""
         if visible is None:
             return None, None
         by_group = visible
         if visible.shape[1] > 1:
             by_group = any_of(visible.unflatten(1, (self.problem.kv_heads, self.problem.group)), 2)
-        unseen, blind = ~any_of(by_group, 2), ~any_of(visible, 3)
-        return unseen if self._some_on_host(unseen) else None, blind if self._some_on_host(blind) else None
+        keys, queries = ~any_of(by_group, 2), ~any_of(visible, 3)
+        return keys if self._some_on_host(keys) else None, queries if self._some_on_host(queries) else None
 
-    def clean_keys(self, x: Tensor, tile: _Tile) -> Tensor:
+    def zero_masked_keys(self, x: Tensor, tile: _Tile) -> Tensor:
         """Rows `[B*Hkv, n, d]` of K or V with those zeroed that no query of the tile sees."""
-        if tile.unseen_keys is None:
+        if tile.masked_keys is None:
             return x
         heads_first = x.unflatten(0, (-1, self.problem.kv_heads))
-        return heads_first.masked_fill(tile.unseen_keys.unsqueeze(-1), 0.0).flatten(0, 1)
+        return heads_first.masked_fill(tile.masked_keys.unsqueeze(-1), 0.0).flatten(0, 1)
 
-    def clean_queries(self, x: Tensor, tile: _Tile) -> Tensor:
+    def zero_masked_queries(self, x: Tensor, tile: _Tile) -> Tensor:
         """Rows `[B*Hkv, group*m, d]` of Q or dO with those zeroed that see no key of the tile."""
-        if tile.blind_queries is None:
+        if tile.masked_queries is None:
             return x
-        return self.unfold(x).masked_fill(tile.blind_queries.unsqueeze(-1), 0.0).view_as(x)
+        return self.unfold(x).masked_fill(tile.masked_queries.unsqueeze(-1), 0.0).view_as(x)
 
     def _some_on_host(self, flags: Tensor) -> bool:
         """Whether a flag may be set; where asking would be a synchronisation, on an accelerator, one may be."""

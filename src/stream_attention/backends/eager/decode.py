@@ -1,6 +1,4 @@
-"""Few queries against a cache in plain torch, on any device: tile by tile of keys, with a running softmax.
-
-    m' = max(m, max_j s_j)      l' = l e^(m - m') + sum_j e^(s_j - m')      o' = o e^(m - m') + sum_j e^(s_j - m') v_j
+"""Few queries against a cache in plain torch, on any device: tile by tile of keys, with an online softmax (softmax.py).
 
 A tile is read from the cache as it is kept, dequantised or gathered from its pages there: O(tile) memory. Rows of a
 batch may have different lengths, so where a query stands is a number per row, and what it sees is asked of positions.
@@ -21,8 +19,9 @@ from torch.autograd import forward_ad
 from ...base.kv_layouts import ContiguousKV, KVCache
 from ...base.problem import UNBOUNDED, DecodeInputs, Problem
 from ...base.state import EMPTY, add_sink, logsumexp
+from .softmax import normalised, online_softmax_step
 from .torch_cpu import forward_op
-from .tuning import DECODE_KEYS, EagerDecodeConfig, widened_keys
+from .tuning import DECODE_KEYS, EagerDecodeConfig, spans, widened_keys
 
 
 class Rows(NamedTuple):
@@ -142,8 +141,7 @@ def _rows_by_op(query: Tensor, rows: Rows, cache: ContiguousKV, group: slice, le
     if cache.dtype is not query.dtype:
         step = widened_keys(cache.kv_heads * cache.head_dim)
     outs, lses = [], []
-    for start in range(begin, length, step):
-        stop = min(start + step, length)
+    for start, stop in spans(begin, length, step):
         key, value = cache.key[group, start:stop].transpose(1, 2), cache.value[group, start:stop].transpose(1, 2)
         if cache.dtype is not query.dtype:
             key, value = key.to(query.dtype), value.to(query.dtype)
@@ -193,7 +191,7 @@ def _decode(rows: Rows, cache: KVCache, of_cache: slice) -> tuple[Tensor, Tensor
     shape = q.shape[:-1]
     row_max = q.new_full(shape, -torch.inf)
     row_sum = q.new_zeros(shape)
-    sums = q.new_zeros(*shape, cache.value_dim)
+    acc = q.new_zeros(*shape, cache.value_dim)
     positions = rows.positions
     slopes = None
     if rows.slopes is not None:
@@ -203,8 +201,7 @@ def _decode(rows: Rows, cache: KVCache, of_cache: slice) -> tuple[Tensor, Tensor
         end = min(end, int(rows.lengths.max()))
         if problem.left != UNBOUNDED:  # whole tiles before the window of every query are skipped
             begin = max(0, int(rows.lengths.min()) - q_len - problem.left) // DECODE_KEYS * DECODE_KEYS
-    for start in range(begin, end, DECODE_KEYS):
-        stop = min(start + DECODE_KEYS, end)
+    for start, stop in spans(begin, end, DECODE_KEYS):
         key, value = (t[of_cache] for t in cache.tile(start, stop))
         at = torch.arange(start, stop, device=device)
         visible = rows.visible(positions, at)[:, None, None]  # [B, 1, 1, Tq, n]
@@ -217,23 +214,10 @@ def _decode(rows: Rows, cache: KVCache, of_cache: slice) -> tuple[Tensor, Tensor
         if slopes is not None:
             s = s - slopes * (positions[:, :, None] - at).abs()[:, None, None]
         s = s.masked_fill(~visible, -torch.inf)
-        row_max, finite, shrink = _rescaled(row_max, s.amax(-1))
-        p = torch.exp(s - finite[..., None])
-        row_sum = row_sum * shrink + p.sum(-1)
-        sums = sums * shrink[..., None] + (p.flatten(2, 3) @ v).unflatten(2, shape[2:4])
+        row_max, row_sum, rescale, p = online_softmax_step(s, row_max, row_sum)
+        acc = acc * rescale[..., None] + (p.flatten(2, 3) @ v).unflatten(2, shape[2:4])
+    out, lse = normalised(acc, row_max, row_sum)
+    out, lse = out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.flatten(1, 2)
     if rows.sink is not None:
-        sink = rows.sink.to(wide).view(cache.kv_heads, -1, 1)
-        row_max, finite, shrink = _rescaled(row_max, sink)
-        row_sum = row_sum * shrink + torch.exp(sink - finite)
-        sums = sums * shrink[..., None]
-    empty = row_sum == 0  # NaN is not: what a query sees shows
-    out = torch.where(empty[..., None], 0.0, sums / row_sum[..., None])
-    lse = torch.where(empty, -torch.inf, row_max + torch.log(row_sum))
-    return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype), lse.flatten(1, 2)
-
-
-def _rescaled(row_max: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The new row max, the same with 0 for -inf, and what sums so far are multiplied with."""
-    new_max = torch.maximum(row_max, seen)
-    finite = torch.where(new_max == -torch.inf, 0.0, new_max)
-    return new_max, finite, torch.exp(row_max - finite)
+        out, lse = add_sink(out, lse, rows.sink)
+    return out.to(query.dtype), lse

@@ -12,7 +12,7 @@ from torch import Tensor
 _LOW = 0xFFFFFFFF
 
 
-def line_words(seed: Tensor, first_stream: int, streams: int, index: Tensor, columns: bool) -> Tensor:
+def dropout_words(seed: Tensor, first_stream: int, streams: int, index: Tensor, columns: bool) -> Tensor:
     """Word 0 of Philox4x32-10 per (b, h) stream and global row (or column) index: int32 `[streams, len(index)]`."""
     stream = torch.arange(first_stream, first_stream + streams, device=seed.device)
     counters = [

@@ -16,9 +16,9 @@ bits: a conversion and two integer passes take 0.35 ms for 2M elements, where `w
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...base.problem import Gradients, Inputs, Problem
 from ...base.state import EMPTY, add_sink, per_row
-from .tuning import mask_blocks
+from .tuning import mask_blocks, spans
 
 forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -50,7 +50,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     else:
         out, lse = _masked_forward(problem, inputs)
         if _has_nan(out):
-            out, lse = _masked_forward(problem, _without_masked(inputs, _sight(problem, inputs)))
+            out, lse = _masked_forward(problem, _without_masked(inputs, _unmasked(problem, inputs)))
             if _has_nan(out):
                 return None
     return (out, lse) if inputs.sink is None else add_sink(out, lse, inputs.sink)
@@ -67,8 +67,8 @@ def backward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, grad_ou
     else:
         dq, dk, dv = _masked_backward(problem, inputs, out, lse, grad_out)
         if any(map(_has_nan, (dq, dk, dv))):
-            sight = _sight(problem, inputs)
-            inputs, grad_out = _without_masked(inputs, sight), grad_out.masked_fill(~per_row(sight.sees), 0.0)
+            unmasked = _unmasked(problem, inputs)
+            inputs, grad_out = _without_masked(inputs, unmasked), grad_out.masked_fill(~per_row(unmasked.queries), 0.0)
             dq, dk, dv = _masked_backward(problem, inputs, out, lse, grad_out)
             if any(map(_has_nan, (dq, dk, dv))):
                 return None
@@ -132,7 +132,7 @@ def _masked_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         del mask  # before the next one is made
     assert out is not None
     if _some(lse == 0):
-        lse.masked_fill_(~_sight(problem, inputs).sees, EMPTY)
+        lse.masked_fill_(~_unmasked(problem, inputs).queries, EMPTY)
     return out, lse
 
 
@@ -168,7 +168,7 @@ def _blocks(problem: Problem, inputs: Inputs) -> Iterator[_Block]:
     sizes = problem.batch, problem.q_len
     if mask is not None or bias is None or not _readable(problem, bias):
         sizes = mask_blocks(*sizes, _joint_shape(mask, bias))
-    for batch, rows in _spans(problem, *sizes):
+    for batch, rows in _batches_and_rows(problem, *sizes):
         keys, whole = _keys_of(problem, rows), rows == slice(0, problem.q_len)
         visible, its_bias = (None if x is None else tile_of(x, batch, rows, keys) for x in (mask, bias))
         if problem.right == 0 and not whole:
@@ -198,47 +198,37 @@ def _readable(problem: Problem, bias: Tensor) -> bool:
     return bias.dtype in (problem.dtype, problem.state_dtype) and (bias.shape[3] == 1 or bias.stride(3) == 1)
 
 
-class _Sight(NamedTuple):
-    """Which queries see a key and which keys are seen, each dim but the last may be 1."""
+class _Unmasked(NamedTuple):
+    """Which queries see a key, and which keys are visible to a query."""
 
-    sees: Tensor  # [B, Hq, Tq]
-    seen: Tensor  # [B, Hkv, Tk]
-
-
-def _sight(problem: Problem, inputs: Inputs) -> _Sight:
-    mask, bias = _collapsed(inputs.mask), _collapsed(inputs.bias)
-    causal = problem.right == 0
-    batches, heads, rows_of_mask, keys_of_mask = _joint_shape(mask, bias)
-    shape = batches, heads, problem.q_len if causal else rows_of_mask, keys_of_mask
-    new = functools.partial(torch.zeros, dtype=torch.bool, device=problem.device)
-    sees, seen = new(batches, heads, problem.q_len), new(batches, heads, problem.k_len)
-    for batch, rows in _spans(problem, *mask_blocks(problem.batch, problem.q_len, shape)):
-        keys = _keys_of(problem, rows)
-        flags = [] if mask is None else [tile_of(mask, batch, rows, keys)]
-        if bias is not None:
-            flags.append(~(tile_of(bias, batch, rows, keys) < torch.finfo(bias.dtype).min))  # NaN hides nothing
-        if causal:
-            flags.append(_in_order(problem, rows, keys))
-        visible = functools.reduce(torch.bitwise_and, flags)
-        its = batch if batches > 1 else slice(None)
-        sees[its, :, rows] = any_of(visible, 3)
-        seen[its, :, keys] |= any_of(visible, 2)
-    by_kv_head = seen if heads == 1 else any_of(seen.unflatten(1, (problem.kv_heads, problem.group)), 2)
-    return _Sight(sees, by_kv_head)
+    queries: Tensor  # [B, Hq, Tq]
+    keys: Tensor  # [B, Hkv, Tk]
 
 
-def _without_masked(inputs: Inputs, sight: _Sight) -> Inputs:
+def _unmasked(problem: Problem, inputs: Inputs) -> _Unmasked:
+    queries, keys = (
+        torch.zeros(problem.batch, problem.q_heads, length, dtype=torch.bool, device=problem.device)
+        for length in (problem.q_len, problem.k_len)
+    )
+    for block in _blocks(problem, inputs):
+        visible = ~(block.mask < torch.finfo(block.mask.dtype).min)  # NaN masks nothing
+        if block.causal:
+            visible = visible & _in_order(problem, block.rows, block.keys)
+        queries[block.batch, :, block.rows] = any_of(visible, 3)
+        keys[block.batch, :, block.keys] |= any_of(visible, 2)
+    return _Unmasked(queries, any_of(keys.unflatten(1, (problem.kv_heads, problem.group)), 2))
+
+
+def _without_masked(inputs: Inputs, unmasked: _Unmasked) -> Inputs:
     """Queries that see no key, keys that no query sees and their values are 0."""
-    query = inputs.query.masked_fill(~per_row(sight.sees), 0.0)
-    key, value = (t.masked_fill(~per_row(sight.seen), 0.0) for t in (inputs.key, inputs.value))
+    query = inputs.query.masked_fill(~per_row(unmasked.queries), 0.0)
+    key, value = (t.masked_fill(~per_row(unmasked.keys), 0.0) for t in (inputs.key, inputs.value))
     return inputs._replace(query=query, key=key, value=value)
 
 
-def _spans(problem: Problem, block_b: int, block_q: int) -> Iterator[tuple[slice, slice]]:
-    for entry in range(0, problem.batch, block_b):
-        for row in range(0, problem.q_len, block_q):
-            last_entry, last_row = min(entry + block_b, problem.batch), min(row + block_q, problem.q_len)
-            yield slice(entry, last_entry), slice(row, last_row)
+def _batches_and_rows(problem: Problem, block_b: int, block_q: int) -> Iterator[tuple[slice, slice]]:
+    for entries, rows in product(spans(0, problem.batch, block_b), spans(0, problem.q_len, block_q)):
+        yield slice(*entries), slice(*rows)
 
 
 def _keys_of(problem: Problem, rows: slice) -> slice:

@@ -22,7 +22,7 @@ MASK_ELEMENTS = 1 << 21
 """Elements of a mask that are converted at once for torch's CPU flash op, 8 MiB in fp32: 1024 queries by 2048 keys."""
 
 MASK_ROWS = 64, 256
-"""Queries of such a part: at least, and in whole multiples of where there is room. The op has tiles of 256 queries from
+"""Queries of such a part: at least, and in whole multiples of, where so many fit. The op has tiles of 256 queries from
 768 on, of 64 from 192 on, else of 32. AMD EPYC, one core, torch 2.13, B1 T2048 H8 D64 fp32, 2026-11-18, ms by queries
 at a time: 2048 105.8, 1024 106.8, 512 112, 256 113, 128 119."""
 
@@ -92,6 +92,15 @@ def blocked(problem: Problem, reasons: tuple[str, ...] = ("was not requested",))
     return EagerConfig("blocked", block_b, block_q, block_k, reasons if kernel else (), kernel)
 
 
+def spans(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    """Where each part of at most `size` begins and ends.
+
+    >>> spans(1, 6, 2)
+    [(1, 3), (3, 5), (5, 6)]
+    """
+    return [(first, min(first + size, stop)) for first in range(start, stop, size)]
+
+
 def mask_blocks(batch: int, q_len: int, shape: tuple[int, int, int, int]) -> tuple[int, int]:
     """Batch entries and queries of a call to torch's CPU flash op whose mask, of this shape in all, is converted.
 
@@ -103,8 +112,8 @@ def mask_blocks(batch: int, q_len: int, shape: tuple[int, int, int, int]) -> tup
     if rows == 1 or heads * rows * keys <= MASK_ELEMENTS:
         return block_b, q_len
     least, multiple = MASK_ROWS
-    room = MASK_ELEMENTS // (heads * keys)
-    return block_b, min(q_len, max(least, room // multiple * multiple or room))
+    most = MASK_ELEMENTS // (heads * keys)
+    return block_b, min(q_len, max(least, most // multiple * multiple or most))
 
 
 def why_not_flash(problem: Problem) -> tuple[str, ...]:

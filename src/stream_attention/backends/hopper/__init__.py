@@ -54,8 +54,8 @@ class Hopper(Backend):
             return decode_tuning.configure_gluon(problem, request.num_splits, request.batch_invariant)
         return fp8_tuning.configure(problem) if problem.fp8 else tuning.configure(problem)
 
-    def forward_into(self, *call: Any) -> bool:
-        return load(self.kernels).forward_into(*call)
+    def prepare_into(self, *call: Any) -> Any:
+        return load(self.kernels).prepare_into(*call)
 
 
 def _gpu_reasons(problem: Problem) -> Reasons:

@@ -27,6 +27,7 @@ Not here: mask and bias, strided positions, few queries against many keys: the T
 Parity with the reference: tests/backends/hopper/test_forward_gpu.py.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -243,19 +244,22 @@ class _Forward:
         return None if launch is None else _Forward(outputs, self._before, start, launch)
 
 
-def forward_into(
+def prepare_into(
     problem: Problem, inputs: Inputs, config: GluonConfig, out: Tensor, lse: Tensor, resumes: bool
-) -> bool:
-    """Write a partial problem's state where `out [B, Tq, Hq, Dv]` and `lse [B, Hq, Tq]` lie, fp32, rows of larger
-    tensors, or merge it into the state of other keys that is there; False if that is not possible, and nothing done."""
+) -> Callable[[Inputs, Tensor, Tensor], None] | None:
+    """The forward of a partial problem that writes its state where `out [B, Tq, Hq, Dv]` and `lse [B, Hq, Tq]` lie,
+    fp32, rows of larger tensors, or merges it into the state of other keys that is there; None if it cannot."""
     if problem.empty or (resumes and tile_widths(problem)[1] > JOINED_WIDTH):
-        return False
+        return None
     config, states = joining(problem, config) if resumes else (config, 0)
     before = Prepass.of(problem, inputs)
-    counter = lse.new_zeros(1, dtype=torch.int32)
     launch = _bind(problem, inputs, config, before, out, lse, states)
-    launch(*inputs, *before.run(inputs), out, lse, counter)
-    return True
+
+    def run(inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+        counter = _COUNTER.filled(lse, 0.0, launch.is_compiled)
+        launch(*inputs, *before.run(inputs), out, lse, counter)
+
+    return run
 
 
 def _sizes(

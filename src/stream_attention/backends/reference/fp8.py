@@ -35,10 +35,10 @@ from ...base.fp8_layout import (
     CodedInputs,
     KeyCodes,
     QueryCodes,
+    alloc_key_codes,
+    alloc_query_codes,
     blocks_of,
     first_block,
-    room_for_keys,
-    room_for_queries,
 )
 from ...base.fp8_layout import dequantized_keys as dequantized_keys
 from ...base.fp8_layout import dequantized_queries as dequantized_queries
@@ -64,7 +64,7 @@ def to_e4m3(x: Tensor) -> Tensor:
 def quantize_queries(query: Tensor, cu_seqlens: Tensor | None = None, rotate: bool = False) -> QueryCodes:
     """Codes of query `[B, T, H, D]`, or of a pack `[N, H, D]`."""
     sequences, blocks = _sequences(query, cu_seqlens)
-    codes = room_for_queries(query, blocks)
+    codes = alloc_query_codes(query, blocks)
     codes.query.view(torch.uint8).zero_()
     codes.scales.fill_(1.0)
     for first, rows in sequences:
@@ -77,7 +77,7 @@ def quantize_queries(query: Tensor, cu_seqlens: Tensor | None = None, rotate: bo
 def quantize_keys(key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None, rotate: bool = False) -> KeyCodes:
     """Codes of key and value `[B, T, H, D]`, or of packs `[N, H, D]`. A rotated key's scale is D times smaller."""
     sequences, blocks = _sequences(key, cu_seqlens)
-    codes = room_for_keys(key, blocks)
+    codes = alloc_key_codes(key, blocks)
     codes.key.view(torch.uint8).zero_()
     codes.value.view(torch.uint8).zero_()
     codes.scales.fill_(1.0)
@@ -122,13 +122,13 @@ def attention(
             x = x.masked_fill(distance < -problem.left, -math.inf)
         if problem.right != UNBOUNDED:
             x = x.masked_fill(distance > problem.right, -math.inf)
-        top = x.amax(-1, keepdim=True).ceil() if k_len else x.new_full((*x.shape[:2], 1), -math.inf)
-        weights = torch.exp2(x - top.masked_fill(top == -math.inf, 0.0))
-        total = weights.sum(-1, keepdim=True)
+        row_max = x.amax(-1, keepdim=True).ceil() if k_len else x.new_full((*x.shape[:2], 1), -math.inf)
+        p = torch.exp2(x - row_max.masked_fill(row_max == -math.inf, 0.0))
+        row_sum = p.sum(-1, keepdim=True)
         if rounded:
-            weights = to_e4m3(weights * 2.0**SHIFT).double() * 2.0**-SHIFT
-        outs.append(weights @ v / total.masked_fill(total == 0, 1.0))
-        lses.append((math.log(2) * (top + total.log2()))[..., 0])
+            p = to_e4m3(p * 2.0**SHIFT).double() * 2.0**-SHIFT
+        outs.append(p @ v / row_sum.masked_fill(row_sum == 0, 1.0))
+        lses.append((math.log(2) * (row_max + row_sum.log2()))[..., 0])
     if problem.packed:
         return torch.cat(outs, 1).transpose(0, 1), torch.cat(lses, 1)
     return torch.stack(outs).transpose(1, 2), torch.stack(lses)
