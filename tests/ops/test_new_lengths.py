@@ -77,9 +77,9 @@ DEFAULTS = {
 
 def packed(lengths: tuple[int, int], dims: tuple[int, ...] = (3, 8, 4, 64), **options: Any) -> Any:
     sequences, heads, kv_heads, dim = dims
-    grad, (q_len, k_len) = options.pop("grad", False), lengths
+    grad, (q_len, k_len), fewer = options.pop("grad", False), lengths, options.pop("fewer", 1)
     query, key, value = (
-        empty(sequences * length - 1, count, dim, grad=grad)
+        empty(sequences * length - fewer, count, dim, grad=grad)
         for length, count in ((q_len, heads), (k_len, kv_heads), (k_len, kv_heads))
     )
     offsets = torch.zeros(sequences + 1, dtype=torch.int32)
@@ -170,6 +170,23 @@ def test_packs_of_other_rows_are_one_call(monkeypatch: pytest.MonkeyPatch) -> No
                     packed((longest, longest), causal=True, grad=grad)
                     assert launches
             assert launch_cache.size() == kept
+
+
+@pytest.mark.parametrize("longest", [100, 1900])
+@pytest.mark.parametrize("grad", [False, True])
+def test_packs_that_share_a_call_launch_what_fresh_ones_do(grad: bool, longest: int) -> None:
+    """Rows are read and written by TMA too: a tensor map with the rows of an earlier pack would cut off the others."""
+    with pretend_gpu() as launches:
+
+        def launched(fewer: int) -> list[Launched]:
+            launches.clear()
+            packed((longest, longest), causal=True, grad=grad, fewer=fewer)
+            return launches[:]
+
+        shared = [launched(fewer) for fewer in (90, 1, 50)]
+        assert launch_cache.size() == 1
+        launch_cache.clear()
+        assert launched(50) == shared[-1] != []
 
 
 @pytest.mark.parametrize("longest", [100, 1900])

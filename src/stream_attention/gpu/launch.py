@@ -350,6 +350,11 @@ class Descriptor(NamedTuple):
     layout: Any
     tensor_strides: tuple[int, ...] = ()  # of the tensor that it was made of
 
+    @property
+    def rows_dim(self) -> int:
+        """The dim that counts rows: the first, but behind the batch in `[B, T, H, D]`, as which a pack is read too."""
+        return 1 if len(self.shape) == 4 else 0
+
     def of(self, base: Any) -> Any:
         """Triton's descriptor of a tensor that lies as this one does."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -358,10 +363,11 @@ class Descriptor(NamedTuple):
         return TensorDescriptor(base, [*self.shape], [*self.strides], [*self.block_shape], self.layout)
 
     def resized(self, size: Any) -> Descriptor:
-        """That of another size: of the first dim, as a number, or of rows `[..., T, H, D]`, as a tensor that has them.
+        """That of another size: how many rows, as a number, or of rows `[..., T, H, D]`, as a tensor that has them.
         Strides of dims of size 1 stay as they are. One of three dims has those of the tensor."""
         if type(size) is int:
-            return self._replace(shape=(size, *self.shape[1:]))
+            place = self.rows_dim
+            return self._replace(shape=(*self.shape[:place], size, *self.shape[place + 1 :]))
         if len(self.shape) == 3:
             return self._replace(shape=tuple(size.shape), strides=size.stride())
         batch, _, heads, dim = self.shape
@@ -517,9 +523,10 @@ class _MapField(NamedTuple):
             struct.pack_into("128s", block, self.at, self.encoded(bound.resized(size)))
         map_at, shape_at, strides_at = self.at // 4, self.shape_at // 4, self.strides_at // 8
         if type(size) is int:
-            halves[shape_at] = size
+            place = bound.rows_dim
+            halves[shape_at + place] = size
             if words is not None:
-                halves[map_at + words.sizes[0]] = size - 1
+                halves[map_at + words.sizes[place]] = size - 1
             return
         strides = size.stride()
         if len(self.box) == 3:
