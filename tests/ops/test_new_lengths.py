@@ -254,3 +254,41 @@ def test_calls_of_new_lengths_keep_no_tensor(kind: str) -> None:
         gc.collect()
         assert launch_cache.size() >= 2
         assert not [one for one in alive if one() is not None]
+
+
+def test_a_window_side_beyond_64_bits_is_one_that_the_op_holds() -> None:
+    """A backward that is to be differentiated goes through the op, whose integers have 64 bits."""
+    with pretend_gpu():
+        for k_len in (2000, 2001, 2002):
+            query, key, value = empty(2, 1900, 8, 64, grad=True), empty(2, k_len, 4, 64), empty(2, k_len, 4, 64)
+            out = attention(query, key, value, window=(1 << 70, 0))
+            torch.autograd.grad(out, query, torch.empty_like(out), create_graph=True)
+
+
+def test_an_lse_that_hooks_lay_out_anew_is_copied() -> None:
+    """Kernels read a contiguous one, also in a backward that is made from a template."""
+    laid: list[Tensor] = []
+
+    def by_batch(t: Tensor) -> Tensor:
+        if t.dim() == 3:
+            t = t.transpose(0, 1).contiguous().transpose(0, 1)
+            laid.append(t)
+        return t
+
+    with pretend_gpu() as launches:
+        dense((200, 200), causal=True, grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, by_batch):
+            dense((201, 201), causal=True, grad=True)
+        assert laid[0].data_ptr() not in [at for one in launches for at in one.addresses]
+
+
+def test_a_pack_without_keys_is_no_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results are filled, which those of other packs need not be."""
+    filled: list[Any] = []
+    monkeypatch.setattr(driver, "fill_words", lambda *arguments: filled.append(arguments))
+    with pretend_gpu():
+        packed((200, 0), fewer=-9, causal=True)
+        assert filled
+        filled.clear()
+        packed((200, 100), causal=True)
+        assert not filled

@@ -15,6 +15,9 @@ from ..base.problem import UNBOUNDED, Inputs
 from . import plan as planning
 
 _INPUTS = len(Inputs._fields)
+FAR_SIDE = 1 << 40
+"""A window side beyond every position, which the ops' integers still hold."""
+
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -59,7 +62,7 @@ def options_of(head_dim: int, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
     if window is not None:
         if type(window) is not tuple or len(window) != 2 or type(window[0]) is not int or type(window[1]) is not int:
             return None
-        left, right = window
+        left, right = min(window[0], FAR_SIDE), min(window[1], FAR_SIDE)
     if backend == AUTO:
         backend = planning._forced
     if backend == "reference":

@@ -159,8 +159,9 @@ class PreparedCall:
         return gradients
 
     def _prepare_backward(self, inputs: Inputs, given: Results, wanted: Wanted) -> Backward:
-        templates, (out, _, grad_out, grad_lse) = self._templates, given
-        if grad_lse is not None or not all(map(_is_aligned, (*inputs[:3], out, grad_out))):
+        templates, (out, lse, grad_out, grad_lse) = self._templates, given
+        is_plain = grad_lse is None and lse.is_contiguous()
+        if not is_plain or not all(map(_is_aligned, (*inputs[:3], out, grad_out))):
             templates = None
         if templates is not None:
             found = templates.backward(self, inputs, given, wanted)
@@ -288,10 +289,12 @@ _MOST_TEMPLATES = 4
 
 def _is_template(call: PreparedCall, inputs: Inputs) -> bool:
     """Whether calls of other lengths can be made from one that was prepared. A mask, a bias and the words of dropout
-    have lengths of their own."""
+    have lengths of their own, and where there is no score results are filled."""
+    if call._problem.empty or not hasattr(call.forward, "resized"):
+        return False
     others = inputs.mask is None and inputs.bias is None and inputs.seed is None
     same_length = inputs.key.shape[-3] == inputs.value.shape[-3]
-    return others and same_length and all(map(_is_aligned, inputs[:3])) and hasattr(call.forward, "resized")
+    return others and same_length and all(map(_is_aligned, inputs[:3]))
 
 
 def _is_aligned(t: Tensor) -> bool:
