@@ -109,7 +109,7 @@ def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options:
         or query.is_neg()
         or key.is_neg()
         or value.is_neg()
-        or (device >= 0 and device != torch._C._cuda_getDevice())
+        or (device >= 0 and is_elsewhere(device))
     ):
         return None
     others = [None if t is None else layout_of(t) for t in inputs[3:]]  # no `==`: of tensors that is an op
@@ -120,6 +120,11 @@ def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options:
     if query.dtype is torch.float32:
         family += (torch.backends.cuda.matmul.allow_tf32,)
     return Key(family, rows)
+
+
+def is_elsewhere(device: int) -> bool:
+    """Whether the GPU of this number is not the current one. A torch without CUDA numbers its own devices, as MPS."""
+    return hasattr(torch._C, "_cuda_getDevice") and device != torch._C._cuda_getDevice()
 
 
 _ABSENT = [None] * (_INPUTS - 3)

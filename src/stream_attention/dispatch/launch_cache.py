@@ -33,6 +33,7 @@ from .call_key import (
     PLAIN_TYPES,
     Key,
     are_aligned,
+    is_elsewhere,
     is_profiled,
     is_watched,
     key_of,
@@ -42,7 +43,17 @@ from .call_key import (
 from .plan import Plan, plan, rounded_length
 from .prepare import plan_backward, prepare_backward, prepare_forward, problem_of
 
-__all__ = ["NO_LAYOUT", "PLAIN_TYPES", "Key", "is_profiled", "is_watched", "key_of", "layout_of", "options_of"]
+__all__ = [
+    "NO_LAYOUT",
+    "PLAIN_TYPES",
+    "Key",
+    "is_elsewhere",
+    "is_profiled",
+    "is_watched",
+    "key_of",
+    "layout_of",
+    "options_of",
+]
 """Of the key, what callers take from here."""
 
 LIMIT = 256
@@ -427,6 +438,8 @@ _order: deque[tuple[_Family, Hashable]] = deque()
 """The calls that are kept, oldest first, each by its family and its lengths."""
 
 _lock = Lock()
+if hasattr(os, "register_at_fork"):  # a child would wait for ever for what another thread held
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def find(key: tuple[Hashable, Any], *given: Any) -> Any:
