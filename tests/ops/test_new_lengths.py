@@ -154,6 +154,18 @@ def test_new_lengths_are_made_from_templates(call: Any, monkeypatch: pytest.Monk
             call((1901, k_len), causal=True, grad=True)
 
 
+def test_lengths_that_take_turns_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of layers that attend to their own tokens and to others'."""
+    with pretend_gpu():
+        for lengths in [(1900, 1900), (1900, 2000), *[(1901, 1901), (1901, 2001), (1901, 2002)] * 2]:
+            dense(lengths, causal=True, grad=True)
+        assert launch_cache.size() == 4
+        monkeypatch.setattr(launch_cache._Templates, "resized", None)
+        monkeypatch.setattr(launch_cache._Templates, "backward", None)
+        for lengths in [(1901, 1901), (1901, 2001), (1901, 2002)] * 2:
+            dense(lengths, causal=True, grad=True)
+
+
 def test_packs_of_other_rows_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row counts are written by each launch, and the longest sequences are planned rounded: nothing is made anew."""
     with pretend_gpu() as launches:

@@ -429,9 +429,11 @@ class _Family:
         self.key = key
         self.calls: dict[Hashable, Any] = {}  # by lengths and strides
         self.template: Any = None  # whose `resized` makes calls of other lengths; None: nothing does
-        self.latest: tuple[Hashable, Any] = None, None  # lengths and call that it made last
+        self.latest: tuple[tuple[Hashable, Any], ...] = ()  # lengths and calls that it made last
         self.takes_any_rows = False  # calls of packs that take any number of rows are kept by all else
 
+
+_MOST_LATEST = 4
 
 _families: dict[Hashable, _Family] = {}
 _order: deque[tuple[_Family, Hashable]] = deque()
@@ -446,8 +448,8 @@ def find(key: tuple[Hashable, Any], *given: Any) -> Any:
     """The call that was kept with a key or, where its lengths are new, that its family's template makes of what is
     given; else None.
 
-    One that was made is kept from its second use on, as in the next layer of a model. Lengths that never come back
-    leave nothing behind."""
+    One that was made is kept from its second use on, as in the next layer of a model, also where layers take turns.
+    Lengths that never come back leave nothing behind."""
     of, lengths = key
     family = _families.get(of)
     if family is None:
@@ -458,13 +460,13 @@ def find(key: tuple[Hashable, Any], *given: Any) -> Any:
         call = family.calls.get(lengths)
     if call is not None or family.template is None:
         return call
-    made_for, call = family.latest
-    if made_for == lengths:
-        _add(family, lengths, call)
-        return call
+    for made_for, call in family.latest:
+        if made_for == lengths:
+            _add(family, lengths, call)
+            return call
     call = family.template.resized(*given)
     if call is not None:
-        family.latest = lengths, call
+        family.latest = (lengths, call), *family.latest[: _MOST_LATEST - 1]
     return call
 
 
