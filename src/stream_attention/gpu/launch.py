@@ -302,8 +302,10 @@ class Launch:
         for name, value in sizes.constants.items():
             if bound[name] != value:
                 return None
-        described = {name: size if type(size) is int else like(size) for name, size in sizes.described.items()}
-        return Launch(self._binding, grid, sizes._replace(described=described))  # which holds no tensor
+        if sizes.described:
+            described = {name: size if type(size) is int else like(size) for name, size in sizes.described.items()}
+            sizes = sizes._replace(described=described)
+        return Launch(self._binding, grid, sizes)  # which holds no tensor
 
     def replaced(self, **changes: int) -> Launch:
         """The same launch with other integers."""
