@@ -132,9 +132,10 @@ def drawn(rng: random.Random, kind: str) -> Call:
 
 
 def changed(rng: random.Random, call: Call) -> Call:
-    """The call with some values changed: often its sizes alone."""
+    """The call with some values changed: often its sizes alone, or what is asked for."""
     fields = KINDS[call["kind"]]
-    names = [name for name in fields if name in SIZES] if rng.random() < 0.6 else list(fields)
+    asked = [name for name in fields if name in STATE | ATTENTION | SCORES | WANTED]
+    names = rng.choice([[name for name in fields if name in SIZES]] * 3 + [asked, [*fields]])
     changes = {name: rng.choice(fields[name]) for name in rng.sample(names, min(len(names), rng.choice((1, 1, 2, 3))))}
     for name in changes:
         if name in ("q_len", "k_len") and rng.random() < 0.5:

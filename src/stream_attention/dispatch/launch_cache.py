@@ -78,7 +78,7 @@ class PreparedCall:
     """How calls with one key are computed."""
 
     __slots__ = (
-        "_backwards", "_checked", "_lengths", "_options", "_places", "_planned", "_problem", "_templates", "_wanted",
+        "_backwards", "_checked", "_options", "_places", "_planned", "_problem", "_templates", "_wanted",
         "anew", "forward", "looks_transposed",
     )  # fmt: skip
 
@@ -101,7 +101,6 @@ class PreparedCall:
         self._backwards: dict[Hashable, Backward] = {}
         self._wanted: dict[tuple[bool, ...], tuple[bool, ...]] = {}  # by ctx.needs_input_grad
         self._templates: _Templates | None = None  # that it is one of, or was made from
-        self._lengths: Hashable = None  # as they round them
         self._checked: set[Hashable] = set()
 
     @property
@@ -232,7 +231,7 @@ class _Templates:
         self._found: dict[Hashable, list[Any]] = {}  # calls by backend and configuration; backwards likewise
 
     def add(self, call: PreparedCall) -> None:
-        call._templates, call._lengths = self, _rounded_lengths(call._problem)
+        call._templates = self
         self._add((call._planned.backend, call._planned.config), call)
 
     def resized(self, inputs: Any, lengths: Any, options: tuple[Any, ...]) -> PreparedCall | None:
@@ -244,14 +243,12 @@ class _Templates:
         if like.packed:
             q_len, k_len = longest
         problem = resized(like, q_len, k_len, *options[:3])
-        rounded = _rounded_lengths(problem)
-        planned, templates = self._plan(rounded, problem, options[-1])
+        planned, templates = self._plan(problem, options[-1])
         for template in templates:
             forward = template.forward.resized(problem, inputs, planned.config)
             if forward is not None:
                 call = PreparedCall(planned, problem, forward, template._places, (*longest, *options), template.anew)
-                call._templates, call._lengths, call._checked = self, rounded, template._checked
-                call._wanted = template._wanted
+                call._templates, call._checked, call._wanted = self, template._checked, template._wanted
                 if not like.packed and like.q_heads > min(q_len, validate.MOST_HEADS):
                     call.looks_transposed = validate.looks_transposed(inputs.query, inputs.key)
                 return call
@@ -262,7 +259,7 @@ class _Templates:
         problem = call._problem.replace(backward=True, row_grad=wanted.alibi_slopes or wanted.sink)
         if problem.dtype is torch.float32:
             problem = problem.replace(tf32=torch.backends.cuda.matmul.allow_tf32)
-        planned, templates = self._plan((call._lengths, wanted, problem.tf32), problem, call._options[-1], wanted)
+        planned, templates = self._plan(problem, call._options[-1], wanted, problem.tf32)
         for template in templates:
             found: Backward | None = template.resized(problem, inputs, planned.config, *given)
             if found is not None:
@@ -270,28 +267,25 @@ class _Templates:
         return None
 
     def add_backward(self, wanted: Wanted, planned: Plan, made: Any) -> None:
-        self._add((wanted, planned.problem.tf32, planned.backend, planned.config), made)
+        self._add((planned.backend, planned.config, wanted, planned.problem.tf32), made)
 
     def _add(self, key: Hashable, one: Any) -> None:
         """Put a template before the others, and drop the oldest."""
         templates = self._found.setdefault(key, [])
         templates[:] = [one, *templates[: _MOST_TEMPLATES - 1]]
 
-    def _plan(
-        self, rounded: Hashable, problem: Problem, backend: str, wanted: Wanted | None = None
-    ) -> tuple[Plan, list[Any]]:
-        """The plan of a problem whose lengths are `rounded`, and the templates that have it."""
-        found = self._plans.get(rounded)
+    def _plan(self, problem: Problem, backend: str, *kind: Hashable) -> tuple[Plan, list[Any]]:
+        """The plan of a problem and the templates that have it; `kind` is what tells backwards apart."""
+        lengths = rounded_length(problem.shape.q_len), rounded_length(problem.kv.k_len)
+        differing = (*lengths, problem.window, *kind)  # all that a plan looks at which may differ in a family
+        found = self._plans.get(differing)
         if found is None:
             planned = plan(problem, backend)
-            key: tuple[Any, ...] = planned.backend, planned.config
-            if wanted is not None:
-                key = wanted, problem.tf32, *key
             with _lock:
-                found = planned, self._found.setdefault(key, [])
+                found = planned, self._found.setdefault((planned.backend, planned.config, *kind), [])
                 while len(self._plans) >= LIMIT:
                     del self._plans[next(iter(self._plans))]
-                self._plans[rounded] = found
+                self._plans[differing] = found
         return found
 
 
@@ -310,11 +304,6 @@ def _is_template(call: PreparedCall, inputs: Inputs) -> bool:
 
 def _is_aligned(t: Tensor) -> bool:
     return t.data_ptr() % 16 == 0 and are_aligned(t.stride())
-
-
-def _rounded_lengths(problem: Any) -> Hashable:
-    """All that a plan looks at which may differ in a family."""
-    return rounded_length(problem.shape.q_len), rounded_length(problem.kv.k_len), problem.window
 
 
 class _Attention(_SingleLevelFunction):
