@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 
 from stream_attention import attention, varlen_attention
 from stream_attention.dispatch import launch_cache
+from stream_attention.dispatch.call_key import are_aligned
 from stream_attention.gpu import driver
 from stream_attention.ops import varlen
 from stream_attention.ops.attention import prepare_attention
@@ -231,6 +232,14 @@ def test_where_sizes_are_no_words_of_their_own_a_map_is_encoded_anew(monkeypatch
             launches.clear()
             dense((1901, 2001))
         assert launches == written
+
+
+def test_strides_that_a_word_of_a_tensor_map_does_not_hold_are_not_written() -> None:
+    """They count 16 bytes, in 36 bits."""
+    for stride in (512, (1 << 33) - 8):
+        assert are_aligned((stride, 512, 64, 1)) and stride * 8 >> 4 < 1 << 32
+    for stride in (1 << 33, 0, 12, -512):
+        assert not are_aligned((stride, 512, 64, 1))
 
 
 def test_tensors_of_unequal_rank_are_refused_whatever_their_sizes() -> None:

@@ -143,7 +143,11 @@ def layout_of(t: Tensor) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=4096)
 def are_aligned(strides: tuple[int, ...]) -> bool:
-    """Whether rows that begin on 16 bytes are apart, and lie on 16 bytes, element after element."""
+    """Whether rows that begin on 16 bytes are apart, and lie on 16 bytes, element after element. Of strides beyond 64
+    GB a tensor map has more than the word that is written for a new length."""
     if strides[-1] != 1:
         return False
-    return not any([stride % 8 or not stride for stride in strides[:-1]])  # noqa: C419
+    return not any([stride % 8 or not 0 < stride < _FAR_STRIDE for stride in strides[:-1]])  # noqa: C419
+
+
+_FAR_STRIDE = 1 << 33  # elements: 64 GB of the widest dtype
