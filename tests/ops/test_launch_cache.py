@@ -389,6 +389,43 @@ def test_a_process_forked_from_a_warm_one() -> None:
         assert difference(run(CALLS[name](s, 2)), outcome) == ""
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_forked_while_another_thread_keeps_calls() -> None:
+    """The child has no such thread, which would let go of the lock."""
+    stop = threading.Event()
+
+    def keep() -> None:
+        number = 0
+        while not stop.is_set():
+            launch_cache.keep(("a family", number := number + 1), None)
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    try:
+        for _ in range(40):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(10)
+                launch_cache.keep(("a family", 0), None)
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_device_that_torch_numbers_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of MPS: there is no current GPU to ask for."""
+    if hasattr(torch._C, "_cuda_getDevice"):
+        monkeypatch.delattr(torch._C, "_cuda_getDevice")
+    monkeypatch.setattr(Tensor, "get_device", lambda t: 0)
+    for name in ("plain", "packed", "decode"):
+        for seed in (0, 1):
+            assert not run(CALLS[name](SIZES, seed)).error
+    assert launch_cache.size() == 3
+
+
 # Whoever watches sees what is to be seen
 
 

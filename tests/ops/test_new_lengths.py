@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 
 from stream_attention import attention, varlen_attention
 from stream_attention.dispatch import launch_cache
+from stream_attention.dispatch.call_key import are_aligned
 from stream_attention.gpu import driver
 from stream_attention.ops import varlen
 from stream_attention.ops.attention import prepare_attention
@@ -77,9 +78,9 @@ DEFAULTS = {
 
 def packed(lengths: tuple[int, int], dims: tuple[int, ...] = (3, 8, 4, 64), **options: Any) -> Any:
     sequences, heads, kv_heads, dim = dims
-    grad, (q_len, k_len) = options.pop("grad", False), lengths
+    grad, (q_len, k_len), fewer = options.pop("grad", False), lengths, options.pop("fewer", 1)
     query, key, value = (
-        empty(sequences * length - 1, count, dim, grad=grad)
+        empty(sequences * length - fewer, count, dim, grad=grad)
         for length, count in ((q_len, heads), (k_len, kv_heads), (k_len, kv_heads))
     )
     offsets = torch.zeros(sequences + 1, dtype=torch.int32)
@@ -154,6 +155,18 @@ def test_new_lengths_are_made_from_templates(call: Any, monkeypatch: pytest.Monk
             call((1901, k_len), causal=True, grad=True)
 
 
+def test_lengths_that_take_turns_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of layers that attend to their own tokens and to others'."""
+    with pretend_gpu():
+        for lengths in [(1900, 1900), (1900, 2000), *[(1901, 1901), (1901, 2001), (1901, 2002)] * 2]:
+            dense(lengths, causal=True, grad=True)
+        assert launch_cache.size() == 4
+        monkeypatch.setattr(launch_cache._Templates, "resized", None)
+        monkeypatch.setattr(launch_cache._Templates, "backward", None)
+        for lengths in [(1901, 1901), (1901, 2001), (1901, 2002)] * 2:
+            dense(lengths, causal=True, grad=True)
+
+
 def test_packs_of_other_rows_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row counts are written by each launch, and the longest sequences are planned rounded: nothing is made anew."""
     with pretend_gpu() as launches:
@@ -170,6 +183,23 @@ def test_packs_of_other_rows_are_one_call(monkeypatch: pytest.MonkeyPatch) -> No
                     packed((longest, longest), causal=True, grad=grad)
                     assert launches
             assert launch_cache.size() == kept
+
+
+@pytest.mark.parametrize("longest", [100, 1900])
+@pytest.mark.parametrize("grad", [False, True])
+def test_packs_that_share_a_call_launch_what_fresh_ones_do(grad: bool, longest: int) -> None:
+    """Rows are read and written by TMA too: a tensor map with the rows of an earlier pack would cut off the others."""
+    with pretend_gpu() as launches:
+
+        def launched(fewer: int) -> list[Launched]:
+            launches.clear()
+            packed((longest, longest), causal=True, grad=grad, fewer=fewer)
+            return launches[:]
+
+        shared = [launched(fewer) for fewer in (90, 1, 50)]
+        assert launch_cache.size() == 1
+        launch_cache.clear()
+        assert launched(50) == shared[-1] != []
 
 
 @pytest.mark.parametrize("longest", [100, 1900])
@@ -202,6 +232,14 @@ def test_where_sizes_are_no_words_of_their_own_a_map_is_encoded_anew(monkeypatch
             launches.clear()
             dense((1901, 2001))
         assert launches == written
+
+
+def test_strides_that_a_word_of_a_tensor_map_does_not_hold_are_not_written() -> None:
+    """They count 16 bytes, in 36 bits."""
+    for stride in (512, (1 << 33) - 8):
+        assert are_aligned((stride, 512, 64, 1)) and stride * 8 >> 4 < 1 << 32
+    for stride in (1 << 33, 0, 12, -512):
+        assert not are_aligned((stride, 512, 64, 1))
 
 
 def test_tensors_of_unequal_rank_are_refused_whatever_their_sizes() -> None:
@@ -237,3 +275,41 @@ def test_calls_of_new_lengths_keep_no_tensor(kind: str) -> None:
         gc.collect()
         assert launch_cache.size() >= 2
         assert not [one for one in alive if one() is not None]
+
+
+def test_a_window_side_beyond_64_bits_is_one_that_the_op_holds() -> None:
+    """A backward that is to be differentiated goes through the op, whose integers have 64 bits."""
+    with pretend_gpu():
+        for k_len in (2000, 2001, 2002):
+            query, key, value = empty(2, 1900, 8, 64, grad=True), empty(2, k_len, 4, 64), empty(2, k_len, 4, 64)
+            out = attention(query, key, value, window=(1 << 70, 0))
+            torch.autograd.grad(out, query, torch.empty_like(out), create_graph=True)
+
+
+def test_an_lse_that_hooks_lay_out_anew_is_copied() -> None:
+    """Kernels read a contiguous one, also in a backward that is made from a template."""
+    laid: list[Tensor] = []
+
+    def by_batch(t: Tensor) -> Tensor:
+        if t.dim() == 3:
+            t = t.transpose(0, 1).contiguous().transpose(0, 1)
+            laid.append(t)
+        return t
+
+    with pretend_gpu() as launches:
+        dense((200, 200), causal=True, grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, by_batch):
+            dense((201, 201), causal=True, grad=True)
+        assert laid[0].data_ptr() not in [at for one in launches for at in one.addresses]
+
+
+def test_a_pack_without_keys_is_no_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results are filled, which those of other packs need not be."""
+    filled: list[Any] = []
+    monkeypatch.setattr(driver, "fill_words", lambda *arguments: filled.append(arguments))
+    with pretend_gpu():
+        packed((200, 0), fewer=-9, causal=True)
+        assert filled
+        filled.clear()
+        packed((200, 100), causal=True)
+        assert not filled

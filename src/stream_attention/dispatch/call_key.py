@@ -15,6 +15,9 @@ from ..base.problem import UNBOUNDED, Inputs
 from . import plan as planning
 
 _INPUTS = len(Inputs._fields)
+FAR_SIDE = 1 << 40
+"""A window side beyond every position, which the ops' integers still hold."""
+
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -59,7 +62,7 @@ def options_of(head_dim: int, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
     if window is not None:
         if type(window) is not tuple or len(window) != 2 or type(window[0]) is not int or type(window[1]) is not int:
             return None
-        left, right = window
+        left, right = min(window[0], FAR_SIDE), min(window[1], FAR_SIDE)
     if backend == AUTO:
         backend = planning._forced
     if backend == "reference":
@@ -106,7 +109,7 @@ def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options:
         or query.is_neg()
         or key.is_neg()
         or value.is_neg()
-        or (device >= 0 and device != torch._C._cuda_getDevice())
+        or (device >= 0 and is_elsewhere(device))
     ):
         return None
     others = [None if t is None else layout_of(t) for t in inputs[3:]]  # no `==`: of tensors that is an op
@@ -117,6 +120,11 @@ def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options:
     if query.dtype is torch.float32:
         family += (torch.backends.cuda.matmul.allow_tf32,)
     return Key(family, rows)
+
+
+def is_elsewhere(device: int) -> bool:
+    """Whether the GPU of this number is not the current one. A torch without CUDA numbers its own devices, as MPS."""
+    return hasattr(torch._C, "_cuda_getDevice") and device != torch._C._cuda_getDevice()
 
 
 _ABSENT = [None] * (_INPUTS - 3)
@@ -135,7 +143,11 @@ def layout_of(t: Tensor) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=4096)
 def are_aligned(strides: tuple[int, ...]) -> bool:
-    """Whether rows that begin on 16 bytes are apart, and lie on 16 bytes, element after element."""
+    """Whether rows that begin on 16 bytes are apart, and lie on 16 bytes, element after element. Of strides beyond 64
+    GB a tensor map has more than the word that is written for a new length."""
     if strides[-1] != 1:
         return False
-    return not any([stride % 8 or not stride for stride in strides[:-1]])  # noqa: C419
+    return not any([stride % 8 or not 0 < stride < _FAR_STRIDE for stride in strides[:-1]])  # noqa: C419
+
+
+_FAR_STRIDE = 1 << 33  # elements: 64 GB of the widest dtype

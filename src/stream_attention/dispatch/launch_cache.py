@@ -33,6 +33,7 @@ from .call_key import (
     PLAIN_TYPES,
     Key,
     are_aligned,
+    is_elsewhere,
     is_profiled,
     is_watched,
     key_of,
@@ -42,7 +43,17 @@ from .call_key import (
 from .plan import Plan, plan, rounded_length
 from .prepare import plan_backward, prepare_backward, prepare_forward, problem_of
 
-__all__ = ["NO_LAYOUT", "PLAIN_TYPES", "Key", "is_profiled", "is_watched", "key_of", "layout_of", "options_of"]
+__all__ = [
+    "NO_LAYOUT",
+    "PLAIN_TYPES",
+    "Key",
+    "is_elsewhere",
+    "is_profiled",
+    "is_watched",
+    "key_of",
+    "layout_of",
+    "options_of",
+]
 """Of the key, what callers take from here."""
 
 LIMIT = 256
@@ -67,7 +78,7 @@ class PreparedCall:
     """How calls with one key are computed."""
 
     __slots__ = (
-        "_backwards", "_checked", "_lengths", "_options", "_places", "_planned", "_problem", "_templates", "_wanted",
+        "_backwards", "_checked", "_options", "_places", "_planned", "_problem", "_templates", "_wanted",
         "anew", "forward", "looks_transposed",
     )  # fmt: skip
 
@@ -90,7 +101,6 @@ class PreparedCall:
         self._backwards: dict[Hashable, Backward] = {}
         self._wanted: dict[tuple[bool, ...], tuple[bool, ...]] = {}  # by ctx.needs_input_grad
         self._templates: _Templates | None = None  # that it is one of, or was made from
-        self._lengths: Hashable = None  # as they round them
         self._checked: set[Hashable] = set()
 
     @property
@@ -159,8 +169,9 @@ class PreparedCall:
         return gradients
 
     def _prepare_backward(self, inputs: Inputs, given: Results, wanted: Wanted) -> Backward:
-        templates, (out, _, grad_out, grad_lse) = self._templates, given
-        if grad_lse is not None or not all(map(_is_aligned, (*inputs[:3], out, grad_out))):
+        templates, (out, lse, grad_out, grad_lse) = self._templates, given
+        is_plain = grad_lse is None and lse.is_contiguous()
+        if not is_plain or not all(map(_is_aligned, (*inputs[:3], out, grad_out))):
             templates = None
         if templates is not None:
             found = templates.backward(self, inputs, given, wanted)
@@ -220,7 +231,7 @@ class _Templates:
         self._found: dict[Hashable, list[Any]] = {}  # calls by backend and configuration; backwards likewise
 
     def add(self, call: PreparedCall) -> None:
-        call._templates, call._lengths = self, _rounded_lengths(call._problem)
+        call._templates = self
         self._add((call._planned.backend, call._planned.config), call)
 
     def resized(self, inputs: Any, lengths: Any, options: tuple[Any, ...]) -> PreparedCall | None:
@@ -232,14 +243,12 @@ class _Templates:
         if like.packed:
             q_len, k_len = longest
         problem = resized(like, q_len, k_len, *options[:3])
-        rounded = _rounded_lengths(problem)
-        planned, templates = self._plan(rounded, problem, options[-1])
+        planned, templates = self._plan(problem, options[-1])
         for template in templates:
             forward = template.forward.resized(problem, inputs, planned.config)
             if forward is not None:
                 call = PreparedCall(planned, problem, forward, template._places, (*longest, *options), template.anew)
-                call._templates, call._lengths, call._checked = self, rounded, template._checked
-                call._wanted = template._wanted
+                call._templates, call._checked, call._wanted = self, template._checked, template._wanted
                 if not like.packed and like.q_heads > min(q_len, validate.MOST_HEADS):
                     call.looks_transposed = validate.looks_transposed(inputs.query, inputs.key)
                 return call
@@ -250,7 +259,7 @@ class _Templates:
         problem = call._problem.replace(backward=True, row_grad=wanted.alibi_slopes or wanted.sink)
         if problem.dtype is torch.float32:
             problem = problem.replace(tf32=torch.backends.cuda.matmul.allow_tf32)
-        planned, templates = self._plan((call._lengths, wanted, problem.tf32), problem, call._options[-1], wanted)
+        planned, templates = self._plan(problem, call._options[-1], wanted, problem.tf32)
         for template in templates:
             found: Backward | None = template.resized(problem, inputs, planned.config, *given)
             if found is not None:
@@ -258,28 +267,25 @@ class _Templates:
         return None
 
     def add_backward(self, wanted: Wanted, planned: Plan, made: Any) -> None:
-        self._add((wanted, planned.problem.tf32, planned.backend, planned.config), made)
+        self._add((planned.backend, planned.config, wanted, planned.problem.tf32), made)
 
     def _add(self, key: Hashable, one: Any) -> None:
         """Put a template before the others, and drop the oldest."""
         templates = self._found.setdefault(key, [])
         templates[:] = [one, *templates[: _MOST_TEMPLATES - 1]]
 
-    def _plan(
-        self, rounded: Hashable, problem: Problem, backend: str, wanted: Wanted | None = None
-    ) -> tuple[Plan, list[Any]]:
-        """The plan of a problem whose lengths are `rounded`, and the templates that have it."""
-        found = self._plans.get(rounded)
+    def _plan(self, problem: Problem, backend: str, *kind: Hashable) -> tuple[Plan, list[Any]]:
+        """The plan of a problem and the templates that have it; `kind` is what tells backwards apart."""
+        lengths = rounded_length(problem.shape.q_len), rounded_length(problem.kv.k_len)
+        differing = (*lengths, problem.window, *kind)  # all that a plan looks at which may differ in a family
+        found = self._plans.get(differing)
         if found is None:
             planned = plan(problem, backend)
-            key: tuple[Any, ...] = planned.backend, planned.config
-            if wanted is not None:
-                key = wanted, problem.tf32, *key
             with _lock:
-                found = planned, self._found.setdefault(key, [])
+                found = planned, self._found.setdefault((planned.backend, planned.config, *kind), [])
                 while len(self._plans) >= LIMIT:
                     del self._plans[next(iter(self._plans))]
-                self._plans[rounded] = found
+                self._plans[differing] = found
         return found
 
 
@@ -288,19 +294,16 @@ _MOST_TEMPLATES = 4
 
 def _is_template(call: PreparedCall, inputs: Inputs) -> bool:
     """Whether calls of other lengths can be made from one that was prepared. A mask, a bias and the words of dropout
-    have lengths of their own."""
+    have lengths of their own, and where there is no score results are filled."""
+    if call._problem.empty or not hasattr(call.forward, "resized"):
+        return False
     others = inputs.mask is None and inputs.bias is None and inputs.seed is None
     same_length = inputs.key.shape[-3] == inputs.value.shape[-3]
-    return others and same_length and all(map(_is_aligned, inputs[:3])) and hasattr(call.forward, "resized")
+    return others and same_length and all(map(_is_aligned, inputs[:3]))
 
 
 def _is_aligned(t: Tensor) -> bool:
     return t.data_ptr() % 16 == 0 and are_aligned(t.stride())
-
-
-def _rounded_lengths(problem: Any) -> Hashable:
-    """All that a plan looks at which may differ in a family."""
-    return rounded_length(problem.shape.q_len), rounded_length(problem.kv.k_len), problem.window
 
 
 class _Attention(_SingleLevelFunction):
@@ -415,23 +418,27 @@ class _Family:
         self.key = key
         self.calls: dict[Hashable, Any] = {}  # by lengths and strides
         self.template: Any = None  # whose `resized` makes calls of other lengths; None: nothing does
-        self.latest: tuple[Hashable, Any] = None, None  # lengths and call that it made last
+        self.latest: tuple[tuple[Hashable, Any], ...] = ()  # lengths and calls that it made last
         self.takes_any_rows = False  # calls of packs that take any number of rows are kept by all else
 
+
+_MOST_LATEST = 4
 
 _families: dict[Hashable, _Family] = {}
 _order: deque[tuple[_Family, Hashable]] = deque()
 """The calls that are kept, oldest first, each by its family and its lengths."""
 
 _lock = Lock()
+if hasattr(os, "register_at_fork"):  # a child would wait for ever for what another thread held
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def find(key: tuple[Hashable, Any], *given: Any) -> Any:
     """The call that was kept with a key or, where its lengths are new, that its family's template makes of what is
     given; else None.
 
-    One that was made is kept from its second use on, as in the next layer of a model. Lengths that never come back
-    leave nothing behind."""
+    One that was made is kept from its second use on, as in the next layer of a model, also where layers take turns.
+    Lengths that never come back leave nothing behind."""
     of, lengths = key
     family = _families.get(of)
     if family is None:
@@ -442,13 +449,13 @@ def find(key: tuple[Hashable, Any], *given: Any) -> Any:
         call = family.calls.get(lengths)
     if call is not None or family.template is None:
         return call
-    made_for, call = family.latest
-    if made_for == lengths:
-        _add(family, lengths, call)
-        return call
+    for made_for, call in family.latest:
+        if made_for == lengths:
+            _add(family, lengths, call)
+            return call
     call = family.template.resized(*given)
     if call is not None:
-        family.latest = lengths, call
+        family.latest = (lengths, call), *family.latest[: _MOST_LATEST - 1]
     return call
 
 

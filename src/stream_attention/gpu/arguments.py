@@ -8,7 +8,6 @@ kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -84,12 +83,8 @@ def tile_width(dim: int) -> int:
 
 def row_strides(t: Tensor, packed: bool, unit: int) -> tuple[int, int, int]:
     """Strides of (batch, row, head) in units."""
-    return _in_units(t.stride(), packed, unit)
-
-
-@lru_cache(maxsize=4096)  # calls of new lengths ask again for the same strides
-def _in_units(strides: tuple[int, ...], packed: bool, unit: int) -> tuple[int, int, int]:
-    return 0 if packed else strides[0] // unit, strides[-3] // unit, strides[-2] // unit
+    *batch, by_row, by_head, _ = t.stride()
+    return 0 if packed else batch[0] // unit, by_row // unit, by_head // unit
 
 
 def line_strides(t: Tensor | None, packed: bool) -> tuple[int, int]:

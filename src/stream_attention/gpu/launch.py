@@ -181,9 +181,9 @@ class _Binding:
         """Whether its machine code came with the wheel: Triton has no kernel to call its hooks with."""
         return self.compiled is not None and isinstance(self.compiled.kernel, prebuilt.Loaded)
 
-    def packed(self, sizes: Sizes | None, changes: Mapping[str, int] | None) -> Any:
-        """The block that the driver launches, with other sizes and integers; None where the kernel is not compiled yet,
-        or only Triton can launch it."""
+    def packed(self, all_sizes: Sequence[Sizes]) -> Any:
+        """The block that the driver launches, with other sizes; None where the kernel is not compiled yet, or only
+        Triton can launch it."""
         if not self.is_compiled():
             return None
         assert self.compiled is not None
@@ -199,10 +199,8 @@ class _Binding:
             self.function = kernel.function
             self.block = block  # last: another thread goes on as soon as it is there
         block = self.block[:]
-        if sizes is not None:
+        for sizes in all_sizes:
             self.write(block, sizes)
-        if changes is not None:
-            parameters.write(block, *zip(*changes.items(), strict=True))
         return block
 
     def write(self, block: Any, sizes: Sizes) -> None:
@@ -212,25 +210,18 @@ class _Binding:
         if sizes.described:
             self.compiled.parameters.resize(block, sizes.described, self.arguments)
 
-    def call_triton(
-        self,
-        grid: int,
-        all_sizes: Sequence[Sizes | None],
-        changes: Mapping[str, int] | None,
-        tensors: Sequence[Any],
-    ) -> None:
+    def call_triton(self, grid: int, all_sizes: Sequence[Sizes], tensors: Sequence[Any]) -> None:
         """Launch through Triton, which compiles if need be. Of several sizes, the later ones overwrite the former."""
         if self.device is not None and self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self.call_triton(grid, all_sizes, changes, tensors)
+                return self.call_triton(grid, all_sizes, tensors)
         kernel = self.kernel
-        arguments = {**self.arguments, **(changes or {})}
-        given = [sizes for sizes in all_sizes if sizes is not None]
-        for sizes in given:
+        arguments = dict(self.arguments)
+        for sizes in all_sizes:
             arguments |= named(sizes.names, sizes.numbers)
         for name, source in self.sources.items():
             tensor, bound = tensors[source], self.arguments[name]
-            for sizes in given:
+            for sizes in all_sizes:
                 if name in sizes.described:
                     bound = bound.resized(sizes.described[name])
             if bound is None and type(tensor) is not int and tensor.dtype is not self.dtypes[name]:
@@ -258,13 +249,11 @@ class Launch:
     in the interpreter, and offline.
     """
 
-    __slots__ = ("_binding", "_block", "_changes", "_grid", "_sizes")
+    __slots__ = ("_binding", "_block", "_grid", "_sizes")
 
-    def __init__(
-        self, binding: _Binding, grid: int, sizes: Sizes | None = None, changes: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, binding: _Binding, grid: int, sizes: tuple[Sizes, ...] = ()) -> None:
         self._binding, self._grid = binding, grid
-        self._sizes, self._changes = sizes, changes  # in place of what was bound
+        self._sizes = sizes  # in place of what was bound
         self._block: Any = None
 
     @property
@@ -279,12 +268,13 @@ class Launch:
         if not self._grid:
             return
         if self._block is None:
-            block = binding.packed(self._sizes, self._changes)
+            block = binding.packed(self._sizes)
             if block is not None:
                 driver.write_grid(block, self._grid)
                 self._block = block
         if self._block is None or ((_enter.calls or _leave.calls) and not binding.is_prebuilt):
-            return binding.call_triton(self._grid, (self._sizes, sizes), self._changes, tensors)
+            all_sizes = self._sizes if sizes is None else (*self._sizes, sizes)
+            return binding.call_triton(self._grid, all_sizes, tensors)
         if torch._C._cuda_getDevice() != binding.device:
             with torch.cuda.device(binding.device):
                 return self(*tensors, sizes=sizes)
@@ -302,12 +292,15 @@ class Launch:
         for name, value in sizes.constants.items():
             if bound[name] != value:
                 return None
-        described = {name: size if type(size) is int else like(size) for name, size in sizes.described.items()}
-        return Launch(self._binding, grid, sizes._replace(described=described))  # which holds no tensor
+        if sizes.described:
+            described = {name: size if type(size) is int else like(size) for name, size in sizes.described.items()}
+            sizes = sizes._replace(described=described)
+        return Launch(self._binding, grid, (sizes,))  # which hold no tensor
 
     def replaced(self, **changes: int) -> Launch:
         """The same launch with other integers."""
-        return Launch(self._binding, self._grid, self._sizes, changes)
+        changed = Sizes(" ".join(changes), tuple(changes.values()), {}, {})
+        return Launch(self._binding, self._grid, (*self._sizes, changed))
 
 
 class Sizes(NamedTuple):
@@ -350,6 +343,11 @@ class Descriptor(NamedTuple):
     layout: Any
     tensor_strides: tuple[int, ...] = ()  # of the tensor that it was made of
 
+    @property
+    def rows_dim(self) -> int:
+        """The dim that counts rows: the first, but behind the batch in `[B, T, H, D]`, as which a pack is read too."""
+        return 1 if len(self.shape) == 4 else 0
+
     def of(self, base: Any) -> Any:
         """Triton's descriptor of a tensor that lies as this one does."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -358,10 +356,11 @@ class Descriptor(NamedTuple):
         return TensorDescriptor(base, [*self.shape], [*self.strides], [*self.block_shape], self.layout)
 
     def resized(self, size: Any) -> Descriptor:
-        """That of another size: of the first dim, as a number, or of rows `[..., T, H, D]`, as a tensor that has them.
+        """That of another size: how many rows, as a number, or of rows `[..., T, H, D]`, as a tensor that has them.
         Strides of dims of size 1 stay as they are. One of three dims has those of the tensor."""
         if type(size) is int:
-            return self._replace(shape=(size, *self.shape[1:]))
+            place = self.rows_dim
+            return self._replace(shape=(*self.shape[:place], size, *self.shape[place + 1 :]))
         if len(self.shape) == 3:
             return self._replace(shape=tuple(size.shape), strides=size.stride())
         batch, _, heads, dim = self.shape
@@ -390,7 +389,7 @@ class Parameters:
         self.words: dict[str, int] = {}  # parameter -> the word of the block that holds its address
         self._integers: dict[str, tuple[int, str]] = {}  # parameter -> its first byte in the block, and code of struct
         self._maps: dict[str, _MapField] = {}
-        self._runs: dict[Any, list[_Run]] = {}  # by the names of integers that are written together
+        self._runs: dict[str, list[_Run]] = {}  # by the names of integers that are written together
         self._order: list[str] = []
         self.offsets: list[tuple[int, int]] = []
         self._format, self._end = "", 0
@@ -440,11 +439,11 @@ class Parameters:
                 values.append(0 if value is None else value)
         self.struct.pack_into(block, 8 * driver.FIRST_PARAMETER, *values, 0, 0)
 
-    def write(self, block: array[int], names: Any, numbers: Sequence[int]) -> None:
-        """Overwrite integers of a block that `write_all` filled. `names`: a tuple, or in one string."""
+    def write(self, block: array[int], names: str, numbers: Sequence[int]) -> None:
+        """Overwrite integers of a block that `write_all` filled, by their names, separated by spaces."""
         runs = self._runs.get(names)
         if runs is None:
-            runs = self._runs[names] = self._runs_of(_split(names) if isinstance(names, str) else names)
+            runs = self._runs[names] = self._runs_of(_split(names))
         for at, pack_into, places in runs:
             pack_into(block, at, *numbers if places is None else places(numbers))
 
@@ -517,9 +516,10 @@ class _MapField(NamedTuple):
             struct.pack_into("128s", block, self.at, self.encoded(bound.resized(size)))
         map_at, shape_at, strides_at = self.at // 4, self.shape_at // 4, self.strides_at // 8
         if type(size) is int:
-            halves[shape_at] = size
+            place = bound.rows_dim
+            halves[shape_at + place] = size
             if words is not None:
-                halves[map_at + words.sizes[0]] = size - 1
+                halves[map_at + words.sizes[place]] = size - 1
             return
         strides = size.stride()
         if len(self.box) == 3:

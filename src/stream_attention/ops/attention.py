@@ -14,13 +14,11 @@ from torch import Tensor
 from ..backends import AUTO
 from ..base.problem import UNBOUNDED, CallOptions, Inputs, gradient_of
 from ..dispatch import launch_cache, validate
+from ..dispatch.call_key import FAR_SIDE
 from ..dispatch.flops import register_flop_formulas
 from ..dispatch.plan import plan, requested
 from ..dispatch.prepare import problem_of
 from ..dispatch.torch_ops import forward_op
-
-_FAR = 1 << 40
-"""A window side beyond every position, which the ops' integers still hold."""
 
 
 class Options(TypedDict, total=False):
@@ -285,7 +283,7 @@ def op_arguments(inputs: Inputs, options: CallOptions, q_len: int = 0, k_len: in
     The small tensors are contiguous from here on: kernels read them without strides.
     """
     causal, window, softcap, scale, dropout_p, seed, deterministic, _, backend, _, _ = options
-    left, right = (min(side, _FAR) for side in window or (UNBOUNDED, UNBOUNDED))
+    left, right = (min(side, FAR_SIDE) for side in window or (UNBOUNDED, UNBOUNDED))
     scale = max(inputs.query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

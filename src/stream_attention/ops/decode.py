@@ -267,7 +267,7 @@ def _key_of(inputs: DecodeInputs, options: tuple[Any, ...]) -> tuple[tuple[_Layo
         return _NO_KEY
     addresses, layout = _layout_of(cache)
     queries = launch_cache.layout_of(query)
-    if layout is None or not queries or (queries[3] >= 0 and queries[3] != torch._C._cuda_getDevice()):
+    if layout is None or not queries or (queries[3] >= 0 and launch_cache.is_elsewhere(queries[3])):
         return _NO_KEY
     outs: Any = None
     scratch: Any = None

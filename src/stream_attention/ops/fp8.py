@@ -137,7 +137,7 @@ def _split(t: Any) -> tuple[tuple[Any, ...], tuple[int, tuple[int, ...]]] | None
     if not layout:
         return None
     dtype, shape, strides, device, offset = layout
-    if device >= 0 and device != torch._C._cuda_getDevice():
+    if device >= 0 and launch_cache.is_elsewhere(device):
         return None
     return (dtype, shape[:-3], shape[-2:], device, offset), (shape[-3], strides)
 

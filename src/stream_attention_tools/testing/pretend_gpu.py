@@ -40,6 +40,7 @@ class Launched:
     grid: int
     parameters: bytes  # with 0 for addresses
     addresses: tuple[int, ...] = field(compare=False)
+    function: int = 0  # tells forms of a kernel apart: by constexprs, dtypes, alignment and options
 
 
 class _AnyDevice(int):
@@ -71,7 +72,7 @@ class _Driver:
             found = tuple(int.from_bytes(parameters[at : at + 8], "little") for at in addresses)
             for at in addresses:
                 parameters[at : at + 8] = bytes(8)
-            self._launches.append(Launched(name, grid, bytes(parameters), found))
+            self._launches.append(Launched(name, grid, bytes(parameters), found, function))
         return 0
 
     def cuMemsetD32Async(self, address: int, value: int, count: int, stream: int) -> int:
