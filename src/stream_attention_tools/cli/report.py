@@ -5,13 +5,17 @@
     python -m stream_attention.cli.report --html DIR RESULTS.json...              # write DIR/index.html
 
 A page marks a place with two comments, and the first names results by their place under benchmarks/results. `results`
-is the table of one file. `overview` is one problem of each file over length, as pictures, and a short table:
+is the table of one file. `overview` is one problem of each file over length, as pictures, and a short table. `versions`
+is the table of versions that were tested together:
 
     <!-- results:cpu/cpu -->
     <!-- /results -->
 
     <!-- overview:h200/forward,h200/backward d128 causal -->
     <!-- /overview -->
+
+    <!-- versions -->
+    <!-- /versions -->
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from typing import Any
 from stream_attention_tools.files import write_file
 
 from ..bench.results import load, markdown
-from ..report import models, readme_report
+from ..report import models, readme_report, versions
 from ..report.page import write_page
 from .command import Refused, quiet
 
@@ -36,6 +40,7 @@ _TABLE = re.compile(r"(<!-- results:(?P<name>[\w./-]+) -->\n).*?(<!-- /results -
 _OVERVIEW = re.compile(
     r"(<!-- overview:(?P<names>[\w./,-]+) (?P<label>[^\n]+?) -->\n).*?(<!-- /overview -->)", re.DOTALL
 )
+_VERSIONS = re.compile(r"(<!-- versions -->\n).*?(<!-- /versions -->)", re.DOTALL)
 
 
 def render(page: str, folder: Path, figures: str = "docs/figures") -> str:
@@ -50,7 +55,11 @@ def render(page: str, folder: Path, figures: str = "docs/figures") -> str:
         results = _named(found["names"], folder)
         return f"{found[1]}{readme_report.markdown(results, found['label'], figures)}\n{found[4]}"
 
-    return _OVERVIEW.sub(shown, _TABLE.sub(table, page))
+    def tested(found: re.Match[str]) -> str:
+        with _refusing("versions: expected what the runs of the tests have left; got"):
+            return f"{found[1]}{versions.markdown(folder)}\n{found[2]}"
+
+    return _VERSIONS.sub(tested, _OVERVIEW.sub(shown, _TABLE.sub(table, page)))
 
 
 def pictures(page: str, folder: Path) -> dict[str, str]:
