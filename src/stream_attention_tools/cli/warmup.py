@@ -30,7 +30,7 @@ from stream_attention.base.device import arch, processors
 from .. import warmup
 from ..bench.progress import progress
 from ..testing.inputs import Case, packed
-from ..warmup import Call, FirstCall, Gpu, Kernel, Made, with_tiles
+from ..warmup import Call, Gpu, Kernel, Made, with_tiles
 from . import values
 from .command import Refused, command, description
 from .plan import DTYPES, gpu_in_words
@@ -160,13 +160,15 @@ def _conditions(gpu: Gpu) -> dict[str, Any]:
     import triton
     from triton.backends.nvidia.compiler import get_ptxas
 
+    from .. import launchers
+
     return {
         "cache": str(triton.knobs.cache.dir),
         "stream_attention": __version__,
         "triton": triton.__version__,
         "ptxas": get_ptxas(gpu.arch).version,
         "python": ".".join(map(str, sys.version_info[:2])),
-        "why_no_launchers": warmup.why_no_launchers(),
+        "why_no_launchers": launchers.why_not(),
     }
 
 
@@ -174,14 +176,7 @@ def _first_calls(kernels: list[Kernel]) -> dict[str, Any]:
     """First calls in a process, with the cache; and one of them without it."""
     calls = list(dict.fromkeys(kernel.call for kernel in kernels))
     print(f"{len(calls)} first calls, and one with an empty cache", file=sys.stderr, flush=True)
-    cached, empty = warmup.first_calls(calls), warmup.first_calls(calls[:1], cached=False)
-    return {"cached": [_timed(call) for call in cached], "empty": _timed(empty[0])}
-
-
-def _timed(first: FirstCall) -> dict[str, Any]:
-    backward = None if first.backward is None else round(first.backward, 3)
-    times = {"forward": round(first.forward, 3), "backward": backward}
-    return {"call": str(first.call), **times, "compiled": first.compiled}
+    return {"cached": warmup.first_calls(calls), "empty": warmup.first_calls(calls[:1], cached=False)[0]}
 
 
 def _text(found: dict[str, Any]) -> str:
