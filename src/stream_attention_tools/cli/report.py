@@ -34,7 +34,7 @@ from stream_attention_tools.files import write_file
 from ..bench.results import load, markdown
 from ..report import models, readme_report, versions
 from ..report.page import write_page
-from .command import Refused, quiet
+from .command import Refused, command
 
 _TABLE = re.compile(r"(<!-- results:(?P<name>[\w./-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 _OVERVIEW = re.compile(
@@ -114,18 +114,8 @@ def _fresh(pages: Sequence[Path], results: Path, figures: Path) -> dict[Path, st
     return found
 
 
-@quiet
-def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attention.cli.report") -> int:
-    """The command; returns its exit code: 0, 1 if --check finds something stale, 2 if a file is missing or wrong."""
-    options = _parser(prog).parse_args(argv)
-    try:
-        return _run(options)
-    except (Refused, ImportError) as refused:
-        print(refused, file=sys.stderr)
-        return 2
-
-
 def _run(options: argparse.Namespace) -> int:
+    """The exit code: 1 if --check finds something stale."""
     if options.html is not None:
         if options.check:
             raise Refused("--check: expected pages; got --html, which is always written.")
@@ -143,17 +133,16 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if stale and options.check else 0
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="pages; with --html, results files")
     add("--check", action="store_true", help="write nothing; exit 1 if a page or picture is stale")
     add("--html", type=Path, metavar="DIR", help="write DIR/index.html from the results files")
     add("--results", type=Path, default=Path("benchmarks/results"), help="default: %(default)s")
     add("--figures", type=Path, default=Path("docs/figures"), help="default: %(default)s")
-    return parser
 
+
+main = command("python -m stream_attention.cli.report", __doc__, _flags, _run, refused=(Refused, ImportError))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -32,7 +32,7 @@ from ..bench.progress import progress
 from ..testing.inputs import Case, packed
 from ..warmup import Call, Gpu, Kernel, Made, with_tiles
 from . import values
-from .command import Refused, command, description
+from .command import Refused, command
 from .plan import DTYPES, gpu_in_words
 
 LENGTHS = (128, 256, 512, 640, 1024, 1280, 1536, 2000, 2048, 2560, 3072, 4096, 5120, 8192, 16384)
@@ -215,8 +215,7 @@ def _first_call_lines(cached: list[dict[str, Any]], empty: dict[str, Any]) -> li
     return lines
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=description(__doc__))
+def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the GPU").add_argument
     add("--arch", type=values.capability, metavar="CC", help="compute capability, 90 for 9.0; default: its own")
     add("--processors", type=values.count, metavar="N", help="how many multiprocessors it has")
@@ -251,12 +250,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     first = "time first calls; default: where the GPU is here"
     add("--first-call", action=argparse.BooleanOptionalAction, help=first)
     add("--json", action="store_true", help="print what was done as JSON")
-    return parser
 
 
 main = command(
     "python -m stream_attention.cli.warmup",
-    _parser,
+    __doc__,
+    _flags,
     _run,
     refused=(Refused, ValueError, TypeError),
     interrupted="interrupted; what was compiled stays in the cache",
