@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -121,17 +121,11 @@ def kernels_of(calls: Iterable[Call], gpu: Gpu) -> tuple[list[Kernel], dict[str,
     return list(found.values()), without
 
 
-def compile_ahead(
-    kernels: Iterable[Kernel], gpu: Gpu, workers: int | None = None, done: Callable[[Made], None] = lambda made: None
-) -> list[Made]:
-    """Compile kernels into Triton's cache, in parallel. `done` is told of each as it is finished."""
-    made = []
+def compile_ahead(kernels: Iterable[Kernel], gpu: Gpu, workers: int | None = None) -> Iterator[Made]:
+    """Compile kernels into Triton's cache, in parallel, and yield what came of each."""
     # Fresh processes: a fork of one that has used CUDA, or has threads, may hang.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for one in pool.map(partial(_compile, gpu=gpu), kernels):
-            made.append(one)
-            done(one)
-    return made
+        yield from pool.map(partial(_compile, gpu=gpu), kernels)
 
 
 def first_calls(calls: Iterable[Call], cached: bool = True) -> list[dict[str, Any]]:

@@ -62,16 +62,15 @@ def _run(options: argparse.Namespace) -> int:
     except BrokenProcessPool:
         print("a worker was killed, perhaps for want of memory; say fewer --workers", file=sys.stderr)
         return 1
-    by_kernel = {one.kernel: one for one in made}
     found = {
         "arch": gpu.arch,
         "processors": gpu.processors,
         "device": words,
         **_conditions(gpu),
-        "kernels": [_entry(kernel, by_kernel.get(kernel)) for kernel in kernels],
-        "compiled": sum(not one.error for one in made),
+        "kernels": [_entry(kernel, made.get(kernel)) for kernel in kernels],
+        "compiled": sum(not one.error for one in made.values()),
         "already_there": len(kernels) - len(to_compile),
-        "failed": sum(bool(one.error) for one in made),
+        "failed": sum(bool(one.error) for one in made.values()),
         "not_compiled": without,
         "workers": workers,
         "seconds": round(time.perf_counter() - begun, 2),
@@ -138,16 +137,16 @@ def _calls(options: argparse.Namespace) -> Iterator[Call]:
             yield Call(with_tiles(case, options.mask, options.bias, options.alibi), options.backend, its)
 
 
-def _compiled(kernels: list[Kernel], gpu: Gpu, workers: int) -> list[Made]:
+def _compiled(kernels: list[Kernel], gpu: Gpu, workers: int) -> dict[Kernel, Made]:
     if not kernels:
-        return []
+        return {}
     print(f"{len(kernels)} kernels to compile in {workers} processes", file=sys.stderr, flush=True)
+    made = {}
     with progress(len(kernels)) as shown:
-
-        def done(made: Made) -> None:
-            shown.done(f"{made.seconds:6.1f} s  {made.kernel}" + (f"  FAILED: {made.error}" if made.error else ""))
-
-        return warmup.compile_ahead(kernels, gpu, workers, done)
+        for one in warmup.compile_ahead(kernels, gpu, workers):
+            made[one.kernel] = one
+            shown.done(f"{one.seconds:6.1f} s  {one.kernel}" + (f"  FAILED: {one.error}" if one.error else ""))
+    return made
 
 
 def _entry(kernel: Kernel, its: Made | None) -> dict[str, Any]:
