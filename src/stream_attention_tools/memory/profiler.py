@@ -42,6 +42,7 @@ class Run:
     points: list[tuple[float, Reading]] = field(default_factory=list)  # every reading
     snapshots: list[dict[str, Any]] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
+    open: list[Region] = field(default_factory=list)
     latest: int = 0  # number of the reading of the latest snapshot
 
     def peak(self, first: int, last: int | None = None) -> int:
@@ -136,15 +137,17 @@ class MemoryProfiler:
         """Within this block, or function that it decorates: the peak, and how much more is allocated after it."""
         run = self._started("region")
         self._mark()
-        around = [one for one in run.regions if one.last is None]
-        mine = Region(f"{around[-1].name}/{name}" if around else name, len(around), len(run.points) - 1)
+        path = f"{run.open[-1].name}/{name}" if run.open else name
+        mine = Region(path, len(run.open), len(run.points) - 1)
         run.regions.append(mine)
+        run.open.append(mine)
         try:
             yield
         finally:
             if self._running and self._run is run:  # else it was stopped within, and the region stays open
                 self._mark()
                 mine.last = len(run.points) - 1
+                run.open.remove(mine)
 
     def report(self) -> dict[str, Any]:
         """All that was recorded, ready for JSON: `snapshots`, the `deltas` between neighbours, `regions` and peaks.
