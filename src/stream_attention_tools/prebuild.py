@@ -62,9 +62,14 @@ def common() -> Iterator[Call]:
         for length, batch in product(LENGTHS, BATCHES):
             if batch * length <= MOST_TOKENS:
                 name = f"{word} d{dim} {kind} {batch}x{length}"
-                yield Call(name, partial(_dense, dtype, dim, kind, batch, length))
+                options = WINDOWS[kind]
+                yield Call(name, partial(_both_ways, attention, dtype, (batch, length), dim, **options))
                 if dtype is torch.bfloat16:
-                    yield Call(f"packed {name}", partial(_packed, dim, kind, batch, length))
+                    ends = torch.arange(batch + 1, dtype=torch.int32) * length
+                    options = options | {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+                    options |= {"max_seqlen_q": length, "max_seqlen_k": length}
+                    packed = partial(_both_ways, varlen_attention, dtype, (batch * length,), dim, **options)
+                    yield Call(f"packed {name}", packed)
     for dim, kind, length in product(DIMS, ("full", "causal"), (1024, 16384)):
         yield Call(f"fp8 d{dim} {kind} {length}", partial(_fp8, dim, kind, length))
     for dim, (heads, kv_heads), batch, keys in product(DIMS, ((8, 8), (32, 8), (64, 8)), (1, 64), (1024, 8192)):
@@ -77,25 +82,14 @@ def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False
     return torch.empty(shape, dtype=dtype, requires_grad=grad)  # of memory that nobody touches
 
 
-def _both_ways(op: Callable[..., Tensor], dtype: torch.dtype, *tensors: Tensor, **options: Any) -> None:
+def _both_ways(op: Callable[..., Tensor], dtype: torch.dtype, rows: tuple[int, ...], dim: int, **options: Any) -> None:
     """Forward alone and with the backward; bf16 also with a backward that is deterministic."""
+    tensors = [_tensor(*rows, 2048 // dim, dim, dtype=dtype, grad=True) for _ in range(3)]
     with torch.no_grad():
         op(*tensors, **options)
     for deterministic in (False, True) if dtype is torch.bfloat16 else (False,):
         out = op(*tensors, **options, deterministic=deterministic)
         torch.autograd.grad(out, tensors, torch.empty_like(out))
-
-
-def _dense(dtype: torch.dtype, dim: int, kind: str, batch: int, length: int) -> None:
-    tensors = (_tensor(batch, length, 2048 // dim, dim, dtype=dtype, grad=True) for _ in range(3))
-    _both_ways(attention, dtype, *tensors, **WINDOWS[kind])
-
-
-def _packed(dim: int, kind: str, batch: int, length: int) -> None:
-    tensors = (_tensor(batch * length, 2048 // dim, dim, grad=True) for _ in range(3))
-    ends = torch.arange(batch + 1, dtype=torch.int32) * length
-    lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": length, "max_seqlen_k": length}
-    _both_ways(varlen_attention, torch.bfloat16, *tensors, **lengths, **WINDOWS[kind])
 
 
 def _fp8(dim: int, kind: str, length: int) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from itertools import product
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,6 @@ from stream_attention.base.problem import Inputs, Problem
 from stream_attention.base.state import Saved
 from stream_attention_tools.files import write_file
 
-from .bench.summary import geometric_mean
 from .bench.timing import Latency, interleaved
 from .testing.inputs import Case, draw, stated
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -120,42 +121,19 @@ def kernels_of(calls: Iterable[Call], gpu: Gpu) -> tuple[list[Kernel], dict[str,
     return list(found.values()), without
 
 
-def compile_ahead(
-    kernels: Iterable[Kernel], gpu: Gpu, workers: int | None = None, done: Callable[[Made], None] = lambda made: None
-) -> list[Made]:
-    """Compile kernels into Triton's cache, in parallel. `done` is told of each as it is finished."""
+def compile_ahead(kernels: Iterable[Kernel], gpu: Gpu, workers: int | None = None) -> Iterator[Made]:
+    """Compile kernels into Triton's cache, in parallel, and yield what came of each."""
     # Fresh processes: a fork of one that has used CUDA, or has threads, may hang.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        jobs: list[Future[Made]] = [pool.submit(_compile, kernel, gpu) for kernel in kernels]
-        made = []
-        try:
-            for job in as_completed(jobs):
-                made.append(job.result())
-                done(made[-1])
-        except BaseException:  # an interrupt, or a worker that was killed
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        return made
+        yield from pool.map(partial(_compile, gpu=gpu), kernels)
 
 
-def why_no_launchers() -> str | None:
-    """Why what launches a kernel, which Triton builds with a C compiler, is not built ahead too; None if it is."""
-    from . import launchers
+def first_calls(calls: Iterable[Call], cached: bool = True) -> list[dict[str, Any]]:
+    """Make calls on the GPU that is here, in a fresh process; `cached` False begins with an empty cache.
 
-    return launchers.why_not()
-
-
-class FirstCall(NamedTuple):
-    """How long the first call of its kind took in a process, and how many kernels were compiled for it."""
-
-    call: Call
-    forward: float  # seconds
-    backward: float | None
-    compiled: int
-
-
-def first_calls(calls: Iterable[Call], cached: bool = True) -> list[FirstCall]:
-    """Make calls on the GPU that is here, in a fresh process; `cached` False begins with an empty cache."""
+    Returns:
+        By call, in words, how many seconds its forward and its backward took, and how many kernels were compiled.
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_first_calls, list(calls), cached).result()
 
@@ -218,28 +196,28 @@ def _compile(kernel: Kernel, gpu: Gpu) -> Made:
     return Made(kernel, time.perf_counter() - started)
 
 
-def _first_calls(calls: list[Call], cached: bool) -> list[FirstCall]:
-    if cached:
-        return [_first_call(call) for call in calls]
+def _first_calls(calls: list[Call], cached: bool) -> list[dict[str, Any]]:
     with TemporaryDirectory() as folder:
-        os.environ["TRITON_CACHE_DIR"] = folder
-        return [_first_call(call) for call in calls]
+        if not cached:
+            os.environ["TRITON_CACHE_DIR"] = folder
+        return list(map(_first_call, calls))
 
 
-def _first_call(call: Call) -> FirstCall:
+def _first_call(call: Call) -> dict[str, Any]:
     import triton
 
     compiled: list[Any] = []
     triton.knobs.compilation.listener = lambda cache_hit, **rest: None if cache_hit else compiled.append(rest["src"])
     op: Callable[..., Any] = varlen_attention if call.case.packed else attention
     x = call.inputs("cuda")  # makes the process's CUDA context too, which is no part of the call
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    out = op(**x.tensors, **x.options, backend=call.backend)
-    torch.cuda.synchronize()
-    forward, begun = time.perf_counter() - begun, time.perf_counter()
-    if not call.case.backward:
-        return FirstCall(call, forward, None, len(compiled))
-    out.backward(torch.ones_like(out))
-    torch.cuda.synchronize()
-    return FirstCall(call, forward, time.perf_counter() - begun, len(compiled))
+
+    def seconds(run: Callable[[], Any]) -> tuple[float, Any]:
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        returned = run()
+        torch.cuda.synchronize()
+        return round(time.perf_counter() - begun, 3), returned
+
+    forward, out = seconds(lambda: op(**x.tensors, **x.options, backend=call.backend))
+    backward = seconds(lambda: out.backward(torch.ones_like(out)))[0] if call.case.backward else None
+    return {"call": str(call), "forward": forward, "backward": backward, "compiled": len(compiled)}

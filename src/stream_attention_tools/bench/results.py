@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import os
 import platform
 import subprocess
@@ -96,15 +95,8 @@ def _gpu() -> dict[str, Any]:
 
 def save(results: dict[str, Any], path: Path) -> None:
     """Write a results file, and make the folders around it. A number that is not finite is null there."""
-    write_file(path, json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = json.loads(json.dumps(results), parse_constant=lambda name: None)
+    write_file(path, json.dumps(finite, indent=1, allow_nan=False) + "\n")
 
 
 def load(path: Path) -> dict[str, Any]:

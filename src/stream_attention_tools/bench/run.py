@@ -1,10 +1,13 @@
-"""Measure cells: ask who can, check who is right, time those who are."""
+"""Measure cells: ask who can, check who is right, time those who are.
+
+What a clock times are a provider's calls on its sets of inputs, one by one, in a row, or replayed by a CUDA graph.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,16 +18,80 @@ from .accuracy import check
 from .bandwidth import read_bandwidth
 from .progress import progress
 from .providers import Provider
+from .providers.base import error_line
 from .results import conditions, line
 from .suites import FLOPS, TRAFFIC, Cell, calls, chunked, flops, tensor_bytes
-from .timed import Timed, graphed, in_a_row, one_by_one
-from .timing import CLOCKS, Clock, Latency, interleaved, paired_ratio
+from .timing import CLOCKS, REPLAYED_CALLS, Call, Clock, Latency, captured, interleaved, paired_ratio
 
 L2_BYTES = 128 << 20
 """What the input sets of a GPU cell must exceed together: over twice the L2 cache of any GPU of today."""
 
 BAR = ("bar", "met")
 """The keys of a comparison that are about a cell's bar, which the first clock alone is held to."""
+
+Bare = Callable[[], object]
+
+
+class Timed(NamedTuple):
+    """What is timed as one, and how many calls of the provider it makes."""
+
+    call: Call
+    calls: int = 1
+
+
+def in_a_row(provider: Provider, alone: Sequence[Bare], count: int = 1, rotating: bool = False) -> Timed:
+    """Bare calls in a row, all on the inputs of a number, or each on the next."""
+
+    def row(n: int) -> None:
+        turn = [alone[(n + k * rotating) % len(alone)] for k in range(count)]
+        with provider.call_context():
+            for call in turn:
+                call()
+
+    return Timed(row, count)
+
+
+def graphed(provider: Provider, alone: Sequence[Bare], allowed: float) -> Timed | str:
+    """Replays of a CUDA graph of the bare calls; of a peer that cannot be captured, why."""
+    try:
+        with provider.call_context():
+            graph = captured(alone, allowed)
+    except Exception as error:
+        if provider.ours:
+            raise
+        return f"no CUDA graph of it: {error_line(error)}"
+    replays = -(-REPLAYED_CALLS // len(alone))
+
+    def replayed(n: int) -> None:
+        for _ in range(replays):
+            graph.replay()
+
+    return Timed(replayed, replays * len(alone))
+
+
+def one_by_one(provider: Provider, cell: Cell, sets: list[Tensors]) -> Timed:
+    """A cell as a whole: all its chunks, its gradients."""
+    parts = [chunked(x, cell.chunk) for x in sets]
+
+    def forward(n: int) -> object:
+        return [provider.attend(part) for part in parts[n % len(parts)]]
+
+    def both(n: int) -> object:
+        x = sets[n % len(sets)]
+        return torch.autograd.grad(provider.attend(x), (x.query, x.key, x.value), x.grad_out)
+
+    if cell.direction == "forward":
+        return Timed(forward)
+    if cell.direction == "forward+backward":
+        return Timed(both)
+    outs = [provider.attend(x) for x in sets]
+
+    def backward(n: int) -> object:
+        x = sets[n % len(sets)]
+        leaves = (x.query, x.key, x.value)
+        return torch.autograd.grad(outs[n % len(sets)], leaves, x.grad_out, retain_graph=True)
+
+    return Timed(backward)
 
 
 def why_not(provider: Provider, cell: Cell) -> str | None:
@@ -199,7 +266,7 @@ def measured(
     Cells in TB/s are compared with the speed at which the device reads, measured before them. Ctrl-C ends it
     with the cells that are done, if there are any, and `interrupted` says how many.
     """
-    turn = {"calls": f"{timing.CALLS_IN_A_ROW} calls", "graph": f"{timing.REPLAYED_CALLS} calls or more"}
+    turn = {"calls": f"{timing.CALLS_IN_A_ROW} calls", "graph": f"{REPLAYED_CALLS} calls or more"}
     found: dict[str, Any] = {
         "suite": suite,
         **conditions(cells[0].case.device),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 Cell = dict[str, Any]
@@ -83,10 +84,6 @@ def rate(results: dict[str, Any]) -> Rate:
     if max((one["tflops"] for one in entries), default=1.0) < 1:
         return Rate("GFLOP/s", lambda one: 1e3 * float(one["tflops"]))
     return Rate("TFLOP/s", lambda one: float(one["tflops"]))
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def speed(cell: Cell) -> float:

@@ -55,14 +55,9 @@ class Latency(NamedTuple):
     @classmethod
     def of(cls, samples: Sequence[float]) -> Latency:
         """Between two samples lies what is between them: the median of an even number is the mean of the middle two."""
-        ranked = sorted(samples)
-
-        def at(share: float) -> float:
-            below, part = divmod(share * (len(ranked) - 1), 1)
-            low, high = ranked[int(below)], ranked[min(int(below) + 1, len(ranked) - 1)]
-            return low + (high - low) * part
-
-        return cls(at(0.5), at(0.2), at(0.8), ranked[0], len(ranked))
+        shares = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+        median, p20, p80 = torch.tensor(samples, dtype=torch.float64).quantile(shares).tolist()
+        return cls(median, p20, p80, min(samples), len(samples))
 
 
 def paired_ratio(ours: Sequence[float], peer: Sequence[float]) -> float:

@@ -22,7 +22,7 @@ from ..bench.run import described
 from ..bench.suites import Cell
 from ..testing.inputs import Case, draw
 from . import flags, values
-from .command import command, description
+from .command import command
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -97,8 +97,7 @@ def _passed(one: dict[str, Any]) -> bool:
     return "failed" not in one and all(result["right"] for result in one["results"].values())
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=description(__doc__))
+def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     flags.add_device(parser)
     add("--seq", type=values.count, default=512, metavar="N", help="sequence length; default 512")
@@ -109,10 +108,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     flags.add_fa3(parser)
     what = "write the errors, with commit, versions and machine"
     add("--json-out", "--json_out", type=values.path_or_none, metavar="FILE", help=what)
-    return parser
 
 
-main = command("stream-attention-test", _parser, _run)
+main = command("stream-attention-test", __doc__, _flags, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -30,7 +30,7 @@ from ..bench.summary import is_plain
 from ..bench.timing import Clock
 from ..report.page import write_page
 from . import flags, values
-from .command import Refused, command, description
+from .command import Refused, command
 
 THREADS_PER_CORE = 4
 GRID_FLAGS = "seq batch heads kv_heads dim dtype causal dropout backward decode chunk providers".split()
@@ -263,8 +263,7 @@ def _label(cell: Cell) -> str:
 # The command line
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=description(__doc__))
+def _flags(parser: argparse.ArgumentParser) -> None:
     flags.add_device(parser)
     listing = "say who can compute here, or why not, and which suites there are; then end"
     parser.add_argument("--list", action="store_true", help=listing)
@@ -303,10 +302,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--csv", type=values.path_or_none, metavar="FILE", help="write a row per cell and provider")
     page = "write DIR/index.html, one page with the plots; needs matplotlib"
     add("--report", type=values.path_or_none, metavar="DIR", help=page)
-    return parser
 
 
-main = command("stream-attention-benchmark", _parser, _run)
+main = command("stream-attention-benchmark", __doc__, _flags, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

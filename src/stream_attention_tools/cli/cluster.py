@@ -25,7 +25,7 @@ from ..cluster.planner import Advice, Cluster, Prediction, assumptions, one_gpu_
 from ..cluster.speed import H200, Speed, from_results
 from ..cluster.traffic import Workload
 from . import flags, scaling, values
-from .command import Refused, command, description
+from .command import Refused, command
 
 UNITS = {"nvlink": 1e9, "network": 1e9, "nvlink_latency": 1e-6, "network_latency": 1e-6}
 """What the numbers of flags are in: GB/s and microseconds."""
@@ -170,9 +170,7 @@ def _number(unit: str, may_be_0: bool = False) -> Callable[[str], float]:
     return values.number(float, f"{unit}, {bound}", lambda n: 0 < n < float("inf") or (may_be_0 and n == 0))
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=description(__doc__))
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the cluster").add_argument
     add("--ranks", type=values.count, default=8, metavar="N", help="GPUs; default %(default)s")
     add("--gpus-per-node", type=values.count, metavar="N", help=f"default {Cluster.gpus_per_node}")
@@ -196,10 +194,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--json", action="store_true", help="for a program")
     add("--measure", action="store_true", help="compare predicted computing with virtual ranks here")
     flags.add_device(parser)
-    return parser
 
 
-main = command("python -m stream_attention.cli.cluster", _parser, _run)
+main = command("python -m stream_attention.cli.cluster", __doc__, _flags, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,16 +21,27 @@ class Refused(Exception):
 
 def command(
     prog: str,
-    parser: Callable[[str], argparse.ArgumentParser],
+    docstring: str | None,
+    add_flags: Callable[[argparse.ArgumentParser], None],
     run: Callable[[argparse.Namespace], int],
     refused: tuple[type[Exception], ...] = (Refused,),
     interrupted: str = "interrupted; its files are complete or unchanged",
+    parser: type[argparse.ArgumentParser] = argparse.ArgumentParser,
 ) -> Callable[..., int]:
-    """The `main(argv=None, prog=prog)` of a command: its exit code, 2 where it is refused, 130 where interrupted."""
+    """The `main(argv=None, prog=prog)` of a command: its exit code, 2 where it is refused, 130 where interrupted.
+
+    It is described by its module's docstring without the name; lines that are indented stay as they are. `run` gets the
+    flags that `add_flags` adds, and `prog` beside them.
+    """
+    _, _, text = (docstring or "").partition(": ")
+    about = text[:1].upper() + text[1:]
+    formatter = argparse.RawDescriptionHelpFormatter if "\n    " in about else argparse.HelpFormatter
 
     @quiet
     def main(argv: Sequence[str] | None = None, prog: str = prog) -> int:
-        options = parser(prog).parse_args(argv)
+        made = parser(prog=prog, description=about, formatter_class=formatter)
+        add_flags(made)
+        options = made.parse_args(argv, argparse.Namespace(prog=prog))
         try:
             return run(options)
         except refused as why:
@@ -41,12 +52,6 @@ def command(
             return 130
 
     return main
-
-
-def description(docstring: str | None) -> str:
-    """A command's description: its module's docstring without its name."""
-    text = (docstring or "").split(": ", 1)[1]
-    return text[0].upper() + text[1:]
 
 
 def quiet(main: Callable[P, int]) -> Callable[P, int]:

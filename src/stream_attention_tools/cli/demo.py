@@ -28,7 +28,7 @@ from stream_attention.distributed.transport import CommunicationError
 from ..cluster.traffic import Scheme, Workload
 from ..cluster.trial import ClockedRanks, Measured, Trial
 from . import flags, values
-from .command import Refused, command, description
+from .command import Refused, command
 from .plan import DTYPES
 
 SCHEMES = ("ring", "allgather", "ulysses", "query")
@@ -120,9 +120,7 @@ def _as_json(trial: Trial, found: Measured, virtual: bool) -> dict[str, Any]:
     return scheme | where | work | measured
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=description(__doc__))
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     flags.add_workload(add, "--seq", rows=1024, heads=8, dim=64)
     add("--ranks", type=values.count, metavar="N", help="virtual ranks; default 4, or those that torchrun started")
@@ -134,10 +132,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     best = "rounds, of which the best counts; default %(default)s"
     add("--iters", type=values.count, default=3, metavar="N", help=best)
     add("--json", action="store_true", help="for a program")
-    return parser
 
 
-main = command("python -m stream_attention_tools.cli.demo", _parser, _run)
+main = command("python -m stream_attention_tools.cli.demo", __doc__, _flags, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -36,7 +36,7 @@ from stream_attention.ops.explain import problems_of_call
 from stream_attention.ops.fp8 import in_fp8
 
 from ..bench.results import aligned, cpu_name, installed_version
-from .command import quiet
+from .command import command
 
 WIDTH = 100
 """Columns of the text. With one GPU and no environment variables it has at most 24 lines."""
@@ -71,14 +71,7 @@ LARGE = (1, 4096, 32, 128), (1, 4096, 32, 128), torch.bfloat16
 """The call that backends are asked about: shapes of the query and of the keys."""
 
 
-@quiet
-def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attention.cli.info") -> int:
-    """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").split("\n\n", 1)[1])
-    parser.add_argument("--json", action="store_true", help="print JSON, which has more details")
-    parser.add_argument("--check", action="store_true", help="compare a small call with the fp64 reference")
-    parser.add_argument("--no-check", action="store_true", help=argparse.SUPPRESS)  # what is now the default
-    options = parser.parse_args(argv)
+def _run(options: argparse.Namespace) -> int:
     found = collect(details=options.json or options.check)
     if not options.json:
         print(text(found), flush=True)  # before the self-check, which may end the process
@@ -86,7 +79,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attent
     if options.json:
         print(json.dumps(found, indent=1))
     elif check is None:
-        print(f"\nTo compare a small call with the fp64 reference: {prog} --check")
+        print(f"\nTo compare a small call with the fp64 reference: {options.prog} --check")
     else:
         print(f"\n{check_text(check)}")
     return 0 if check is None or check["passed"] else 1
@@ -305,27 +298,20 @@ def _driver() -> dict[str, Any] | None:
 def _backends(problem: Problem) -> dict[str, Any]:
     """What each backend has against a problem, what would enable it, and which one "auto" is, if any. Runs nothing."""
     with probe.only_remembered():
-        return _asked(problem)
-
-
-def _asked(problem: Problem) -> dict[str, Any]:
-    checked = hopper_check.answer(problem, BY_NAME["gluon"])
-    can = [one.name for one in BACKENDS if not one.why_not(problem) and not one.why_named_only(problem)]
-    return {
-        "problem": str(problem),
-        "auto": can[0] if can else None,
-        "all": [
+        checked = hopper_check.answer(problem, BY_NAME["gluon"])
+        found = [
             {
                 "name": backend.name,
-                "available": not backend.why_not(problem),
-                "why_not": list(backend.why_not(problem)),
+                "available": not (why_not := list(backend.why_not(problem))),
+                "why_not": why_not,
                 "why_named_only": list(backend.why_named_only(problem)),
-                "enable": installed.remedy(backend.name, problem) if backend.why_not(problem) else None,
+                "enable": installed.remedy(backend.name, problem) if why_not else None,
                 "checked": checked.words if checked and checked.yes and backend.name == "gluon" else None,
             }
             for backend in BACKENDS
-        ],
-    }
+        ]
+    able = (one["name"] for one in found if one["available"] and not one["why_named_only"])
+    return {"problem": str(problem), "auto": next(able, None), "all": found}
 
 
 def _state(backend: dict[str, Any], gpus: Sequence[Any]) -> str:
@@ -368,6 +354,15 @@ def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
     lines = [f"  {line}" for line in aligned(list(rows)).splitlines()]
     return [line if len(line) <= WIDTH else line.replace(" -> ", "\n    -> ") for line in lines]
 
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--json", action="store_true", help="print JSON, which has more details")
+    add("--check", action="store_true", help="compare a small call with the fp64 reference")
+    add("--no-check", action="store_true", help=argparse.SUPPRESS)  # what is now the default
+
+
+main = command("python -m stream_attention.cli.info", __doc__, _flags, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -119,8 +119,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=prog, description=(__doc__ or "").split("\n\n", 1)[1])
+def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--q", type=_shape, required=True, metavar="BxTqxHqxD", help="shape of the query, such as 1x4096x32x128")
     add("--kv", type=_shape, metavar="BxTkxHkvxD", help="shape of key and value; default: that of the query")
@@ -144,7 +143,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--return-lse", action="store_true", help="the LSE is returned; with --backward a gradient comes through it")
     add("--backward", action="store_true", help="gradients are wanted: plan the backward too")
     add("--backend", default="auto", metavar="NAME", help="the backend that must do it; default: auto")
-    return parser
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -167,7 +165,9 @@ def _shape_and_dtype(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
     return _shape(shape), DTYPES.get(dtype)
 
 
-main = command("python -m stream_attention.cli.plan", _parser, _run, refused=(ValueError, TypeError))
+main = command(
+    "python -m stream_attention.cli.plan", __doc__, _flags, _run, refused=(ValueError, TypeError), parser=_Parser
+)
 
 if __name__ == "__main__":
     sys.exit(main())

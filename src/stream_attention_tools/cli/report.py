@@ -5,13 +5,17 @@
     python -m stream_attention.cli.report --html DIR RESULTS.json...              # write DIR/index.html
 
 A page marks a place with two comments, and the first names results by their place under benchmarks/results. `results`
-is the table of one file. `overview` is one problem of each file over length, as pictures, and a short table:
+is the table of one file. `overview` is one problem of each file over length, as pictures, and a short table. `versions`
+is the table of versions that were tested together:
 
     <!-- results:cpu/cpu -->
     <!-- /results -->
 
     <!-- overview:h200/forward,h200/backward d128 causal -->
     <!-- /overview -->
+
+    <!-- versions -->
+    <!-- /versions -->
 """
 
 from __future__ import annotations
@@ -28,14 +32,15 @@ from typing import Any
 from stream_attention_tools.files import write_file
 
 from ..bench.results import load, markdown
-from ..report import models, readme_report
+from ..report import models, readme_report, versions
 from ..report.page import write_page
-from .command import Refused, quiet
+from .command import Refused, command
 
 _TABLE = re.compile(r"(<!-- results:(?P<name>[\w./-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 _OVERVIEW = re.compile(
     r"(<!-- overview:(?P<names>[\w./,-]+) (?P<label>[^\n]+?) -->\n).*?(<!-- /overview -->)", re.DOTALL
 )
+_VERSIONS = re.compile(r"(<!-- versions -->\n).*?(<!-- /versions -->)", re.DOTALL)
 
 
 def render(page: str, folder: Path, figures: str = "docs/figures") -> str:
@@ -50,7 +55,11 @@ def render(page: str, folder: Path, figures: str = "docs/figures") -> str:
         results = _named(found["names"], folder)
         return f"{found[1]}{readme_report.markdown(results, found['label'], figures)}\n{found[4]}"
 
-    return _OVERVIEW.sub(shown, _TABLE.sub(table, page))
+    def tested(found: re.Match[str]) -> str:
+        with _refusing("versions: expected what the runs of the tests have left; got"):
+            return f"{found[1]}{versions.markdown(folder)}\n{found[2]}"
+
+    return _VERSIONS.sub(tested, _OVERVIEW.sub(shown, _TABLE.sub(table, page)))
 
 
 def pictures(page: str, folder: Path) -> dict[str, str]:
@@ -105,18 +114,8 @@ def _fresh(pages: Sequence[Path], results: Path, figures: Path) -> dict[Path, st
     return found
 
 
-@quiet
-def main(argv: Sequence[str] | None = None, prog: str = "python -m stream_attention.cli.report") -> int:
-    """The command; returns its exit code: 0, 1 if --check finds something stale, 2 if a file is missing or wrong."""
-    options = _parser(prog).parse_args(argv)
-    try:
-        return _run(options)
-    except (Refused, ImportError) as refused:
-        print(refused, file=sys.stderr)
-        return 2
-
-
 def _run(options: argparse.Namespace) -> int:
+    """The exit code: 1 if --check finds something stale."""
     if options.html is not None:
         if options.check:
             raise Refused("--check: expected pages; got --html, which is always written.")
@@ -134,17 +133,16 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if stale and options.check else 0
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="pages; with --html, results files")
     add("--check", action="store_true", help="write nothing; exit 1 if a page or picture is stale")
     add("--html", type=Path, metavar="DIR", help="write DIR/index.html from the results files")
     add("--results", type=Path, default=Path("benchmarks/results"), help="default: %(default)s")
     add("--figures", type=Path, default=Path("docs/figures"), help="default: %(default)s")
-    return parser
 
+
+main = command("python -m stream_attention.cli.report", __doc__, _flags, _run, refused=(Refused, ImportError))
 
 if __name__ == "__main__":
     sys.exit(main())

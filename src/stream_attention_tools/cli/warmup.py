@@ -30,9 +30,9 @@ from stream_attention.base.device import arch, processors
 from .. import warmup
 from ..bench.progress import progress
 from ..testing.inputs import Case, packed
-from ..warmup import Call, FirstCall, Gpu, Kernel, Made, with_tiles
+from ..warmup import Call, Gpu, Kernel, Made, with_tiles
 from . import values
-from .command import Refused, command, description
+from .command import Refused, command
 from .plan import DTYPES, gpu_in_words
 
 LENGTHS = (128, 256, 512, 640, 1024, 1280, 1536, 2000, 2048, 2560, 3072, 4096, 5120, 8192, 16384)
@@ -62,16 +62,15 @@ def _run(options: argparse.Namespace) -> int:
     except BrokenProcessPool:
         print("a worker was killed, perhaps for want of memory; say fewer --workers", file=sys.stderr)
         return 1
-    by_kernel = {one.kernel: one for one in made}
     found = {
         "arch": gpu.arch,
         "processors": gpu.processors,
         "device": words,
         **_conditions(gpu),
-        "kernels": [_entry(kernel, by_kernel.get(kernel)) for kernel in kernels],
-        "compiled": sum(not one.error for one in made),
+        "kernels": [_entry(kernel, made.get(kernel)) for kernel in kernels],
+        "compiled": sum(not one.error for one in made.values()),
         "already_there": len(kernels) - len(to_compile),
-        "failed": sum(bool(one.error) for one in made),
+        "failed": sum(bool(one.error) for one in made.values()),
         "not_compiled": without,
         "workers": workers,
         "seconds": round(time.perf_counter() - begun, 2),
@@ -138,16 +137,16 @@ def _calls(options: argparse.Namespace) -> Iterator[Call]:
             yield Call(with_tiles(case, options.mask, options.bias, options.alibi), options.backend, its)
 
 
-def _compiled(kernels: list[Kernel], gpu: Gpu, workers: int) -> list[Made]:
+def _compiled(kernels: list[Kernel], gpu: Gpu, workers: int) -> dict[Kernel, Made]:
     if not kernels:
-        return []
+        return {}
     print(f"{len(kernels)} kernels to compile in {workers} processes", file=sys.stderr, flush=True)
+    made = {}
     with progress(len(kernels)) as shown:
-
-        def done(made: Made) -> None:
-            shown.done(f"{made.seconds:6.1f} s  {made.kernel}" + (f"  FAILED: {made.error}" if made.error else ""))
-
-        return warmup.compile_ahead(kernels, gpu, workers, done)
+        for one in warmup.compile_ahead(kernels, gpu, workers):
+            made[one.kernel] = one
+            shown.done(f"{one.seconds:6.1f} s  {one.kernel}" + (f"  FAILED: {one.error}" if one.error else ""))
+    return made
 
 
 def _entry(kernel: Kernel, its: Made | None) -> dict[str, Any]:
@@ -160,13 +159,15 @@ def _conditions(gpu: Gpu) -> dict[str, Any]:
     import triton
     from triton.backends.nvidia.compiler import get_ptxas
 
+    from .. import launchers
+
     return {
         "cache": str(triton.knobs.cache.dir),
         "stream_attention": __version__,
         "triton": triton.__version__,
         "ptxas": get_ptxas(gpu.arch).version,
         "python": ".".join(map(str, sys.version_info[:2])),
-        "why_no_launchers": warmup.why_no_launchers(),
+        "why_no_launchers": launchers.why_not(),
     }
 
 
@@ -174,14 +175,7 @@ def _first_calls(kernels: list[Kernel]) -> dict[str, Any]:
     """First calls in a process, with the cache; and one of them without it."""
     calls = list(dict.fromkeys(kernel.call for kernel in kernels))
     print(f"{len(calls)} first calls, and one with an empty cache", file=sys.stderr, flush=True)
-    cached, empty = warmup.first_calls(calls), warmup.first_calls(calls[:1], cached=False)
-    return {"cached": [_timed(call) for call in cached], "empty": _timed(empty[0])}
-
-
-def _timed(first: FirstCall) -> dict[str, Any]:
-    backward = None if first.backward is None else round(first.backward, 3)
-    times = {"forward": round(first.forward, 3), "backward": backward}
-    return {"call": str(first.call), **times, "compiled": first.compiled}
+    return {"cached": warmup.first_calls(calls), "empty": warmup.first_calls(calls[:1], cached=False)[0]}
 
 
 def _text(found: dict[str, Any]) -> str:
@@ -220,8 +214,7 @@ def _first_call_lines(cached: list[dict[str, Any]], empty: dict[str, Any]) -> li
     return lines
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=description(__doc__))
+def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the GPU").add_argument
     add("--arch", type=values.capability, metavar="CC", help="compute capability, 90 for 9.0; default: its own")
     add("--processors", type=values.count, metavar="N", help="how many multiprocessors it has")
@@ -256,12 +249,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     first = "time first calls; default: where the GPU is here"
     add("--first-call", action=argparse.BooleanOptionalAction, help=first)
     add("--json", action="store_true", help="print what was done as JSON")
-    return parser
 
 
 main = command(
     "python -m stream_attention.cli.warmup",
-    _parser,
+    __doc__,
+    _flags,
     _run,
     refused=(Refused, ValueError, TypeError),
     interrupted="interrupted; what was compiled stays in the cache",

@@ -28,49 +28,41 @@ SIZES = ("allocated", "reserved", "device", "process")
 
 
 @dataclass
-class _Region:
+class Region:
     name: str  # with the names of those around it: "step/forward"
     depth: int
-    began: float
-    before: int
-    peak: int
-    after: int | None = None
-    ended: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        retained = None if self.after is None else self.after - self.before
-        sizes = {"before": self.before, "after": self.after, "peak": self.peak, "retained": retained}
-        sizes["peak_beyond"] = self.peak - self.before
-        return {
-            "name": self.name,
-            "depth": self.depth,
-            **{f"{name}_mb": _mib(size) for name, size in sizes.items()},
-            "timestamp": self.began,
-            "time_s": None if self.ended is None else self.ended - self.began,
-        }
+    first: int  # number of the reading at its beginning, and at its end
+    last: int | None = None
 
 
 @dataclass
-class _Run:
+class Run:
     """What was recorded from a start to a stop."""
 
-    peak: int
-    reserved_peak: int | None
-    since_snapshot: int  # the peak since the latest snapshot
-    snapshots: list[dict[str, Any]] = field(default_factory=list)
-    regions: list[_Region] = field(default_factory=list)
-    open: list[_Region] = field(default_factory=list)
     points: list[tuple[float, Reading]] = field(default_factory=list)  # every reading
+    snapshots: list[dict[str, Any]] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
+    open: list[Region] = field(default_factory=list)
+    latest: int = 0  # number of the reading of the latest snapshot
 
-    def take(self, at: float, reading: Reading) -> None:
-        """Every peak that is being kept takes its share of a reading."""
-        highest = max(reading.peak, reading.allocated)
-        self.peak, self.since_snapshot = max(self.peak, highest), max(self.since_snapshot, highest)
-        if self.reserved_peak is not None and reading.reserved_peak is not None:
-            self.reserved_peak = max(self.reserved_peak, reading.reserved_peak)
-        for region in self.open:
-            region.peak = max(region.peak, highest)
-        self.points.append((at, reading))
+    def peak(self, first: int, last: int | None = None) -> int:
+        """The most allocated from one reading to another, or to the last."""
+        before, *rest = (reading for _, reading in self.points[first : None if last is None else last + 1])
+        return max([before.allocated, *(max(one.peak, one.allocated) for one in rest)])
+
+    def described(self, region: Region) -> dict[str, Any]:
+        began, first = self.points[region.first]
+        ended, last = (None, None) if region.last is None else self.points[region.last]
+        before, after, peak = first.allocated, last and last.allocated, self.peak(region.first, region.last)
+        retained = None if after is None else after - before
+        sizes = {"before": before, "after": after, "peak": peak, "retained": retained, "peak_beyond": peak - before}
+        return {
+            "name": region.name,
+            "depth": region.depth,
+            **{f"{name}_mb": _mib(size) for name, size in sizes.items()},
+            "timestamp": began,
+            "time_s": None if ended is None else ended - began,
+        }
 
 
 class MemoryProfiler:
@@ -102,7 +94,7 @@ class MemoryProfiler:
     def __init__(self, device: torch.device | str | int | None = None) -> None:
         self._allocator = allocator_of(device)
         weakref.finalize(self, self._allocator.close)  # who forgets to stop leaves no profiler of torch behind
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._running = False
 
     @property
@@ -113,9 +105,7 @@ class MemoryProfiler:
         """Discard what was recorded and begin, with a snapshot "start"."""
         self.stop()
         self._allocator.open()
-        self._running = True
-        first = self._allocator.read()
-        self._run = _Run(first.allocated, first.reserved, first.allocated)
+        self._running, self._run = True, Run()
         self.snapshot("start")
 
     def stop(self) -> None:
@@ -137,8 +127,8 @@ class MemoryProfiler:
         run = self._started("snapshot")
         reading, at = self._mark()
         sizes = {f"{name}_mb": _mib(getattr(reading, name)) for name in SIZES}
-        taken = {"label": label, **sizes, "peak_allocated_mb": run.since_snapshot / MIB, "timestamp": at}
-        run.since_snapshot = reading.allocated
+        taken = {"label": label, **sizes, "peak_allocated_mb": run.peak(run.latest) / MIB, "timestamp": at}
+        run.latest = len(run.points) - 1
         run.snapshots.append(taken)
         return dict(taken)
 
@@ -146,17 +136,17 @@ class MemoryProfiler:
     def region(self, name: str) -> Iterator[None]:
         """Within this block, or function that it decorates: the peak, and how much more is allocated after it."""
         run = self._started("region")
-        reading, at = self._mark()
+        self._mark()
         path = f"{run.open[-1].name}/{name}" if run.open else name
-        mine = _Region(path, len(run.open), at, reading.allocated, reading.allocated)
+        mine = Region(path, len(run.open), len(run.points) - 1)
         run.regions.append(mine)
         run.open.append(mine)
         try:
             yield
         finally:
             if self._running and self._run is run:  # else it was stopped within, and the region stays open
-                reading, mine.ended = self._mark()
-                mine.after = reading.allocated
+                self._mark()
+                mine.last = len(run.points) - 1
                 run.open.remove(mine)
 
     def report(self) -> dict[str, Any]:
@@ -167,13 +157,14 @@ class MemoryProfiler:
         run = self._recorded("report")
         if self._running:
             self._mark()
+        reserved = [one.reserved_peak for _, one in run.points if one.reserved_peak is not None]
         return {
             "device": str(self.device),
             "snapshots": list(map(dict, run.snapshots)),
             "deltas": [self.diff(at, at + 1) for at in range(len(run.snapshots) - 1)],
-            "regions": [one.as_dict() for one in run.regions],
-            "peak_allocated_mb": run.peak / MIB,
-            "peak_reserved_mb": _mib(run.reserved_peak),
+            "regions": list(map(run.described, run.regions)),
+            "peak_allocated_mb": run.peak(0) / MIB,
+            "peak_reserved_mb": _mib(max(reserved, default=None)),
         }
 
     def diff(self, first: str | int, second: str | int) -> dict[str, Any]:
@@ -207,9 +198,7 @@ class MemoryProfiler:
             self._mark()
         from .timeline import draw
 
-        snapshots = [(one["label"], one["timestamp"]) for one in run.snapshots]
-        regions = [(one.name, one.depth, one.began, one.ended or run.points[-1][0]) for one in run.regions]
-        draw(path, str(self.device), run.points, snapshots, regions)
+        draw(path, str(self.device), run)
 
     def __str__(self) -> str:
         """Regions and snapshots as a table, in MiB."""
@@ -233,15 +222,15 @@ class MemoryProfiler:
     def _mark(self) -> tuple[Reading, float]:
         """Read the allocator, whose own peak begins anew."""
         reading, at = self._allocator.read(), time.time()
-        self._recorded("mark").take(at, reading)
+        self._recorded("mark").points.append((at, reading))
         return reading, at
 
-    def _started(self, what: str) -> _Run:
+    def _started(self, what: str) -> Run:
         if not self._running:
             raise RuntimeError(f"{what}: expected a profiler that runs; got one that does not. Call start() first")
         return self._recorded(what)
 
-    def _recorded(self, what: str) -> _Run:
+    def _recorded(self, what: str) -> Run:
         if self._run is None:
             raise RuntimeError(f"{what}: expected a profiler that was started; got one that was not. Call start()")
         return self._run

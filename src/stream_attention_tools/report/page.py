@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from stream_attention_tools.files import write_file
@@ -128,7 +129,7 @@ def _beside(cell: Cell) -> str:
 def _beside_each(results: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
     over = {name: summary.speed_over(results["cells"], name, paired=True) for name in names([results])}
     return [
-        (name, WORDS.get(name, ""), [str(len(found)), f"{summary.geometric_mean(found):.2f}", summary.span(found)])
+        (name, WORDS.get(name, ""), [str(len(found)), f"{geometric_mean(found):.2f}", summary.span(found)])
         for name, found in over.items()
         if found
     ]

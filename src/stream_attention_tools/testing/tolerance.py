@@ -37,7 +37,7 @@ from stream_attention.backends.reference import attention as reference
 from stream_attention.base.errors import UnsupportedProblem
 
 from .inputs import Case, make, run
-from .poison import poisoned_memory
+from .memory import poisoned_memory
 
 FORWARD_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0

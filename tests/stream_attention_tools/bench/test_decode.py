@@ -18,10 +18,9 @@ from stream_attention_tools.bench.accuracy import check, check_all
 from stream_attention_tools.bench.bandwidth import read_bandwidth
 from stream_attention_tools.bench.providers import by_name
 from stream_attention_tools.bench.providers.decode import Append, Decode, Quantized, paged
-from stream_attention_tools.bench.run import measure, measured
+from stream_attention_tools.bench.run import in_a_row, measure, measured
 from stream_attention_tools.bench.schema import lacking
 from stream_attention_tools.bench.suites import SUITES, Cell, kv_bytes
-from stream_attention_tools.bench.timed import in_a_row
 from stream_attention_tools.bench.timing import CLOCKS
 from stream_attention_tools.cli import benchmark as cli
 from stream_attention_tools.report.page import page

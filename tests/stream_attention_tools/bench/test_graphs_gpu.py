@@ -7,9 +7,8 @@ import torch
 
 from stream_attention_tools.bench.bandwidth import read_bandwidth
 from stream_attention_tools.bench.providers import by_name
-from stream_attention_tools.bench.run import measure
+from stream_attention_tools.bench.run import Timed, graphed, measure
 from stream_attention_tools.bench.suites import Cell
-from stream_attention_tools.bench.timed import Timed, graphed
 from stream_attention_tools.bench.timing import captured
 from stream_attention_tools.testing.inputs import Case, draw
 

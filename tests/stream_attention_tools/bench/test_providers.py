@@ -20,7 +20,7 @@ from stream_attention_tools.bench.accuracy import check
 from stream_attention_tools.bench.providers import by_name
 from stream_attention_tools.bench.providers.base import installed, tried, without_modifiers
 from stream_attention_tools.bench.providers.flash_attention import FlashAttention3
-from stream_attention_tools.bench.providers.flex import Flex
+from stream_attention_tools.bench.providers.torch_attention import Flex
 from stream_attention_tools.bench.suites import Cell
 from stream_attention_tools.testing.inputs import Case, draw, packed
 

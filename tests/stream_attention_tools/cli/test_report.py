@@ -77,6 +77,31 @@ def test_check_fails_on_a_stale_page_and_writes_nothing(results: Path, tmp_path:
     assert "full 1024" in page.read_text()
 
 
+def test_versions_that_were_tested_together_are_a_row_each(tmp_path: Path) -> None:
+    def write(name: str, found: Any) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found))
+
+    def clone(exit: int, **versions: str) -> dict[str, Any]:
+        tests = {"parallel": "=== 70 passed, 3 skipped in 1 s ===", "serial": "=== 7 passed in 1 s ==="}
+        return {"date": "2026-01-02", "versions": versions, "steps": [{"exit": 0}, {"exit": exit, "tests": tests}]}
+
+    of_cpu = {"torch": "9.9", "triton": "3.6.0", "python": "3.11.2", "transformers": "5.0"}
+    failed = clone(1, **of_cpu | {"torch": "9.8"})
+    write("benchmarks/results/cpu/fresh.json", {"newest": clone(0, **of_cpu), "oldest": failed})
+    of_gpu = {"gpu": "A GPU", "versions": {"torch": "9.7", "triton": "3.6.0", "python": "3.12.3"}}
+    for count, name in ((2, "gpu_tests_a"), (3, "triton-3.6/gpu_tests_b")):
+        write(f"benchmarks/results/h200/{name}.json", {"passed": count, "date": f"2026-01-0{count}", **of_gpu})
+    write("tests/backends/gates_passed.json", {"releases": {"3.6": {"triton": "3.6.0"}}})
+    page = report.render("<!-- versions -->\nold\n<!-- /versions -->\n", tmp_path / "benchmarks" / "results")
+    assert page.splitlines()[3:-1] == [
+        "| 9.9 | 3.6.0 | 3.11.2 | 5.0 | CPU | 77 | 2026-01-02 |",
+        "| 9.7 | 3.6.0 | 3.12.3 |  | A GPU | 5 | 2026-01-03 |",
+        "|  | 3.6.0 |  |  | no device | the compile gates |  |",
+    ]
+
+
 # Pictures
 
 
@@ -230,6 +255,7 @@ def test_html_is_written_from_results_files(marked: list[str], results: Path, tm
             "typed.json: expected a results file of the benchmark command; missing or of another kind: cells",
         ),
         (["--html", "out", "cpu/run.json", "--check"], "--check: expected pages; got --html"),
+        (["versions.md"], "versions: expected what the runs of the tests have left; got No such file"),
     ],
 )
 def test_what_cannot_be_read_is_an_error_in_one_line(
@@ -255,6 +281,7 @@ def test_what_cannot_be_read_is_an_error_in_one_line(
     Path("typed.json").write_text(
         json.dumps(RESULTS | {"cells": [RESULTS["cells"][0] | {"providers": {"auto": entry}}]})
     )
+    Path("versions.md").write_text("<!-- versions -->\n<!-- /versions -->\n")
     Path("typed.md").write_text("<!-- results:typed -->\n<!-- /results -->\n")
     assert report.main([*arguments, "--results", "."]) == 2
     captured = capsys.readouterr()
@@ -314,8 +341,9 @@ def test_a_field_of_another_type_is_named_or_does_no_harm(name: str) -> None:
 def test_the_tables_and_pictures_of_this_repository_are_not_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     pages = [Path("README.md"), *Path("docs").glob("*.md")]
-    marked = [page for page in pages if "<!-- results:" in page.read_text() or "<!-- overview:" in page.read_text()]
-    assert Path("README.md") in marked and Path("docs/performance.md") in marked
+    marks = ("<!-- results:", "<!-- overview:", "<!-- versions -->")
+    marked = [page for page in pages if any(mark in page.read_text() for mark in marks)]
+    assert {Path("README.md"), Path("docs/performance.md"), Path("docs/troubleshooting.md")} <= set(marked)
     assert report.main([*map(str, marked), "--check"]) == 0
 
 

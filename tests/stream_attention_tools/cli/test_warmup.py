@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,7 +30,13 @@ SMALL = "--arch 90 --dim 64 --causal --seq 128 --batch 1 --no-decode --workers 2
 
 
 def calls(*argv: str) -> list[Call]:
-    return list(cli._calls(cli._parser("warmup").parse_args(["--arch", "90", *argv])))
+    return list(cli._calls(options("--arch", "90", *argv)))
+
+
+def options(*argv: str) -> Namespace:
+    parser = ArgumentParser()
+    cli._flags(parser)
+    return parser.parse_args(argv)
 
 
 def keys(some: list[Call], gpu: Gpu = H200) -> set[str]:
@@ -193,8 +200,7 @@ def test_a_cache_that_was_moved_is_not_found(warmed: Path, tmp_path: Path, monke
     moved = warmed.rename(tmp_path / "moved")
     try:
         monkeypatch.setenv("TRITON_CACHE_DIR", str(moved))
-        small = cli._parser("warmup").parse_args(SMALL)
-        assert [kernel.cached for kernel in kernels_of(cli._calls(small), H200)[0]] == [False] * 3
+        assert [kernel.cached for kernel in kernels_of(cli._calls(options(*SMALL)), H200)[0]] == [False] * 3
     finally:
         moved.rename(warmed)
 

@@ -11,12 +11,10 @@ from torch.nn.attention import SDPBackend
 
 from .base import Provider
 from .decode import Append, Decode, Paged, Quantized
-from .flash_attention import FlashAttention2, FlashAttention3, FlashAttention4
-from .flex import Flex
+from .flash_attention import FlashAttention2, FlashAttention3, FlashAttention4, Xformers
 from .fp8 import Fp8, Fp8Kernel
-from .ours import Blocked, Deterministic, Ours, Plain
-from .sdpa import Dense, Sdpa
-from .xformers import Xformers
+from .ours import Blocked, Ours, Plain
+from .torch_attention import Dense, Flex, Sdpa
 
 __all__ = ["Ours", "Provider", "Sdpa", "by_name"]
 
@@ -26,7 +24,8 @@ def by_name(fa3: Path | None = None) -> dict[str, Provider]:
     providers: list[Provider] = [
         Ours("stream", "auto"),
         *(Ours(name) for name in ("gluon", "triton", "eager", "reference")),
-        *(Deterministic(name) for name in ("gluon", "triton", "stream")),
+        *(Ours(f"{name} deterministic", name, deterministic=True) for name in ("gluon", "triton")),
+        Ours("stream deterministic", "auto", deterministic=True),
         Plain(),
         *(Plain(name) for name in ("gluon", "triton")),
         Blocked(),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,29 +13,25 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stream_attention.backends import AUTO, BACKENDS, BY_NAME
 from stream_attention.backends.reference import fp8 as reference_fp8
 from stream_attention.base.fp8_layout import BLOCK, SHIFT, first_block
-from stream_attention.base.problem import UNBOUNDED, Problem
-from stream_attention.dispatch.plan import Plan, plan
-from stream_attention.ops.attention import attention
-from stream_attention.ops.explain import problems_of_call
-from stream_attention.ops.varlen import varlen_attention
+from stream_attention.base.problem import UNBOUNDED
+from stream_attention.dispatch.plan import plan
 
 from ...testing.inputs import Tensors, draw
 from ..suites import Cell, shortened
-from .base import Provider, without_modifiers
+from .base import without_modifiers
+from .ours import Ours
 
 
-class Fp8(Provider):
+class Fp8(Ours):
     """`attention(precision="fp8")`, quantisation included.
 
     Its answer is compared with attention over the specification's quantised values, within twice what rounding the
     weights to e4m3 may cost there. What quantisation loses is the `rms_error` of the results.
     """
 
-    ours = True
-
     def __init__(self, name: str = "e4m3", rotate: bool = False, backend: str = AUTO) -> None:
-        self.name = self.label = name
-        self.rotate, self.backend = rotate, backend
+        super().__init__(name, backend, precision="fp8", rotate=rotate)
+        self.rotate = rotate
         self.about = f'attention(precision="fp8"{", rotate=True" if rotate else ""}), quantisation included'
 
     def why_not(self, cell: Cell) -> str | None:
@@ -49,17 +43,9 @@ class Fp8(Provider):
             return "FP8 quantises float16 and bfloat16 at head dims 64, 128 and 256"
         if self.backend != AUTO:
             return None
-        problem = self._stated(draw(shortened(cell.case, rows=128, batch=1)))
+        problem = self._problem(draw(shortened(cell.case, rows=128, batch=1)))
         reasons = {one.name: one.why_not(problem) or one.why_named_only(problem) for one in BACKENDS}
         return None if not all(reasons.values()) else "; ".join(f"{n}: {', '.join(r)}" for n, r in reasons.items())
-
-    def attend(self, x: Tensors) -> Tensor:
-        op: Callable[..., Tensor] = varlen_attention if x.packed else attention
-        return op(x.query, x.key, x.value, **x.options, **self._options())
-
-    def ran(self, x: Tensors, backward: bool = False) -> str | None:
-        planned = self._planned(x)
-        return f"{planned.backend}: {planned.config}"
 
     def reference_inputs(self, x: Tensors) -> Tensors:
         """The specification's quantised values, rotated or not: e4m3 numbers and their scales are exact in bf16."""
@@ -76,28 +62,18 @@ class Fp8(Provider):
     def tolerance_sources(self, x: Tensors) -> list[Tensor]:
         return [_weights_rounded(x)]
 
-    def _stated(self, x: Tensors) -> Problem:
-        (problem,), _ = problems_of_call(x.query, x.key, x.value, **x.options, **self._options())
-        return problem
-
-    def _planned(self, x: Tensors) -> Plan:
-        return plan(self._stated(x), self.backend)
-
-    def _options(self) -> dict[str, Any]:
-        return {"precision": "fp8", "rotate": self.rotate, "backend": self.backend}
-
 
 class Fp8Kernel(Fp8):
     """The same on values that were quantised before: no figure for a call, but what its pre-pass is added to."""
 
-    def __init__(self, name: str = "e4m3 kernel", backend: str = AUTO) -> None:
-        super().__init__(name, backend=backend)
+    def __init__(self, backend: str = AUTO) -> None:
+        super().__init__("e4m3 kernel", backend=backend)
         self.about = "its kernel alone, on values that were quantised before"
         self._coded = WeakTensorKeyDictionary()
 
     def attend(self, x: Tensors) -> Tensor:
         if x.query not in self._coded:
-            planned = self._planned(x)
+            planned = plan(self._problem(x), self.backend)
             offsets = x.options.get("cu_seqlens_q"), x.options.get("cu_seqlens_k")
             queries = reference_fp8.quantize_queries(x.query, offsets[0])
             keys = reference_fp8.quantize_keys(x.key, x.value, offsets[1])

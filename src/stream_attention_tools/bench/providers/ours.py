@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from stream_attention.base.problem import Problem
 from stream_attention.dispatch.plan import Plan, plan
 from stream_attention.dispatch.prepare import run_forward
 from stream_attention.ops.attention import attention
+from stream_attention.ops.explain import problems_of_call
 from stream_attention.ops.varlen import varlen_attention
 
 from ...testing.inputs import Case, Tensors, draw, stated
@@ -21,15 +22,19 @@ from .base import Provider
 
 
 class Ours(Provider):
-    """`attention`, packed `varlen_attention`, on one backend, or on the one it plans by itself ("stream")."""
+    """`attention`, packed `varlen_attention`, on one backend, or on the one it plans by itself ("stream").
+
+    `options` are beside those of the cell.
+    """
 
     ours = True
-    options: ClassVar[dict[str, Any]] = {}  # beside those of the cell
 
-    def __init__(self, name: str, backend: str | None = None) -> None:
+    def __init__(self, name: str, backend: str | None = None, **options: Any) -> None:
         self.name = self.label = name
-        self.backend = backend or name
-        self.about = f"attention() on {'the backend it plans' if backend == AUTO else f'the backend {self.backend}'}"
+        self.backend, self.options = backend or name, options
+        given = "".join(f" with {option}={value}" for option, value in options.items())
+        where = "the backend it plans" if backend == AUTO else f"the backend {self.backend}"
+        self.about = f"attention() on {where}{given}"
 
     def why_not(self, cell: Cell) -> str | None:
         if self.backend not in (AUTO, *BY_NAME):
@@ -57,17 +62,7 @@ class Ours(Provider):
         return f"{planned.backend}: {planned.config}"
 
     def _problem(self, x: Tensors) -> Problem:
-        return stated(x, x.tensors, x.options | self.options)[0]
-
-
-class Deterministic(Ours):
-    """`attention` on one backend with `deterministic=True`."""
-
-    options: ClassVar[dict[str, Any]] = {"deterministic": True}
-
-    def __init__(self, backend: str) -> None:
-        super().__init__(f"{backend} deterministic", AUTO if backend == "stream" else backend)
-        self.about += " with deterministic=True"
+        return problems_of_call(x.query, x.key, x.value, **x.options, **self.options)[0][0]
 
 
 class Plain(Ours):
