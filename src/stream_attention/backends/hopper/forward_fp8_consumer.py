@@ -22,18 +22,13 @@ RECOMPUTE = gl.constexpr(1 << 28)  # what a message adds to the number of a tile
 
 @aggregate
 class Fp8Scales:
-    """Where the scales are, and how the products P V are added up."""
+    """Where the scales are."""
 
     query_scales: gl.tensor
     query_scales_of_head: gl.tensor  # how many
     scales: gl.tensor  # of a block's keys and of its values, as one word of 64 bits
     blocks_of_head: gl.tensor
     factor: gl.tensor  # of the softmax, in log2 units
-    TWO_LEVEL: gl.constexpr  # GluonFp8Config has the words
-    APART: gl.constexpr
-    PARTS: gl.constexpr
-    LAZY: gl.constexpr
-    SUMS_FIRST: gl.constexpr
 
     @gluon.jit
     def of_queries(self, head, row):
@@ -182,11 +177,11 @@ def _raise_max(row_max, sums):
 
 
 @gluon.jit
-def _issue_values(fp8, p_operand, v, acc, part: gl.constexpr):
+def _issue_values(CONFIG: gl.constexpr, p_operand, v, acc, part: gl.constexpr):
     """Begin the product of weights and a part of the columns of V."""
-    WIDTH: gl.constexpr = v.shape[0] // fp8.PARTS
+    WIDTH: gl.constexpr = v.shape[0] // CONFIG.parts
     columns = v.slice(part * WIDTH, WIDTH, 0).permute((1, 0))
-    if fp8.TWO_LEVEL:
+    if CONFIG.two_level:
         LAYOUT: gl.constexpr = acc[part].type.layout
         nothing = gl.zeros((ROWS, WIDTH), gl.float32, LAYOUT)
         return warpgroup_mma(p_operand, columns, nothing, use_acc=False, is_async=True)
@@ -195,15 +190,16 @@ def _issue_values(fp8, p_operand, v, acc, part: gl.constexpr):
 
 
 @gluon.jit
-def _add_values(fp8, p_operand, v, acc, issued, pending, rescale):
+def _add_values(CONFIG: gl.constexpr, p_operand, v, acc, issued, pending, rescale):
     """Accumulate P V part by part; the product of the first part has been issued. With two levels the accumulator is
     multiplied by `pending` before the product is added in fp32, else the sum is multiplied by `rescale`."""
+    PARTS: gl.constexpr = CONFIG.parts
     sums = ()
-    for part in gl.static_range(fp8.PARTS):
+    for part in gl.static_range(PARTS):
         product = warpgroup_mma_wait(0, deps=(issued,))
-        if part + 1 < fp8.PARTS:
-            issued = _issue_values(fp8, p_operand, v, acc, part + 1)
-        if fp8.TWO_LEVEL:
+        if part + 1 < PARTS:
+            issued = _issue_values(CONFIG, p_operand, v, acc, part + 1)
+        if CONFIG.two_level:
             added = acc[part] * broadcast_rows(product, pending) + product
         else:
             added = product * broadcast_rows(product, rescale)
@@ -241,13 +237,14 @@ class State:
 
 @gluon.jit
 def _step(
-    WARPGROUP: gl.constexpr, config, seqlen, fp8, pipelines, visible, q, q_factor, state, kv_iter, kv_head, begin,
+    WARPGROUP: gl.constexpr, seqlen, fp8, pipelines, visible, q, q_factor, state, kv_iter, kv_head, begin,
     recompute, j, blocks,
 ):  # fmt: skip
     """Block j of `blocks`: its scores beside P V of the block before, then its weights."""
     keys = pipelines.keys
     values = pipelines.values
-    AFTER: gl.constexpr = (WARPGROUP + 1) % config.WARPGROUPS
+    CONFIG: gl.constexpr = pipelines.CONFIG
+    AFTER: gl.constexpr = (WARPGROUP + 1) % CONFIG.warpgroups
     BLOCK_N: gl.constexpr = keys.tiles.shape[2]
     BLOCK_D: gl.constexpr = keys.tiles.shape[3]
     S_TILE: gl.constexpr = accumulator(BLOCK_N, 32)
@@ -265,48 +262,49 @@ def _step(
     row_sum = state.row_sum
     acc = state.acc
     p_packed = state.p
-    if config.IN_TURN:
+    if CONFIG.in_turn:
         take_turn(WARPGROUP)
-    if fp8.APART:
+    if CONFIG.apart:
         values.wait_full(kv_iter)
         p = _unpack_e4m3(p_packed, P_TILE)
-        acc = _add_values(fp8, p, v, acc, _issue_values(fp8, p, v, acc, 0), state.pending, state.pending)
+        acc = _add_values(CONFIG, p, v, acc, _issue_values(CONFIG, p, v, acc, 0), state.pending, state.pending)
         values.release(kv_iter)
         keys.wait_full(kv_iter + 1)  # not earlier: ptxas then frees the sums' registers before S needs them
         s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        if config.IN_TURN:
+        if CONFIG.in_turn:
             pass_turn(AFTER)
         s = warpgroup_mma_wait(0, deps=(s,))
     else:
         s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         values.wait_full(kv_iter)
         p = _unpack_e4m3(p_packed, P_TILE)
-        issued = _issue_values(fp8, p, v, acc, 0)
-        if config.IN_TURN:
+        issued = _issue_values(CONFIG, p, v, acc, 0)
+        if CONFIG.in_turn:
             pass_turn(AFTER)
         s = warpgroup_mma_wait(1, deps=(s_issued,))
     keys.release(kv_iter + 1)
     if seqlen.MASKS_BEYOND_FIRST_BLOCK:
-        if fp8.APART:  # in every block: a branch would spill what it does not touch
+        if CONFIG.apart:  # in every block: a branch would spill what it does not touch
             s = visible.mask(s, start, columns)
         else:
             s = visible.mask_where_cut(s, start, columns)
     rescale = gl.full((ROWS,), 1.0, gl.float32, gl.SliceLayout(1, S_TILE))
-    if not fp8.LAZY or careful:
+    LAZY: gl.constexpr = CONFIG.lazy
+    if not LAZY or careful:
         new_max = gl.maximum(row_max, _up(_row_max(s, BLOCK_D) * factor))
         rescale = _two_to(row_max - new_max)
         row_sum = row_sum * broadcast_rows(row_sum, rescale)
         row_max = new_max
-    if not fp8.APART:
+    if not CONFIG.apart:
         keys.wait_full(kv_iter + 2, pred=j + 1 < blocks)
-        acc = _add_values(fp8, p, v, acc, issued, state.pending, rescale * ratio)
+        acc = _add_values(CONFIG, p, v, acc, issued, state.pending, rescale * ratio)
         values.release(kv_iter)
-        if fp8.SUMS_FIRST:
+        if CONFIG.sums_first:
             acc = _finished(acc)
     p = gl.exp2(s * factor - (row_max - SHIFT)[:, None])
     sums = row_sums(p)
     p_packed = _pack_e4m3(p)
-    if fp8.LAZY:
+    if CONFIG.lazy:
         if _too_large(sums):
             row_max, rescale_again = _raise_max(row_max, sums)
             p_packed = _pack_e4m3(p * rescale_again[:, None])
@@ -319,23 +317,25 @@ def _step(
 
 
 @gluon.jit
-def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, counter, pipelines, staging):
+def consume(WARPGROUP: gl.constexpr, seqlen, fp8, epilogue, channel, counter, pipelines, staging):
     """Compute 64 rows of every tile."""
     queries = pipelines.queries
     keys = pipelines.keys
     values = pipelines.values
-    AFTER: gl.constexpr = (WARPGROUP + 1) % config.WARPGROUPS
+    CONFIG: gl.constexpr = pipelines.CONFIG
+    AFTER: gl.constexpr = (WARPGROUP + 1) % CONFIG.warpgroups
     BLOCK_N: gl.constexpr = keys.tiles.shape[2]
     BLOCK_D: gl.constexpr = keys.tiles.shape[3]
     S_TILE: gl.constexpr = accumulator(BLOCK_N, 32)
-    WIDTH: gl.constexpr = BLOCK_D // fp8.PARTS
+    PARTS: gl.constexpr = CONFIG.parts
+    WIDTH: gl.constexpr = BLOCK_D // PARTS
     O_TILE: gl.constexpr = accumulator(WIDTH, 32)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
 
     no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
     rows = gl.arange(0, ROWS, S_ROWS)
-    if config.IN_TURN:
+    if CONFIG.in_turn:
         if WARPGROUP == 0:
             pass_turn(0)
     word = counter + (1 + gl.program_id(0))
@@ -345,7 +345,7 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, cou
     while work.is_valid():
         recompute = work.index // RECOMPUTE
         index = work.index % RECOMPUTE
-        r0, low, high, skipped_blocks = seqlen.own_blocks(index, work, WARPGROUP, config.WARPGROUPS, BLOCK_N)
+        r0, low, high, skipped_blocks = seqlen.own_blocks(index, work, WARPGROUP, CONFIG.warpgroups, BLOCK_N)
         blocks = high - low - skipped_blocks
         visible = seqlen.key_range(r0, rows, work.k_len, seqlen.offset_of(work))
         kv_head = work.head // seqlen.group
@@ -369,15 +369,15 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, cou
         row_max = gl.maximum(_up(_row_max(s, BLOCK_D) * factor), NO_KEY_MAX)
         p = gl.exp2(s * factor - (row_max - SHIFT)[:, None])
         row_sum = row_sums(p)
-        if not fp8.APART:
+        if not CONFIG.apart:
             keys.wait_full(kv_iter + skipped_blocks + 1, pred=blocks > 1)
         for x in range(skipped_blocks):
             values.skip(kv_iter + x)
-            if config.IN_TURN:
+            if CONFIG.in_turn:
                 take_turn(WARPGROUP)
                 pass_turn(AFTER)
         kv_iter += skipped_blocks
-        acc = (gl.zeros((ROWS, WIDTH), gl.float32, O_TILE),) * fp8.PARTS
+        acc = (gl.zeros((ROWS, WIDTH), gl.float32, O_TILE),) * PARTS
         p_packed = _pack_e4m3(p)
         next_scale, next_unit = fp8.of_keys(kv_head, begin + gl.maximum(start - BLOCK_N, 0))
         pending = gl.zeros((ROWS,), gl.float32, S_ROWS)
@@ -386,7 +386,7 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, cou
         # Main loop.
         for j in range(1, blocks):
             state = _step(
-                WARPGROUP, config, seqlen, fp8, pipelines, visible, q, q_factor, state, kv_iter, kv_head, begin,
+                WARPGROUP, seqlen, fp8, pipelines, visible, q, q_factor, state, kv_iter, kv_head, begin,
                 recompute, j, blocks,
             )  # fmt: skip
             kv_iter += 1
@@ -395,14 +395,14 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, cou
         values.wait_full(kv_iter)
         v = values.tile(kv_iter)
         p_operand = _unpack_e4m3(state.p, gl.DotOperandLayout(0, O_TILE, 4))
-        issued = _issue_values(fp8, p_operand, v, state.acc, 0)
+        issued = _issue_values(CONFIG, p_operand, v, state.acc, 0)
         total = gl.convert_layout(gl.sum(state.row_sum, 1), S_ROWS, assert_trivial=True)
-        if fp8.LAZY:
+        if CONFIG.lazy:
             _report_overflow(word, tile_iter, total, r0 + rows < work.q_len, recompute)
             barrier()
         queries.release(tile_iter)
         next_work = channel.receive(tile_iter + 1)
-        acc = _add_values(fp8, p_operand, v, state.acc, issued, state.pending, state.pending * 0.0 + 1.0)
+        acc = _add_values(CONFIG, p_operand, v, state.acc, issued, state.pending, state.pending * 0.0 + 1.0)
         values.release(kv_iter)
         kv_iter += 1
         visible_rows = total != 0  # a NaN is seen
@@ -410,12 +410,12 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, fp8, epilogue, channel, cou
         lse = gl.where(visible_rows, (state.row_max + (log2(total) - SHIFT)) * LN2, -float("inf"))
         epilogue.store_lse(lse, seqlen, work, r0, rows)
         tma.store_wait(pendings=0)  # of the tile before, long since drained
-        if fp8.LAZY:
+        if CONFIG.lazy:
             if recompute != 0:
                 _wait_written()
-        for part in gl.static_range(fp8.PARTS):
+        for part in gl.static_range(PARTS):
             out = acc[part] * broadcast_rows(acc[part], inverse)
-            epilogue.store(out, staging.index(WARPGROUP * fp8.PARTS + part), seqlen, work, r0, part * WIDTH)
+            epilogue.store(out, staging.index(WARPGROUP * PARTS + part), seqlen, work, r0, part * WIDTH)
         tile_iter += 1
         work = next_work
     tma.store_wait(pendings=0)

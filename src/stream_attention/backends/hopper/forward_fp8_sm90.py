@@ -38,9 +38,9 @@ from ...gpu.launch import Descriptor, Kernel, Launch, Sizes
 from ...gpu.scratch import Outputs, Sample
 from .forward_fp8_consumer import RECOMPUTE, Fp8Scales, bit, consume, declare_vote, first_row, overflowed_tiles
 from .fp8_tuning import GluonFp8Config
-from .launch import config_constants, forward_sizes, jit, rows_descriptor, shared_layout
-from .parameters import Epilogue, SeqlenInfo, WarpgroupConfig
-from .pipeline import Pipelines, make_ring
+from .launch import forward_sizes, jit, rows_descriptor, shared_layout
+from .parameters import Epilogue, SeqlenInfo
+from .pipeline import make_pipelines
 from .scheduler import TileScheduler, fetch_next, make_channel, of_lane_0, resolve
 from .tiles import LOG2E
 from .tuning import ROWS as ROWS_OF_A_WARPGROUP
@@ -58,9 +58,11 @@ def _load(ring, desc, kv_iter, head, row, column):
 
 
 @gluon.jit
-def _producer(config, seqlen, fp8, scheduler, counter, channel, pipelines, q_desc, k_desc, v_desc):
+def _producer(seqlen, fp8, scheduler, counter, channel, pipelines, q_desc, k_desc, v_desc):
     """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ..."""
-    TILE_ROWS: gl.constexpr = config.WARPGROUPS * ROWS
+    CONFIG: gl.constexpr = pipelines.CONFIG
+    WARPGROUPS: gl.constexpr = CONFIG.warpgroups
+    TILE_ROWS: gl.constexpr = WARPGROUPS * ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
     AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
     queries = pipelines.queries
@@ -94,12 +96,12 @@ def _producer(config, seqlen, fp8, scheduler, counter, channel, pipelines, q_des
             row = begin + (high - 1) * BLOCK_N  # of the last block
             _load(keys, k_desc, kv_iter, kv_head, row, 0)
             queries.wait_empty(tile_iter)  # so all tiles before this one but `SLOTS` - 1 are done
-            if fp8.LAZY:
+            if CONFIG.lazy:
                 overflowed = overflowed_tiles(word)
-            landing = queries.expect(tile_iter, config.WARPGROUPS * q_desc.block_type.nbytes)
+            landing = queries.expect(tile_iter, WARPGROUPS * q_desc.block_type.nbytes)
             place = queries.place(tile_iter)
             q_row = first_row(seqlen, work.batch, work.q_first, work.q_len) + first
-            for w in gl.static_range(config.WARPGROUPS):
+            for w in gl.static_range(WARPGROUPS):
                 tma_load(q_desc, [work.head, q_row + w * ROWS, 0], landing, queries.tiles.index(place + w))
             near_end = gl.maximum(blocks - AHEAD, 1)
             for j in range(1, near_end):
@@ -123,7 +125,7 @@ def _producer(config, seqlen, fp8, scheduler, counter, channel, pipelines, q_des
             next_tile = resolve(pending_tile)
         tile = next_tile
         recompute = zero
-        if fp8.LAZY:
+        if CONFIG.lazy:
             done = tile_iter - queries.SLOTS
             if tile >= scheduler.tiles:  # nothing else is left to do: wait for all of them
                 queries.wait_empty(tile_iter - 1 + queries.SLOTS)
@@ -148,43 +150,35 @@ def _forward_fp8_kernel(
     left: gl.int32, right: gl.int32, q_rows: gl.int32, k_rows: gl.int32,
     query_scales_of_head: gl.int32, blocks_of_head: gl.int32,
     stride_ob: gl.int64, stride_om: gl.int64, stride_oh: gl.int64, stride_lb: gl.int64, stride_lh: gl.int64, scale,
-    D: gl.constexpr, WARPGROUPS: gl.constexpr, Q_SLOTS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
-    IN_TURN: gl.constexpr, TWO_LEVEL: gl.constexpr, APART: gl.constexpr, PARTS: gl.constexpr, LAZY: gl.constexpr,
-    SUMS_FIRST: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, IS_PACKED: gl.constexpr,
-    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONFIG: gl.constexpr, D: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, IS_PACKED: gl.constexpr,
+    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr,
 ):  # fmt: skip
-    queries = make_ring(q_desc, Q_SLOTS, WARPGROUPS, WARPGROUPS)
-    keys = make_ring(k_desc, K_SLOTS, 1, WARPGROUPS)
-    values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
-    staging = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS * PARTS] + o_desc.block_type.shape, o_desc.layout)
+    WARPGROUPS: gl.constexpr = CONFIG.warpgroups
+    TILES: gl.constexpr = WARPGROUPS * CONFIG.parts
+    pipelines = make_pipelines(CONFIG, q_desc, k_desc, v_desc)
+    staging = gl.allocate_shared_memory(o_desc.dtype, [TILES] + o_desc.block_type.shape, o_desc.layout)
     channel = make_channel(WARPGROUPS)
-    pipelines = Pipelines(queries, keys, values)
-    gl.static_assert(TWO_LEVEL or not LAZY, "sums in the matrix units are rescaled before weights are known")
-    if LAZY:
+    gl.static_assert(
+        CONFIG.two_level or not CONFIG.lazy, "sums in the matrix units are rescaled before weights are known"
+    )
+    if CONFIG.lazy:
         declare_vote()
-    config = WarpgroupConfig(WARPGROUPS, IN_TURN, False, False)
     scheduler = TileScheduler(batch_heads, tiles_m, head_group, tiles)
     seqlen = SeqlenInfo(
         q_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows,
         HAS_LEFT, HAS_RIGHT, IS_PACKED, MASKS_BEYOND_FIRST_BLOCK, False,
     )  # fmt: skip
-    fp8 = Fp8Scales(
-        query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E,
-        TWO_LEVEL, APART, PARTS, LAZY, SUMS_FIRST,
-    )  # fmt: skip
+    fp8 = Fp8Scales(query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E)
     epilogue = Epilogue(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, batch_heads, lse_ptr, scale,
-        D, False, True, False,
+        D, False, 0,
     )  # fmt: skip
     # A tuple bound to a variable would turn its constants into tensors, so the roles are spelt here.
     gl.warp_specialize(
-        [
-            (consume, (w, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging))
-            for w in (0, 1, 2)[:WARPGROUPS]
-        ]
-        + [(_producer, (config, seqlen, fp8, scheduler, count_ptr, channel, pipelines, q_desc, k_desc, v_desc))],
+        [(consume, (w, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)) for w in (0, 1, 2)[:WARPGROUPS]]
+        + [(_producer, (seqlen, fp8, scheduler, count_ptr, channel, pipelines, q_desc, k_desc, v_desc))],
         [4] * (WARPGROUPS - 1) + [1],
-        [CONSUMER_REGISTERS] * (WARPGROUPS - 1) + [PRODUCER_REGISTERS],
+        [CONFIG.consumer_registers] * (WARPGROUPS - 1) + [CONFIG.producer_registers],
     )
 
 
@@ -229,9 +223,9 @@ def bind_fp8(
         q_heads=problem.q_heads,
         group=problem.group,
         scale=problem.scale,
+        CONFIG=config,
         D=dim,
         IS_PACKED=problem.packed,
-        **config_constants(_kernel, config),
     )
 
 

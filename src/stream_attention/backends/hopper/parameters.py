@@ -1,4 +1,4 @@
-"""The parameters of a launch, in groups: warpgroups, sequence lengths and windows, score modifications, epilogue."""
+"""The parameters of a launch, in groups: sequence lengths and windows, score modifications, epilogue."""
 
 # No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
 
@@ -14,16 +14,6 @@ from .versions import aggregate, as_tile_of, tma_store
 
 UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
-
-
-@aggregate
-class WarpgroupConfig:
-    """The consumers: GluonConfig has the words."""
-
-    WARPGROUPS: gl.constexpr
-    IN_TURN: gl.constexpr
-    RESCALE_LATE: gl.constexpr
-    KEYS_FIRST: gl.constexpr
 
 
 @aggregate
@@ -228,7 +218,6 @@ class Epilogue:
     dropout_scale: gl.tensor
     DV: gl.constexpr
     HAS_SINK: gl.constexpr
-    BY_TMA: gl.constexpr  # through the shared memory of the queries, else from registers
     STATES: gl.constexpr  # warpgroups with a place for the state of other keys that they join; 0: nobody joins one
 
     @gluon.constexpr_function

@@ -87,11 +87,21 @@ def load_rows(ring, desc, iteration, batch, row, head):
 
 @aggregate
 class Pipelines:
-    """The rings of a forward."""
+    """The rings of a forward, and how it is configured."""
 
+    CONFIG: gl.constexpr
     queries: Ring
     keys: Ring
     values: Ring
+
+
+@gluon.jit
+def make_pipelines(CONFIG: gl.constexpr, q_desc, k_desc, v_desc):
+    WARPGROUPS: gl.constexpr = CONFIG.warpgroups
+    queries = make_ring(q_desc, CONFIG.q_slots, WARPGROUPS, WARPGROUPS)
+    keys = make_ring(k_desc, CONFIG.k_slots, 1, WARPGROUPS)
+    values = make_ring(v_desc, CONFIG.v_slots, 1, WARPGROUPS)
+    return Pipelines(CONFIG, queries, keys, values)
 
 
 # Named barriers. Triton takes 0 for the first role and the next ones for the others; 8 and up are nobody's.

@@ -40,6 +40,11 @@ class GluonConfig(NamedTuple):
     def __str__(self) -> str:
         return f"{forward_words(self)}, output stored {'by TMA' if self.by_tma else 'from registers'}"
 
+    @property
+    def cache_key(self) -> str:
+        """By which Triton's cache tells constants of kernels apart."""
+        return repr(self)
+
 
 def tile_widths(problem: Problem) -> tuple[int, int]:
     """Columns of the tiles of queries and keys, and of values: powers of two from 64."""
