@@ -38,13 +38,10 @@ A_CONSUMER_AND_A_WARP = gl.constexpr(160)
 class Part:
     """Which gradients a launch makes, and how."""
 
+    CONFIG: gl.constexpr
+    IS_ALL: gl.constexpr  # so chunks of dQ count the tiles of keys that were added; else a launch has added them all
     LOADS_V: gl.constexpr
-    COUNTS: gl.constexpr  # the tiles of keys that were added to a chunk of dQ; else a launch has added them all
     ORDERED: gl.constexpr  # chunks of dQ are added to in one order
-    HALVES: gl.constexpr  # exponentials and dS by halves of the columns, to need fewer registers
-    PEEL: gl.constexpr  # blocks that no edge cuts have a loop of their own
-    HAS_PARTIAL_BLOCKS: gl.constexpr  # there may be edges that cut blocks
-    LOADS_MASKED_ROWS: gl.constexpr  # TMA may read rows that belong to nobody, and that may be NaN
 
 
 @aggregate
@@ -69,7 +66,7 @@ class SharedStorage:
     def wait_keys(self, part, seqlen, work, tile_iter):
         """Consumer: until the tile's keys and values are there. Those that no query sees are cleared."""
         mbarrier.wait(self.kv_full, tile_iter & 1)
-        if part.LOADS_MASKED_ROWS:
+        if seqlen.LOADS_MASKED_ROWS:
             D: gl.constexpr = self.queries.tiles.shape[4]
             first = work.index * (2 * KEYS)
             floor, limit = seqlen.visible_keys(work.q_len, work.k_len, seqlen.offset_of(work))
@@ -93,7 +90,7 @@ class SharedStorage:
     def wait_queries(self, part, seqlen, tile, q, do, q_iter, row):
         """Consumer: until a block of queries is there. Those that see no key are cleared, and their gradients."""
         self.queries.wait_full(q_iter)
-        if part.LOADS_MASKED_ROWS:
+        if seqlen.LOADS_MASKED_ROWS:
             self.grads.wait_full(q_iter)
             floor, limit = queries_with_keys(seqlen, tile.q_len, tile.k_len, tile.offset)
             clear_rows(q, row, floor, limit)
@@ -431,7 +428,7 @@ def _block(
         queries.wait_full(q_iter)
     s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
     # Before the wait: else every exponential queues behind the other consumer's traffic in shared memory.
-    if part.HALVES:
+    if part.CONFIG.halves:
         lse_a = lses.slice(0, HALF).load(OF_HALF)
     else:
         lse = lses.load(gl.SliceLayout(0, S_TILE))
@@ -440,7 +437,7 @@ def _block(
     s = warpgroup_mma_wait(1, deps=(s_issued,))
     if IS_PARTIAL:
         s = tile.mask_qk(seqlen, score_mod, s, row)
-    if part.HALVES:
+    if part.CONFIG.halves:
         lse_b = lses.slice(HALF, HALF).load(OF_HALF)
         s_a, s_b = halves(s)
         p_a = tile.probabilities(IS_PARTIAL, seqlen, score_mod, s_a, lse_a, row, factor)
@@ -492,7 +489,7 @@ def consume(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, smem, dk_
     """64 keys of every tile."""
     BLOCK_M: gl.constexpr = smem.queries.tiles.shape[2]
     D: gl.constexpr = smem.queries.tiles.shape[4]
-    IS_PARTIAL: gl.constexpr = part.HAS_PARTIAL_BLOCKS and not part.PEEL
+    IS_PARTIAL: gl.constexpr = seqlen.MASKS_BLOCKS and not part.CONFIG.peel
     q_iter = 0
     tile_iter = 0
     work = channel.receive(0)
@@ -511,7 +508,7 @@ def consume(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, smem, dk_
         for g in range(seqlen.group):
             tile = make_tile(seqlen, score_mod, work, own, work.head * seqlen.group + g)
             first_full = low
-            if part.PEEL:  # rows from here on see all keys of the tile, if it has all
+            if part.CONFIG.peel:  # rows from here on see all keys of the tile, if it has all
                 first_full = first + (2 * KEYS - 1) - seqlen.offset_of(work) - seqlen.right + (BLOCK_M - 1)
                 first_full = gl.minimum(gl.maximum(gl.maximum(first_full, 0) // BLOCK_M, low), high)
                 if first + 2 * KEYS > work.k_len:

@@ -50,7 +50,6 @@ from .backward_rows import bind_rows, rows_sizes
 from .backward_wide import consume_for_key, consume_for_value
 from .launch import (
     chunks_descriptor,
-    config_constants,
     elements_descriptor,
     even_group,
     jit,
@@ -61,7 +60,7 @@ from .parameters import ScoreMod, SeqlenInfo
 from .pipeline import make_ring
 from .scheduler import TileScheduler, fetch_next, make_channel, resolve
 from .tuning import KEYS as KEYS_OF_A_WARPGROUP
-from .tuning import GluonBackwardConfig, has_edges, has_idle_queries, loads_masked_kv, tile_widths
+from .tuning import BackwardPart, GluonBackwardConfig, has_edges, has_idle_queries, loads_masked_kv, tile_widths
 from .versions import COMPILE_OPTIONS, aggregate, tma_load
 
 KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
@@ -157,16 +156,17 @@ def _backward_kernel(
     rows: gl.int32, first_batch_head: gl.int32, skipped: gl.int32,
     stride_ab: gl.int64, stride_rb: gl.int64, stride_rh: gl.int64, stride_cb: gl.int64, stride_ch: gl.int64,
     dropout_threshold: gl.uint32, scale, softcap, dropout_scale,
-    D: gl.constexpr, DV: gl.constexpr, PART: gl.constexpr, SLOTS: gl.constexpr, PLACES: gl.constexpr,
-    HALVES: gl.constexpr, PEEL: gl.constexpr, ORDERED: gl.constexpr,
+    CONFIG: gl.constexpr, PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, ORDERED: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_DROPOUT: gl.constexpr, IS_PACKED: gl.constexpr,
-    HAS_PARTIAL_BLOCKS: gl.constexpr, LOADS_MASKED_ROWS: gl.constexpr, SCALE_LATE: gl.constexpr,
-    TANH: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, WARP_REGISTERS: gl.constexpr,
+    HAS_DROPOUT: gl.constexpr, IS_PACKED: gl.constexpr, MASKS_BLOCKS: gl.constexpr,
+    LOADS_MASKED_ROWS: gl.constexpr, SCALE_LATE: gl.constexpr, TANH: gl.constexpr,
 ):  # fmt: skip
+    SLOTS: gl.constexpr = PART.slots
+    PLACES: gl.constexpr = CONFIG.places
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[1]
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
-    IS_ALL: gl.constexpr = PART == "all"
+    IS_ALL: gl.constexpr = PART.makes == "all"
+    LOADS_V: gl.constexpr = PART.makes != "value"
     queries = make_ring(q_desc, SLOTS, 1, 2)
     grads = make_ring(do_desc, SLOTS, 1, 2)
     lses = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_M], lse_desc.layout)
@@ -174,7 +174,7 @@ def _backward_kernel(
     keys = gl.allocate_shared_memory(k_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout)
     values = keys
     d_scores = keys
-    if PART != "value":
+    if LOADS_V:
         DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         values = gl.allocate_shared_memory(v_desc.dtype, [1] + v_desc.block_type.shape, v_desc.layout)
         d_scores = gl.allocate_shared_memory(q_desc.dtype, [2 if IS_ALL else 1, 2 * KEYS, BLOCK_M], DS)
@@ -183,7 +183,7 @@ def _backward_kernel(
     if IS_ALL:
         staging = gl.allocate_shared_memory(gl.float32, [2, CHUNK, CHUNK], scratch_desc.layout)
         landing = gl.allocate_shared_memory(gl.float32, [PLACES * 2 * CHUNK // 8, 8, 32], scratch_desc.layout)
-    elif PART == "value":
+    elif not LOADS_V:
         landing = gl.allocate_shared_memory(gl.float32, [PLACES * 2 * CHUNK // 16, 16, 32], scratch_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -198,10 +198,10 @@ def _backward_kernel(
     smem = SharedStorage(
         queries, grads, lses, deltas, keys, values, kv_full, kv_empty, d_scores, staging, landing, landed, read
     )
-    part = Part(PART != "value", IS_ALL, ORDERED, HALVES, PEEL, HAS_PARTIAL_BLOCKS, LOADS_MASKED_ROWS)
+    part = Part(CONFIG, IS_ALL, LOADS_V, ORDERED)
     seqlen = SeqlenInfo(
         *(kv_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows),
-        *(HAS_LEFT, HAS_RIGHT, IS_PACKED, True, LOADS_MASKED_ROWS),
+        *(HAS_LEFT, HAS_RIGHT, IS_PACKED, MASKS_BLOCKS, LOADS_MASKED_ROWS),
     )
     score_mod = ScoreMod(
         *(scale, softcap, slopes_ptr, stride_ab, row_words_ptr, stride_rb, stride_rh),
@@ -214,7 +214,8 @@ def _backward_kernel(
     dv_sum = Sum(dv_desc, dv_ptr, kv_heads, DV)
     by_keys = TileScheduler(batch_heads, tiles_n, group_n, batch_heads * tiles_n)
     by_queries = TileScheduler(batch_heads, blocks_m, group_n, batch_heads * blocks_m)
-    if PART == "all":
+    # A tuple bound to a variable would turn its constants into tensors, so the roles are spelt here.
+    if IS_ALL:
         gl.warp_specialize(
             [
                 (consume, (0, part, seqlen, score_mod, channel, smem, dk_sum, dv_sum, dropout_scale)),
@@ -225,9 +226,9 @@ def _backward_kernel(
                 (finisher, (0, 1, part, seqlen, by_queries, smem, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
             ],
             [4, 1, 1, 1, 1],
-            [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS],
+            [PART.consumer_registers] + [PART.warp_registers] * 4,
         )
-    elif PART == "key":
+    elif LOADS_V:
         gl.warp_specialize(
             [
                 (consume_for_key, (0, part, seqlen, score_mod, channel, smem, scratch, dk_sum, dropout_scale)),
@@ -235,7 +236,7 @@ def _backward_kernel(
                 (_producer, (part, seqlen, by_keys, counter_ptr, channel, smem, scratch, sources)),
             ],
             [4, 1],
-            [CONSUMER_REGISTERS, WARP_REGISTERS],
+            [PART.consumer_registers, PART.warp_registers],
         )
     else:
         gl.warp_specialize(
@@ -247,7 +248,7 @@ def _backward_kernel(
                 (finisher, (1, 2, part, seqlen, by_queries, smem, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
             ],
             [4, 1, 1, 1],
-            [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS],
+            [PART.consumer_registers] + [PART.warp_registers] * 3,
         )
 
 
@@ -404,7 +405,7 @@ def _sizes(problem: Problem, inputs: Inputs, config: GluonBackwardConfig, batch_
     constants = {
         "HAS_LEFT": left != UNBOUNDED,
         "HAS_RIGHT": right != UNBOUNDED,
-        "HAS_PARTIAL_BLOCKS": has_edges(problem),
+        "MASKS_BLOCKS": has_edges(problem),
         "LOADS_MASKED_ROWS": problem.packed or loads_masked_kv(problem) or has_idle_queries(problem),
     }
     described = {
@@ -437,7 +438,7 @@ def _bind(
     problem: Problem,
     inputs: Inputs,
     config: GluonBackwardConfig,
-    part: tuple[str, int, int, int],
+    part: BackwardPart,
     batch_heads: range,
     before: Prepass,
     layout: _Layout,
@@ -471,12 +472,12 @@ def _bind(
         **named("dq_ptr dk_ptr dv_ptr", layout.grads),
         **named("scratch_ptr counts_ptr counter_ptr", layout.workspace),
         kv_heads=problem.kv_heads,
+        CONFIG=config,
+        PART=part,
         D=problem.head_dim,
         DV=problem.value_dim,
         ORDERED=problem.deterministic,
         **score_arguments(problem, inputs, before, counter),
-        **named("PART SLOTS CONSUMER_REGISTERS WARP_REGISTERS", part),
-        **config_constants(_kernel, config),
     )
 
 

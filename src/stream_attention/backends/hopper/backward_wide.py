@@ -76,10 +76,10 @@ def consume_for_key(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, s
                 grads.wait_full(q_iter)
                 dp_issued = warpgroup_mma(own_v, do.permute((1, 0)), none, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(1, deps=(s_issued,))
-                if part.HAS_PARTIAL_BLOCKS:
+                if seqlen.MASKS_BLOCKS:
                     s = tile.mask_qk(seqlen, score_mod, s, row)
                 lse = smem.lses.index(0).load(gl.SliceLayout(0, S_TILE))
-                p = tile.probabilities(part.HAS_PARTIAL_BLOCKS, seqlen, score_mod, s, lse, row, factor)
+                p = tile.probabilities(seqlen.MASKS_BLOCKS, seqlen, score_mod, s, lse, row, factor)
                 grads.wait_full(q_iter)  # once more: the assembler does not move the next wait before this one
                 dp = warpgroup_mma_wait(0, deps=(dp_issued,))
                 delta = smem.deltas.index(0).load(gl.SliceLayout(0, S_TILE))
@@ -117,9 +117,9 @@ def consume_for_key(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, s
 @gluon.jit
 def _dropped_p(part, seqlen, score_mod, tile, s, lse, row, factor, dropout_scale):
     """P of a block, as it meets dO."""
-    if part.HAS_PARTIAL_BLOCKS:
+    if seqlen.MASKS_BLOCKS:
         s = tile.mask_qk(seqlen, score_mod, s, row)
-    p = tile.probabilities(part.HAS_PARTIAL_BLOCKS, seqlen, score_mod, s, lse, row, factor)
+    p = tile.probabilities(seqlen.MASKS_BLOCKS, seqlen, score_mod, s, lse, row, factor)
     if score_mod.HAS_DROPOUT:
         p = gl.where(tile.keep(score_mod, p, row), p * dropout_scale, 0.0)
     return p
@@ -154,7 +154,7 @@ def consume_for_value(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel,
             tile = make_tile(seqlen, score_mod, work, own, head)
             queries.wait_full(q_iter)
             q = queries.tile(q_iter)
-            if part.LOADS_MASKED_ROWS:
+            if seqlen.LOADS_MASKED_ROWS:
                 clear_rows(q, low * BLOCK_M, floor, limit)
             own_k = smem.keys.index(opaque_zero()).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
             s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -176,7 +176,7 @@ def consume_for_value(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel,
                 own_k = smem.keys.index(opaque_zero()).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
                 q = queries.tile(q_iter + 1)
                 do = grads.tile(q_iter)
-                if part.LOADS_MASKED_ROWS:
+                if seqlen.LOADS_MASKED_ROWS:
                     clear_rows(q, i * BLOCK_M, floor, limit)
                     grads.wait_full(q_iter)
                     clear_rows(do, before, floor, limit)
@@ -197,7 +197,7 @@ def consume_for_value(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel,
             # The last product.
             grads.wait_full(q_iter)
             do = grads.tile(q_iter)
-            if part.LOADS_MASKED_ROWS:
+            if seqlen.LOADS_MASKED_ROWS:
                 clear_rows(do, before, floor, limit)
             dv_issued = warpgroup_mma(p_operand, do, dv, use_acc=True, is_async=True)
             dv = warpgroup_mma_wait(0, deps=(dv_issued,))

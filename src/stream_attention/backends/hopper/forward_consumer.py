@@ -103,13 +103,13 @@ def _step(WARPGROUP: gl.constexpr, seqlen, score_mod, pipelines, rows, state, pl
     if score_mod.HAS_DROPOUT:
         words = gl.load(rows.key_words + start + columns)
     s = score_mod.apply(s, rows.slope, rows.positions - start)
-    if seqlen.MASKS_BEYOND_FIRST_BLOCK:
+    if seqlen.MASKS_BLOCKS:
         s = rows.visible.mask_where_cut(s, start, columns)
-    if seqlen.LOADS_MASKED_KV:
+    if seqlen.LOADS_MASKED_ROWS:
         clear_rows_of_slot(values, kv_iter + 1, start, rows.floor, rows.limit)
     row_max = gl.maximum(state.row_max, gl.max(s, 1))
     max_scaled = row_max * factor
-    if seqlen.MASKS_BEYOND_FIRST_BLOCK:
+    if seqlen.MASKS_BLOCKS:
         max_scaled = gl.where(row_max == -float("inf"), 0.0, max_scaled)
     rescale = gl.exp2(state.row_max * factor - max_scaled)
     if not CONFIG.keys_first:
@@ -163,7 +163,7 @@ def consume(WARPGROUP: gl.constexpr, seqlen, score_mod, epilogue, channel, pipel
         rows = make_rows(seqlen, score_mod, work, r0, row)
         borrowed_slots = tile_iter * BORROWED  # slots of keys used so far than of values
         previous_lse = factor
-        if JOINS and not seqlen.MASKS_BEYOND_FIRST_BLOCK:  # which leaves no registers to wait in
+        if JOINS and not seqlen.MASKS_BLOCKS:  # which leaves no registers to wait in
             previous_lse = epilogue.previous_lse(row, work.batch, r0, work.head, work.q_len - r0)
 
         # Prologue: the first block. There are no older sums, and no product P V beside it.
@@ -205,7 +205,7 @@ def consume(WARPGROUP: gl.constexpr, seqlen, score_mod, epilogue, channel, pipel
                 take_turn(WARPGROUP)
                 pass_turn(AFTER)
         kv_iter += skipped_blocks
-        if seqlen.LOADS_MASKED_KV:
+        if seqlen.LOADS_MASKED_ROWS:
             clear_rows_of_slot(values, kv_iter, start, rows.floor, rows.limit)
         if DEFERRED:
             tma.store_wait(pendings=0)  # of the tile before, long since drained
@@ -223,7 +223,7 @@ def consume(WARPGROUP: gl.constexpr, seqlen, score_mod, epilogue, channel, pipel
 
         # Epilogue: the last product, and where the next tile is while it runs. What the state of other keys is, too.
         acc = state.acc
-        if JOINS and seqlen.MASKS_BEYOND_FIRST_BLOCK:
+        if JOINS and seqlen.MASKS_BLOCKS:
             previous_lse = epilogue.previous_lse(row, work.batch, r0, work.head, work.q_len - r0)
         if CONFIG.rescale_late:
             acc = acc * broadcast_rows(acc, opaque(state.rescale))

@@ -283,7 +283,7 @@ def _step(
             pass_turn(AFTER)
         s = warpgroup_mma_wait(1, deps=(s_issued,))
     keys.release(kv_iter + 1)
-    if seqlen.MASKS_BEYOND_FIRST_BLOCK:
+    if seqlen.MASKS_BLOCKS:
         if CONFIG.apart:  # in every block: a branch would spill what it does not touch
             s = visible.mask(s, start, columns)
         else:

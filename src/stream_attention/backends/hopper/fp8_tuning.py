@@ -29,10 +29,7 @@ class GluonFp8Config(NamedTuple):
         sums = "blocks accumulated in fp32" if self.two_level else "accumulated by the tensor cores"
         return f"{forward_words(self)}, {sums}"
 
-    @property
-    def cache_key(self) -> str:
-        """By which Triton's cache tells constants of kernels apart."""
-        return repr(self)
+    cache_key = property(repr)
 
 
 # NVIDIA H200, 2026-11-16, torch 2.11.0+cu130, Triton 3.6.0, batch * length = 16384, hidden 2048, 8k: the best of 6-14

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ...base.problem import UNBOUNDED, Inputs, Problem
 from ...gpu.arguments import FAR, line_strides, named, scale_of, score_params, slope_stride, tanh
-from ...gpu.launch import Descriptor, Kernel, Sizes
+from ...gpu.launch import Descriptor, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.scratch import OUTPUT_STRIDES
 from .tuning import ROWS, masks_beyond_first_block
@@ -104,12 +104,6 @@ def even_group(lines: int, fitting: int) -> int:
     """How many lines are worked on together where `fitting` may be: in groups of about the same size."""
     groups = -(-lines // min(fitting, lines))
     return -(-lines // groups)
-
-
-def config_constants(kernel: Kernel, config: Any) -> dict[str, Any]:
-    """The fields of a configuration that are constexprs of a kernel, under the same names in capitals."""
-    fields = {name.upper(): value for name, value in config._asdict().items()}
-    return {name: value for name, value in fields.items() if name in kernel.constants}
 
 
 def score_arguments(problem: Problem, inputs: Inputs, before: Prepass, stand_in: Any) -> dict[str, Any]:

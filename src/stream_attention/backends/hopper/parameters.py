@@ -34,8 +34,8 @@ class SeqlenInfo:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     IS_PACKED: gl.constexpr
-    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr  # not only a warpgroup's first block may be partially masked
-    LOADS_MASKED_KV: gl.constexpr  # TMA loads rows of V that are masked for every query
+    MASKS_BLOCKS: gl.constexpr  # blocks may be partially masked; of a forward not only a warpgroup's first
+    LOADS_MASKED_ROWS: gl.constexpr  # TMA loads rows that take part in nothing and that may be NaN
 
     @gluon.jit
     def work_tile(self, index, batch_head):
