@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...gpu.rows import PAD as PADDED_ROWS
-from .pipeline import Ring, arrive, arrive_on, sync, sync_on
-from .tiles import LOG2E, accumulator, clear_rows, dropout_keep, log2, subtract_alibi
+from .pipeline import Ring, arrive, sync
+from .tiles import LOG2E, accumulator, clear_rows, dropout_keep, issue, log2, run_asm, subtract_alibi
 from .tuning import KEYS as KEYS_OF_A_WARPGROUP
 from .versions import aggregate, as_tiles_of, tma_store
 
@@ -148,39 +148,23 @@ class Scratch:
     @gluon.jit
     def count(self, chunk):
         """Reducer: one more tile of keys has been added to a chunk, as soon as its addition is done."""
-        gl.inline_asm_elementwise(
+        asm: gl.constexpr = (
             "{ .reg .pred p; .reg .b32 l; cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 l, %laneid; "
-            "setp.eq.u32 p, l, 0; @p red.release.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0; }",
-            "=r,l",
-            [(self.counts + chunk).to(gl.int64)],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
+            "setp.eq.u32 p, l, 0; @p red.release.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0; }"
         )
+        run_asm(asm, "=r,l", [(self.counts + chunk).to(gl.int64)])
 
     @gluon.jit
     def wait_for(self, chunk, tiles):
         """Until so many tiles of keys have been added to a chunk; for what is read or added by TMA after it."""
         place = (self.counts + chunk).to(gl.int64)
-        counted = _load(place, "relaxed")
+        relaxed: gl.constexpr = "ld.relaxed.gpu.global.b32 $0, [$1];"
+        counted = run_asm(relaxed, "=r,l", [place])
         while counted < tiles:
-            counted = _load(place, "relaxed")
+            counted = run_asm(relaxed, "=r,l", [place])
         # What others wrote before they counted: no fence for that, which would wait for this warp's own stores.
-        _load(place, "acquire")
-        gl.inline_asm_elementwise(
-            "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.constexpr_function
-def _load_asm(order):
-    return f"ld.{order}.gpu.global.b32 $0, [$1];"
-
-
-@gluon.jit
-def _load(place, ORDER: gl.constexpr):
-    asm: gl.constexpr = _load_asm(ORDER)
-    return gl.inline_asm_elementwise(asm, "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1)
+        run_asm("ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [place])
+        run_asm("fence.proxy.async.global; mov.b32 $0, 0;", "=r", [])
 
 
 @gluon.jit
@@ -216,7 +200,7 @@ def key_tiles(seqlen, row, work, BLOCK_M: gl.constexpr):
 @gluon.jit
 def opaque_zero():
     """0, which nothing is computed ahead of a loop with: descriptors of tiles that stay would fill the registers."""
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return run_asm("mov.u32 $0, 0;", "=r", [])
 
 
 @gluon.jit
@@ -253,14 +237,14 @@ def queries_with_keys(seqlen, q_len, k_len, offset):
 
 
 @gluon.jit
-def issue_dq(WARPGROUP: gl.constexpr, d_scores, keys, none, BY_ROWS: gl.constexpr):
+def issue_dq(WARPGROUP: gl.constexpr, d_scores, keys, BY_ROWS: gl.constexpr):
     """This warpgroup's chunk of dS K: its half of the queries, or of the columns."""
     if BY_ROWS:
         mine = d_scores.slice(WARPGROUP * CHUNK, CHUNK, dim=1)
-        return warpgroup_mma(mine.permute((1, 0)), keys, none, use_acc=False, is_async=True)
+        return issue(mine.permute((1, 0)), keys)
     else:
         mine = keys.slice(WARPGROUP * CHUNK, CHUNK, dim=1)
-        return warpgroup_mma(d_scores.permute((1, 0)), mine, none, use_acc=False, is_async=True)
+        return issue(d_scores.permute((1, 0)), mine)
 
 
 @gluon.jit
@@ -312,7 +296,7 @@ class Tile:
 
     @gluon.jit
     def keep(self, score_mod, p, row):
-        """Which weights of a piece dropout keeps."""
+        """Which elements of a piece dropout keeps."""
         key = self.own + gl.arange(0, KEYS, gl.SliceLayout(1, p.type.layout))
         query = row + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))
         of_keys = gl.load(self.key_words + key, mask=key < self.k_len, other=0)
@@ -321,7 +305,7 @@ class Tile:
 
     @gluon.jit
     def drop(self, score_mod, p, dp, row, dropout_scale):
-        """The weights of a piece behind dropout, and the gradients before it."""
+        """P of a piece after dropout, and its gradient before dropout."""
         kept = p
         if score_mod.HAS_DROPOUT:
             keep = self.keep(score_mod, p, row)
@@ -334,7 +318,7 @@ class Tile:
         """dS of a piece, of the products where scores are capped."""
         d_scores = p * (dp - of_columns(delta, dp))
         if score_mod.HAS_SOFTCAP:
-            # The cap's tanh, out of the weight: the products are gone. A weight of 0 has no gradient anyway.
+            # The cap's tanh, from p: the products are gone. Where p is 0 there is no gradient anyway.
             s = log2(p) + of_columns(lse, p)
             if score_mod.HAS_ALIBI:
                 distance = self.own - row - self.offset + gl.arange(0, KEYS, gl.SliceLayout(1, p.type.layout))
@@ -408,8 +392,6 @@ def _block(
     S_TILE: gl.constexpr = accumulator(BLOCK_M)
     P_TILE: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
     OF_HALF: gl.constexpr = gl.SliceLayout(0, accumulator(HALF))
-    none = gl.zeros((KEYS, BLOCK_M), gl.float32, S_TILE)
-    no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, accumulator(CHUNK))
     row = i * BLOCK_M
     factor = score_mod.factor()
     z = opaque_zero()
@@ -426,14 +408,14 @@ def _block(
         smem.wait_queries(part, seqlen, tile, q, do, q_iter, row)
     else:
         queries.wait_full(q_iter)
-    s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+    s_issued = issue(own_k, q.permute((1, 0)))
     # Before the wait: else every exponential queues behind the other consumer's traffic in shared memory.
     if part.CONFIG.halves:
         lse_a = lses.slice(0, HALF).load(OF_HALF)
     else:
         lse = lses.load(gl.SliceLayout(0, S_TILE))
     grads.wait_full(q_iter)
-    dp_issued = warpgroup_mma(own_v, do.permute((1, 0)), none, use_acc=False, is_async=True)
+    dp_issued = issue(own_v, do.permute((1, 0)))
     s = warpgroup_mma_wait(1, deps=(s_issued,))
     if IS_PARTIAL:
         s = tile.mask_qk(seqlen, score_mod, s, row)
@@ -466,8 +448,8 @@ def _block(
 
     dv_issued = warpgroup_mma(p_operand, do, dv, use_acc=True, is_async=True)
     d_scores = gl.convert_layout(ds, P_TILE, assert_trivial=True)
-    sync_on(HALF_READY + 2 * (1 - WARPGROUP) + ((q_iter + 1) & 1), BOTH)
-    dq_issued = issue_dq(WARPGROUP, smem.d_scores.index((q_iter + 1) & 1), k, no_dq, BLOCK_M == 2 * CHUNK)
+    sync(HALF_READY + 2 * (1 - WARPGROUP) + ((q_iter + 1) & 1), BOTH)
+    dq_issued = issue_dq(WARPGROUP, smem.d_scores.index((q_iter + 1) & 1), k, BLOCK_M == 2 * CHUNK)
     dk_issued = warpgroup_mma(d_scores, q, dk, use_acc=True, is_async=True)
     dv = warpgroup_mma_wait(2, deps=(dv_issued,))
     grads.release(q_iter)
@@ -476,7 +458,7 @@ def _block(
     if q_iter > began:
         smem.leave_chunk(WARPGROUP, dq)
     fence_async_shared()
-    arrive_on(HALF_READY + 2 * WARPGROUP + (q_iter & 1), BOTH)
+    arrive(HALF_READY + 2 * WARPGROUP + (q_iter & 1), BOTH)
     if q_iter > began:
         smem.chunk_is_written(WARPGROUP)
     dk = warpgroup_mma_wait(0, deps=(dk_issued,))
@@ -500,7 +482,7 @@ def consume(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, smem, dk_
         low, high = query_blocks(seqlen, work, BLOCK_M)
         dk = gl.zeros((KEYS, D), gl.float32, accumulator(D))
         dv = gl.zeros((KEYS, D), gl.float32, accumulator(D))
-        arrive_on(HALF_READY + 2 * WARPGROUP + ((q_iter + 1) & 1), BOTH)  # for dS of the block before the first
+        arrive(HALF_READY + 2 * WARPGROUP + ((q_iter + 1) & 1), BOTH)  # for dS of the block before the first
         smem.wait_keys(part, seqlen, work, tile_iter)
         began = q_iter
 
@@ -526,11 +508,10 @@ def consume(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, smem, dk_
 
         # Epilogue: dQ of the last block. Then dK and dV leave through the memory of K and V, when both consumers have
         # read it for the last time.
-        sync_on(HALF_READY + 2 * (1 - WARPGROUP) + ((q_iter + 1) & 1), BOTH)
+        sync(HALF_READY + 2 * (1 - WARPGROUP) + ((q_iter + 1) & 1), BOTH)
         if q_iter > began:
-            no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, accumulator(CHUNK))
             k = smem.keys.index(opaque_zero()).reshape([2 * KEYS, D])
-            dq_issued = issue_dq(WARPGROUP, smem.d_scores.index((q_iter + 1) & 1), k, no_dq, BLOCK_M == 2 * CHUNK)
+            dq_issued = issue_dq(WARPGROUP, smem.d_scores.index((q_iter + 1) & 1), k, BLOCK_M == 2 * CHUNK)
             dq = warpgroup_mma_wait(0, deps=(dq_issued,))
             smem.leave_chunk(WARPGROUP, dq)
             fence_async_shared()

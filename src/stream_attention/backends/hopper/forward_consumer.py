@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from .parameters import KeyRange
 from .pipeline import pass_turn, take_turn
-from .tiles import LN2, LOG2E, accumulator, broadcast_rows, clear_rows_of_slot, dropout_keep, opaque, row_sums
+from .tiles import LN2, LOG2E, accumulator, broadcast_rows, clear_rows_of_slot, dropout_keep, issue, opaque, row_sums
 from .tuning import ROWS as ROWS_OF_A_WARPGROUP
 from .versions import aggregate, as_tile_of, opaque_in_loop
 
@@ -29,7 +29,7 @@ class Rows:
 
     @gluon.jit
     def drop(self, score_mod, p, words):
-        """Weights behind dropout, given the words of their keys."""
+        """p after dropout, given the words of its keys."""
         if score_mod.HAS_DROPOUT:
             p = gl.where(dropout_keep(self.words, words, score_mod.threshold), p, 0.0)
         return p
@@ -61,13 +61,13 @@ class State:
     row_max: gl.tensor
     row_sum: gl.tensor  # eight partial sums
     acc: gl.tensor
-    p: gl.tensor  # the weights of the last block, as an operand
+    p: gl.tensor  # of the last block, as an operand
     rescale: gl.tensor  # what the accumulator is multiplied with, if that is done late
 
 
 @gluon.jit
 def _step(WARPGROUP: gl.constexpr, seqlen, score_mod, pipelines, rows, state, place, k_iter, kv_iter, j, blocks):
-    """Block j of `blocks`: its scores beside P V of the block before, then its weights."""
+    """Block j of `blocks`: its scores beside P V of the block before, then its P."""
     keys = pipelines.keys
     values = pipelines.values
     CONFIG: gl.constexpr = pipelines.CONFIG
@@ -75,7 +75,6 @@ def _step(WARPGROUP: gl.constexpr, seqlen, score_mod, pipelines, rows, state, pl
     AFTER: gl.constexpr = (WARPGROUP + 1) % CONFIG.warpgroups
     TOGETHER: gl.constexpr = keys.SLOTS > 2  # slots of K and V are released together, for one barrier less
     S_TILE: gl.constexpr = accumulator(BLOCK_N)
-    no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
     factor = score_mod.factor()
     k = keys.tile(k_iter)
@@ -88,7 +87,7 @@ def _step(WARPGROUP: gl.constexpr, seqlen, score_mod, pipelines, rows, state, pl
         keys.wait_full(k_iter)
     if CONFIG.in_turn:
         take_turn(WARPGROUP)
-    s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    s_issued = issue(q, k.permute((1, 0)))
     if CONFIG.rescale_late:
         acc = acc * broadcast_rows(acc, opaque(state.rescale))
     values.wait_full(kv_iter)
@@ -123,7 +122,7 @@ def _step(WARPGROUP: gl.constexpr, seqlen, score_mod, pipelines, rows, state, pl
         acc = acc * broadcast_rows(acc, rescale)
     p = gl.exp2(s * factor - max_scaled[:, None])
     row_sum = state.row_sum * broadcast_rows(state.row_sum, rescale) + row_sums(p)
-    # Only now: the registers of the old weights were an operand until the product was done.
+    # Only now: the registers of the old P were an operand until the product was done.
     p = rows.drop(score_mod, p, words)
     p_operand = gl.convert_layout(p.to(state.p.dtype), state.p.type.layout, assert_trivial=True)
     return State(start, row_max, row_sum, acc, p_operand, rescale)
@@ -147,7 +146,6 @@ def consume(WARPGROUP: gl.constexpr, seqlen, score_mod, epilogue, channel, pipel
     JOINS: gl.constexpr = epilogue.STATES > 0
     BORROWED: gl.constexpr = epilogue.borrowed(CONFIG.warpgroups)
 
-    no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
     row = gl.arange(0, ROWS, S_ROWS)
     factor = score_mod.factor()
@@ -174,7 +172,7 @@ def consume(WARPGROUP: gl.constexpr, seqlen, score_mod, epilogue, channel, pipel
         q = queries.matrix(place)
         k_iter = kv_iter + borrowed_slots + skipped_blocks
         keys.wait_full(k_iter)
-        s = warpgroup_mma(q, keys.tile(k_iter).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        s = issue(q, keys.tile(k_iter).permute((1, 0)))
         s = warpgroup_mma_wait(0, deps=(s,))
         keys.release(k_iter)
         start = (high - 1 - skipped_blocks) * BLOCK_N

@@ -1,4 +1,4 @@
-"""What a consumer warpgroup of forward_fp8_sm90.py does, and the numbers of FP8 that it works with."""
+"""What a consumer warpgroup of forward_fp8_sm90.py does, and how it converts P to FP8."""
 
 # No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
 
@@ -9,14 +9,14 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from ...base.fp8_layout import BLOCK as ROWS_OF_A_BLOCK
 from ...base.fp8_layout import SHIFT as SHIFT_OF_WEIGHTS
 from .pipeline import pass_turn, take_turn
-from .tiles import LN2, accumulator, broadcast_rows, log2, opaque, row_sums
+from .tiles import LN2, accumulator, broadcast_rows, issue, log2, opaque, row_sums, run_asm
 from .tuning import ROWS as ROWS_OF_A_WARPGROUP
 from .versions import aggregate, barrier
 
 ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 BLOCK = gl.constexpr(ROWS_OF_A_BLOCK)
 SHIFT = gl.constexpr(SHIFT_OF_WEIGHTS)
-NO_KEY_MAX = gl.constexpr(-3e38)  # the top of a row that has seen no key
+NO_KEY_MAX = gl.constexpr(-3e38)  # the row max where no key was visible
 RECOMPUTE = gl.constexpr(1 << 28)  # what a message adds to the number of a tile that is computed again
 
 
@@ -45,17 +45,17 @@ class Fp8Scales:
 
 @gluon.jit
 def first_row(seqlen, batch, first, rows):
-    """Where the codes of a sequence begin: `fp8_layout.first_block`."""
+    """The first quantised row of a sequence: `fp8_layout.first_block`."""
     if seqlen.IS_PACKED:
         return (first // BLOCK + batch) * BLOCK
     else:
         return batch * ((rows + (BLOCK - 1)) // BLOCK * BLOCK)
 
 
-# A tile is lost where a sum of weights is infinite. A consumer says so by a bit of the program's word in global memory,
+# A tile overflows where a sum of p is infinite. A consumer reports it by a bit of the program's word in global memory,
 # before it lets go of the tile's queries. The producer waits for that in any case, before it loads others into their
 # place; then it looks, and has the tile computed again. Three tiles at most are on their way, so four bits tell them
-# apart; the rest of the word counts tiles that were lost, for tests.
+# apart; the rest of the word counts tiles that overflowed, for tests.
 
 
 @gluon.jit
@@ -66,8 +66,8 @@ def bit(tile_iter):
 
 @gluon.jit
 def _report_overflow(word, tile_iter, total, exist, recompute):
-    """Consumer: whether a tile is lost, by rows that exist: others may be of the next sequence. One that was computed
-    again is not lost; where it has such sums, inputs had them."""
+    """Consumer: whether a tile overflowed, by rows that exist: others may be of the next sequence. One that was
+    computed again is not reported; where it has such sums, inputs had them."""
     overflowed = (total == float("inf")) & exist & (recompute == 0)
     none = gl.zeros_like(total).to(gl.int32)
     gl.atomic_or(word + none, none + bit(tile_iter), mask=overflowed, sem="relaxed")
@@ -105,7 +105,7 @@ def _row_max(s, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def _pack_e4m3(p):
-    """Weights as words of four e4m3 codes."""
+    """P as words of four e4m3 values."""
     w0, w1, w2, w3 = _runs(p)
     asm: gl.constexpr = (
         "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
@@ -127,7 +127,7 @@ def _unpack_e4m3(p_packed, LAYOUT: gl.constexpr):
     return gl.convert_layout(fp8, LAYOUT, assert_trivial=True)
 
 
-# Tops are integers, and what is done to them goes by the adders: the unit of exponentials, which also rounds and
+# Row maxima are integers, and their arithmetic uses the adders: the unit of exponentials, which also rounds and
 # converts, is the busiest. A number beside 1.5 * 2**23 has no place for bits behind the point, and its last bits are
 # those of an integer.
 
@@ -146,31 +146,29 @@ def _two_to(x):
     return (beside.to(gl.int32, bitcast=True) << 23).to(gl.float32, bitcast=True)
 
 
-# Whether a weight may be too large is for a warp to say. Gluon has branches by scalars only, and makes one of a tile
+# Each warp decides whether a value of p may be too large. Gluon has branches by scalars only, and makes one of a tile
 # through shared memory; so the vote is left in a register of PTX's own, and read from it.
 
 
 @gluon.jit
 def declare_vote():
-    asm: gl.constexpr = ".reg .pred too_large; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    run_asm(".reg .pred too_large; mov.b32 $0, 0;", "=r", [])
 
 
 @gluon.jit
 def _too_large(sums):
-    """Whether this warp has a sum, and so perhaps a weight, of more than 448, the largest number of e4m3."""
+    """Whether this warp has a sum, and so perhaps a p, of more than 448, the largest number of e4m3."""
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .f32 a, b; max.f32 a, $1, $2; max.f32 b, $3, $4; max.f32 a, a, b; "
         "setp.gt.f32 p, a, 0f43E00000; vote.sync.any.pred too_large, p, -1; mov.b32 $0, 0; }"
     )
     gl.inline_asm_elementwise(asm, "=r,r,r,r,r", [sums], dtype=gl.int8, is_pure=False, pack=4)  # four sums to a lane
-    said: gl.constexpr = "selp.b32 $0, 1, 0, too_large;"
-    return gl.inline_asm_elementwise(said, "=r", [], dtype=gl.int32, is_pure=False, pack=1) != 0
+    return run_asm("selp.b32 $0, 1, 0, too_large;", "=r", []) != 0
 
 
 @gluon.jit
 def _raise_max(row_max, sums):
-    """A top beside which no sum is 2**SHIFT or more, and what weights shrink by: (top, shrink)."""
+    """(a row max for which no sum is 2**SHIFT or more, the factor by which p is rescaled)."""
     largest = gl.convert_layout(gl.max(sums, 1), row_max.type.layout, assert_trivial=True)
     raised = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) - (127 + SHIFT - 1), 0)  # by the exponent
     return row_max + raised.to(gl.float32), ((127 - raised) << 23).to(gl.float32, bitcast=True)
@@ -178,13 +176,11 @@ def _raise_max(row_max, sums):
 
 @gluon.jit
 def _issue_values(CONFIG: gl.constexpr, p_operand, v, acc, part: gl.constexpr):
-    """Begin the product of weights and a part of the columns of V."""
+    """Begin the product of P and a part of the columns of V."""
     WIDTH: gl.constexpr = v.shape[0] // CONFIG.parts
     columns = v.slice(part * WIDTH, WIDTH, 0).permute((1, 0))
     if CONFIG.two_level:
-        LAYOUT: gl.constexpr = acc[part].type.layout
-        nothing = gl.zeros((ROWS, WIDTH), gl.float32, LAYOUT)
-        return warpgroup_mma(p_operand, columns, nothing, use_acc=False, is_async=True)
+        return issue(p_operand, columns)
     else:
         return warpgroup_mma(p_operand, columns, acc[part], use_acc=True, is_async=True)
 
@@ -216,8 +212,7 @@ def _finished(parts):
 @gluon.jit
 def _wait_written():
     """Until what this warpgroup copied to global memory is there: it is about to be written again."""
-    asm: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    run_asm("cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [])
 
 
 @aggregate
@@ -229,7 +224,7 @@ class State:
     row_max: gl.tensor
     row_sum: gl.tensor  # eight partial sums
     acc: gl.tuple  # by parts of the columns
-    p: gl.tensor  # the weights of the last block, words of four codes
+    p: gl.tensor  # of the last block, words of four values
     next_scale: gl.tensor  # of the next block's keys ...
     next_unit: gl.tensor  # ... and values
     pending: gl.tensor  # two levels: what the accumulator is still to be multiplied with
@@ -240,7 +235,7 @@ def _step(
     WARPGROUP: gl.constexpr, seqlen, fp8, pipelines, visible, q, q_factor, state, kv_iter, kv_head, begin,
     recompute, j, blocks,
 ):  # fmt: skip
-    """Block j of `blocks`: its scores beside P V of the block before, then its weights."""
+    """Block j of `blocks`: its scores beside P V of the block before, then its P."""
     keys = pipelines.keys
     values = pipelines.values
     CONFIG: gl.constexpr = pipelines.CONFIG
@@ -249,7 +244,6 @@ def _step(
     BLOCK_D: gl.constexpr = keys.tiles.shape[3]
     S_TILE: gl.constexpr = accumulator(BLOCK_N, 32)
     P_TILE: gl.constexpr = gl.DotOperandLayout(0, state.acc[0].type.layout, 4)
-    no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
     k = keys.tile(kv_iter + 1)
     v = values.tile(kv_iter)
@@ -270,12 +264,12 @@ def _step(
         acc = _add_values(CONFIG, p, v, acc, _issue_values(CONFIG, p, v, acc, 0), state.pending, state.pending)
         values.release(kv_iter)
         keys.wait_full(kv_iter + 1)  # not earlier: ptxas then frees the sums' registers before S needs them
-        s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        s = issue(q, k.permute((1, 0)))
         if CONFIG.in_turn:
             pass_turn(AFTER)
         s = warpgroup_mma_wait(0, deps=(s,))
     else:
-        s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        s_issued = issue(q, k.permute((1, 0)))
         values.wait_full(kv_iter)
         p = _unpack_e4m3(p_packed, P_TILE)
         issued = _issue_values(CONFIG, p, v, acc, 0)
@@ -289,8 +283,8 @@ def _step(
         else:
             s = visible.mask_where_cut(s, start, columns)
     rescale = gl.full((ROWS,), 1.0, gl.float32, gl.SliceLayout(1, S_TILE))
-    LAZY: gl.constexpr = CONFIG.lazy
-    if not LAZY or careful:
+    CONDITIONAL: gl.constexpr = CONFIG.conditional_rescale
+    if not CONDITIONAL or careful:
         new_max = gl.maximum(row_max, _up(_row_max(s, BLOCK_D) * factor))
         rescale = _two_to(row_max - new_max)
         row_sum = row_sum * broadcast_rows(row_sum, rescale)
@@ -304,7 +298,7 @@ def _step(
     p = gl.exp2(s * factor - (row_max - SHIFT)[:, None])
     sums = row_sums(p)
     p_packed = _pack_e4m3(p)
-    if CONFIG.lazy:
+    if CONFIG.conditional_rescale:
         if _too_large(sums):
             row_max, rescale_again = _raise_max(row_max, sums)
             p_packed = _pack_e4m3(p * rescale_again[:, None])
@@ -332,7 +326,6 @@ def consume(WARPGROUP: gl.constexpr, seqlen, fp8, epilogue, channel, counter, pi
     O_TILE: gl.constexpr = accumulator(WIDTH, 32)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
 
-    no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
     rows = gl.arange(0, ROWS, S_ROWS)
     if CONFIG.in_turn:
@@ -361,7 +354,7 @@ def consume(WARPGROUP: gl.constexpr, seqlen, fp8, epilogue, channel, counter, pi
         q = queries.tile(tile_iter, WARPGROUP)
         keys.wait_full(kv_iter + skipped_blocks)
         k = keys.tile(kv_iter + skipped_blocks)
-        s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        s = issue(q, k.permute((1, 0)))
         s = warpgroup_mma_wait(0, deps=(s,))
         keys.release(kv_iter + skipped_blocks)
         s = visible.mask_where_cut(s, start, columns)
@@ -397,7 +390,7 @@ def consume(WARPGROUP: gl.constexpr, seqlen, fp8, epilogue, channel, counter, pi
         p_operand = _unpack_e4m3(state.p, gl.DotOperandLayout(0, O_TILE, 4))
         issued = _issue_values(CONFIG, p_operand, v, state.acc, 0)
         total = gl.convert_layout(gl.sum(state.row_sum, 1), S_ROWS, assert_trivial=True)
-        if CONFIG.lazy:
+        if CONFIG.conditional_rescale:
             _report_overflow(word, tile_iter, total, r0 + rows < work.q_len, recompute)
             barrier()
         queries.release(tile_iter)
@@ -410,7 +403,7 @@ def consume(WARPGROUP: gl.constexpr, seqlen, fp8, epilogue, channel, counter, pi
         lse = gl.where(visible_rows, (state.row_max + (log2(total) - SHIFT)) * LN2, -float("inf"))
         epilogue.store_lse(lse, seqlen, work, r0, rows)
         tma.store_wait(pendings=0)  # of the tile before, long since drained
-        if CONFIG.lazy:
+        if CONFIG.conditional_rescale:
             if recompute != 0:
                 _wait_written()
         for part in gl.static_range(PARTS):

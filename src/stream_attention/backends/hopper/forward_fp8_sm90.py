@@ -1,26 +1,28 @@
-"""The streaming forward in FP8 for Hopper (sm_90), in Gluon: twice the rate of products, from e4m3 codes.
+"""The streaming forward in FP8 for Hopper (sm_90), in Gluon: products of e4m3 values, at twice the rate.
 
-What is computed is backends/reference/fp8.py; how codes lie in memory, base/fp8_layout.py. Roles, rings, overlap and
-the order of tiles are those of forward_sm90.py, which explains them. Different here:
+What is computed is backends/reference/fp8.py; how quantised values lie in memory, base/fp8_layout.py. Roles, rings,
+overlap and the order of tiles are those of forward_sm90.py, which explains them. Different here:
 
-- Scales. A block of keys has a scale; scores of a block are multiplied with it, the query's and the softmax's in the
-  one instruction that takes the top off. The sums o are kept in units of the scale of the values that were added last,
-  so a new block costs one multiplication of the factor that they are rescaled with anyway.
-- Tops. Weights are 2**(score - top + SHIFT), scores in log2 units, and a row's top need not be its maximum: it is there
-  to keep weights within what e4m3 can hold. It is an integer, so that rescaling by it rounds nothing, and it is lazy
-  (at D 64 and 128): a block is weighed beside the top of the blocks before, without a look at its maximum. The sums of
-  16 weights, which are computed anyway, say whether that was too low; if so each row of the warp raises its top by the
-  exponent of its largest sum and divides its weights by the same power of two. Maxima are taken in a first block, and
-  until all rows have seen a key. Where weights were too large even for fp32, 2**120 above the top or 2**116 for 16 of
-  them, the sum is infinite, and the whole tile is computed again, with maxima.
+- Scales. A block of keys has a scale. Scores of a block are multiplied with it, the query's and the softmax's in the
+  instruction that subtracts the row max. The accumulator is in units of the scale of the values that were added last,
+  so a new block costs one multiplication of the factor by which it is rescaled anyway.
+- Conditional rescale. p is 2**(score - row_max + SHIFT), scores in log2 units. The row max is a stabiliser: it need not
+  be the maximum, it keeps p within what e4m3 can represent. It is an integer, so rescaling by it rounds nothing. At D
+  64 and 128 it is that of the blocks before, and a block's own maximum is not computed. The sums of 16 values of p,
+  which are computed anyway, show where it was too low; then each row of the warp raises it by the exponent of its
+  largest sum and divides p by the same power of two. Maxima are computed for a first block, and until all rows have
+  seen a key. Where p overflows even fp32, 2**120 above the row max or 2**116 for 16 of them, the sum is infinite, and
+  the whole tile is computed again, with maxima.
 - Two levels. The FP8 matrix units keep about 14 bits of a sum. So the product P V of a block begins at zero, and is
   added to o in fp32, by the instruction that rescales o.
-- Weights. A lane has pairs of columns of S in its registers, and needs runs of four of P. Which columns a sum goes
-  over first does not matter, so the lane takes what it has, and V lies in that order (`ORDER`). From one iteration to
-  the next weights go as words of four codes: a tile of bytes the compiler would take apart and put together again.
+- P as an operand. A lane has pairs of columns of S in its registers, and needs runs of four of P. The order of columns
+  in a sum does not matter, so the lane takes what it has, and V lies in that order (`ORDER`). From one iteration to the
+  next P is carried in words of four values: the compiler would take a tile of bytes apart and put it together again.
 
-Hidden keys need no care beyond their scores: values that do not exist, or that no query sees, are codes of 0.
-Grid: one program per processor, or fewer. Parity with the reference: tests/backends/hopper/test_forward_fp8_gpu.py.
+Masked keys need no care beyond their scores: values that do not exist, or that no query sees, are stored as 0.
+Grid: one program per SM, or fewer. Reads quantised Q, K and V through 3-D descriptors, and their scales; writes O by
+TMA, or from registers at the ends of packed sequences, and the LSE. Parity with the reference:
+tests/backends/hopper/test_forward_fp8_gpu.py.
 """
 
 from typing import Any
@@ -64,7 +66,7 @@ def _producer(seqlen, fp8, scheduler, counter, channel, pipelines, q_desc, k_des
     WARPGROUPS: gl.constexpr = CONFIG.warpgroups
     TILE_ROWS: gl.constexpr = WARPGROUPS * ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
-    AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
+    AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is fetched
     queries = pipelines.queries
     keys = pipelines.keys
     values = pipelines.values
@@ -76,8 +78,8 @@ def _producer(seqlen, fp8, scheduler, counter, channel, pipelines, q_desc, k_des
     gl.static_assert(queries.SLOTS <= 2, "three tiles on their way have a name and a bit each, four have not")
     # Each is computed for itself: names that are bound to one tensor before a loop are one variable in it.
     recompute = tile * 0  # or RECOMPUTE
-    looked_at = tile * 0  # tiles of which it is known whether they are lost
-    next_tile = tile * 1  # what was drawn
+    looked_at = tile * 0  # tiles of which it is known whether they overflowed
+    next_tile = tile * 1  # what was fetched
     last = tile * 1  # the tiles that were loaded last
     second_last = tile * 1
     third_last = tile * 1
@@ -96,7 +98,7 @@ def _producer(seqlen, fp8, scheduler, counter, channel, pipelines, q_desc, k_des
             row = begin + (high - 1) * BLOCK_N  # of the last block
             _load(keys, k_desc, kv_iter, kv_head, row, 0)
             queries.wait_empty(tile_iter)  # so all tiles before this one but `SLOTS` - 1 are done
-            if CONFIG.lazy:
+            if CONFIG.conditional_rescale:
                 overflowed = overflowed_tiles(word)
             landing = queries.expect(tile_iter, WARPGROUPS * q_desc.block_type.nbytes)
             place = queries.place(tile_iter)
@@ -125,7 +127,7 @@ def _producer(seqlen, fp8, scheduler, counter, channel, pipelines, q_desc, k_des
             next_tile = resolve(pending_tile)
         tile = next_tile
         recompute = zero
-        if CONFIG.lazy:
+        if CONFIG.conditional_rescale:
             done = tile_iter - queries.SLOTS
             if tile >= scheduler.tiles:  # nothing else is left to do: wait for all of them
                 queries.wait_empty(tile_iter - 1 + queries.SLOTS)
@@ -159,9 +161,9 @@ def _forward_fp8_kernel(
     staging = gl.allocate_shared_memory(o_desc.dtype, [TILES] + o_desc.block_type.shape, o_desc.layout)
     channel = make_channel(WARPGROUPS)
     gl.static_assert(
-        CONFIG.two_level or not CONFIG.lazy, "sums in the matrix units are rescaled before weights are known"
+        CONFIG.two_level or not CONFIG.conditional_rescale, "sums in the matrix units are rescaled before P is known"
     )
-    if CONFIG.lazy:
+    if CONFIG.conditional_rescale:
         declare_vote()
     scheduler = TileScheduler(batch_heads, tiles_m, head_group, tiles)
     seqlen = SeqlenInfo(
@@ -194,8 +196,8 @@ def bind_fp8(
     counter: Any,
     device: torch.device | None = None,
 ) -> Launch:
-    """The kernel as a function of query, key and value codes, scales of queries and keys, cu_seqlens, out, lse and the
-    counter of tiles. Where there is no tensor, the LSE stands in for it, unread."""
+    """The kernel as a function of quantised queries, keys and values, scales of queries and keys, cu_seqlens, out, lse
+    and the counter of tiles. Where there is no tensor, the LSE stands in for it, unread."""
     dim = problem.head_dim
     grid, sizes = _sizes(problem, queries, keys, config, Outputs(out, lse, False))
     scales = sample(keys.scales.shape[:2], torch.int64)  # of a block's keys and of its values, as one word
@@ -241,7 +243,7 @@ def _sizes(
 
 
 def _codes_descriptor(t: Any, rows: int, columns: int) -> Descriptor:
-    """How TMA reads tiles of codes of one head."""
+    """How TMA reads tiles of quantised values of one head."""
     return Descriptor(t.dtype, tuple(t.shape), t.stride(), (1, rows, columns), shared_layout(min(128, columns), 8, 3))
 
 

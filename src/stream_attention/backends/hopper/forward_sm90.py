@@ -10,14 +10,14 @@ Explicit here, and left to the compiler in backends/triton/forward.py:
   consumer warpgroups of 64 query rows each compute. The producer gives its registers to them.
 - Overlap. A consumer issues the product Q K of one block, then the product P V of the block before, and takes the
   maxima of the first while the second runs. Its exponentials run beside the products of the other consumers: taken
-  after the wait for P V, the assembler mixes the rescaling and the conversion of the weights in between, which else
+  after the wait for P V, the assembler mixes the rescaling and the conversion of P in between, which else
   follow them and leave the matrix units idle (docs/performance.md: 3-6 %).
 - Edges. Blocks go from the right to the left, so that those that are cut by the causal edge or the end of the keys come
   first. Where that is one block, as in causal calls of aligned lengths, the loop over the others has no code for edges.
 - Tile scheduler. A program stays on its processor and takes tile after tile (scheduler.py).
-- What is hidden. TMA reads rows that do not exist as zeros, per batch entry. Rows of V that exist and that no query
-  sees (in a pack those of the next sequence, else those outside every window) are cleared by the consumers, as their
-  weight of 0 times NaN would be NaN.
+- What is masked. TMA reads rows that do not exist as zeros, per batch entry. Rows of V that exist and that no query
+  sees (in a pack those of the next sequence, else those outside every window) are cleared by the consumers: p is 0
+  there, and 0 times NaN would be NaN.
 
 Grid: one program per processor, or fewer. Reads Q, K, V through 4-D descriptors [B, T, H, D] with their own strides;
 writes O through one, or from registers (fp32 states, the ends of packed sequences), and the LSE. A state may be joined
@@ -77,7 +77,7 @@ def _producer(seqlen, epilogue, scheduler, counter, channel, pipelines, states, 
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
     BORROWED: gl.constexpr = epilogue.borrowed(WARPGROUPS)
     SKIPPED: gl.constexpr = (TILE_ROWS - ROWS + BLOCK_N - 1) // BLOCK_N  # blocks of a tile that not all see, at most
-    AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
+    AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is fetched
     queries = pipelines.queries
     keys = pipelines.keys
     values = pipelines.values

@@ -20,8 +20,8 @@ class GluonFp8Config(NamedTuple):
     two_level: bool  # products P V of a block begin at zero and are added in fp32
     apart: bool  # P V of a block is done before Q K of the next begins, to need fewer registers
     parts: int  # in which the columns of P V are computed, to need fewer registers
-    lazy: bool  # weights are taken beside the top of the blocks before, where that is high enough
-    sums_first: bool  # products are added before the next weights are computed, not after: faster at D 64, not at 128
+    conditional_rescale: bool  # p uses the row max of the blocks before, where that is high enough
+    sums_first: bool  # products are added before the next P is computed, not after: faster at D 64, not at 128
     consumer_registers: int
     producer_registers: int
 
