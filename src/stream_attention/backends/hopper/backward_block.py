@@ -331,15 +331,12 @@ class Tile:
 @gluon.jit
 def make_tile(seqlen, score_mod, work, own, head):
     """The tile of keys from `own`, with what belongs to a query head."""
-    slope = score_mod.scale * 0.0
-    if score_mod.HAS_ALIBI:
-        slope = gl.load(score_mod.slopes + work.batch * score_mod.stride_ab + head).to(gl.float32)
-    key_words = score_mod.col_words
+    slope = score_mod.slope(work, head)
+    key_words = score_mod.words_of_keys(work, head)
     query_words = score_mod.row_words
     if score_mod.HAS_DROPOUT:
-        batch = work.batch.to(gl.int64)
-        key_words += batch * score_mod.stride_cb + head.to(gl.int64) * score_mod.stride_ch + work.k_first
-        query_words += batch * score_mod.stride_rb + head.to(gl.int64) * score_mod.stride_rh + work.q_first
+        at = work.batch.to(gl.int64) * score_mod.stride_rb + head.to(gl.int64) * score_mod.stride_rh
+        query_words += at + work.q_first
     return Tile(own, work.q_len, work.k_len, seqlen.offset_of(work), slope, key_words, query_words)
 
 

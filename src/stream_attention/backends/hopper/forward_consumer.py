@@ -41,15 +41,12 @@ def make_rows(seqlen, score_mod, work, first, rows):
     offset = seqlen.offset_of(work)
     visible = seqlen.key_range(first, rows, work.k_len, offset)
     floor, limit = seqlen.visible_keys(work.q_len, work.k_len, offset)
-    slope = score_mod.factor()
-    if score_mod.HAS_ALIBI:
-        slope = gl.load(score_mod.slopes + work.batch * score_mod.stride_ab + work.head).to(gl.float32)
+    slope = score_mod.slope(work, work.head)
     words = rows
-    key_words = score_mod.col_words
     if score_mod.HAS_DROPOUT:
         line = score_mod.row_words + work.batch.to(gl.int64) * score_mod.stride_rb + work.head * score_mod.stride_rh
         words = gl.load(line + (work.q_first + first) + rows, mask=first + rows < work.q_len, other=0)
-        key_words += work.batch.to(gl.int64) * score_mod.stride_cb + work.head * score_mod.stride_ch + work.k_first
+    key_words = score_mod.words_of_keys(work, work.head)
     return Rows((first + offset) + rows, visible, floor, limit, slope, words, key_words)
 
 

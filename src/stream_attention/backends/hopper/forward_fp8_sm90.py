@@ -34,7 +34,7 @@ from triton.experimental.gluon import language as gl
 
 from ...base.fp8_layout import KeyCodes, QueryCodes
 from ...base.problem import Problem, distinct
-from ...gpu.arguments import sample
+from ...gpu.arguments import named, sample
 from ...gpu.fp8_call import Fp8Kernel
 from ...gpu.launch import Descriptor, Kernel, Launch, Sizes
 from ...gpu.scratch import Outputs, Sample
@@ -202,6 +202,7 @@ def bind_fp8(
     grid, sizes = _sizes(problem, queries, keys, config, Outputs(out, lse, False))
     scales = sample(keys.scales.shape[:2], torch.int64)  # of a block's keys and of its values, as one word
     cu_seqlens_q, cu_seqlens_k = distinct(cu_seqlens_q, cu_seqlens_k)
+    pointers = out, lse, queries.scales, scales, cu_seqlens_q, cu_seqlens_k, counter
     return _kernel.bind(
         grid,
         (queries.query, keys.key, keys.value, queries.scales, scales, cu_seqlens_q, cu_seqlens_k, out, lse, counter),
@@ -215,13 +216,7 @@ def bind_fp8(
             "v_desc": _codes_descriptor(keys.value, dim, config.block_n),
             "o_desc": rows_descriptor(out, ROWS.value, dim // config.parts),
         },
-        out_ptr=out,
-        lse_ptr=lse,
-        query_scales_ptr=queries.scales,
-        scales_ptr=scales,
-        cu_q_ptr=lse if cu_seqlens_q is None else cu_seqlens_q,
-        cu_k_ptr=lse if cu_seqlens_k is None else cu_seqlens_k,
-        count_ptr=counter,
+        **named(_POINTERS, [lse if tensor is None else tensor for tensor in pointers]),
         q_heads=problem.q_heads,
         group=problem.group,
         scale=problem.scale,
@@ -252,6 +247,7 @@ def _counter(problem: Problem) -> Sample:
     return Sample((1 + problem.processors,), torch.int32)
 
 
+_POINTERS = "out_ptr lse_ptr query_scales_ptr scales_ptr cu_q_ptr cu_k_ptr count_ptr"
 _kernel = Kernel(_forward_fp8_kernel, **COMPILE_OPTIONS)
 _fp8 = Fp8Kernel(bind_fp8, _sizes, _counter)
 prepare_fp8, forward_fp8 = _fp8.prepare, _fp8.forward

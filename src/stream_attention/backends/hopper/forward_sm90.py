@@ -36,7 +36,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...base.problem import Forward, Inputs, Problem
-from ...gpu.arguments import UNIT, line_strides, row_strides, sample
+from ...gpu.arguments import UNIT, line_strides, named, row_strides, sample
 from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.scratch import Outputs, Sample
@@ -306,10 +306,7 @@ def _bind(
         {"num_warps": 4},
         described=sizes.described,
         **sizes.arguments() | {name: rows_descriptor(sizes.described[name], *box) for name, box in boxes.items()},
-        out_ptr=out,
-        lse_ptr=lse,
-        sink_ptr=lse if sink is None else sink,
-        counter_ptr=counter,
+        **named("out_ptr lse_ptr sink_ptr counter_ptr", (out, lse, lse if sink is None else sink, counter)),
         write_lse=1,
         q_heads=problem.q_heads,
         CONFIG=config,

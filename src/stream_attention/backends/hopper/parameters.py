@@ -191,6 +191,22 @@ class ScoreMod:
         return scores
 
     @gluon.jit
+    def slope(self, work, head):
+        """ALiBi's, of a query head; else some number, unread."""
+        slope = self.scale * 0.0
+        if self.HAS_ALIBI:
+            slope = gl.load(self.slopes + work.batch * self.stride_ab + head).to(gl.float32)
+        return slope
+
+    @gluon.jit
+    def words_of_keys(self, work, head):
+        """Where dropout's words of a sequence's keys are, for a query head."""
+        words = self.col_words
+        if self.HAS_DROPOUT:
+            words += work.batch.to(gl.int64) * self.stride_cb + head.to(gl.int64) * self.stride_ch + work.k_first
+        return words
+
+    @gluon.jit
     def factor(self):
         """What the softmax multiplies scores with."""
         if not self.SCALE_LATE:
