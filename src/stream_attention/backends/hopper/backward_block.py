@@ -18,11 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...gpu.rows import PAD as PADDED_ROWS
 from .pipeline import Ring, arrive, sync
-from .tiles import LOG2E, accumulator, clear_rows, dropout_keep, issue, log2, run_asm, subtract_alibi
-from .tuning import KEYS as KEYS_OF_A_WARPGROUP
+from .tiles import KEYS, LOG2E, accumulator, clear_rows, dropout_keep, issue, log2, run_asm, subtract_alibi
 from .versions import aggregate, as_tiles_of, tma_store
 
-KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
 CHUNK = gl.constexpr(64)
 PAD = gl.constexpr(PADDED_ROWS.value)
 

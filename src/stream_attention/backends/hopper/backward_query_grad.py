@@ -4,11 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from .backward_block import CHUNK, key_tiles, query_blocks
+from .tiles import UNIT
 from .versions import as_tiles_of, tma_add, tma_load
-
-UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
 
 
 @gluon.jit

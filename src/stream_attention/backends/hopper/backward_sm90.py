@@ -38,7 +38,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ...base.problem import UNBOUNDED, Backward, Gradients, Inputs, Problem, Wanted
 from ...base.state import Saved
 from ...gpu.arguments import FAR, cdiv, named
-from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.rows import Rows
@@ -59,12 +58,9 @@ from .launch import (
 from .parameters import ScoreMod, SeqlenInfo
 from .pipeline import make_ring
 from .scheduler import TileScheduler, fetch_next, make_channel, resolve
-from .tuning import KEYS as KEYS_OF_A_WARPGROUP
+from .tiles import KEYS
 from .tuning import BackwardPart, GluonBackwardConfig, has_edges, has_idle_queries, loads_masked_kv, tile_widths
 from .versions import COMPILE_OPTIONS, aggregate, tma_load
-
-KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
-UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
 
 
 @aggregate

@@ -8,11 +8,19 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from .parameters import KeyRange
 from .pipeline import pass_turn, take_turn
-from .tiles import LN2, LOG2E, accumulator, broadcast_rows, clear_rows_of_slot, dropout_keep, issue, opaque, row_sums
-from .tuning import ROWS as ROWS_OF_A_WARPGROUP
+from .tiles import (
+    LN2,
+    LOG2E,
+    ROWS,
+    accumulator,
+    broadcast_rows,
+    clear_rows_of_slot,
+    dropout_keep,
+    issue,
+    opaque,
+    row_sums,
+)
 from .versions import aggregate, as_tile_of, opaque_in_loop
-
-ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 
 
 @aggregate

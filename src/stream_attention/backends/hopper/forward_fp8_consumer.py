@@ -9,11 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from ...base.fp8_layout import BLOCK as ROWS_OF_A_BLOCK
 from ...base.fp8_layout import SHIFT as SHIFT_OF_WEIGHTS
 from .pipeline import pass_turn, take_turn
-from .tiles import LN2, accumulator, broadcast_rows, issue, log2, opaque, row_sums, run_asm
-from .tuning import ROWS as ROWS_OF_A_WARPGROUP
+from .tiles import LN2, ROWS, accumulator, broadcast_rows, issue, log2, opaque, row_sums, run_asm
 from .versions import aggregate, barrier
 
-ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 BLOCK = gl.constexpr(ROWS_OF_A_BLOCK)
 SHIFT = gl.constexpr(SHIFT_OF_WEIGHTS)
 NO_KEY_MAX = gl.constexpr(-3e38)  # the row max where no key was visible

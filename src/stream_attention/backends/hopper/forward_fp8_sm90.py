@@ -44,11 +44,8 @@ from .launch import forward_sizes, jit, rows_descriptor, shared_layout
 from .parameters import Epilogue, SeqlenInfo
 from .pipeline import make_pipelines
 from .scheduler import TileScheduler, fetch_next, make_channel, of_lane_0, resolve
-from .tiles import LOG2E
-from .tuning import ROWS as ROWS_OF_A_WARPGROUP
+from .tiles import LOG2E, ROWS
 from .versions import COMPILE_OPTIONS, tma_load
-
-ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 
 
 @gluon.jit

@@ -46,11 +46,9 @@ from .launch import forward_sizes, jit, rows_descriptor, score_arguments
 from .parameters import Epilogue, ScoreMod, SeqlenInfo
 from .pipeline import load_rows, make_pipelines, make_ring
 from .scheduler import TileScheduler, fetch_next, make_channel, resolve
-from .tuning import ROWS as ROWS_OF_A_WARPGROUP
+from .tiles import ROWS
 from .tuning import GluonConfig, joining, loads_masked_kv, tile_widths
 from .versions import COMPILE_OPTIONS, as_tile_of, tma_load
-
-ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 
 JOINED_WIDTH = 128
 """Columns of values up to which a tile and the state that it joins fit into registers together."""

@@ -111,15 +111,10 @@ def score_arguments(problem: Problem, inputs: Inputs, before: Prepass, stand_in:
     tensor, `stand_in` is, unread."""
     slopes, packed = inputs.alibi_slopes, problem.packed
     _, _, row_words, col_words = before.samples
-    tensors = {
-        "slopes_ptr": slopes,
-        "row_words_ptr": row_words,
-        "col_words_ptr": col_words,
-        "cu_q_ptr": inputs.cu_seqlens_q,
-        "cu_k_ptr": inputs.cu_seqlens_k,
-    }
+    tensors = slopes, row_words, col_words, inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    names = "slopes_ptr row_words_ptr col_words_ptr cu_q_ptr cu_k_ptr"
     return {
-        **{name: stand_in if tensor is None else tensor for name, tensor in tensors.items()},
+        **named(names, [stand_in if tensor is None else tensor for tensor in tensors]),
         **score_params(problem),
         "group": problem.group,
         "stride_ab": slope_stride(slopes),

@@ -6,14 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from .scheduler import WorkTile
-from .tiles import LOG2E, packed_rows, subtract_alibi, tanh
-from .tuning import ROWS as ROWS_OF_A_WARPGROUP
+from .tiles import LOG2E, ROWS, UNIT, packed_rows, subtract_alibi, tanh
 from .versions import aggregate, as_tile_of, tma_store
-
-UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
-ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 
 
 @aggregate

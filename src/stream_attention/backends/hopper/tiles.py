@@ -4,6 +4,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
+from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
+from . import tuning
+
+ROWS = gl.constexpr(tuning.ROWS)
+KEYS = gl.constexpr(tuning.KEYS)
+UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
