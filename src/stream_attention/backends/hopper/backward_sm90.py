@@ -22,8 +22,10 @@ for were fetched before, and consumers never wait for finishers.
 At D 256 there are registers for one sum over queries alone: backward_wide.py has two passes. The first adds to dQ from
 registers, and warps of the second finish it. Before everything, backward_rows.py makes delta.
 
-Not here: mask and bias, gradients of slopes and sinks, strided positions, and `deterministic`
-beyond D 128. Triton's backward has them (`why_not`). Parity with the reference:
+Grid: one program per SM, or fewer. Reads Q, K, V and dO through 4-D descriptors [B, T, H, D] with their own strides,
+LSE and delta through 1-D ones; writes dK and dV by TMA or from registers, and dQ out of the scratch.
+Not here: mask and bias, gradients of slopes and sinks, strided positions, and `deterministic` beyond D 128. Triton's
+backward has them (`why_not`). Parity with the reference:
 tests/backends/hopper/test_backward_gpu.py.
 """
 

@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from .backward_block import BOTH, CHUNK, HALF_READY, KEYS, make_tile, opaque_zero, queries_with_keys, query_blocks
+from .backward_block import BOTH, CHUNK, HALF_READY, make_tile, opaque_zero, queries_with_keys, query_blocks
 from .pipeline import arrive, sync
-from .tiles import accumulator, clear_rows, issue, run_asm
+from .tiles import KEYS, accumulator, clear_rows, issue, run_asm
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""One to eight rows of queries against a quantised cache in Gluon: codes are multiplied as they are.
+"""One to eight rows of queries against a quantised cache in Gluon: values are multiplied as they are stored.
 
 backends/triton/decode_quantized.py, which does everything else, dequantises every value: 13 instructions for eight of
 int4. Here it is five, because scales are applied to what there is less of:
@@ -18,6 +18,10 @@ above 1, and none above 2^14 before it is scaled. q s is within fp16 because q i
 are at most what codes of fp16 numbers have.
 
 The last splits have the latest tokens, which lie in the window as they came. A program waits for every block of them.
+
+Grid: one program, a warp, per (KV head, split, batch entry). Reads queries, quantised values with their scales and
+zeros, the window and the lengths; writes a partial result to the workspace, which gpu/decode_tiles.py merges. Parity
+with the reference: tests/backends/triton/test_decode_gpu.py.
 """
 
 from typing import Any
@@ -154,8 +158,8 @@ def _codes_kernel(
     HAS_SOFTCAP: gl.constexpr, IS_SPLIT: gl.constexpr, EARLY: gl.constexpr, TANH: gl.constexpr,
     FORMAT: gl.constexpr, TOKENS: gl.constexpr, ALL_VISIBLE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Grid and arguments: as those of its namesake in backends/triton. A program leaves a part, always: the kernel that
-    merges knows the sink and the answer's place."""
+    """Arguments: those of the kernel in backends/triton/decode_quantized.py. A program always writes a partial result:
+    the kernel that merges reads the sink and writes the output."""
     wait_for_kernels_ahead()
     HAS_TREE: gl.constexpr = tree_ptr is not None
     HAS_ALIBI: gl.constexpr = slopes_ptr is not None

@@ -14,12 +14,12 @@ Explicit here, and left to the compiler in backends/triton/forward.py:
   follow them and leave the matrix units idle (docs/performance.md: 3-6 %).
 - Edges. Blocks go from the right to the left, so that those that are cut by the causal edge or the end of the keys come
   first. Where that is one block, as in causal calls of aligned lengths, the loop over the others has no code for edges.
-- Tile scheduler. A program stays on its processor and takes tile after tile (scheduler.py).
+- Tile scheduler. A program stays on its SM and takes tile after tile (scheduler.py).
 - What is masked. TMA reads rows that do not exist as zeros, per batch entry. Rows of V that exist and that no query
   sees (in a pack those of the next sequence, else those outside every window) are cleared by the consumers: p is 0
   there, and 0 times NaN would be NaN.
 
-Grid: one program per processor, or fewer. Reads Q, K, V through 4-D descriptors [B, T, H, D] with their own strides;
+Grid: one program per SM, or fewer. Reads Q, K, V through 4-D descriptors [B, T, H, D] with their own strides;
 writes O through one, or from registers (fp32 states, the ends of packed sequences), and the LSE. A state may be joined
 to that of other keys where it lies: the producer copies that into shared memory while the tile is computed, and the sum
 leaves from there while the next one is. So a shard of a ring costs no pass over its rows.

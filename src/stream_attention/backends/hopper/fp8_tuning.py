@@ -29,7 +29,10 @@ class GluonFp8Config(NamedTuple):
         sums = "blocks accumulated in fp32" if self.two_level else "accumulated by the tensor cores"
         return f"{forward_words(self)}, {sums}"
 
-    cache_key = property(repr)
+    @property
+    def cache_key(self) -> str:
+        """As that of GluonConfig."""
+        return repr(self)
 
 
 # NVIDIA H200, 2026-11-16, torch 2.11.0+cu130, Triton 3.6.0, batch * length = 16384, hidden 2048, 8k: the best of 6-14

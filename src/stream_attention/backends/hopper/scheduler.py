@@ -1,6 +1,6 @@
 """Which tile a program computes next.
 
-Programs stay on their processor and take tile after tile. The producer warp fetches the number of the next one from a
+Programs stay on their SM and take tile after tile. The producer warp fetches the number of the next one from a
 counter in global memory, which is set before the launch, and tells the consumers through shared memory where that
 is. It fetches when a tile is almost loaded: a program that fetches with a long tile before it keeps the next from those
 that have none, which cost 9 % of a launch with few tiles for each (causal, D 256).

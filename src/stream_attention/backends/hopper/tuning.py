@@ -40,8 +40,10 @@ class GluonConfig(NamedTuple):
     def __str__(self) -> str:
         return f"{forward_words(self)}, output stored {'by TMA' if self.by_tma else 'from registers'}"
 
-    cache_key = property(repr)
-    """By which Triton's cache tells constants of kernels apart."""
+    @property
+    def cache_key(self) -> str:
+        """By which Triton's cache tells constants of kernels apart."""
+        return repr(self)
 
 
 def tile_widths(problem: Problem) -> tuple[int, int]:
@@ -151,7 +153,10 @@ class GluonBackwardConfig(NamedTuple):
         launches = "one pass" if len(self.parts) == 1 else f"{len(self.parts)} passes"
         return f"{launches}, tiles of {2 * KEYS} keys, blocks of {self.block_m} queries"
 
-    cache_key = property(repr)
+    @property
+    def cache_key(self) -> str:
+        """As that of GluonConfig."""
+        return repr(self)
 
 
 # NVIDIA H200, 2026-11-15, torch 2.11.0+cu130, Triton 3.6.0, bf16, batch * length = 16384, hidden 2048: the best of 6-12
