@@ -71,7 +71,10 @@ def test_what_starts_a_packed_forward(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", [name for name in PACKS if name != "offsets beyond the pack"])
 def test_what_starts_a_packed_backward(name: str) -> None:
     """Gradients are cleared in the tail alone, and rows hold the LSE and dO . O of each sequence."""
-    from stream_attention.backends.hopper.backward_rows import bind_rows
+    from stream_attention.backends.hopper.backward_rows import BackwardCall, bind_rows
+    from stream_attention.backends.hopper.tuning import BACKWARD_D64
+    from stream_attention.base.state import Saved
+    from stream_attention.gpu.prepass import Prepass
     from stream_attention.gpu.rows import Rows
 
     lengths, rows = PACKS[name]
@@ -86,12 +89,11 @@ def test_what_starts_a_packed_backward(name: str) -> None:
     counts = torch.full((scratch.numel() // 64**2,), 9, dtype=torch.int32)
     counter = torch.full((2,), 9, dtype=torch.int32)
     grads = [torch.full_like(t, NAN) for t in inputs[:3]]
-    workspace = (*found, scratch, counts, counter)
-    launch = bind_rows(
-        problem, inputs, range(problem.batch * problem.kv_heads), out, lse, grad_out, None, found, scratch, counts,
-        counter, grads, (128, 128), -132,
-    )  # fmt: skip
-    launch(out, grad_out, lse, None, inputs.cu_seqlens_q, inputs.cu_seqlens_k, *workspace, *grads)
+    saved, workspace = Saved(out, lse, grad_out, None), (scratch, counts, counter)
+    share = range(problem.batch * problem.kv_heads), 132
+    call = BackwardCall.of(problem, inputs, BACKWARD_D64, Prepass.of(problem, inputs), saved)
+    launch = bind_rows(call._replace(rows=found, workspace=workspace, grads=grads, saved=saved), *share)
+    launch(out, grad_out, lse, None, inputs.cu_seqlens_q, inputs.cu_seqlens_k, *found, *workspace, *grads)
     for grad in grads:
         assert grad[: sum(lengths)].isnan().all() and (grad[sum(lengths) :] == 0).all()
     assert counter.tolist() == [-132, -132]

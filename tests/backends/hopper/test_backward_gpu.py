@@ -378,7 +378,7 @@ def test_heads_that_are_computed_one_after_the_other_are_as_all_at_once(
 ) -> None:
     case = replace(NAMED[name], deterministic=NAMED[name].D <= 128)
     at_once = gradients(case)
-    monkeypatch.setattr("stream_attention.backends.hopper.backward_sm90.SCRATCH_BYTES", 1)
+    monkeypatch.setattr("stream_attention.backends.hopper.backward_rows.SCRATCH_BYTES", 1)
     one_by_one = gradients(case)
     assert is_same(one_by_one, at_once, case.D)
 

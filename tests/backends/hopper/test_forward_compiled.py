@@ -35,6 +35,7 @@ from sass_gate import (
 
 from stream_attention.backends import BY_NAME
 from stream_attention.backends.hopper import tuning
+from stream_attention.backends.hopper.fp8_tuning import GLUON
 from stream_attention.backends.hopper.kernels import prepare_into
 from stream_attention.backends.hopper.tuning import ROWS, WIDTHS, GluonConfig, configure, joining, tile_widths
 from stream_attention.base.problem import Inputs, Problem
@@ -100,6 +101,15 @@ def launch_registers(config: GluonConfig) -> int:
 )
 def test_the_head_dim_and_what_is_computed_choose_the_row(facts: dict[str, Any], name: str) -> None:
     assert configure(problem(value_dim=facts["D"], **facts)) == TABLE[name]
+
+
+@pytest.mark.parametrize(
+    "config", [*TABLE.values(), tuning.BACKWARD_D64, *GLUON.values()], ids=lambda config: type(config).__name__
+)
+def test_triton_tells_all_fields_of_a_configuration_apart(config: Any) -> None:
+    """A kernel takes a configuration as one constant. What is printed of it is not all of it."""
+    others = {config._replace(**{name: None}).cache_key for name in config._fields}
+    assert len(others) == len(config._fields) and config.cache_key not in others
 
 
 @pytest.mark.parametrize("facts", [{}, {"layout": "packed"}, {"D": 192}, {"D": 192, "value_dim": 192}], ids=str)

@@ -17,12 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...gpu.rows import PAD as PADDED_ROWS
-from .pipeline import Ring, arrive, arrive_on, sync, sync_on
-from .tiles import LOG2E, accumulator, clear_rows, dropout_keep, log2, subtract_alibi
-from .tuning import KEYS as KEYS_OF_A_WARPGROUP
+from .pipeline import Ring, arrive, sync
+from .tiles import KEYS, LOG2E, accumulator, clear_rows, dropout_keep, issue, log2, run_asm, subtract_alibi
 from .versions import aggregate, as_tiles_of, tma_store
 
-KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
 CHUNK = gl.constexpr(64)
 PAD = gl.constexpr(PADDED_ROWS.value)
 
@@ -38,13 +36,10 @@ A_CONSUMER_AND_A_WARP = gl.constexpr(160)
 class Part:
     """Which gradients a launch makes, and how."""
 
+    CONFIG: gl.constexpr
+    IS_ALL: gl.constexpr  # so chunks of dQ count the tiles of keys that were added; else a launch has added them all
     LOADS_V: gl.constexpr
-    COUNTS: gl.constexpr  # the tiles of keys that were added to a chunk of dQ; else a launch has added them all
     ORDERED: gl.constexpr  # chunks of dQ are added to in one order
-    HALVES: gl.constexpr  # exponentials and dS by halves of the columns, to need fewer registers
-    PEEL: gl.constexpr  # blocks that no edge cuts have a loop of their own
-    HAS_PARTIAL_BLOCKS: gl.constexpr  # there may be edges that cut blocks
-    LOADS_MASKED_ROWS: gl.constexpr  # TMA may read rows that belong to nobody, and that may be NaN
 
 
 @aggregate
@@ -69,7 +64,7 @@ class SharedStorage:
     def wait_keys(self, part, seqlen, work, tile_iter):
         """Consumer: until the tile's keys and values are there. Those that no query sees are cleared."""
         mbarrier.wait(self.kv_full, tile_iter & 1)
-        if part.LOADS_MASKED_ROWS:
+        if seqlen.LOADS_MASKED_ROWS:
             D: gl.constexpr = self.queries.tiles.shape[4]
             first = work.index * (2 * KEYS)
             floor, limit = seqlen.visible_keys(work.q_len, work.k_len, seqlen.offset_of(work))
@@ -93,7 +88,7 @@ class SharedStorage:
     def wait_queries(self, part, seqlen, tile, q, do, q_iter, row):
         """Consumer: until a block of queries is there. Those that see no key are cleared, and their gradients."""
         self.queries.wait_full(q_iter)
-        if part.LOADS_MASKED_ROWS:
+        if seqlen.LOADS_MASKED_ROWS:
             self.grads.wait_full(q_iter)
             floor, limit = queries_with_keys(seqlen, tile.q_len, tile.k_len, tile.offset)
             clear_rows(q, row, floor, limit)
@@ -151,39 +146,23 @@ class Scratch:
     @gluon.jit
     def count(self, chunk):
         """Reducer: one more tile of keys has been added to a chunk, as soon as its addition is done."""
-        gl.inline_asm_elementwise(
+        asm: gl.constexpr = (
             "{ .reg .pred p; .reg .b32 l; cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 l, %laneid; "
-            "setp.eq.u32 p, l, 0; @p red.release.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0; }",
-            "=r,l",
-            [(self.counts + chunk).to(gl.int64)],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
+            "setp.eq.u32 p, l, 0; @p red.release.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0; }"
         )
+        run_asm(asm, "=r,l", [(self.counts + chunk).to(gl.int64)])
 
     @gluon.jit
     def wait_for(self, chunk, tiles):
         """Until so many tiles of keys have been added to a chunk; for what is read or added by TMA after it."""
         place = (self.counts + chunk).to(gl.int64)
-        counted = _load(place, "relaxed")
+        relaxed: gl.constexpr = "ld.relaxed.gpu.global.b32 $0, [$1];"
+        counted = run_asm(relaxed, "=r,l", [place])
         while counted < tiles:
-            counted = _load(place, "relaxed")
+            counted = run_asm(relaxed, "=r,l", [place])
         # What others wrote before they counted: no fence for that, which would wait for this warp's own stores.
-        _load(place, "acquire")
-        gl.inline_asm_elementwise(
-            "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.constexpr_function
-def _load_asm(order):
-    return f"ld.{order}.gpu.global.b32 $0, [$1];"
-
-
-@gluon.jit
-def _load(place, ORDER: gl.constexpr):
-    asm: gl.constexpr = _load_asm(ORDER)
-    return gl.inline_asm_elementwise(asm, "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1)
+        run_asm("ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [place])
+        run_asm("fence.proxy.async.global; mov.b32 $0, 0;", "=r", [])
 
 
 @gluon.jit
@@ -219,7 +198,7 @@ def key_tiles(seqlen, row, work, BLOCK_M: gl.constexpr):
 @gluon.jit
 def opaque_zero():
     """0, which nothing is computed ahead of a loop with: descriptors of tiles that stay would fill the registers."""
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return run_asm("mov.u32 $0, 0;", "=r", [])
 
 
 @gluon.jit
@@ -256,14 +235,14 @@ def queries_with_keys(seqlen, q_len, k_len, offset):
 
 
 @gluon.jit
-def issue_dq(WARPGROUP: gl.constexpr, d_scores, keys, none, BY_ROWS: gl.constexpr):
+def issue_dq(WARPGROUP: gl.constexpr, d_scores, keys, BY_ROWS: gl.constexpr):
     """This warpgroup's chunk of dS K: its half of the queries, or of the columns."""
     if BY_ROWS:
         mine = d_scores.slice(WARPGROUP * CHUNK, CHUNK, dim=1)
-        return warpgroup_mma(mine.permute((1, 0)), keys, none, use_acc=False, is_async=True)
+        return issue(mine.permute((1, 0)), keys)
     else:
         mine = keys.slice(WARPGROUP * CHUNK, CHUNK, dim=1)
-        return warpgroup_mma(d_scores.permute((1, 0)), mine, none, use_acc=False, is_async=True)
+        return issue(d_scores.permute((1, 0)), mine)
 
 
 @gluon.jit
@@ -315,7 +294,7 @@ class Tile:
 
     @gluon.jit
     def keep(self, score_mod, p, row):
-        """Which weights of a piece dropout keeps."""
+        """Which elements of a piece dropout keeps."""
         key = self.own + gl.arange(0, KEYS, gl.SliceLayout(1, p.type.layout))
         query = row + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))
         of_keys = gl.load(self.key_words + key, mask=key < self.k_len, other=0)
@@ -324,7 +303,7 @@ class Tile:
 
     @gluon.jit
     def drop(self, score_mod, p, dp, row, dropout_scale):
-        """The weights of a piece behind dropout, and the gradients before it."""
+        """P of a piece after dropout, and its gradient before dropout."""
         kept = p
         if score_mod.HAS_DROPOUT:
             keep = self.keep(score_mod, p, row)
@@ -337,7 +316,7 @@ class Tile:
         """dS of a piece, of the products where scores are capped."""
         d_scores = p * (dp - of_columns(delta, dp))
         if score_mod.HAS_SOFTCAP:
-            # The cap's tanh, out of the weight: the products are gone. A weight of 0 has no gradient anyway.
+            # The cap's tanh, from p: the products are gone. Where p is 0 there is no gradient anyway.
             s = log2(p) + of_columns(lse, p)
             if score_mod.HAS_ALIBI:
                 distance = self.own - row - self.offset + gl.arange(0, KEYS, gl.SliceLayout(1, p.type.layout))
@@ -350,15 +329,12 @@ class Tile:
 @gluon.jit
 def make_tile(seqlen, score_mod, work, own, head):
     """The tile of keys from `own`, with what belongs to a query head."""
-    slope = score_mod.scale * 0.0
-    if score_mod.HAS_ALIBI:
-        slope = gl.load(score_mod.slopes + work.batch * score_mod.stride_ab + head).to(gl.float32)
-    key_words = score_mod.col_words
+    slope = score_mod.slope(work, head)
+    key_words = score_mod.words_of_keys(work, head)
     query_words = score_mod.row_words
     if score_mod.HAS_DROPOUT:
-        batch = work.batch.to(gl.int64)
-        key_words += batch * score_mod.stride_cb + head.to(gl.int64) * score_mod.stride_ch + work.k_first
-        query_words += batch * score_mod.stride_rb + head.to(gl.int64) * score_mod.stride_rh + work.q_first
+        at = work.batch.to(gl.int64) * score_mod.stride_rb + head.to(gl.int64) * score_mod.stride_rh
+        query_words += at + work.q_first
     return Tile(own, work.q_len, work.k_len, seqlen.offset_of(work), slope, key_words, query_words)
 
 
@@ -411,8 +387,6 @@ def _block(
     S_TILE: gl.constexpr = accumulator(BLOCK_M)
     P_TILE: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
     OF_HALF: gl.constexpr = gl.SliceLayout(0, accumulator(HALF))
-    none = gl.zeros((KEYS, BLOCK_M), gl.float32, S_TILE)
-    no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, accumulator(CHUNK))
     row = i * BLOCK_M
     factor = score_mod.factor()
     z = opaque_zero()
@@ -429,18 +403,18 @@ def _block(
         smem.wait_queries(part, seqlen, tile, q, do, q_iter, row)
     else:
         queries.wait_full(q_iter)
-    s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+    s_issued = issue(own_k, q.permute((1, 0)))
     # Before the wait: else every exponential queues behind the other consumer's traffic in shared memory.
-    if part.HALVES:
+    if part.CONFIG.halves:
         lse_a = lses.slice(0, HALF).load(OF_HALF)
     else:
         lse = lses.load(gl.SliceLayout(0, S_TILE))
     grads.wait_full(q_iter)
-    dp_issued = warpgroup_mma(own_v, do.permute((1, 0)), none, use_acc=False, is_async=True)
+    dp_issued = issue(own_v, do.permute((1, 0)))
     s = warpgroup_mma_wait(1, deps=(s_issued,))
     if IS_PARTIAL:
         s = tile.mask_qk(seqlen, score_mod, s, row)
-    if part.HALVES:
+    if part.CONFIG.halves:
         lse_b = lses.slice(HALF, HALF).load(OF_HALF)
         s_a, s_b = halves(s)
         p_a = tile.probabilities(IS_PARTIAL, seqlen, score_mod, s_a, lse_a, row, factor)
@@ -469,8 +443,8 @@ def _block(
 
     dv_issued = warpgroup_mma(p_operand, do, dv, use_acc=True, is_async=True)
     d_scores = gl.convert_layout(ds, P_TILE, assert_trivial=True)
-    sync_on(HALF_READY + 2 * (1 - WARPGROUP) + ((q_iter + 1) & 1), BOTH)
-    dq_issued = issue_dq(WARPGROUP, smem.d_scores.index((q_iter + 1) & 1), k, no_dq, BLOCK_M == 2 * CHUNK)
+    sync(HALF_READY + 2 * (1 - WARPGROUP) + ((q_iter + 1) & 1), BOTH)
+    dq_issued = issue_dq(WARPGROUP, smem.d_scores.index((q_iter + 1) & 1), k, BLOCK_M == 2 * CHUNK)
     dk_issued = warpgroup_mma(d_scores, q, dk, use_acc=True, is_async=True)
     dv = warpgroup_mma_wait(2, deps=(dv_issued,))
     grads.release(q_iter)
@@ -479,7 +453,7 @@ def _block(
     if q_iter > began:
         smem.leave_chunk(WARPGROUP, dq)
     fence_async_shared()
-    arrive_on(HALF_READY + 2 * WARPGROUP + (q_iter & 1), BOTH)
+    arrive(HALF_READY + 2 * WARPGROUP + (q_iter & 1), BOTH)
     if q_iter > began:
         smem.chunk_is_written(WARPGROUP)
     dk = warpgroup_mma_wait(0, deps=(dk_issued,))
@@ -492,7 +466,7 @@ def consume(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, smem, dk_
     """64 keys of every tile."""
     BLOCK_M: gl.constexpr = smem.queries.tiles.shape[2]
     D: gl.constexpr = smem.queries.tiles.shape[4]
-    IS_PARTIAL: gl.constexpr = part.HAS_PARTIAL_BLOCKS and not part.PEEL
+    IS_PARTIAL: gl.constexpr = seqlen.MASKS_BLOCKS and not part.CONFIG.peel
     q_iter = 0
     tile_iter = 0
     work = channel.receive(0)
@@ -503,7 +477,7 @@ def consume(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, smem, dk_
         low, high = query_blocks(seqlen, work, BLOCK_M)
         dk = gl.zeros((KEYS, D), gl.float32, accumulator(D))
         dv = gl.zeros((KEYS, D), gl.float32, accumulator(D))
-        arrive_on(HALF_READY + 2 * WARPGROUP + ((q_iter + 1) & 1), BOTH)  # for dS of the block before the first
+        arrive(HALF_READY + 2 * WARPGROUP + ((q_iter + 1) & 1), BOTH)  # for dS of the block before the first
         smem.wait_keys(part, seqlen, work, tile_iter)
         began = q_iter
 
@@ -511,7 +485,7 @@ def consume(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, smem, dk_
         for g in range(seqlen.group):
             tile = make_tile(seqlen, score_mod, work, own, work.head * seqlen.group + g)
             first_full = low
-            if part.PEEL:  # rows from here on see all keys of the tile, if it has all
+            if part.CONFIG.peel:  # rows from here on see all keys of the tile, if it has all
                 first_full = first + (2 * KEYS - 1) - seqlen.offset_of(work) - seqlen.right + (BLOCK_M - 1)
                 first_full = gl.minimum(gl.maximum(gl.maximum(first_full, 0) // BLOCK_M, low), high)
                 if first + 2 * KEYS > work.k_len:
@@ -529,11 +503,10 @@ def consume(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, smem, dk_
 
         # Epilogue: dQ of the last block. Then dK and dV leave through the memory of K and V, when both consumers have
         # read it for the last time.
-        sync_on(HALF_READY + 2 * (1 - WARPGROUP) + ((q_iter + 1) & 1), BOTH)
+        sync(HALF_READY + 2 * (1 - WARPGROUP) + ((q_iter + 1) & 1), BOTH)
         if q_iter > began:
-            no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, accumulator(CHUNK))
             k = smem.keys.index(opaque_zero()).reshape([2 * KEYS, D])
-            dq_issued = issue_dq(WARPGROUP, smem.d_scores.index((q_iter + 1) & 1), k, no_dq, BLOCK_M == 2 * CHUNK)
+            dq_issued = issue_dq(WARPGROUP, smem.d_scores.index((q_iter + 1) & 1), k, BLOCK_M == 2 * CHUNK)
             dq = warpgroup_mma_wait(0, deps=(dq_issued,))
             smem.leave_chunk(WARPGROUP, dq)
             fence_async_shared()

@@ -4,11 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from .backward_block import CHUNK, key_tiles, query_blocks
+from .tiles import UNIT
 from .versions import as_tiles_of, tma_add, tma_load
-
-UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
 
 
 @gluon.jit
@@ -61,7 +59,7 @@ def finisher(
                 chunk = scratch.chunk(scratch.first_row(seqlen, work, head) + block, 0, BLOCK_D)
                 for pair in range(CHUNKS // PLACES):
                     for w in gl.static_range(PLACES):  # both are on their way while the first is converted
-                        if part.COUNTS:
+                        if part.IS_ALL:
                             scratch.wait_for(chunk + w, high - low)
                         landed = smem.landed.index(MINE + w)
                         mbarrier.expect(landed, scratch.desc.block_type.nbytes)
@@ -77,7 +75,7 @@ def finisher(
                             column += (pair * PLACES + w) * CHUNK
                         corner = dq_ptr + ((first + row) * q_heads + head) * (D // UNIT) * UNIT + column
                         stride = q_heads * (D // UNIT)
-                        if part.COUNTS:
+                        if part.IS_ALL:
                             _convert_rows(smem, MINE + w, corner, work.q_len - row, D - column, stride, scale)
                         else:
                             _convert_registers(smem, MINE + w, corner, work.q_len - row, D - column, stride, scale)

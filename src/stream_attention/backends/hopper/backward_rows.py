@@ -1,28 +1,33 @@
 """Before the Hopper backward, in Triton: what belongs to a query row.
 
 Delta = dO . O - dLSE and the LSE in log2 units, padded (gpu/rows.py), and a cleared scratch with its
-counters. One read of O and dO, one write of the scratch: what it costs is memory traffic.
+counters. One read of O and dO, one write of the scratch: what it costs is memory traffic. `BackwardCall` is what all
+launches of a backward are bound from.
 
 Grid: one program per (batch, head, block of rows).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import triton.language as tl
-from torch import Tensor
 
-from ...base.problem import Inputs, Problem
-from ...gpu.arguments import UNIT, line_strides, row_strides
+from ...base.problem import Inputs, Problem, addressable
+from ...base.state import Saved
+from ...gpu.arguments import UNIT, cdiv, line_strides, row_strides, sample
 from ...gpu.launch import Kernel, Launch, Sizes, jit
+from ...gpu.prepass import Prepass
 from ...gpu.rows import PAD, Rows, padded_row
 from ...gpu.tail import clear_uncomputed
 from ...gpu.tiles import LOG2E, packed_rows
-from .tuning import tile_widths
+from .tuning import KEYS, GluonBackwardConfig, tile_widths
 
 CHUNK = tl.constexpr(64)
+
+SCRATCH_BYTES = 256 << 20
+"""Of the scratch in which dQ grows. Heads for which it would be larger are computed by launch after launch."""
 
 
 @jit
@@ -81,28 +86,66 @@ def _prepare_kernel(
             tl.store(counts_ptr + start // CHUNK * chunks + tl.arange(0, chunks), 0)
 
 
-def rows_sizes(
-    problem: Problem,
-    inputs: Inputs,
-    lines: range,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    rows: Rows,
-    covered: tuple[int, int],
-    first_count: int,
-) -> tuple[int, Sizes]:
+class BackwardCall(NamedTuple):
+    """All calls whose tensors lie as these do: what they read and write besides their inputs is samples."""
+
+    problem: Problem
+    inputs: Inputs
+    config: GluonBackwardConfig
+    before: Prepass
+    saved: Saved  # as kernels read them
+    copies: tuple[bool, bool]  # whether out and its gradient are copied to lie so
+    rows: Rows
+    workspace: tuple[Any, Any, Any]  # in which dQ grows, its counts, the counter of tiles
+    grads: list[Any]  # dq, dk and dv
+    shares: list[tuple[range, int]]  # KV heads of all batch entries that are computed together, by how many programs
+
+    @classmethod
+    def of(
+        cls, problem: Problem, inputs: Inputs, config: GluonBackwardConfig, before: Prepass, saved: Saved
+    ) -> BackwardCall:
+        out, _, grad_out, _ = saved
+        copies = not addressable(out), not addressable(grad_out)
+        if copies[0]:
+            saved = saved._replace(out=sample(out.shape, out.dtype))
+        if copies[1]:
+            saved = saved._replace(grad_out=sample(grad_out.shape, grad_out.dtype))
+        rows = Rows.samples(problem, inputs.query)
+        lines = problem.batch * problem.kv_heads
+        at_once, numbers = lines, rows.lse.numel() * tile_widths(problem)[0]
+        if not problem.packed:
+            of_line = numbers // lines
+            at_once = min(lines, max(1, SCRATCH_BYTES // (4 * of_line)))
+            numbers = at_once * of_line
+        shares = []
+        for first in range(0, lines, at_once):
+            some = range(first, min(first + at_once, lines))
+            shares.append((some, min(problem.processors, len(some) * cdiv(problem.k_len, 2 * KEYS))))
+        grads = [sample(t.shape, problem.out_dtype) for t in inputs[:3]]
+        return cls(problem, inputs, config, before, saved, copies, rows, workspace_of(numbers), grads, shares)
+
+
+def workspace_of(numbers: int) -> tuple[Any, Any, Any]:
+    """Samples of the memory in which dQ grows, of so many numbers, of its counts, and of the counter of tiles."""
+    return sample((numbers,), torch.float32), sample((numbers // CHUNK.value**2,), torch.int32), _COUNTER
+
+
+_COUNTER: Any = sample((2,), torch.int32)
+
+
+def rows_sizes(call: BackwardCall, lines: range, programs: int) -> tuple[int, Sizes]:
     """The grid and the arguments that depend on lengths."""
-    packed, block_m = problem.packed, max(16, 4096 // tile_widths(problem)[0])
-    blocks = -(-problem.q_len // PAD.value) * PAD.value // block_m
+    problem, (query, key, *_), block_m, packed = call.problem, call.inputs, call.config.block_m, call.problem.packed
+    out, lse, grad_out, grad_lse = call.saved
+    blocks = cdiv(problem.q_len, PAD.value) * PAD.value // _block_m(problem)
     numbers = (
         *row_strides(out, packed, UNIT),
         *row_strides(grad_out, packed, UNIT),
         *line_strides(lse, packed),
         *line_strides(grad_lse, packed),
-        *(problem.q_len, inputs.query.shape[-3], inputs.key.shape[-3], *covered),
-        *(rows.lse.shape[-1], blocks, first_count),
+        *(problem.q_len, query.shape[-3], key.shape[-3]),
+        *(cdiv(problem.q_len, block_m) * block_m, cdiv(problem.k_len, 2 * KEYS) * 2 * KEYS),
+        *(call.rows.lse.shape[-1], blocks, -programs),
     )
     return len(lines) * problem.group * blocks, Sizes(_SIZES, numbers, {}, {})
 
@@ -113,34 +156,23 @@ _SIZES = (
 )
 
 
-def bind_rows(
-    problem: Problem,
-    inputs: Inputs,
-    lines: range,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    rows: Rows,
-    scratch: Tensor,
-    counts: Tensor,
-    counter: Tensor,
-    grads: Sequence[Any],
-    covered: tuple[int, int],
-    first_count: int,
-) -> Launch:
+def _block_m(problem: Problem) -> int:
+    return max(16, 4096 // tile_widths(problem)[0])
+
+
+def bind_rows(call: BackwardCall, lines: range, programs: int) -> Launch:
     """For some KV heads of all batch entries: fills rows, clears the scratch and its counts, and sets the counters of
-    tiles to `first_count`. Rows of a pack's gradients that no tile computes, of which so many rows of each sequence
-    are `covered`, of queries and of keys, are cleared. A function of out, grad_out, lse, grad_lse, cu_seqlens_q,
-    cu_seqlens_k and what it writes.
+    tiles for so many `programs`. Rows of a pack's gradients that no tile computes are cleared. A function of out,
+    grad_out, lse, grad_lse, cu_seqlens_q, cu_seqlens_k and what it writes.
 
     `out` and `grad_out` are aligned.
     """
+    problem, inputs, (out, lse, grad_out, grad_lse) = call.problem, call.inputs, call.saved
     block_d, block_dv = tile_widths(problem)
-    cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    written = grads if problem.packed else (None, None, None)
-    tensors = (out, grad_out, lse, grad_lse, cu_q, cu_k, *rows, scratch, counts, counter, *written)
-    grid, sizes = rows_sizes(problem, inputs, lines, out, lse, grad_out, grad_lse, rows, covered, first_count)
+    written = call.grads if problem.packed else (None, None, None)
+    read = out, grad_out, lse, grad_lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    tensors = (*read, *call.rows, *call.workspace, *written)
+    grid, sizes = rows_sizes(call, lines, programs)
     return _prepare.bind(
         grid,
         tensors,
@@ -155,7 +187,7 @@ def bind_rows(
         DV=problem.value_dim,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
-        BLOCK_M=max(16, 4096 // block_d),
+        BLOCK_M=_block_m(problem),
         IS_PACKED=problem.packed,
         HAS_LSE_GRAD=grad_lse is not None,
     )

@@ -16,18 +16,20 @@ dQ is the one sum that several programs share. It grows in an fp32 scratch in gl
 - Finisher (one warp): scales, converts and stores the chunks of dQ to which every key tile has added, while the others
   compute on. That saves a launch which reads the scratch back from memory.
 
-Waiting for another program is safe without knowing how many run at a time: all tiles are drawn, those that are waited
-for were drawn before, and consumers never wait for finishers.
+Waiting for another program is safe without knowing how many run at a time: all tiles are fetched, those that are waited
+for were fetched before, and consumers never wait for finishers.
 
 At D 256 there are registers for one sum over queries alone: backward_wide.py has two passes. The first adds to dQ from
 registers, and warps of the second finish it. Before everything, backward_rows.py makes delta.
 
-Not here: mask and bias, gradients of slopes and sinks, strided positions, and `deterministic`
-beyond D 128. Triton's backward has them (`why_not`). Parity with the reference:
+Grid: one program per SM, or fewer. Reads Q, K, V and dO through 4-D descriptors [B, T, H, D] with their own strides,
+LSE and delta through 1-D ones; writes dK and dV by TMA or from registers, and dQ out of the scratch.
+Not here: mask and bias, gradients of slopes and sinks, strided positions, and `deterministic` beyond D 128. Triton's
+backward has them (`why_not`). Parity with the reference:
 tests/backends/hopper/test_backward_gpu.py.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,10 +37,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ...base.problem import UNBOUNDED, Backward, Gradients, Inputs, Problem, Wanted, addressable
+from ...base.problem import UNBOUNDED, Backward, Gradients, Inputs, Problem, Wanted
 from ...base.state import Saved
-from ...gpu.arguments import FAR, named, sample
-from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
+from ...gpu.arguments import FAR, cdiv, named
 from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.rows import Rows
@@ -46,11 +47,10 @@ from ...gpu.scratch import Sample
 from ...gpu.scratch import Scratch as ScratchMemory
 from .backward_block import CHUNK, Part, Scratch, SharedStorage, Sum, consume, query_blocks
 from .backward_query_grad import finisher, reducer
-from .backward_rows import bind_rows, rows_sizes
+from .backward_rows import BackwardCall, bind_rows, rows_sizes, workspace_of
 from .backward_wide import consume_for_key, consume_for_value
 from .launch import (
     chunks_descriptor,
-    config_constants,
     elements_descriptor,
     even_group,
     jit,
@@ -60,12 +60,9 @@ from .launch import (
 from .parameters import ScoreMod, SeqlenInfo
 from .pipeline import make_ring
 from .scheduler import TileScheduler, fetch_next, make_channel, resolve
-from .tuning import KEYS as KEYS_OF_A_WARPGROUP
-from .tuning import GluonBackwardConfig, has_edges, has_idle_queries, loads_masked_kv, tile_widths
+from .tiles import KEYS
+from .tuning import BackwardPart, GluonBackwardConfig, has_edges, has_idle_queries, loads_masked_kv, tile_widths
 from .versions import COMPILE_OPTIONS, aggregate, tma_load
-
-KEYS = gl.constexpr(KEYS_OF_A_WARPGROUP)
-UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
 
 
 @aggregate
@@ -157,16 +154,17 @@ def _backward_kernel(
     rows: gl.int32, first_batch_head: gl.int32, skipped: gl.int32,
     stride_ab: gl.int64, stride_rb: gl.int64, stride_rh: gl.int64, stride_cb: gl.int64, stride_ch: gl.int64,
     dropout_threshold: gl.uint32, scale, softcap, dropout_scale,
-    D: gl.constexpr, DV: gl.constexpr, PART: gl.constexpr, SLOTS: gl.constexpr, PLACES: gl.constexpr,
-    HALVES: gl.constexpr, PEEL: gl.constexpr, ORDERED: gl.constexpr,
+    CONFIG: gl.constexpr, PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, ORDERED: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_DROPOUT: gl.constexpr, IS_PACKED: gl.constexpr,
-    HAS_PARTIAL_BLOCKS: gl.constexpr, LOADS_MASKED_ROWS: gl.constexpr, SCALE_LATE: gl.constexpr,
-    TANH: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, WARP_REGISTERS: gl.constexpr,
+    HAS_DROPOUT: gl.constexpr, IS_PACKED: gl.constexpr, MASKS_BLOCKS: gl.constexpr,
+    LOADS_MASKED_ROWS: gl.constexpr, SCALE_LATE: gl.constexpr, TANH: gl.constexpr,
 ):  # fmt: skip
+    SLOTS: gl.constexpr = PART.slots
+    PLACES: gl.constexpr = CONFIG.places
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[1]
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
-    IS_ALL: gl.constexpr = PART == "all"
+    IS_ALL: gl.constexpr = PART.makes == "all"
+    LOADS_V: gl.constexpr = PART.makes != "value"
     queries = make_ring(q_desc, SLOTS, 1, 2)
     grads = make_ring(do_desc, SLOTS, 1, 2)
     lses = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_M], lse_desc.layout)
@@ -174,7 +172,7 @@ def _backward_kernel(
     keys = gl.allocate_shared_memory(k_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout)
     values = keys
     d_scores = keys
-    if PART != "value":
+    if LOADS_V:
         DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         values = gl.allocate_shared_memory(v_desc.dtype, [1] + v_desc.block_type.shape, v_desc.layout)
         d_scores = gl.allocate_shared_memory(q_desc.dtype, [2 if IS_ALL else 1, 2 * KEYS, BLOCK_M], DS)
@@ -183,7 +181,7 @@ def _backward_kernel(
     if IS_ALL:
         staging = gl.allocate_shared_memory(gl.float32, [2, CHUNK, CHUNK], scratch_desc.layout)
         landing = gl.allocate_shared_memory(gl.float32, [PLACES * 2 * CHUNK // 8, 8, 32], scratch_desc.layout)
-    elif PART == "value":
+    elif not LOADS_V:
         landing = gl.allocate_shared_memory(gl.float32, [PLACES * 2 * CHUNK // 16, 16, 32], scratch_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -198,10 +196,10 @@ def _backward_kernel(
     smem = SharedStorage(
         queries, grads, lses, deltas, keys, values, kv_full, kv_empty, d_scores, staging, landing, landed, read
     )
-    part = Part(PART != "value", IS_ALL, ORDERED, HALVES, PEEL, HAS_PARTIAL_BLOCKS, LOADS_MASKED_ROWS)
+    part = Part(CONFIG, IS_ALL, LOADS_V, ORDERED)
     seqlen = SeqlenInfo(
         *(kv_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows),
-        *(HAS_LEFT, HAS_RIGHT, IS_PACKED, True, LOADS_MASKED_ROWS),
+        *(HAS_LEFT, HAS_RIGHT, IS_PACKED, MASKS_BLOCKS, LOADS_MASKED_ROWS),
     )
     score_mod = ScoreMod(
         *(scale, softcap, slopes_ptr, stride_ab, row_words_ptr, stride_rb, stride_rh),
@@ -214,7 +212,8 @@ def _backward_kernel(
     dv_sum = Sum(dv_desc, dv_ptr, kv_heads, DV)
     by_keys = TileScheduler(batch_heads, tiles_n, group_n, batch_heads * tiles_n)
     by_queries = TileScheduler(batch_heads, blocks_m, group_n, batch_heads * blocks_m)
-    if PART == "all":
+    # A tuple bound to a variable would turn its constants into tensors, so the roles are spelt here.
+    if IS_ALL:
         gl.warp_specialize(
             [
                 (consume, (0, part, seqlen, score_mod, channel, smem, dk_sum, dv_sum, dropout_scale)),
@@ -225,9 +224,9 @@ def _backward_kernel(
                 (finisher, (0, 1, part, seqlen, by_queries, smem, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
             ],
             [4, 1, 1, 1, 1],
-            [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS],
+            [PART.consumer_registers] + [PART.warp_registers] * 4,
         )
-    elif PART == "key":
+    elif LOADS_V:
         gl.warp_specialize(
             [
                 (consume_for_key, (0, part, seqlen, score_mod, channel, smem, scratch, dk_sum, dropout_scale)),
@@ -235,7 +234,7 @@ def _backward_kernel(
                 (_producer, (part, seqlen, by_keys, counter_ptr, channel, smem, scratch, sources)),
             ],
             [4, 1],
-            [CONSUMER_REGISTERS, WARP_REGISTERS],
+            [PART.consumer_registers, PART.warp_registers],
         )
     else:
         gl.warp_specialize(
@@ -247,12 +246,8 @@ def _backward_kernel(
                 (finisher, (1, 2, part, seqlen, by_queries, smem, scratch, dq_ptr, scale, BLOCK_M, BLOCK_D, D)),
             ],
             [4, 1, 1, 1],
-            [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS, WARP_REGISTERS],
+            [PART.consumer_registers] + [PART.warp_registers] * 3,
         )
-
-
-SCRATCH_BYTES = 256 << 20
-"""Of the scratch in which dQ grows. Heads for which it would be larger are computed by launch after launch."""
 
 
 def prepare_backward(
@@ -261,81 +256,20 @@ def prepare_backward(
     """The backward of calls whose tensors lie as these do, as a function of inputs, out, lse and their gradients: those
     gradients of queries, keys and values that are `wanted`."""
     assert not any(wanted[3:]), "why_not has said so"
-    layout = _Layout.of(problem, inputs, *saved)
-    before, covered = Prepass.of(problem, inputs), _covered(problem, config)
-    launches: list[tuple[Launch, list[Launch]]] = []
-    for some, programs in layout.shares:
-        of_rows = bind_rows(
-            problem, inputs, some, *layout.saved, layout.rows, *layout.workspace, layout.grads, covered, -programs
-        )
-        parts = [_bind(problem, inputs, config, part, some, before, layout, programs) for part in config.parts]
-        launches.append((of_rows, parts))
-    return _Backward(problem, layout, before, launches, wanted)
-
-
-def _covered(problem: Problem, config: GluonBackwardConfig) -> tuple[int, int]:
-    """How many queries and keys of each sequence tiles cover."""
-    block_n = 2 * KEYS.value
-    return -(-problem.q_len // config.block_m) * config.block_m, -(-problem.k_len // block_n) * block_n
-
-
-class _Layout(NamedTuple):
-    """Samples of what a backward reads and writes besides its inputs, and how its heads are shared out."""
-
-    saved: tuple[Tensor, Tensor, Tensor, Tensor | None]  # out, lse and their gradients, as kernels read them
-    copies: tuple[bool, bool]  # whether out and its gradient are copied to lie so
-    rows: Rows
-    workspace: tuple[Tensor, Tensor, Tensor]  # in which dQ grows, its counts, the counter of tiles
-    grads: list[Any]  # samples of dq, dk and dv
-    shares: list[tuple[range, int]]  # KV heads of all batch entries that are computed together, by how many programs
-
-    @classmethod
-    def of(
-        cls, problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
-    ) -> "_Layout":
-        copies = not addressable(out), not addressable(grad_out)
-        saved = (
-            sample(out.shape, out.dtype) if copies[0] else out,
-            lse,
-            sample(grad_out.shape, grad_out.dtype) if copies[1] else grad_out,
-            grad_lse,
-        )
-        rows = Rows.samples(problem, inputs.query)
-        lines = problem.batch * problem.kv_heads
-        at_once, numbers = lines, rows.lse.numel() * tile_widths(problem)[0]
-        if not problem.packed:
-            of_line = numbers // lines
-            at_once = min(lines, max(1, SCRATCH_BYTES // (4 * of_line)))
-            numbers = at_once * of_line
-        dtype = torch.float32 if problem.partial else problem.dtype
-        shares = []
-        for first in range(0, lines, at_once):
-            some = range(first, min(first + at_once, lines))
-            shares.append((some, min(problem.processors, len(some) * -(-problem.k_len // (2 * KEYS.value)))))
-        return cls(saved, copies, rows, _workspace(numbers), [sample(t.shape, dtype) for t in inputs[:3]], shares)
-
-
-def _workspace(numbers: int) -> tuple[Any, Any, Any]:
-    """Samples of the memory in which dQ grows, of so many numbers, of its counts, and of the counter of tiles."""
-    return sample((numbers,), torch.float32), sample((numbers // CHUNK.value**2,), torch.int32), _COUNTER
-
-
-_COUNTER: Any = sample((2,), torch.int32)
+    call = BackwardCall.of(problem, inputs, config, Prepass.of(problem, inputs), saved)
+    launches = [
+        (bind_rows(call, *share), [_bind(call, part, *share) for part in config.parts]) for share in call.shares
+    ]
+    return _Backward(call, launches, wanted)
 
 
 class _Backward:
-    def __init__(
-        self,
-        problem: Problem,
-        layout: _Layout,
-        before: Prepass,
-        launches: list[tuple[Launch, list[Launch]]],
-        wanted: Wanted,
-    ) -> None:
+    def __init__(self, call: BackwardCall, launches: list[tuple[Launch, list[Launch]]], wanted: Wanted) -> None:
+        problem, before = call.problem, call.before
         self._pack = problem if problem.packed and not before.steps else None  # which may have any number of rows
         self._before, self._launches, self._wanted = before, launches, wanted
-        self._copies, self._grads = layout.copies, layout.grads
-        self._scratch = ScratchMemory.of(*layout.rows, *layout.workspace)
+        self._copies, self._grads = call.copies, call.grads
+        self._scratch = ScratchMemory.of(*call.rows, *call.workspace)
         self._all = [launch for of_rows, parts in launches for launch in (of_rows, *parts)]
 
     def __call__(
@@ -366,20 +300,17 @@ class _Backward:
         """The same backward of tensors of other lengths; None where other kernels compute it."""
         if self._before.steps or len(self._launches) > 1:
             return None
-        layout = _Layout.of(problem, inputs, *saved)
-        if len(layout.shares) > 1:
+        call = BackwardCall.of(problem, inputs, config, self._before, Saved(*saved))
+        if len(call.shares) > 1:
             return None
-        (some, programs), (of_rows, parts) = layout.shares[0], self._launches[0]
-        covered = _covered(problem, config)
-        resized_rows = of_rows.resized(
-            *rows_sizes(problem, inputs, some, *layout.saved, layout.rows, covered, -programs)
-        )
-        sizes = _sizes(problem, inputs, config, some, layout)
-        resized = [launch.resized(programs, sizes) for launch in parts]
+        (share,), ((of_rows, parts),) = call.shares, self._launches
+        resized_rows = of_rows.resized(*rows_sizes(call, *share))
+        sizes = _sizes(call, share[0])
+        resized = [launch.resized(share[1], sizes) for launch in parts]
         if resized_rows is None or None in resized:
             return None
         found = [(resized_rows, [launch for launch in resized if launch is not None])]
-        return _Backward(problem, layout, self._before, found, self._wanted)
+        return _Backward(call, found, self._wanted)
 
 
 _SIZES = (
@@ -387,36 +318,36 @@ _SIZES = (
 )
 
 
-def _sizes(problem: Problem, inputs: Inputs, config: GluonBackwardConfig, batch_heads: range, layout: _Layout) -> Sizes:
+def _sizes(call: BackwardCall, batch_heads: range) -> Sizes:
     """The kernel's arguments that depend on lengths."""
-    query, key, value = inputs[:3]
+    problem, (query, key, value, *_) = call.problem, call.inputs
     (_, q_len, *_), (_, k_len, *_), (left, right) = problem.shape, problem.kv, problem.window
-    rows, (_, dk, dv), is_partial = layout.rows.lse, layout.grads, problem.partial
-    padded, count, first = rows.shape[-1], rows.numel(), batch_heads.start
+    (_, dk, dv), is_partial = call.grads, problem.partial
+    padded, count, first = call.rows.lse.shape[-1], call.rows.lse.numel(), batch_heads.start
     numbers = (
         len(batch_heads),
-        -(-k_len // (2 * KEYS.value)),
+        cdiv(k_len, 2 * KEYS.value),
         _heads_in_cache(problem, len(batch_heads)),
-        -(-q_len // config.block_m),
+        cdiv(q_len, call.config.block_m),
         *(q_len, k_len, problem.positions.q_start - problem.positions.k_start, min(left, FAR), min(right, FAR)),
         *(query.shape[-3], key.shape[-3], padded, first, first * problem.group * padded),
     )
     constants = {
         "HAS_LEFT": left != UNBOUNDED,
         "HAS_RIGHT": right != UNBOUNDED,
-        "HAS_PARTIAL_BLOCKS": has_edges(problem),
+        "MASKS_BLOCKS": has_edges(problem),
         "LOADS_MASKED_ROWS": problem.packed or loads_masked_kv(problem) or has_idle_queries(problem),
     }
     described = {
         "q_desc": query,
         "k_desc": key,
         "v_desc": value,
-        "do_desc": layout.saved[2],
+        "do_desc": call.saved.grad_out,
         "dk_desc": key if is_partial else dk,  # fp32 is written without
         "dv_desc": value if is_partial else dv,
         "lse_desc": count,
         "delta_desc": count,
-        "scratch_desc": layout.workspace[0].numel() // CHUNK.value,
+        "scratch_desc": call.workspace[0].numel() // CHUNK.value,
     }
     return Sizes(_SIZES, numbers, constants, described)
 
@@ -430,23 +361,15 @@ def _sizes_of_pack(problem: Problem, query: Tensor, k_rows: int) -> tuple[Scratc
     described |= {"dv_desc": k_rows, "lse_desc": count, "delta_desc": count, "scratch_desc": numbers // CHUNK.value}
     of_rows = Sizes("stride_lh stride_eh q_rows k_rows rows", (q_rows, q_rows, q_rows, k_rows, padded), {}, {})
     sizes = Sizes("q_rows k_rows rows", (q_rows, k_rows, padded), {}, described)
-    return ScratchMemory.of(*rows, *_workspace(numbers)), of_rows, sizes
+    return ScratchMemory.of(*rows, *workspace_of(numbers)), of_rows, sizes
 
 
-def _bind(
-    problem: Problem,
-    inputs: Inputs,
-    config: GluonBackwardConfig,
-    part: tuple[str, int, int, int],
-    batch_heads: range,
-    before: Prepass,
-    layout: _Layout,
-    programs: int,
-) -> Launch:
+def _bind(call: BackwardCall, part: BackwardPart, batch_heads: range, programs: int) -> Launch:
     """The kernel as a function of inputs, of what is computed before, of grad_out, the pieces of scratch memory, dq, dk
     and dv. Where there is no tensor, the counter stands in for it, unread."""
-    scratch, _, counter = layout.workspace
-    sizes = _sizes(problem, inputs, config, batch_heads, layout)
+    problem, inputs, config, before = call[:4]
+    scratch, _, counter = call.workspace
+    sizes = _sizes(call, batch_heads)
     dim, value_dim = tile_widths(problem)
     boxes = {
         "q_desc": (config.block_m, dim),
@@ -458,25 +381,25 @@ def _bind(
     }
     described = {name: sizes.described[name] for name in boxes}
     descriptors = {name: rows_descriptor(described[name], *box) for name, box in boxes.items()}
-    described |= {"lse_desc": layout.rows.lse, "delta_desc": layout.rows.delta, "scratch_desc": scratch}
+    described |= {"lse_desc": call.rows.lse, "delta_desc": call.rows.delta, "scratch_desc": scratch}
     for name in ("lse_desc", "delta_desc"):
         descriptors[name] = elements_descriptor(sizes.described[name], config.block_m)
     descriptors["scratch_desc"] = chunks_descriptor(sizes.described["scratch_desc"], CHUNK.value)
     return _kernel.bind(
         programs,
-        (*inputs, *before.samples, layout.saved[2], *layout.rows, *layout.workspace, *layout.grads),
+        (*inputs, *before.samples, call.saved.grad_out, *call.rows, *call.workspace, *call.grads),
         {"num_warps": 4},
         described=described,
         **sizes.arguments() | descriptors,
-        **named("dq_ptr dk_ptr dv_ptr", layout.grads),
-        **named("scratch_ptr counts_ptr counter_ptr", layout.workspace),
+        **named("dq_ptr dk_ptr dv_ptr", call.grads),
+        **named("scratch_ptr counts_ptr counter_ptr", call.workspace),
         kv_heads=problem.kv_heads,
+        CONFIG=config,
+        PART=part,
         D=problem.head_dim,
         DV=problem.value_dim,
         ORDERED=problem.deterministic,
         **score_arguments(problem, inputs, before, counter),
-        **named("PART SLOTS CONSUMER_REGISTERS WARP_REGISTERS", part),
-        **config_constants(_kernel, config),
     )
 
 
@@ -484,7 +407,7 @@ def _heads_in_cache(problem: Problem, batch_heads: int) -> int:
     """KV heads (of all batch entries) that are worked on together, in groups of about the same size."""
     if problem.right == UNBOUNDED:
         # In one order, key tiles of a head that run at the same time wait for each other: fewer of them do.
-        tiles_n = -(-problem.k_len // (2 * KEYS.value))
+        tiles_n = cdiv(problem.k_len, 2 * KEYS.value)
         together = (256 if problem.head_dim <= 64 else 128) // tiles_n if problem.deterministic else 1
         return min(max(together, 1), batch_heads)
     wide = max(problem.head_dim, problem.value_dim) > 128

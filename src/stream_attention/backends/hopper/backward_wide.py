@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from .backward_block import BOTH, CHUNK, HALF_READY, KEYS, make_tile, opaque_zero, queries_with_keys, query_blocks
+from .backward_block import BOTH, CHUNK, HALF_READY, make_tile, opaque_zero, queries_with_keys, query_blocks
 from .pipeline import arrive, sync
-from .tiles import accumulator, clear_rows
+from .tiles import KEYS, accumulator, clear_rows, issue, run_asm
 
 
 @gluon.jit
@@ -24,8 +24,7 @@ def _add_chunk(dq, ptr):
     b0, b1 = gl.split(b)
     place = (ptr + gl.arange(0, C * 16, a0.type.layout) * 4).to(gl.int64)
     asm: gl.constexpr = "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;"
-    operands = (place, a0, b0, a1, b1)
-    gl.inline_asm_elementwise(asm, "=r,l,f,f,f,f", operands, dtype=gl.int32, is_pure=False, pack=1)
+    run_asm(asm, "=r,l,f,f,f,f", [place, a0, b0, a1, b1])
 
 
 @gluon.jit
@@ -44,8 +43,6 @@ def consume_for_key(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, s
     D: gl.constexpr = queries.tiles.shape[4]
     S_TILE: gl.constexpr = accumulator(BLOCK_M)
     P_TILE: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
-    none = gl.zeros((KEYS, BLOCK_M), gl.float32, S_TILE)
-    no_dq = gl.zeros((CHUNK, CHUNK), gl.float32, accumulator(CHUNK))
     factor = score_mod.factor()
     q_iter = 0
     tile_iter = 0
@@ -72,14 +69,14 @@ def consume_for_key(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, s
                 own_v = smem.values.index(z).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
                 d_scores = smem.d_scores.index(z)
                 smem.wait_queries(part, seqlen, tile, q, do, q_iter, row)
-                s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+                s_issued = issue(own_k, q.permute((1, 0)))
                 grads.wait_full(q_iter)
-                dp_issued = warpgroup_mma(own_v, do.permute((1, 0)), none, use_acc=False, is_async=True)
+                dp_issued = issue(own_v, do.permute((1, 0)))
                 s = warpgroup_mma_wait(1, deps=(s_issued,))
-                if part.HAS_PARTIAL_BLOCKS:
+                if seqlen.MASKS_BLOCKS:
                     s = tile.mask_qk(seqlen, score_mod, s, row)
                 lse = smem.lses.index(0).load(gl.SliceLayout(0, S_TILE))
-                p = tile.probabilities(part.HAS_PARTIAL_BLOCKS, seqlen, score_mod, s, lse, row, factor)
+                p = tile.probabilities(seqlen.MASKS_BLOCKS, seqlen, score_mod, s, lse, row, factor)
                 grads.wait_full(q_iter)  # once more: the assembler does not move the next wait before this one
                 dp = warpgroup_mma_wait(0, deps=(dp_issued,))
                 delta = smem.deltas.index(0).load(gl.SliceLayout(0, S_TILE))
@@ -93,13 +90,13 @@ def consume_for_key(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, s
                 _meet(WARPGROUP, 1)  # both have written it
                 dk_issued = warpgroup_mma(d_own, q, dk, use_acc=True, is_async=True)
                 left = k.slice(2 * WARPGROUP * CHUNK, CHUNK, dim=1)
-                dq_issued = warpgroup_mma(d_scores.permute((1, 0)), left, no_dq, use_acc=False, is_async=True)
+                dq_issued = issue(d_scores.permute((1, 0)), left)
                 dk = warpgroup_mma_wait(1, deps=(dk_issued,))
                 queries.release(q_iter)
                 dq = warpgroup_mma_wait(0, deps=(dq_issued,))
                 to = scratch.ptr + (at + row - scratch.skipped).to(gl.int64) * D
                 right = k.slice((2 * WARPGROUP + 1) * CHUNK, CHUNK, dim=1)
-                dq_issued = warpgroup_mma(d_scores.permute((1, 0)), right, no_dq, use_acc=False, is_async=True)
+                dq_issued = issue(d_scores.permute((1, 0)), right)
                 _add_chunk(dq, to + 2 * WARPGROUP * CHUNK * CHUNK)
                 dq = warpgroup_mma_wait(0, deps=(dq_issued,))
                 _add_chunk(dq, to + (2 * WARPGROUP + 1) * CHUNK * CHUNK)
@@ -117,9 +114,9 @@ def consume_for_key(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel, s
 @gluon.jit
 def _dropped_p(part, seqlen, score_mod, tile, s, lse, row, factor, dropout_scale):
     """P of a block, as it meets dO."""
-    if part.HAS_PARTIAL_BLOCKS:
+    if seqlen.MASKS_BLOCKS:
         s = tile.mask_qk(seqlen, score_mod, s, row)
-    p = tile.probabilities(part.HAS_PARTIAL_BLOCKS, seqlen, score_mod, s, lse, row, factor)
+    p = tile.probabilities(seqlen.MASKS_BLOCKS, seqlen, score_mod, s, lse, row, factor)
     if score_mod.HAS_DROPOUT:
         p = gl.where(tile.keep(score_mod, p, row), p * dropout_scale, 0.0)
     return p
@@ -135,7 +132,6 @@ def consume_for_value(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel,
     dtype: gl.constexpr = queries.tiles.dtype
     S_TILE: gl.constexpr = accumulator(BLOCK_M)
     P_TILE: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
-    none = gl.zeros((KEYS, BLOCK_M), gl.float32, S_TILE)
     factor = score_mod.factor()
     q_iter = 0
     tile_iter = 0
@@ -154,10 +150,10 @@ def consume_for_value(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel,
             tile = make_tile(seqlen, score_mod, work, own, head)
             queries.wait_full(q_iter)
             q = queries.tile(q_iter)
-            if part.LOADS_MASKED_ROWS:
+            if seqlen.LOADS_MASKED_ROWS:
                 clear_rows(q, low * BLOCK_M, floor, limit)
             own_k = smem.keys.index(opaque_zero()).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
-            s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+            s_issued = issue(own_k, q.permute((1, 0)))
             s = warpgroup_mma_wait(0, deps=(s_issued,))
             lse = smem.lses.index(queries.place(q_iter)).load(gl.SliceLayout(0, S_TILE))
             p = _dropped_p(part, seqlen, score_mod, tile, s, lse, i * BLOCK_M, factor, dropout_scale)
@@ -176,11 +172,11 @@ def consume_for_value(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel,
                 own_k = smem.keys.index(opaque_zero()).reshape([2 * KEYS, D]).slice(WARPGROUP * KEYS, KEYS, dim=0)
                 q = queries.tile(q_iter + 1)
                 do = grads.tile(q_iter)
-                if part.LOADS_MASKED_ROWS:
+                if seqlen.LOADS_MASKED_ROWS:
                     clear_rows(q, i * BLOCK_M, floor, limit)
                     grads.wait_full(q_iter)
                     clear_rows(do, before, floor, limit)
-                s_issued = warpgroup_mma(own_k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+                s_issued = issue(own_k, q.permute((1, 0)))
                 grads.wait_full(q_iter)
                 dv_issued = warpgroup_mma(p_operand, do, dv, use_acc=True, is_async=True)
                 s = warpgroup_mma_wait(1, deps=(s_issued,))
@@ -197,7 +193,7 @@ def consume_for_value(WARPGROUP: gl.constexpr, part, seqlen, score_mod, channel,
             # The last product.
             grads.wait_full(q_iter)
             do = grads.tile(q_iter)
-            if part.LOADS_MASKED_ROWS:
+            if seqlen.LOADS_MASKED_ROWS:
                 clear_rows(do, before, floor, limit)
             dv_issued = warpgroup_mma(p_operand, do, dv, use_acc=True, is_async=True)
             dv = warpgroup_mma_wait(0, deps=(dv_issued,))

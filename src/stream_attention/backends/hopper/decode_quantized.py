@@ -1,4 +1,4 @@
-"""One to eight rows of queries against a quantised cache in Gluon: codes are multiplied as they are.
+"""One to eight rows of queries against a quantised cache in Gluon: values are multiplied as they are stored.
 
 backends/triton/decode_quantized.py, which does everything else, dequantises every value: 13 instructions for eight of
 int4. Here it is five, because scales are applied to what there is less of:
@@ -18,6 +18,10 @@ above 1, and none above 2^14 before it is scaled. q s is within fp16 because q i
 are at most what codes of fp16 numbers have.
 
 The last splits have the latest tokens, which lie in the window as they came. A program waits for every block of them.
+
+Grid: one program, a warp, per (KV head, split, batch entry). Reads queries, quantised values with their scales and
+zeros, the window and the lengths; writes a partial result to the workspace, which gpu/decode_tiles.py merges. Parity
+with the reference: tests/backends/triton/test_decode_gpu.py.
 """
 
 from typing import Any
@@ -47,7 +51,7 @@ from .decode_tiles import (
 from .decode_window import WINDOW_N, window_part
 from .launch import jit
 from .tiles import log2
-from .versions import COMPILE_OPTIONS, barrier, copy_async
+from .versions import COMPILE_OPTIONS, aggregate, barrier, copy_async
 
 _INT4 = gl.constexpr("""{
 .reg .b32 w;
@@ -90,9 +94,14 @@ def _no_tensors():
 
 
 @gluon.jit
+def _pairwise(ASM: gl.constexpr, x, y):
+    """An instruction on pairs of fp16."""
+    return gl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
 def _times(x, y):
-    asm: gl.constexpr = "mul.rn.f16x2 $0, $1, $2;"
-    return gl.inline_asm_elementwise(asm, "=r,r,r", [x, y], dtype=gl.float16, is_pure=True, pack=2)
+    return _pairwise("mul.rn.f16x2 $0, $1, $2;", x, y)
 
 
 @gluon.jit
@@ -100,12 +109,6 @@ def _rest(x, y, product):
     """What x y was rounded by, exactly."""
     asm: gl.constexpr = "{ .reg .b32 n; neg.f16x2 n, $3; fma.rn.f16x2 $0, $1, $2, n; }"
     return gl.inline_asm_elementwise(asm, "=r,r,r,r", [x, y, product], dtype=gl.float16, is_pure=True, pack=2)
-
-
-@gluon.jit
-def _larger(x, y):
-    asm: gl.constexpr = "max.f16x2 $0, $1, $2;"
-    return gl.inline_asm_elementwise(asm, "=r,r,r", [x, y], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.constexpr_function
@@ -155,8 +158,8 @@ def _codes_kernel(
     HAS_SOFTCAP: gl.constexpr, IS_SPLIT: gl.constexpr, EARLY: gl.constexpr, TANH: gl.constexpr,
     FORMAT: gl.constexpr, TOKENS: gl.constexpr, ALL_VISIBLE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Grid and arguments: as those of its namesake in backends/triton. A program leaves a part, always: the kernel that
-    merges knows the sink and the answer's place."""
+    """Arguments: those of the kernel in backends/triton/decode_quantized.py. A program always writes a partial result:
+    the kernel that merges reads the sink and writes the output."""
     wait_for_kernels_ahead()
     HAS_TREE: gl.constexpr = tree_ptr is not None
     HAS_ALIBI: gl.constexpr = slopes_ptr is not None
@@ -204,7 +207,7 @@ def _codes_kernel(
         value_at = kv_head * (stride_vh * 8)
         key_scale_at = kv_head * (stride_ksh * 8)
         value_scale_at = kv_head * (stride_vsh * 8)
-        table_row = table_ptr
+        table_row = lengths_ptr  # stands in, unread
         if PAGE == 0:
             key_at += b * (stride_kb * 8)
             value_at += b * (stride_vb * 8)
@@ -212,57 +215,83 @@ def _codes_kernel(
             value_scale_at += b * (stride_vsb * 8)
         else:
             table_row = table_ptr + b * stride_tb
-        k_zeros, v_zeros = k_zero_ptr, v_zero_ptr
+        k_zeros, v_zeros = k_scale_ptr, v_scale_ptr  # stand in, unread
         if FORMAT == "int4":
             k_zeros, v_zeros = k_zero_ptr + key_scale_at, v_zero_ptr + value_scale_at
+        keys = Codes(k_ptr + key_at, k_scale_ptr + key_scale_at, k_zeros, stride_kss * 8)
+        values = Codes(v_ptr + value_at, v_scale_ptr + value_scale_at, v_zeros, stride_vss * 8)
+        table = Pages(table_row, pages, stride_kb * 8, stride_vb * 8, stride_ksb * 8, stride_vsb * 8)
         quantized_part(
-            rows, k_ptr + key_at, k_scale_ptr + key_scale_at, k_zeros, stride_kss * 8,
-            v_ptr + value_at, v_scale_ptr + value_scale_at, v_zeros, stride_vss * 8,
-            table_row, stride_kb * 8, stride_vb * 8, stride_ksb * 8, stride_vsb * 8, pages, begin, end, first,
-            D, BLOCK_N, PAGE, FORMAT, TOKENS, ALL_VISIBLE, STAGES,
-        )  # fmt: skip
+            rows, keys, values, table, begin, end, first, D, BLOCK_N, PAGE, FORMAT, TOKENS, ALL_VISIBLE, STAGES
+        )
+
+
+@aggregate
+class Codes:
+    """The keys or the values of a KV head: where they are, with their scales and zeros."""
+
+    codes: gl.tensor
+    scales: gl.tensor
+    zeros: gl.tensor  # of int4
+    stride_s: gl.tensor  # of scales, over blocks of tokens or groups of channels
+
+
+@aggregate
+class Pages:
+    """Where the pages of a cache are; unread where it has none."""
+
+    table: gl.tensor  # of the batch entry
+    count: gl.tensor
+    stride_k: gl.tensor  # of keys, values and their scales, over pages
+    stride_v: gl.tensor
+    stride_ks: gl.tensor
+    stride_vs: gl.tensor
 
 
 @gluon.jit
 def _copy_block(
-    start, page, slot,
-    k_ptr, k_scale_ptr, k_zero_ptr, stride_kss, v_ptr, v_scale_ptr, v_zero_ptr, stride_vss,
-    stride_kp, stride_vp, stride_ksp, stride_vsp,
-    keys, key_scales, key_zeros, values, value_scales, value_zeros,
-    PAGE: gl.constexpr, FORMAT: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr,
+    keys, values, pages, begin, i, count, page, missing, slot, key_slots, value_slots,
+    PAGE: gl.constexpr, FORMAT: gl.constexpr, TOKENS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy the block of tokens at `start`, codes, scales and zeros."""
-    token = start
-    k_scales, v_scales = k_scale_ptr, v_scale_ptr
-    k_zeros, v_zeros = k_zero_ptr, v_zero_ptr
+    """Begin to copy block i of a share, which lies in a page, into the slot before `slot`: (the page of the next block,
+    `missing` with a bit for this one)."""
+    STAGES: gl.constexpr = key_slots[0].shape[0]
+    BLOCK_N: gl.constexpr = key_slots[0].shape[1]
+    k_codes, k_scales, k_zeros = keys.codes, keys.scales, keys.zeros
+    v_codes, v_scales, v_zeros = values.codes, values.scales, values.zeros
     if PAGE != 0:
-        token = start % PAGE
-        k_ptr += page * stride_kp
-        v_ptr += page * stride_vp
-        k_scales += page * stride_ksp
-        v_scales += page * stride_vsp
-        if FORMAT == "int4":
-            k_zeros += page * stride_ksp
-            v_zeros += page * stride_vsp
+        exists = (page >= 0) & (page < pages.count)
+        missing += 1 - exists.to(gl.int32)
+        place = gl.where(exists, page, 0)
+        page = gl.load(pages.table + (begin + (i + 1) * BLOCK_N) // PAGE, mask=i + 1 < count, other=0)
+    token = begin + i * BLOCK_N
+    to = gl.where(slot == 0, STAGES - 1, slot - 1)
+    if PAGE != 0:
+        token = token % PAGE
+        k_codes += place * pages.stride_k
+        v_codes += place * pages.stride_v
+        k_scales += place * pages.stride_ks
+        v_scales += place * pages.stride_vs
+        k_zeros += place * pages.stride_ks
+        v_zeros += place * pages.stride_vs
     token = token // BLOCK_N * BLOCK_N  # as it is, which the compiler does not know: copies are of 16 bytes then
-    _copy_rows(k_ptr + token.to(gl.int64) * keys.shape[2], keys.index(slot))
-    _copy_line(k_scales + (token // TOKENS) * stride_kss, key_scales.index(slot))
+    _copy_rows(k_codes + token.to(gl.int64) * key_slots[0].shape[2], key_slots[0].index(to))
+    _copy_line(k_scales + (token // TOKENS) * keys.stride_s, key_slots[1].index(to))
     if FORMAT == "int4":
-        _copy_line(k_zeros + (token // TOKENS) * stride_kss, key_zeros.index(slot))
+        _copy_line(k_zeros + (token // TOKENS) * keys.stride_s, key_slots[2].index(to))
     for g in gl.static_range(GROUPS):
-        to = value_scales.index(slot).slice(g * BLOCK_N, BLOCK_N)
-        _copy_line(v_scales + g * stride_vss + token, to)
+        memory = value_slots[1].index(to).slice(g * BLOCK_N, BLOCK_N)
+        _copy_line(v_scales + g * values.stride_s + token, memory)
         if FORMAT == "int4":
-            to = value_zeros.index(slot).slice(g * BLOCK_N, BLOCK_N)
-            _copy_line(v_zeros + g * stride_vss + token, to)
-    _copy_rows(v_ptr + token.to(gl.int64) * values.shape[2], values.index(slot))
+            memory = value_slots[2].index(to).slice(g * BLOCK_N, BLOCK_N)
+            _copy_line(v_zeros + g * values.stride_s + token, memory)
+    _copy_rows(v_codes + token.to(gl.int64) * value_slots[0].shape[2], value_slots[0].index(to))
+    return page, missing
 
 
 @gluon.jit
 def quantized_part(
-    rows, k_ptr, k_scale_ptr, k_zero_ptr, stride_kss, v_ptr, v_scale_ptr, v_zero_ptr, stride_vss,
-    table_ptr, stride_kp, stride_vp, stride_ksp, stride_vsp, pages, begin, end, first,
-    D: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
+    rows, keys, values, pages, begin, end, first, D: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
     FORMAT: gl.constexpr, TOKENS: gl.constexpr, ALL_VISIBLE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The part of a share of the codes, from `begin` to `end`."""
@@ -280,8 +309,8 @@ def quantized_part(
     OF_FIRST: gl.constexpr = gl.SliceLayout(0, FIRST)  # what lies along the sum of a first factor, or a second
     OF_SECOND: gl.constexpr = gl.SliceLayout(1, SECOND)
 
-    keys = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, W], swizzled(W))
-    values = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, WV], swizzled(WV))
+    key_codes = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, W], swizzled(W))
+    value_codes = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, WV], swizzled(WV))
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     key_scales = gl.allocate_shared_memory(gl.float16, [STAGES, D], plain)
     value_scales = gl.allocate_shared_memory(gl.float16, [STAGES, GROUPS * BLOCK_N], plain)
@@ -289,27 +318,21 @@ def quantized_part(
     if FORMAT == "int4":
         key_zeros = gl.allocate_shared_memory(gl.float16, [STAGES, D], plain)
         value_zeros = gl.allocate_shared_memory(gl.float16, [STAGES, GROUPS * BLOCK_N], plain)
+    key_slots = key_codes, key_scales, key_zeros
+    value_slots = value_codes, value_scales, value_zeros
 
     # Blocks are on their way STAGES - 1 ahead, and the pages in which they lie are known one ahead of that.
     count = gl.maximum(gl.cdiv(end - begin, BLOCK_N), 0)
     page = 0
     missing = 0  # bit n: the block that was asked for n ago lies in no page
     if PAGE != 0:
-        page = gl.load(table_ptr + begin // PAGE, mask=count > 0, other=0)
+        page = gl.load(pages.table + begin // PAGE, mask=count > 0, other=0)
     for i in gl.static_range(STAGES - 1):
         missing = missing << 1
         if i < count:
-            start = begin + i * BLOCK_N
-            place = page
-            if PAGE != 0:
-                exists = (page >= 0) & (page < pages)
-                missing += 1 - exists.to(gl.int32)
-                place = gl.where(exists, page, 0)
-                page = gl.load(table_ptr + (start + BLOCK_N) // PAGE, mask=i + 1 < count, other=0)
-            _copy_block(
-                start, place, i, k_ptr, k_scale_ptr, k_zero_ptr, stride_kss,
-                v_ptr, v_scale_ptr, v_zero_ptr, stride_vss, stride_kp, stride_vp, stride_ksp, stride_vsp,
-                keys, key_scales, key_zeros, values, value_scales, value_zeros, PAGE, FORMAT, TOKENS, BLOCK_N, GROUPS,
+            page, missing = _copy_block(
+                keys, values, pages, begin, i, count, page, missing, i + 1, key_slots, value_slots,
+                PAGE, FORMAT, TOKENS, GROUPS,
             )  # fmt: skip
         async_copy.commit_group()
 
@@ -341,23 +364,14 @@ def quantized_part(
         ahead = i + STAGES - 1
         missing = missing << 1
         if ahead < count:
-            place = page
-            if PAGE != 0:
-                exists = (page >= 0) & (page < pages)
-                missing += 1 - exists.to(gl.int32)
-                place = gl.where(exists, page, 0)
-                after = begin + (ahead + 1) * BLOCK_N
-                page = gl.load(table_ptr + after // PAGE, mask=ahead + 1 < count, other=0)
-            _copy_block(
-                begin + ahead * BLOCK_N, place, gl.where(slot == 0, STAGES - 1, slot - 1),
-                k_ptr, k_scale_ptr, k_zero_ptr, stride_kss,
-                v_ptr, v_scale_ptr, v_zero_ptr, stride_vss, stride_kp, stride_vp, stride_ksp, stride_vsp,
-                keys, key_scales, key_zeros, values, value_scales, value_zeros, PAGE, FORMAT, TOKENS, BLOCK_N, GROUPS,
+            page, missing = _copy_block(
+                keys, values, pages, begin, ahead, count, page, missing, slot, key_slots, value_slots,
+                PAGE, FORMAT, TOKENS, GROUPS,
             )  # fmt: skip
         async_copy.commit_group()
 
         # Scores.
-        planes = _planes(keys.index(slot).permute((1, 0)).load(SECOND), FORMAT)
+        planes = _planes(key_codes.index(slot).permute((1, 0)).load(SECOND), FORMAT)
         qk = gl.zeros([16, BLOCK_N], gl.float32, MMA)
         middle = none
         even = none
@@ -402,14 +416,14 @@ def quantized_part(
             of_values = of_values + (of_group,)
         largest = of_values[0]
         for g in gl.static_range(1, GROUPS):
-            largest = _larger(largest, of_values[g])
+            largest = _pairwise("max.f16x2 $0, $1, $2;", largest, of_values[g])
         lift = log2(gl.maximum(gl.max(largest, 0).to(gl.float32), _TINY))
         p, rescale, row_max, row_sum = softmax_step(scores, lift, row_max, row_sum, not ALL_VISIBLE)
         p_operand = gl.convert_layout(p.to(gl.float16).permute((1, 0)), SECOND, assert_trivial=True)
         rescale_rows = by_row(rescale)
 
         # Outputs.
-        planes = _planes(values.index(slot).permute((1, 0)).load(FIRST), FORMAT)
+        planes = _planes(value_codes.index(slot).permute((1, 0)).load(FIRST), FORMAT)
         sums = _no_tensors()
         middles_now = _no_tensors()
         zeros_now = _no_tensors()

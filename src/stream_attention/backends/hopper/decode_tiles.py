@@ -11,7 +11,7 @@ lanes. How parts are left, and what the launch is, is told in gpu/decode_tiles.p
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .tiles import LOG2E, tanh
+from .tiles import LOG2E, run_asm, tanh
 from .versions import aggregate
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]))
@@ -22,8 +22,7 @@ SECOND = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 @gluon.jit
 def wait_for_kernels_ahead():
     """As in gpu/decode_tiles.py."""
-    asm: gl.constexpr = "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    run_asm("griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, 0;", "=r", [])
 
 
 @gluon.jit

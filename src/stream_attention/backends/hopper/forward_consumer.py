@@ -8,11 +8,19 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from .parameters import KeyRange
 from .pipeline import pass_turn, take_turn
-from .tiles import LN2, LOG2E, accumulator, broadcast_rows, clear_rows_of_slot, dropout_keep, opaque, row_sums
-from .tuning import ROWS as ROWS_OF_A_WARPGROUP
+from .tiles import (
+    LN2,
+    LOG2E,
+    ROWS,
+    accumulator,
+    broadcast_rows,
+    clear_rows_of_slot,
+    dropout_keep,
+    issue,
+    opaque,
+    row_sums,
+)
 from .versions import aggregate, as_tile_of, opaque_in_loop
-
-ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 
 
 @aggregate
@@ -29,7 +37,7 @@ class Rows:
 
     @gluon.jit
     def drop(self, score_mod, p, words):
-        """Weights behind dropout, given the words of their keys."""
+        """p after dropout, given the words of its keys."""
         if score_mod.HAS_DROPOUT:
             p = gl.where(dropout_keep(self.words, words, score_mod.threshold), p, 0.0)
         return p
@@ -41,15 +49,12 @@ def make_rows(seqlen, score_mod, work, first, rows):
     offset = seqlen.offset_of(work)
     visible = seqlen.key_range(first, rows, work.k_len, offset)
     floor, limit = seqlen.visible_keys(work.q_len, work.k_len, offset)
-    slope = score_mod.factor()
-    if score_mod.HAS_ALIBI:
-        slope = gl.load(score_mod.slopes + work.batch * score_mod.stride_ab + work.head).to(gl.float32)
+    slope = score_mod.slope(work, work.head)
     words = rows
-    key_words = score_mod.col_words
     if score_mod.HAS_DROPOUT:
         line = score_mod.row_words + work.batch.to(gl.int64) * score_mod.stride_rb + work.head * score_mod.stride_rh
         words = gl.load(line + (work.q_first + first) + rows, mask=first + rows < work.q_len, other=0)
-        key_words += work.batch.to(gl.int64) * score_mod.stride_cb + work.head * score_mod.stride_ch + work.k_first
+    key_words = score_mod.words_of_keys(work, work.head)
     return Rows((first + offset) + rows, visible, floor, limit, slope, words, key_words)
 
 
@@ -61,22 +66,20 @@ class State:
     row_max: gl.tensor
     row_sum: gl.tensor  # eight partial sums
     acc: gl.tensor
-    p: gl.tensor  # the weights of the last block, as an operand
+    p: gl.tensor  # of the last block, as an operand
     rescale: gl.tensor  # what the accumulator is multiplied with, if that is done late
 
 
 @gluon.jit
-def _step(
-    WARPGROUP: gl.constexpr, config, seqlen, score_mod, pipelines, rows, state, place, k_iter, kv_iter, j, blocks
-):
-    """Block j of `blocks`: its scores beside P V of the block before, then its weights."""
+def _step(WARPGROUP: gl.constexpr, seqlen, score_mod, pipelines, rows, state, place, k_iter, kv_iter, j, blocks):
+    """Block j of `blocks`: its scores beside P V of the block before, then its P."""
     keys = pipelines.keys
     values = pipelines.values
+    CONFIG: gl.constexpr = pipelines.CONFIG
     BLOCK_N: gl.constexpr = keys.tiles.shape[2]
-    AFTER: gl.constexpr = (WARPGROUP + 1) % config.WARPGROUPS
+    AFTER: gl.constexpr = (WARPGROUP + 1) % CONFIG.warpgroups
     TOGETHER: gl.constexpr = keys.SLOTS > 2  # slots of K and V are released together, for one barrier less
     S_TILE: gl.constexpr = accumulator(BLOCK_N)
-    no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
     factor = score_mod.factor()
     k = keys.tile(k_iter)
@@ -85,16 +88,16 @@ def _step(
         place = opaque_in_loop(place)
     q = pipelines.queries.matrix(place)
     acc = state.acc
-    if config.KEYS_FIRST:
+    if CONFIG.keys_first:
         keys.wait_full(k_iter)
-    if config.IN_TURN:
+    if CONFIG.in_turn:
         take_turn(WARPGROUP)
-    s_issued = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    if config.RESCALE_LATE:
+    s_issued = issue(q, k.permute((1, 0)))
+    if CONFIG.rescale_late:
         acc = acc * broadcast_rows(acc, opaque(state.rescale))
     values.wait_full(kv_iter)
     acc_issued = warpgroup_mma(state.p, v, acc, use_acc=True, is_async=True)
-    if config.IN_TURN:
+    if CONFIG.in_turn:
         pass_turn(AFTER)
     s = warpgroup_mma_wait(1, deps=(s_issued,))
     if not TOGETHER:
@@ -104,66 +107,66 @@ def _step(
     if score_mod.HAS_DROPOUT:
         words = gl.load(rows.key_words + start + columns)
     s = score_mod.apply(s, rows.slope, rows.positions - start)
-    if seqlen.MASKS_BEYOND_FIRST_BLOCK:
+    if seqlen.MASKS_BLOCKS:
         s = rows.visible.mask_where_cut(s, start, columns)
-    if seqlen.LOADS_MASKED_KV:
+    if seqlen.LOADS_MASKED_ROWS:
         clear_rows_of_slot(values, kv_iter + 1, start, rows.floor, rows.limit)
     row_max = gl.maximum(state.row_max, gl.max(s, 1))
     max_scaled = row_max * factor
-    if seqlen.MASKS_BEYOND_FIRST_BLOCK:
+    if seqlen.MASKS_BLOCKS:
         max_scaled = gl.where(row_max == -float("inf"), 0.0, max_scaled)
     rescale = gl.exp2(state.row_max * factor - max_scaled)
-    if not config.KEYS_FIRST:
+    if not CONFIG.keys_first:
         # Here, as ptxas moves no maximum behind this wait, and the next one not before it.
         keys.wait_full(k_iter + 1, pred=j + 1 < blocks)
     acc = warpgroup_mma_wait(0, deps=(acc_issued,))
     if TOGETHER:
         keys.release(k_iter)
     values.release(kv_iter)
-    if not config.RESCALE_LATE:
+    if not CONFIG.rescale_late:
         acc = acc * broadcast_rows(acc, rescale)
     p = gl.exp2(s * factor - max_scaled[:, None])
     row_sum = state.row_sum * broadcast_rows(state.row_sum, rescale) + row_sums(p)
-    # Only now: the registers of the old weights were an operand until the product was done.
+    # Only now: the registers of the old P were an operand until the product was done.
     p = rows.drop(score_mod, p, words)
     p_operand = gl.convert_layout(p.to(state.p.dtype), state.p.type.layout, assert_trivial=True)
     return State(start, row_max, row_sum, acc, p_operand, rescale)
 
 
 @gluon.jit
-def consume(WARPGROUP: gl.constexpr, config, seqlen, score_mod, epilogue, channel, pipelines, states):
+def consume(WARPGROUP: gl.constexpr, seqlen, score_mod, epilogue, channel, pipelines, states):
     """Compute 64 rows of every tile."""
     queries = pipelines.queries
     keys = pipelines.keys
     values = pipelines.values
-    AFTER: gl.constexpr = (WARPGROUP + 1) % config.WARPGROUPS
+    CONFIG: gl.constexpr = pipelines.CONFIG
+    AFTER: gl.constexpr = (WARPGROUP + 1) % CONFIG.warpgroups
     BLOCK_N: gl.constexpr = keys.tiles.shape[2]
     BLOCK_DV: gl.constexpr = values.tiles.shape[4]
     S_TILE: gl.constexpr = accumulator(BLOCK_N)
     O_TILE: gl.constexpr = accumulator(BLOCK_DV)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_TILE)
     GUARD: gl.constexpr = seqlen.HAS_LEFT or seqlen.HAS_RIGHT or seqlen.IS_PACKED  # a row may see none of a first block
-    DEFERRED: gl.constexpr = epilogue.BY_TMA and queries.SLOTS == 2
+    DEFERRED: gl.constexpr = CONFIG.by_tma and queries.SLOTS == 2
     JOINS: gl.constexpr = epilogue.STATES > 0
-    BORROWED: gl.constexpr = epilogue.borrowed(config.WARPGROUPS)
+    BORROWED: gl.constexpr = epilogue.borrowed(CONFIG.warpgroups)
 
-    no_scores = gl.zeros((ROWS, BLOCK_N), gl.float32, S_TILE)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_TILE))
     row = gl.arange(0, ROWS, S_ROWS)
     factor = score_mod.factor()
-    if config.IN_TURN:
+    if CONFIG.in_turn:
         if WARPGROUP == 0:
             pass_turn(0)
     kv_iter = 0
     tile_iter = 0
     work = channel.receive(0)
     while work.is_valid():
-        r0, low, high, skipped_blocks = seqlen.own_blocks(work.index, work, WARPGROUP, config.WARPGROUPS, BLOCK_N)
+        r0, low, high, skipped_blocks = seqlen.own_blocks(work.index, work, WARPGROUP, CONFIG.warpgroups, BLOCK_N)
         blocks = high - low - skipped_blocks
         rows = make_rows(seqlen, score_mod, work, r0, row)
         borrowed_slots = tile_iter * BORROWED  # slots of keys used so far than of values
         previous_lse = factor
-        if JOINS and not seqlen.MASKS_BEYOND_FIRST_BLOCK:  # which leaves no registers to wait in
+        if JOINS and not seqlen.MASKS_BLOCKS:  # which leaves no registers to wait in
             previous_lse = epilogue.previous_lse(row, work.batch, r0, work.head, work.q_len - r0)
 
         # Prologue: the first block. There are no older sums, and no product P V beside it.
@@ -174,7 +177,7 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, score_mod, epilogue, channe
         q = queries.matrix(place)
         k_iter = kv_iter + borrowed_slots + skipped_blocks
         keys.wait_full(k_iter)
-        s = warpgroup_mma(q, keys.tile(k_iter).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        s = issue(q, keys.tile(k_iter).permute((1, 0)))
         s = warpgroup_mma_wait(0, deps=(s,))
         keys.release(k_iter)
         start = (high - 1 - skipped_blocks) * BLOCK_N
@@ -197,15 +200,15 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, score_mod, epilogue, channe
             if BORROWED > 0:
                 keys.wait_full(kv_iter + borrowed_slots - 1, pred=tile_iter > 0)  # for those whose state it was not
                 keys.release(kv_iter + borrowed_slots - 1, pred=tile_iter > 0)
-        if not config.KEYS_FIRST:
+        if not CONFIG.keys_first:
             keys.wait_full(k_iter + 1, pred=blocks > 1)
         for x in range(skipped_blocks):
             values.skip(kv_iter + x)
-            if config.IN_TURN:
+            if CONFIG.in_turn:
                 take_turn(WARPGROUP)
                 pass_turn(AFTER)
         kv_iter += skipped_blocks
-        if seqlen.LOADS_MASKED_KV:
+        if seqlen.LOADS_MASKED_ROWS:
             clear_rows_of_slot(values, kv_iter, start, rows.floor, rows.limit)
         if DEFERRED:
             tma.store_wait(pendings=0)  # of the tile before, long since drained
@@ -218,18 +221,16 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, score_mod, epilogue, channe
         # Main loop.
         for j in range(1, blocks):
             k_iter = kv_iter + borrowed_slots + 1
-            state = _step(
-                WARPGROUP, config, seqlen, score_mod, pipelines, rows, state, place, k_iter, kv_iter, j, blocks
-            )
+            state = _step(WARPGROUP, seqlen, score_mod, pipelines, rows, state, place, k_iter, kv_iter, j, blocks)
             kv_iter += 1
 
         # Epilogue: the last product, and where the next tile is while it runs. What the state of other keys is, too.
         acc = state.acc
-        if JOINS and seqlen.MASKS_BEYOND_FIRST_BLOCK:
+        if JOINS and seqlen.MASKS_BLOCKS:
             previous_lse = epilogue.previous_lse(row, work.batch, r0, work.head, work.q_len - r0)
-        if config.RESCALE_LATE:
+        if CONFIG.rescale_late:
             acc = acc * broadcast_rows(acc, opaque(state.rescale))
-        if not epilogue.BY_TMA:
+        if not CONFIG.by_tma:
             queries.release(tile_iter)
         values.wait_full(kv_iter)
         acc_issued = warpgroup_mma(state.p, values.tile(kv_iter), acc, use_acc=True, is_async=True)
@@ -272,13 +273,13 @@ def consume(WARPGROUP: gl.constexpr, config, seqlen, score_mod, epilogue, channe
             epilogue.store_lse(lse, seqlen, work, r0, row)
 
         # Over the queries, or the state that was joined, which are done with, and on by TMA.
-        if epilogue.BY_TMA:
+        if CONFIG.by_tma:
             epilogue.store(out, queries.tiles.index(queries.place(tile_iter, WARPGROUP)), seqlen, work, r0)
         elif JOINS:
             epilogue.store_by_tma(out, previous_at, seqlen.entry(work), r0, work.head)
         else:
             epilogue.store_from_registers(out, seqlen.entry(work), work.q_first + r0, work.head, work.q_len - r0)
-        if epilogue.BY_TMA and not DEFERRED:
+        if CONFIG.by_tma and not DEFERRED:
             tma.store_wait(pendings=0)
             queries.release(tile_iter)
         tile_iter += 1

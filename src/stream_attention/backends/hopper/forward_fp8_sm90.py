@@ -1,26 +1,28 @@
-"""The streaming forward in FP8 for Hopper (sm_90), in Gluon: twice the rate of products, from e4m3 codes.
+"""The streaming forward in FP8 for Hopper (sm_90), in Gluon: products of e4m3 values, at twice the rate.
 
-What is computed is backends/reference/fp8.py; how codes lie in memory, base/fp8_layout.py. Roles, rings, overlap and
-the order of tiles are those of forward_sm90.py, which explains them. Different here:
+What is computed is backends/reference/fp8.py; how quantised values lie in memory, base/fp8_layout.py. Roles, rings,
+overlap and the order of tiles are those of forward_sm90.py, which explains them. Different here:
 
-- Scales. A block of keys has a scale; scores of a block are multiplied with it, the query's and the softmax's in the
-  one instruction that takes the top off. The sums o are kept in units of the scale of the values that were added last,
-  so a new block costs one multiplication of the factor that they are rescaled with anyway.
-- Tops. Weights are 2**(score - top + SHIFT), scores in log2 units, and a row's top need not be its maximum: it is there
-  to keep weights within what e4m3 can hold. It is an integer, so that rescaling by it rounds nothing, and it is lazy
-  (at D 64 and 128): a block is weighed beside the top of the blocks before, without a look at its maximum. The sums of
-  16 weights, which are computed anyway, say whether that was too low; if so each row of the warp raises its top by the
-  exponent of its largest sum and divides its weights by the same power of two. Maxima are taken in a first block, and
-  until all rows have seen a key. Where weights were too large even for fp32, 2**120 above the top or 2**116 for 16 of
-  them, the sum is infinite, and the whole tile is computed again, with maxima.
+- Scales. A block of keys has a scale. Scores of a block are multiplied with it, the query's and the softmax's in the
+  instruction that subtracts the row max. The accumulator is in units of the scale of the values that were added last,
+  so a new block costs one multiplication of the factor by which it is rescaled anyway.
+- Conditional rescale. p is 2**(score - row_max + SHIFT), scores in log2 units. The row max is a stabiliser: it need not
+  be the maximum, it keeps p within what e4m3 can represent. It is an integer, so rescaling by it rounds nothing. At D
+  64 and 128 it is that of the blocks before, and a block's own maximum is not computed. The sums of 16 values of p,
+  which are computed anyway, show where it was too low; then each row of the warp raises it by the exponent of its
+  largest sum and divides p by the same power of two. Maxima are computed for a first block, and until all rows have
+  seen a key. Where p overflows even fp32, 2**120 above the row max or 2**116 for 16 of them, the sum is infinite, and
+  the whole tile is computed again, with maxima.
 - Two levels. The FP8 matrix units keep about 14 bits of a sum. So the product P V of a block begins at zero, and is
   added to o in fp32, by the instruction that rescales o.
-- Weights. A lane has pairs of columns of S in its registers, and needs runs of four of P. Which columns a sum goes
-  over first does not matter, so the lane takes what it has, and V lies in that order (`ORDER`). From one iteration to
-  the next weights go as words of four codes: a tile of bytes the compiler would take apart and put together again.
+- P as an operand. A lane has pairs of columns of S in its registers, and needs runs of four of P. The order of columns
+  in a sum does not matter, so the lane takes what it has, and V lies in that order (`ORDER`). From one iteration to the
+  next P is carried in words of four values: the compiler would take a tile of bytes apart and put it together again.
 
-Hidden keys need no care beyond their scores: values that do not exist, or that no query sees, are codes of 0.
-Grid: one program per processor, or fewer. Parity with the reference: tests/backends/hopper/test_forward_fp8_gpu.py.
+Masked keys need no care beyond their scores: values that do not exist, or that no query sees, are stored as 0.
+Grid: one program per SM, or fewer. Reads quantised Q, K and V through 3-D descriptors, and their scales; writes O by
+TMA, or from registers at the ends of packed sequences, and the LSE. Parity with the reference:
+tests/backends/hopper/test_forward_fp8_gpu.py.
 """
 
 from typing import Any
@@ -32,21 +34,18 @@ from triton.experimental.gluon import language as gl
 
 from ...base.fp8_layout import KeyCodes, QueryCodes
 from ...base.problem import Problem, distinct
-from ...gpu.arguments import sample
+from ...gpu.arguments import named, sample
 from ...gpu.fp8_call import Fp8Kernel
 from ...gpu.launch import Descriptor, Kernel, Launch, Sizes
 from ...gpu.scratch import Outputs, Sample
 from .forward_fp8_consumer import RECOMPUTE, Fp8Scales, bit, consume, declare_vote, first_row, overflowed_tiles
 from .fp8_tuning import GluonFp8Config
-from .launch import config_constants, forward_sizes, jit, rows_descriptor, shared_layout
-from .parameters import Epilogue, SeqlenInfo, WarpgroupConfig
-from .pipeline import Pipelines, make_ring
+from .launch import forward_sizes, jit, rows_descriptor, shared_layout
+from .parameters import Epilogue, SeqlenInfo
+from .pipeline import make_pipelines
 from .scheduler import TileScheduler, fetch_next, make_channel, of_lane_0, resolve
-from .tiles import LOG2E
-from .tuning import ROWS as ROWS_OF_A_WARPGROUP
+from .tiles import LOG2E, ROWS
 from .versions import COMPILE_OPTIONS, tma_load
-
-ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 
 
 @gluon.jit
@@ -58,11 +57,13 @@ def _load(ring, desc, kv_iter, head, row, column):
 
 
 @gluon.jit
-def _producer(config, seqlen, fp8, scheduler, counter, channel, pipelines, q_desc, k_desc, v_desc):
+def _producer(seqlen, fp8, scheduler, counter, channel, pipelines, q_desc, k_desc, v_desc):
     """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ..."""
-    TILE_ROWS: gl.constexpr = config.WARPGROUPS * ROWS
+    CONFIG: gl.constexpr = pipelines.CONFIG
+    WARPGROUPS: gl.constexpr = CONFIG.warpgroups
+    TILE_ROWS: gl.constexpr = WARPGROUPS * ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
-    AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
+    AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is fetched
     queries = pipelines.queries
     keys = pipelines.keys
     values = pipelines.values
@@ -74,8 +75,8 @@ def _producer(config, seqlen, fp8, scheduler, counter, channel, pipelines, q_des
     gl.static_assert(queries.SLOTS <= 2, "three tiles on their way have a name and a bit each, four have not")
     # Each is computed for itself: names that are bound to one tensor before a loop are one variable in it.
     recompute = tile * 0  # or RECOMPUTE
-    looked_at = tile * 0  # tiles of which it is known whether they are lost
-    next_tile = tile * 1  # what was drawn
+    looked_at = tile * 0  # tiles of which it is known whether they overflowed
+    next_tile = tile * 1  # what was fetched
     last = tile * 1  # the tiles that were loaded last
     second_last = tile * 1
     third_last = tile * 1
@@ -94,12 +95,12 @@ def _producer(config, seqlen, fp8, scheduler, counter, channel, pipelines, q_des
             row = begin + (high - 1) * BLOCK_N  # of the last block
             _load(keys, k_desc, kv_iter, kv_head, row, 0)
             queries.wait_empty(tile_iter)  # so all tiles before this one but `SLOTS` - 1 are done
-            if fp8.LAZY:
+            if CONFIG.conditional_rescale:
                 overflowed = overflowed_tiles(word)
-            landing = queries.expect(tile_iter, config.WARPGROUPS * q_desc.block_type.nbytes)
+            landing = queries.expect(tile_iter, WARPGROUPS * q_desc.block_type.nbytes)
             place = queries.place(tile_iter)
             q_row = first_row(seqlen, work.batch, work.q_first, work.q_len) + first
-            for w in gl.static_range(config.WARPGROUPS):
+            for w in gl.static_range(WARPGROUPS):
                 tma_load(q_desc, [work.head, q_row + w * ROWS, 0], landing, queries.tiles.index(place + w))
             near_end = gl.maximum(blocks - AHEAD, 1)
             for j in range(1, near_end):
@@ -123,7 +124,7 @@ def _producer(config, seqlen, fp8, scheduler, counter, channel, pipelines, q_des
             next_tile = resolve(pending_tile)
         tile = next_tile
         recompute = zero
-        if fp8.LAZY:
+        if CONFIG.conditional_rescale:
             done = tile_iter - queries.SLOTS
             if tile >= scheduler.tiles:  # nothing else is left to do: wait for all of them
                 queries.wait_empty(tile_iter - 1 + queries.SLOTS)
@@ -148,43 +149,35 @@ def _forward_fp8_kernel(
     left: gl.int32, right: gl.int32, q_rows: gl.int32, k_rows: gl.int32,
     query_scales_of_head: gl.int32, blocks_of_head: gl.int32,
     stride_ob: gl.int64, stride_om: gl.int64, stride_oh: gl.int64, stride_lb: gl.int64, stride_lh: gl.int64, scale,
-    D: gl.constexpr, WARPGROUPS: gl.constexpr, Q_SLOTS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
-    IN_TURN: gl.constexpr, TWO_LEVEL: gl.constexpr, APART: gl.constexpr, PARTS: gl.constexpr, LAZY: gl.constexpr,
-    SUMS_FIRST: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, IS_PACKED: gl.constexpr,
-    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONFIG: gl.constexpr, D: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, IS_PACKED: gl.constexpr,
+    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr,
 ):  # fmt: skip
-    queries = make_ring(q_desc, Q_SLOTS, WARPGROUPS, WARPGROUPS)
-    keys = make_ring(k_desc, K_SLOTS, 1, WARPGROUPS)
-    values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
-    staging = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS * PARTS] + o_desc.block_type.shape, o_desc.layout)
+    WARPGROUPS: gl.constexpr = CONFIG.warpgroups
+    TILES: gl.constexpr = WARPGROUPS * CONFIG.parts
+    pipelines = make_pipelines(CONFIG, q_desc, k_desc, v_desc)
+    staging = gl.allocate_shared_memory(o_desc.dtype, [TILES] + o_desc.block_type.shape, o_desc.layout)
     channel = make_channel(WARPGROUPS)
-    pipelines = Pipelines(queries, keys, values)
-    gl.static_assert(TWO_LEVEL or not LAZY, "sums in the matrix units are rescaled before weights are known")
-    if LAZY:
+    gl.static_assert(
+        CONFIG.two_level or not CONFIG.conditional_rescale, "sums in the matrix units are rescaled before P is known"
+    )
+    if CONFIG.conditional_rescale:
         declare_vote()
-    config = WarpgroupConfig(WARPGROUPS, IN_TURN, False, False)
     scheduler = TileScheduler(batch_heads, tiles_m, head_group, tiles)
     seqlen = SeqlenInfo(
         q_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows,
         HAS_LEFT, HAS_RIGHT, IS_PACKED, MASKS_BEYOND_FIRST_BLOCK, False,
     )  # fmt: skip
-    fp8 = Fp8Scales(
-        query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E,
-        TWO_LEVEL, APART, PARTS, LAZY, SUMS_FIRST,
-    )  # fmt: skip
+    fp8 = Fp8Scales(query_scales_ptr, query_scales_of_head, scales_ptr, blocks_of_head, scale * LOG2E)
     epilogue = Epilogue(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, batch_heads, lse_ptr, scale,
-        D, False, True, False,
+        D, False, 0,
     )  # fmt: skip
     # A tuple bound to a variable would turn its constants into tensors, so the roles are spelt here.
     gl.warp_specialize(
-        [
-            (consume, (w, config, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging))
-            for w in (0, 1, 2)[:WARPGROUPS]
-        ]
-        + [(_producer, (config, seqlen, fp8, scheduler, count_ptr, channel, pipelines, q_desc, k_desc, v_desc))],
+        [(consume, (w, seqlen, fp8, epilogue, channel, count_ptr, pipelines, staging)) for w in (0, 1, 2)[:WARPGROUPS]]
+        + [(_producer, (seqlen, fp8, scheduler, count_ptr, channel, pipelines, q_desc, k_desc, v_desc))],
         [4] * (WARPGROUPS - 1) + [1],
-        [CONSUMER_REGISTERS] * (WARPGROUPS - 1) + [PRODUCER_REGISTERS],
+        [CONFIG.consumer_registers] * (WARPGROUPS - 1) + [CONFIG.producer_registers],
     )
 
 
@@ -200,12 +193,13 @@ def bind_fp8(
     counter: Any,
     device: torch.device | None = None,
 ) -> Launch:
-    """The kernel as a function of query, key and value codes, scales of queries and keys, cu_seqlens, out, lse and the
-    counter of tiles. Where there is no tensor, the LSE stands in for it, unread."""
+    """The kernel as a function of quantised queries, keys and values, scales of queries and keys, cu_seqlens, out, lse
+    and the counter of tiles. Where there is no tensor, the LSE stands in for it, unread."""
     dim = problem.head_dim
     grid, sizes = _sizes(problem, queries, keys, config, Outputs(out, lse, False))
     scales = sample(keys.scales.shape[:2], torch.int64)  # of a block's keys and of its values, as one word
     cu_seqlens_q, cu_seqlens_k = distinct(cu_seqlens_q, cu_seqlens_k)
+    pointers = out, lse, queries.scales, scales, cu_seqlens_q, cu_seqlens_k, counter
     return _kernel.bind(
         grid,
         (queries.query, keys.key, keys.value, queries.scales, scales, cu_seqlens_q, cu_seqlens_k, out, lse, counter),
@@ -219,19 +213,13 @@ def bind_fp8(
             "v_desc": _codes_descriptor(keys.value, dim, config.block_n),
             "o_desc": rows_descriptor(out, ROWS.value, dim // config.parts),
         },
-        out_ptr=out,
-        lse_ptr=lse,
-        query_scales_ptr=queries.scales,
-        scales_ptr=scales,
-        cu_q_ptr=lse if cu_seqlens_q is None else cu_seqlens_q,
-        cu_k_ptr=lse if cu_seqlens_k is None else cu_seqlens_k,
-        count_ptr=counter,
+        **named(_POINTERS, [lse if tensor is None else tensor for tensor in pointers]),
         q_heads=problem.q_heads,
         group=problem.group,
         scale=problem.scale,
+        CONFIG=config,
         D=dim,
         IS_PACKED=problem.packed,
-        **config_constants(_kernel, config),
     )
 
 
@@ -247,7 +235,7 @@ def _sizes(
 
 
 def _codes_descriptor(t: Any, rows: int, columns: int) -> Descriptor:
-    """How TMA reads tiles of codes of one head."""
+    """How TMA reads tiles of quantised values of one head."""
     return Descriptor(t.dtype, tuple(t.shape), t.stride(), (1, rows, columns), shared_layout(min(128, columns), 8, 3))
 
 
@@ -256,6 +244,7 @@ def _counter(problem: Problem) -> Sample:
     return Sample((1 + problem.processors,), torch.int32)
 
 
+_POINTERS = "out_ptr lse_ptr query_scales_ptr scales_ptr cu_q_ptr cu_k_ptr count_ptr"
 _kernel = Kernel(_forward_fp8_kernel, **COMPILE_OPTIONS)
 _fp8 = Fp8Kernel(bind_fp8, _sizes, _counter)
 prepare_fp8, forward_fp8 = _fp8.prepare, _fp8.forward

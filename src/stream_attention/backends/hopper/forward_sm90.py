@@ -10,16 +10,16 @@ Explicit here, and left to the compiler in backends/triton/forward.py:
   consumer warpgroups of 64 query rows each compute. The producer gives its registers to them.
 - Overlap. A consumer issues the product Q K of one block, then the product P V of the block before, and takes the
   maxima of the first while the second runs. Its exponentials run beside the products of the other consumers: taken
-  after the wait for P V, the assembler mixes the rescaling and the conversion of the weights in between, which else
+  after the wait for P V, the assembler mixes the rescaling and the conversion of P in between, which else
   follow them and leave the matrix units idle (docs/performance.md: 3-6 %).
 - Edges. Blocks go from the right to the left, so that those that are cut by the causal edge or the end of the keys come
   first. Where that is one block, as in causal calls of aligned lengths, the loop over the others has no code for edges.
-- Tile scheduler. A program stays on its processor and takes tile after tile (scheduler.py).
-- What is hidden. TMA reads rows that do not exist as zeros, per batch entry. Rows of V that exist and that no query
-  sees (in a pack those of the next sequence, else those outside every window) are cleared by the consumers, as their
-  weight of 0 times NaN would be NaN.
+- Tile scheduler. A program stays on its SM and takes tile after tile (scheduler.py).
+- What is masked. TMA reads rows that do not exist as zeros, per batch entry. Rows of V that exist and that no query
+  sees (in a pack those of the next sequence, else those outside every window) are cleared by the consumers: p is 0
+  there, and 0 times NaN would be NaN.
 
-Grid: one program per processor, or fewer. Reads Q, K, V through 4-D descriptors [B, T, H, D] with their own strides;
+Grid: one program per SM, or fewer. Reads Q, K, V through 4-D descriptors [B, T, H, D] with their own strides;
 writes O through one, or from registers (fp32 states, the ends of packed sequences), and the LSE. A state may be joined
 to that of other keys where it lies: the producer copies that into shared memory while the tile is computed, and the sum
 leaves from there while the next one is. So a shard of a ring costs no pass over its rows.
@@ -36,21 +36,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...base.problem import Forward, Inputs, Problem
-from ...gpu.arguments import UNIT, line_strides, row_strides, sample
+from ...gpu.arguments import UNIT, line_strides, named, row_strides, sample
 from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.scratch import Outputs, Sample
 from ...gpu.tail import bind_start, resized_start
 from .forward_consumer import consume
-from .launch import config_constants, forward_sizes, jit, rows_descriptor, score_arguments
-from .parameters import Epilogue, ScoreMod, SeqlenInfo, WarpgroupConfig
-from .pipeline import Pipelines, load_rows, make_ring
+from .launch import forward_sizes, jit, rows_descriptor, score_arguments
+from .parameters import Epilogue, ScoreMod, SeqlenInfo
+from .pipeline import load_rows, make_pipelines, make_ring
 from .scheduler import TileScheduler, fetch_next, make_channel, resolve
-from .tuning import ROWS as ROWS_OF_A_WARPGROUP
+from .tiles import ROWS
 from .tuning import GluonConfig, joining, loads_masked_kv, tile_widths
 from .versions import COMPILE_OPTIONS, as_tile_of, tma_load
-
-ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
 
 JOINED_WIDTH = 128
 """Columns of values up to which a tile and the state that it joins fit into registers together."""
@@ -66,17 +64,18 @@ def _load_pairs(first, last, k_iter, v_iter, pipelines, k_desc, v_desc, entry, r
 
 
 @gluon.jit
-def _producer(config, seqlen, epilogue, scheduler, counter, channel, pipelines, states, q_desc, k_desc, v_desc):
+def _producer(seqlen, epilogue, scheduler, counter, channel, pipelines, states, q_desc, k_desc, v_desc):
     """Copy tile after tile, in the order in which consumers let go of slots: K0 Q K1 V0 K2 V1 ...
 
     States that are joined come in the middle of a tile, when everybody is done with those of the tile before and nobody
     waits for them. One that takes a slot of keys comes behind the last of them.
     """
-    TILE_ROWS: gl.constexpr = config.WARPGROUPS * ROWS
+    WARPGROUPS: gl.constexpr = pipelines.CONFIG.warpgroups
+    TILE_ROWS: gl.constexpr = WARPGROUPS * ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
-    BORROWED: gl.constexpr = epilogue.borrowed(config.WARPGROUPS)
+    BORROWED: gl.constexpr = epilogue.borrowed(WARPGROUPS)
     SKIPPED: gl.constexpr = (TILE_ROWS - ROWS + BLOCK_N - 1) // BLOCK_N  # blocks of a tile that not all see, at most
-    AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is drawn
+    AHEAD: gl.constexpr = 2  # blocks before the end at which the next tile is fetched
     queries = pipelines.queries
     keys = pipelines.keys
     values = pipelines.values
@@ -99,9 +98,9 @@ def _producer(config, seqlen, epilogue, scheduler, counter, channel, pipelines, 
             k_iter = kv_iter + tile_iter * BORROWED
             load_rows(keys, k_desc, k_iter, entry, row, kv_head)
             queries.wait_empty(tile_iter)
-            landing = queries.expect(tile_iter, config.WARPGROUPS * q_desc.block_type.nbytes)
+            landing = queries.expect(tile_iter, WARPGROUPS * q_desc.block_type.nbytes)
             place = queries.place(tile_iter)
-            for w in gl.static_range(config.WARPGROUPS):
+            for w in gl.static_range(WARPGROUPS):
                 q_row = work.q_first + first + w * ROWS
                 tma_load(q_desc, [entry, q_row, work.head, 0], landing, queries.tiles.index(place + w))
             near_end = gl.maximum(blocks - AHEAD, 1)
@@ -143,22 +142,17 @@ def _forward_kernel(
     stride_ob: gl.int64, stride_om: gl.int64, stride_oh: gl.int64, stride_lb: gl.int64, stride_lh: gl.int64,
     stride_ab: gl.int64, stride_rb: gl.int64, stride_rh: gl.int64, stride_cb: gl.int64, stride_ch: gl.int64,
     dropout_threshold: gl.uint32, scale, softcap, dropout_scale,
-    DV: gl.constexpr, WARPGROUPS: gl.constexpr, Q_SLOTS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
-    BY_TMA: gl.constexpr, IN_TURN: gl.constexpr, RESCALE_LATE: gl.constexpr, KEYS_FIRST: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_SINK: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, HAS_DROPOUT: gl.constexpr, IS_PACKED: gl.constexpr,
+    CONFIG: gl.constexpr, DV: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_ALIBI: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_DROPOUT: gl.constexpr, IS_PACKED: gl.constexpr,
     MASKS_BEYOND_FIRST_BLOCK: gl.constexpr, LOADS_MASKED_KV: gl.constexpr, SCALE_LATE: gl.constexpr,
-    TANH: gl.constexpr, STATES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TANH: gl.constexpr, STATES: gl.constexpr,
 ):  # fmt: skip
-    queries = make_ring(q_desc, Q_SLOTS, WARPGROUPS, WARPGROUPS)
-    keys = make_ring(k_desc, K_SLOTS, 1, WARPGROUPS)
-    values = make_ring(v_desc, V_SLOTS, 1, WARPGROUPS)
-    states = queries
+    WARPGROUPS: gl.constexpr = CONFIG.warpgroups
+    pipelines = make_pipelines(CONFIG, q_desc, k_desc, v_desc)
+    states = pipelines.queries
     if STATES > 0:
         states = make_ring(o_desc, 1, STATES, STATES)
     channel = make_channel(WARPGROUPS)
-    pipelines = Pipelines(queries, keys, values)
-    config = WarpgroupConfig(WARPGROUPS, IN_TURN, RESCALE_LATE, KEYS_FIRST)
     scheduler = TileScheduler(batch_heads, tiles_m, head_group, tiles)
     seqlen = SeqlenInfo(
         q_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows,
@@ -170,18 +164,18 @@ def _forward_kernel(
     )  # fmt: skip
     epilogue = Epilogue(
         o_desc, out_ptr, stride_ob, stride_om, stride_oh, lse_ptr, stride_lb, stride_lh, write_lse, sink_ptr,
-        dropout_scale, DV, HAS_SINK, BY_TMA, STATES,
+        dropout_scale, DV, HAS_SINK, STATES,
     )  # fmt: skip
     # A tuple bound to a variable would turn its constants into tensors, so the roles are spelt here.
     gl.warp_specialize(
         [
-            (consume, (w, config, seqlen, score_mod, epilogue, channel, pipelines, states))
+            (consume, (w, seqlen, score_mod, epilogue, channel, pipelines, states))
             for w in (0, 1, 2)[:WARPGROUPS]
         ] + [(_producer, (
-            config, seqlen, epilogue, scheduler, counter_ptr, channel, pipelines, states, q_desc, k_desc, v_desc,
+            seqlen, epilogue, scheduler, counter_ptr, channel, pipelines, states, q_desc, k_desc, v_desc,
         ))],
         [4] * (WARPGROUPS - 1) + [1],
-        [CONSUMER_REGISTERS] * (WARPGROUPS - 1) + [PRODUCER_REGISTERS],
+        [CONFIG.consumer_registers] * (WARPGROUPS - 1) + [CONFIG.producer_registers],
     )  # fmt: skip
 
 
@@ -310,17 +304,14 @@ def _bind(
         {"num_warps": 4},
         described=sizes.described,
         **sizes.arguments() | {name: rows_descriptor(sizes.described[name], *box) for name, box in boxes.items()},
-        out_ptr=out,
-        lse_ptr=lse,
-        sink_ptr=lse if sink is None else sink,
-        counter_ptr=counter,
+        **named("out_ptr lse_ptr sink_ptr counter_ptr", (out, lse, lse if sink is None else sink, counter)),
         write_lse=1,
         q_heads=problem.q_heads,
+        CONFIG=config,
         DV=problem.value_dim,
         HAS_SINK=sink is not None,
         STATES=states,
         **score_arguments(problem, inputs, before, lse),
-        **config_constants(_kernel, config),
     )
 
 

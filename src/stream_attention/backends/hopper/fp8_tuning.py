@@ -20,14 +20,19 @@ class GluonFp8Config(NamedTuple):
     two_level: bool  # products P V of a block begin at zero and are added in fp32
     apart: bool  # P V of a block is done before Q K of the next begins, to need fewer registers
     parts: int  # in which the columns of P V are computed, to need fewer registers
-    lazy: bool  # weights are taken beside the top of the blocks before, where that is high enough
-    sums_first: bool  # products are added before the next weights are computed, not after: faster at D 64, not at 128
+    conditional_rescale: bool  # p uses the row max of the blocks before, where that is high enough
+    sums_first: bool  # products are added before the next P is computed, not after: faster at D 64, not at 128
     consumer_registers: int
     producer_registers: int
 
     def __str__(self) -> str:
         sums = "blocks accumulated in fp32" if self.two_level else "accumulated by the tensor cores"
         return f"{forward_words(self)}, {sums}"
+
+    @property
+    def cache_key(self) -> str:
+        """As that of GluonConfig."""
+        return repr(self)
 
 
 # NVIDIA H200, 2026-11-16, torch 2.11.0+cu130, Triton 3.6.0, batch * length = 16384, hidden 2048, 8k: the best of 6-14

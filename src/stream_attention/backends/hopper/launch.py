@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ...base.problem import UNBOUNDED, Inputs, Problem
 from ...gpu.arguments import FAR, line_strides, named, scale_of, score_params, slope_stride, tanh
-from ...gpu.launch import Descriptor, Kernel, Sizes
+from ...gpu.launch import Descriptor, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.scratch import OUTPUT_STRIDES
 from .tuning import ROWS, masks_beyond_first_block
@@ -106,26 +106,15 @@ def even_group(lines: int, fitting: int) -> int:
     return -(-lines // groups)
 
 
-def config_constants(kernel: Kernel, config: Any) -> dict[str, Any]:
-    """The fields of a configuration that are constexprs of a kernel, under the same names in capitals."""
-    fields = {name.upper(): value for name, value in config._asdict().items()}
-    return {name: value for name, value in fields.items() if name in kernel.constants}
-
-
 def score_arguments(problem: Problem, inputs: Inputs, before: Prepass, stand_in: Any) -> dict[str, Any]:
     """What modifies scores, and where sequences of a pack begin, as forward and backward take it. Where there is no
     tensor, `stand_in` is, unread."""
     slopes, packed = inputs.alibi_slopes, problem.packed
     _, _, row_words, col_words = before.samples
-    tensors = {
-        "slopes_ptr": slopes,
-        "row_words_ptr": row_words,
-        "col_words_ptr": col_words,
-        "cu_q_ptr": inputs.cu_seqlens_q,
-        "cu_k_ptr": inputs.cu_seqlens_k,
-    }
+    tensors = slopes, row_words, col_words, inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    names = "slopes_ptr row_words_ptr col_words_ptr cu_q_ptr cu_k_ptr"
     return {
-        **{name: stand_in if tensor is None else tensor for name, tensor in tensors.items()},
+        **named(names, [stand_in if tensor is None else tensor for tensor in tensors]),
         **score_params(problem),
         "group": problem.group,
         "stride_ab": slope_stride(slopes),

@@ -1,4 +1,4 @@
-"""The parameters of a launch, in groups: warpgroups, sequence lengths and windows, score modifications, epilogue."""
+"""The parameters of a launch, in groups: sequence lengths and windows, score modifications, epilogue."""
 
 # No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
 
@@ -6,24 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from .scheduler import WorkTile
-from .tiles import LOG2E, packed_rows, subtract_alibi, tanh
-from .tuning import ROWS as ROWS_OF_A_WARPGROUP
+from .tiles import LOG2E, ROWS, UNIT, packed_rows, subtract_alibi, tanh
 from .versions import aggregate, as_tile_of, tma_store
-
-UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
-ROWS = gl.constexpr(ROWS_OF_A_WARPGROUP)
-
-
-@aggregate
-class WarpgroupConfig:
-    """The consumers: GluonConfig has the words."""
-
-    WARPGROUPS: gl.constexpr
-    IN_TURN: gl.constexpr
-    RESCALE_LATE: gl.constexpr
-    KEYS_FIRST: gl.constexpr
 
 
 @aggregate
@@ -44,8 +29,8 @@ class SeqlenInfo:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     IS_PACKED: gl.constexpr
-    MASKS_BEYOND_FIRST_BLOCK: gl.constexpr  # not only a warpgroup's first block may be partially masked
-    LOADS_MASKED_KV: gl.constexpr  # TMA loads rows of V that are masked for every query
+    MASKS_BLOCKS: gl.constexpr  # blocks may be partially masked; of a forward not only a warpgroup's first
+    LOADS_MASKED_ROWS: gl.constexpr  # TMA loads rows that take part in nothing and that may be NaN
 
     @gluon.jit
     def work_tile(self, index, batch_head):
@@ -201,6 +186,22 @@ class ScoreMod:
         return scores
 
     @gluon.jit
+    def slope(self, work, head):
+        """ALiBi's, of a query head; else some number, unread."""
+        slope = self.scale * 0.0
+        if self.HAS_ALIBI:
+            slope = gl.load(self.slopes + work.batch * self.stride_ab + head).to(gl.float32)
+        return slope
+
+    @gluon.jit
+    def words_of_keys(self, work, head):
+        """Where dropout's words of a sequence's keys are, for a query head."""
+        words = self.col_words
+        if self.HAS_DROPOUT:
+            words += work.batch.to(gl.int64) * self.stride_cb + head.to(gl.int64) * self.stride_ch + work.k_first
+        return words
+
+    @gluon.jit
     def factor(self):
         """What the softmax multiplies scores with."""
         if not self.SCALE_LATE:
@@ -228,7 +229,6 @@ class Epilogue:
     dropout_scale: gl.tensor
     DV: gl.constexpr
     HAS_SINK: gl.constexpr
-    BY_TMA: gl.constexpr  # through the shared memory of the queries, else from registers
     STATES: gl.constexpr  # warpgroups with a place for the state of other keys that they join; 0: nobody joins one
 
     @gluon.constexpr_function

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .tiles import run_asm
 from .versions import aggregate, tma_load
 
 
@@ -87,11 +88,21 @@ def load_rows(ring, desc, iteration, batch, row, head):
 
 @aggregate
 class Pipelines:
-    """The rings of a forward."""
+    """The rings of a forward, and how it is configured."""
 
+    CONFIG: gl.constexpr
     queries: Ring
     keys: Ring
     values: Ring
+
+
+@gluon.jit
+def make_pipelines(CONFIG: gl.constexpr, q_desc, k_desc, v_desc):
+    WARPGROUPS: gl.constexpr = CONFIG.warpgroups
+    queries = make_ring(q_desc, CONFIG.q_slots, WARPGROUPS, WARPGROUPS)
+    keys = make_ring(k_desc, CONFIG.k_slots, 1, WARPGROUPS)
+    values = make_ring(v_desc, CONFIG.v_slots, 1, WARPGROUPS)
+    return Pipelines(CONFIG, queries, keys, values)
 
 
 # Named barriers. Triton takes 0 for the first role and the next ones for the others; 8 and up are nobody's.
@@ -103,31 +114,24 @@ def _on_barrier(instruction, barrier, threads):
 
 
 @gluon.jit
-def sync(barrier: gl.constexpr, threads: gl.constexpr):
+def _named_barrier(INSTRUCTION: gl.constexpr, barrier, THREADS: gl.constexpr):
+    """`barrier` may be known at run time only."""
+    if isinstance(barrier, gl.tensor):
+        run_asm(_on_barrier(INSTRUCTION, "$1", THREADS), "=r,r", [barrier])
+    else:
+        run_asm(_on_barrier(INSTRUCTION, barrier, THREADS), "=r", [])
+
+
+@gluon.jit
+def sync(barrier, THREADS: gl.constexpr):
     """Arrive at a named barrier, and wait until so many threads have."""
-    asm: gl.constexpr = _on_barrier("bar.sync", barrier, threads)
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    _named_barrier("bar.sync", barrier, THREADS)
 
 
 @gluon.jit
-def arrive(barrier: gl.constexpr, threads: gl.constexpr):
+def arrive(barrier, THREADS: gl.constexpr):
     """Arrive at a named barrier, without waiting."""
-    asm: gl.constexpr = _on_barrier("bar.arrive", barrier, threads)
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def sync_on(barrier, threads: gl.constexpr):
-    """`sync` at a barrier that is known at run time."""
-    asm: gl.constexpr = _on_barrier("bar.sync", "$1", threads)
-    gl.inline_asm_elementwise(asm, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def arrive_on(barrier, threads: gl.constexpr):
-    """`arrive` at a barrier that is known at run time."""
-    asm: gl.constexpr = _on_barrier("bar.arrive", "$1", threads)
-    gl.inline_asm_elementwise(asm, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+    _named_barrier("bar.arrive", barrier, THREADS)
 
 
 TURN = gl.constexpr(8)

@@ -1,8 +1,8 @@
 """Which tile a program computes next.
 
-Programs stay on their processor and take tile after tile. The producer warp draws the number of the next one from a
+Programs stay on their SM and take tile after tile. The producer warp fetches the number of the next one from a
 counter in global memory, which is set before the launch, and tells the consumers through shared memory where that
-is. It draws when a tile is almost loaded: a program that draws with a long tile before it keeps the next one from those
+is. It fetches when a tile is almost loaded: a program that fetches with a long tile before it keeps the next from those
 that have none, which cost 9 % of a launch with few tiles for each (causal, D 256).
 
 Tiles that see many keys come first (causal: the last rows), so that the end of the launch is made of short ones, and
@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .tiles import run_asm
 from .versions import aggregate
 
 
@@ -45,7 +46,7 @@ def fetch_next(counter):
         "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; mov.b32 $0, 0; "
         "@p atom.global.relaxed.gpu.add.u32 $0, [$1], 1; }"
     )
-    return gl.inline_asm_elementwise(asm, "=&r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+    return run_asm(asm, "=&r,l", [counter.to(gl.int64)])
 
 
 @gluon.jit
@@ -134,5 +135,4 @@ def make_channel(CONSUMERS: gl.constexpr):
 @gluon.jit
 def of_lane_0(x):
     """The value of lane 0; that it is everybody's, where it is, the compiler cannot know."""
-    asm: gl.constexpr = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
-    return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    return run_asm("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x])

@@ -2,16 +2,36 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
+from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
+from . import tuning
+
+ROWS = gl.constexpr(tuning.ROWS)
+KEYS = gl.constexpr(tuning.KEYS)
+UNIT = gl.constexpr(ELEMENTS_OF_A_UNIT)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def run_asm(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, operands):
+    """PTX with an effect, whose result is an int32."""
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
 def accumulator(columns, width=16):
     """How a warpgroup holds a product of 64 rows; `width`: columns of the first factor that an instruction takes."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, width])
+
+
+@gluon.jit
+def issue(a, b):
+    """Begin the product of 64 rows and `b`, which `warpgroup_mma_wait` has."""
+    COLUMNS: gl.constexpr = b.shape[1]
+    nothing = gl.zeros((64, COLUMNS), gl.float32, accumulator(COLUMNS, 256 // a.dtype.primitive_bitwidth))
+    return warpgroup_mma(a, b, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -96,7 +116,7 @@ def opaque(x):
 def clear_rows(tile, start, floor, limit):
     """Zero the rows of a tile before `floor` and from `limit` on, where it has any; its first row is `start`.
 
-    Their weight is 0, but they may be NaN, and 0 * NaN is NaN. Every consumer writes the same, so nobody waits.
+    p is 0 there, but they may be NaN, and 0 * NaN is NaN. Every consumer writes the same, so nobody waits.
     """
     if (start < floor) | (start + tile.shape[0] > limit):
         _clear(tile, start, floor, limit)

@@ -40,6 +40,11 @@ class GluonConfig(NamedTuple):
     def __str__(self) -> str:
         return f"{forward_words(self)}, output stored {'by TMA' if self.by_tma else 'from registers'}"
 
+    @property
+    def cache_key(self) -> str:
+        """By which Triton's cache tells constants of kernels apart."""
+        return repr(self)
+
 
 def tile_widths(problem: Problem) -> tuple[int, int]:
     """Columns of the tiles of queries and keys, and of values: powers of two from 64."""
@@ -126,11 +131,20 @@ KEYS = 64
 """Keys of a consumer warpgroup of the backward; a program has two."""
 
 
+class BackwardPart(NamedTuple):
+    """A launch of a backward."""
+
+    makes: str  # "all", or "key" (dK and dQ) or "value" (dV)
+    slots: int  # of the rings
+    consumer_registers: int
+    warp_registers: int  # of the other roles
+
+
 class GluonBackwardConfig(NamedTuple):
-    """A backward: queries per block, launches with the slots of their rings, order of work."""
+    """A backward: queries per block, launches, order of work."""
 
     block_m: int
-    parts: tuple[tuple[str, int, int, int], ...]  # launches: what, slots of rings, registers of consumers and others
+    parts: tuple[BackwardPart, ...]
     places: int  # where chunks of dQ that are finished land
     halves: bool  # exponentials and dS by halves of the columns, to need fewer registers
     peel: bool  # blocks that no edge cuts have a loop of their own; they are the last ones then
@@ -139,16 +153,21 @@ class GluonBackwardConfig(NamedTuple):
         launches = "one pass" if len(self.parts) == 1 else f"{len(self.parts)} passes"
         return f"{launches}, tiles of {2 * KEYS} keys, blocks of {self.block_m} queries"
 
+    @property
+    def cache_key(self) -> str:
+        """As that of GluonConfig."""
+        return repr(self)
+
 
 # NVIDIA H200, 2026-11-15, torch 2.11.0+cu130, Triton 3.6.0, bf16, batch * length = 16384, hidden 2048: the best of 6-12
 # configurations per head dim at 512 to 16k (benchmarks/results/h200/sweeps/9-gluon-backward.json). Modified calls were
 # not timed against others.
-BACKWARD_D64 = GluonBackwardConfig(128, (("all", 2, 240, 24),), places=1, halves=True, peel=False)
+_ONE_PASS = BackwardPart("all", 2, 240, 24)
+BACKWARD_D64 = GluonBackwardConfig(128, (_ONE_PASS,), places=1, halves=True, peel=False)
 BACKWARD_D64_LONG_CAUSAL = BACKWARD_D64._replace(places=2, peel=True)  # x1.01-1.02 at 16k, slower up to 4k
-BACKWARD_D128 = GluonBackwardConfig(64, (("all", 2, 240, 24),), places=2, halves=False, peel=False)
-BACKWARD_D256 = GluonBackwardConfig(
-    64, (("key", 1, 240, 24), ("value", 2, 232, 40)), places=2, halves=False, peel=False
-)
+BACKWARD_D128 = GluonBackwardConfig(64, (_ONE_PASS,), places=2, halves=False, peel=False)
+_TWO_PASSES = BackwardPart("key", 1, 240, 24), BackwardPart("value", 2, 232, 40)
+BACKWARD_D256 = GluonBackwardConfig(64, _TWO_PASSES, places=2, halves=False, peel=False)
 
 
 def has_edges(problem: Problem) -> bool:
