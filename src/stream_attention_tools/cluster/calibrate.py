@@ -118,7 +118,7 @@ def _best_s(call: Callable[[], object], device: torch.device, rounds: int) -> fl
     """Seconds, the best of the rounds after one that warms up."""
     taken = []
     for _ in range(rounds + 1):
-        stop = clock(device)
+        stop = clock(device, computes=True)
         call()
         taken.append(stop()())
     return min(taken[1:]) / 1e3
