@@ -140,13 +140,9 @@ class FusedOnlineAttention(nn.Module):
         `torch.initial_seed()`. False restores torch's own settings and generators.
         """
         validate.flags(enabled=enabled)
-        if seed is not None:
-            if isinstance(seed, bool) or not isinstance(seed, int):
-                refuse("seed", "an int or None", f"{seed!r} ({type(seed).__name__})", error=TypeError)
-            if not enabled:
-                refuse("seed", "None with enabled=False", seed)
-            if not -(1 << 63) <= seed < 1 << 63:
-                refuse("seed", "a 64-bit int", seed)
+        validate.seed_number(seed)
+        if seed is not None and not enabled:
+            refuse("seed", "None with enabled=False", seed)
         self.deterministic = True if enabled else None
         if not enabled:
             self._stream = None

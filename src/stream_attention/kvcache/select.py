@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..base.errors import refuse
-from .compression_spec import CompressionSpec, number
+from ..dispatch.validate import real
+from .compression_spec import CompressionSpec
 
 Heads = str | Sequence[float]
 """How a row's budget is shared out: "each", "same", "adaptive", or one weight per KV head."""
@@ -40,7 +41,7 @@ def checked_heads(heads: Any) -> Heads:
     if isinstance(heads, str) or not isinstance(heads, Sequence) or not heads:
         refuse("heads", '"each", "same", "adaptive" or one weight per KV head', repr(heads))
     for weight in heads:
-        number("heads", weight)
+        real("heads", weight)
         if weight <= 0:
             refuse("heads", "weights above 0", list(heads))
     return tuple(heads)
@@ -74,10 +75,10 @@ def best(scores: Tensor, spec: CompressionSpec, heads: Heads) -> Tensor:
     return in_order(order, counts, max(map(max, table), default=0))
 
 
-def comparable(scores: Tensor, real: Tensor) -> Tensor:
-    """Scores `[B, Hkv, T]` that are -inf for padding and for nothing else, and finite for real tokens."""
+def comparable(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Scores `[B, Hkv, T]` that are -inf for padding and for nothing else, and finite for `tokens` `[B, T]`."""
     finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # infinities become the largest finite values
-    return finite.masked_fill(~real.unsqueeze(1), -torch.inf)
+    return finite.masked_fill(~tokens.unsqueeze(1), -torch.inf)
 
 
 def in_order(order: Tensor, counts: Tensor, kept: int) -> Tensor:
