@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from ..backends import AUTO, BY_NAME
 from ..base.graph_break import uncompiled
-from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV, checks
+from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV
 from ..base.problem import UNBOUNDED, CallOptions, DecodeInputs, Problem, Scores, decode_problem, sides_of
 from ..dispatch import launch_cache, validate
 from ..dispatch import plan as planning
@@ -176,8 +176,7 @@ def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -
             return _decode_outside(inputs, options, False)
         compute = _prepare(plan, inputs)
         if key is not None:
-            call = _Call(compute, checks.should_validate(None, inputs.query))
-            launch_cache.keep(key, call)
+            launch_cache.keep(key, compute)
         result, lse = compute(inputs)
         return result if lse is None else (result, lse)
 
@@ -185,17 +184,13 @@ def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -
 _decode_outside = uncompiled("launches of kernels are not traced")(_decode)
 
 
-class _Call(NamedTuple):
-    """A cached call."""
-
-    compute: Callable[..., tuple[Tensor, Tensor | None]]
-    reads_values: bool  # of lengths and pages, unless told not to: on a CPU
+Call = Callable[..., tuple[Tensor, Tensor | None]]
+"""A prepared call: of its inputs and, where they are known, the addresses of its cache's tensors."""
 
 
-def _run(call: _Call, addresses: list[int], inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Any:
+def _run(compute: Call, addresses: list[int], inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Any:
     """Compute a cached call, labelled for a profiler, and compare it with one that is prepared anew if asked to."""
-    compute, reads_values = call
-    if look is not False and (look is not None or reads_values):
+    if look is not False and (look is not None or inputs.query.is_cpu):  # which has the lengths and pages at hand
         left = UNBOUNDED if options[1] is None else options[1][0]
         validate.lengths_and_pages(inputs.cache, inputs.query.shape[1], left, look)
     found = launch_cache.labelled("decode", compute, inputs, addresses)
@@ -328,7 +323,7 @@ def _planned(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) 
     return plan
 
 
-def _prepare(plan: Plan, inputs: DecodeInputs) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _prepare(plan: Plan, inputs: DecodeInputs) -> Call:
     """The planned call on every cache that lies as this one does."""
     warn_if_lacking(plan)
     backend = BY_NAME[plan.backend]
