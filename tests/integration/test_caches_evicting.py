@@ -40,7 +40,7 @@ def fed(layer: EvictingLayer, tokens: tuple[Tensor, Tensor, Tensor], sizes: list
         keys, values = layer.update(*given)
         out = read(query, keys, None)
         outs.append(attention(query, keys.transpose(1, 2), values.transpose(1, 2), causal=True) if out is None else out)
-        keys.stream_cached.observer(query, None, 0.0, None)  # type: ignore[attr-defined]
+        keys.stream_cached.observer(query, {})  # type: ignore[attr-defined]
         start += size
     return torch.cat(outs, 1)
 
@@ -131,7 +131,7 @@ def test_later_queries_see_what_stayed_and_themselves() -> None:
         assert keys.isnan().all() and keys.shape == values.shape == (2, HEADS, 40 + new, DIM)
         seen = [torch.cat([old, x.transpose(1, 2)], 1) for old, x in zip(stayed, (key, value), strict=True)]
         torch.testing.assert_close(read(query, keys, None), attention(query, *seen, causal=True))
-        keys.stream_cached.observer(query, None, 0.0, None)  # type: ignore[attr-defined]
+        keys.stream_cached.observer(query, {})  # type: ignore[attr-defined]
         assert layer.rows[0] == (12 if new > 5 else 12 + new)
 
 

@@ -20,7 +20,7 @@ from torch.fx import Proxy
 from ..backends import FP8_HEAD_DIMS
 from ..base.errors import refuse
 from ..base.kv_layouts import ContiguousKV, Fp8KV, KVCache, PagedKV, QuantizedKV, checks
-from ..base.problem import UNBOUNDED, CallOptions, Inputs
+from ..base.problem import UNBOUNDED, CallOptions, DecodeInputs, Inputs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST, SMALLEST = 2.3e38, 1.2e-38
@@ -346,15 +346,10 @@ def _with_tangent(tensors: Mapping[str, Tensor | None]) -> list[str]:
     return [name for name, tensor in given if forward_ad.unpack_dual(tensor).tangent is not None]
 
 
-def decoding(
-    query: Tensor,
-    cache: Any,
-    tree_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    out: Tensor | None,
-) -> None:
+def decoding(inputs: DecodeInputs) -> None:
     """Check the tensors of a call on a cache, whose own fields were checked when it was made."""
+    query, _, tree_mask, alibi_slopes, sink, out, *_ = inputs
+    cache: Any = inputs.cache
     if not isinstance(cache, (ContiguousKV, PagedKV, QuantizedKV)):
         hint = FP8_HINT if isinstance(cache, Fp8KV) else "To make one, call ContiguousKV(key, value)."
         refuse("cache", "a ContiguousKV, PagedKV or QuantizedKV", type(cache).__name__, hint, TypeError)
@@ -410,10 +405,11 @@ def without_gradient(function: str, differentiable: str, **given: Any) -> None:
             refuse(name, "requires_grad=False", "requires_grad=True with gradients enabled", hint)
 
 
-def without_tangent(query: Tensor, cache: KVCache, alibi_slopes: Tensor | None, sink: Tensor | None) -> None:
+def without_tangent(inputs: DecodeInputs) -> None:
     """Refuse forward-mode differentiation of a call on a cache that a kernel computes."""
-    stores = {name: getattr(cache, name) for name in cache.STORES}
-    for name in _with_tangent({"query": query, **stores, "alibi_slopes": alibi_slopes, "sink": sink}):
+    stores = {name: getattr(inputs.cache, name) for name in inputs.cache.STORES}
+    others = {name: getattr(inputs, name) for name in ("query", "alibi_slopes", "sink")}
+    for name in _with_tangent(others | stores):
         hint = 'The kernels have no forward-mode derivative: pass backend="eager", or use attention().'
         refuse(name, "a tensor without a tangent", "one with a tangent (forward-mode AD)", hint)
 

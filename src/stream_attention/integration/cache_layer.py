@@ -60,8 +60,8 @@ class StreamLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
 
-    def _observe(self, query: Tensor, scale: float | None, softcap: float, sink: Tensor | None) -> None:
-        """Called after the attention of these queries."""
+    def _observe(self, query: Tensor, options: dict[str, Any]) -> None:
+        """Called after the attention of these queries, with its scale, softcap and sink."""
 
     # What transformers calls
 

@@ -87,7 +87,7 @@ class EvictingLayer(StreamLayer):
             return ContiguousKV(self.kv.key[:, valid], self.kv.value[:, valid])
         return self.kv
 
-    def _observe(self, query: Tensor, scale: float | None, softcap: float, sink: Tensor | None) -> None:
+    def _observe(self, query: Tensor, options: dict[str, Any]) -> None:
         """The tokens of these queries may now be evicted."""
         if most := self.budget.voters:
             earlier = most - query.shape[1]
@@ -95,7 +95,7 @@ class EvictingLayer(StreamLayer):
                 self.voters = query[:, -most:].clone()
             else:
                 self.voters = torch.cat([self.voters[:, -earlier:], query], 1)
-            self.score_options = {"scale": scale, "softcap": softcap, "sink": sink}
+            self.score_options = options
         if self._overfull:
             self._evict()
 

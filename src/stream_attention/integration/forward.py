@@ -73,9 +73,8 @@ def stream_attention_forward(
     if most is not None and key.shape[2] > most:
         refuse("key", f"at most max_sequence_length={most} tokens", key.shape[2])
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    softcap = softcap or 0.0
-    options: dict[str, Any] = {"sink": s_aux, "softcap": softcap, "scale": scaling, "backend": backend}
-    options["dropout_p"] = dropout or 0.0
+    scores = {"scale": scaling, "softcap": softcap or 0.0, "sink": s_aux}
+    options = {**scores, "backend": backend, "dropout_p": dropout or 0.0}
     layer, cached = None if compiling else cached_by(key), key
     query, key, value = (
         x.transpose(1, 2) if x.stride(-1) == 1 else x.transpose(1, 2).contiguous() for x in (query, key, value)
@@ -88,7 +87,7 @@ def stream_attention_forward(
         padding = _padding_alone(attention_mask)
         if padding is None and layer.padded:
             refuse("attention_mask", "the padding mask of the cache", "None", "Pass the model the same mask.")
-        out = read(query, cached, padding, scale=scaling, softcap=softcap, sink=s_aux)
+        out = read(query, cached, padding, **scores)
         assert out is not None
     elif attention_mask is None and "cu_seq_lens_q" not in others:
         causal, window = causal and query.shape[1] > 1, _window(sliding_window, causal)
@@ -100,7 +99,7 @@ def stream_attention_forward(
                 check_new(padding, layer.new)
         out = _masked((query, key, value), attention_mask, causal, sliding_window, position_bias, others, options)
     if layer is not None:
-        layer.observer(query, scaling, softcap, s_aux)
+        layer.observer(query, scores)
     if head_mask is not None:
         if head_mask.dim() == 4 and head_mask.shape[2:] != (1, 1):
             refuse("head_mask", "a weight per head, [B or 1, Hq, 1, 1]", list(head_mask.shape))

@@ -8,7 +8,7 @@ that attention which reads them as keys gives NaN. The keys carry the cache as a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from ..ops.decode import decode_attention
 MAX_DECODE_QUERIES = 16
 """The most queries of a call that `decode_attention` computes; more are faster by `attention` over plain tensors."""
 
-Observer = Callable[[Tensor, float | None, float, Tensor | None], None]
-"""Called with the queries `[B, Tq, Hq, D]` of a call after its attention, its scale, softcap and sink."""
+Observer = Callable[[Tensor, dict[str, Any]], None]
+"""Called after attention, with its queries `[B, Tq, Hq, D]`, and with its scale, softcap and sink by name."""
 
 
 class Cached(NamedTuple):
@@ -45,15 +45,7 @@ def placeholder_kv(nan: Tensor, kv: KVCache, length: int) -> list[Tensor]:
     return [nan.expand(kv.batch, kv.kv_heads, length, dim) for dim in (kv.head_dim, kv.value_dim)]
 
 
-def read(
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sink: Tensor | None = None,
-) -> Tensor | None:
+def read(query: Tensor, key: Tensor, attention_mask: Tensor | None, **options: Any) -> Tensor | None:
     """Attention of the newest queries over the cache of placeholder keys; None where the keys are ordinary ones.
 
     Args:
@@ -62,7 +54,7 @@ def read(
         attention_mask: the model's padding mask, bool `[B, tokens so far]`. The cache must have been constructed with
             it, as it stores no padding: else it is refused, and so is padding among the new tokens, at the cost of a
             synchronisation where these are more than one.
-        scale, softcap, sink: as in `attention`.
+        options: scale, softcap and sink, as in `attention`.
 
     Returns:
         `[B, Tq, Hq, Dv]`.
@@ -73,8 +65,8 @@ def read(
     if attention_mask is not None:
         _check_mask(attention_mask, query.shape[1], layer)
     if query.shape[1] > MAX_DECODE_QUERIES and isinstance(kv, ContiguousKV) and kv.lengths is None:
-        return attention(query, kv.key, kv.value, causal=True, scale=scale, softcap=softcap, sink=sink)
-    return decode_attention(query, kv, scale=scale, softcap=softcap, sink=sink)
+        return attention(query, kv.key, kv.value, causal=True, **options)
+    return decode_attention(query, kv, **options)
 
 
 def _check_mask(mask: Tensor, new: int, layer: Cached) -> None:

@@ -63,8 +63,7 @@ def best(scores: Tensor, spec: CompressionSpec, heads: Heads) -> Tensor:
     scores = comparable(scores, spec.is_real)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     if heads == "adaptive":
-        counts = _adaptive_counts(scores, order, budgets)
-        return in_order(order, counts, int(counts.max()) if counts.numel() else 0)
+        return in_order(order, _adaptive_counts(scores, order, budgets))
     weights = [1.0] * kv_heads if isinstance(heads, str) else list(heads)
     shares = [weight * kv_heads / sum(weights) for weight in weights]
     table = [
@@ -81,8 +80,10 @@ def comparable(scores: Tensor, tokens: Tensor) -> Tensor:
     return finite.masked_fill(~tokens.unsqueeze(1), -torch.inf)
 
 
-def in_order(order: Tensor, counts: Tensor, kept: int) -> Tensor:
-    """The first counts `[B, Hkv]` of each order `[B, Hkv, T]`, rising, padded with -1 to `kept`."""
+def in_order(order: Tensor, counts: Tensor, kept: int | None = None) -> Tensor:
+    """The first counts `[B, Hkv]` of each order `[B, Hkv, T]`, rising, padded with -1 to `kept`, the largest count."""
+    if kept is None:
+        kept = int(counts.max()) if counts.numel() else 0
     length = order.shape[-1]
     chosen = torch.arange(kept, device=order.device) < counts.unsqueeze(-1)
     positions = torch.where(chosen, order[..., :kept], length).sort(-1).values

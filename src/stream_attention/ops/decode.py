@@ -309,9 +309,9 @@ def _refuse_gradients(query: Any, cache: Any, alibi_slopes: Any, sink: Any) -> N
 
 def _planned(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Plan:
     """Check a call, state its problem and plan it."""
-    query, cache, tree, slopes, sink, out, return_lse, workspace = inputs
+    query, cache, tree, slopes, sink, _, return_lse, workspace = inputs
     causal, window, softcap, scale, num_splits, batch_invariant, backend = options
-    validate.decoding(query, cache, tree, slopes, sink, out)
+    validate.decoding(inputs)
     validate.options(CallOptions(causal, window, softcap, scale, return_lse=return_lse), query)
     sides = sides_of(causal and tree is None, window)
     validate.lengths_and_pages(cache, query.shape[1], sides.left, look)
@@ -328,7 +328,7 @@ def _prepare(plan: Plan, inputs: DecodeInputs) -> Call:
     warn_if_lacking(plan)
     backend = BY_NAME[plan.backend]
     if backend.compiles:
-        validate.without_tangent(inputs.query, inputs.cache, inputs.alibi_slopes, inputs.sink)
+        validate.without_tangent(inputs)
     compute = backend.prepare_decode(plan.problem, _with_rows(inputs), plan.config)
     if backend.compiles:
         return compute if inputs.alibi_slopes is None else lambda inputs, *at: compute(_with_rows(inputs), *at)
@@ -366,7 +366,7 @@ def decode_workspace(
     >>> decode_workspace(torch.randn(2, 1, 8, 16), cache)  # plain torch on a CPU needs none
     tensor([])
     """
-    validate.decoding(query, cache, None, None, None, None)
+    validate.decoding(DecodeInputs(query, cache))
     plan = _plan(decode_problem(query, cache), num_splits, batch_invariant, backend)
     return query.new_empty(workspace_numbers(plan.problem, plan.config), dtype=torch.float32)
 

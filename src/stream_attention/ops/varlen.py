@@ -153,8 +153,7 @@ def has_offsets(rows: Any, offsets: Any, told: Any) -> bool:
 
 def prepare_varlen(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> tuple[Any, ...]:
     """Check a call of `varlen_attention` and turn it into arguments of the library op; nothing is computed."""
-    offsets = others["cu_seqlens_q"], others["cu_seqlens_k"]
-    inputs = Inputs(query, key, value, *map(others.get, TENSORS[3:]), None, *offsets)  # type: ignore[call-arg]
+    inputs = Inputs(query, key, value, *map(others.get, Inputs._fields[3:]))._replace(seed=None)
     return _checked(inputs, CallOptions.of(others), others.get("max_seqlen_q"), others.get("max_seqlen_k"))
 
 
