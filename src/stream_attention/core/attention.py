@@ -83,7 +83,8 @@ class StreamAttention(nn.Module):
         Raises ValueError with `enable_distributed=False` in the config.
         """
         if enabled and not self.config.enable_distributed:
-            refuse("enabled", "False with enable_distributed=False", enabled)
+            hint = "Make the module from StreamAttentionConfig(enable_distributed=True)"
+            refuse("enabled", "False with enable_distributed=False", enabled, hint)
         self.attention.set_distributed(enabled, process_group)
 
     @refuses_foreign

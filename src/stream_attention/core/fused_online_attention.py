@@ -27,22 +27,19 @@ from .config import PLANNED, check_tiles, tiled_backend
 class _Call(NamedTuple):
     """What the plan of a call depends on. Kept instead of the plan, which costs more than a short kernel."""
 
-    shapes: tuple[torch.Size, ...]  # of query, key and value
-    dtype: torch.dtype
+    tensors: dict[str, tuple[torch.Size, torch.dtype]]  # that were passed, by name; under autocast in its dtype
     device: torch.device
-    modifiers: dict[str, torch.dtype]  # of mask, bias and alibi_slopes, those that were passed
     options: dict[str, Any]
     addressable: bool  # by TMA, as `Problem` has it
 
     def planned(self) -> Plan:
-        query, key, value = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in self.shapes)
-        sizes = {"alibi_slopes": query.shape[2]}
-        modifiers = {name: query.new_empty(sizes.get(name, 1), dtype=dtype) for name, dtype in self.modifiers.items()}
-        (problem,), backend = problems_of_call(query, key, value, **modifiers, **self.options)
-        here, there = self.device, self.addressable
-        return plan(
-            problem.replace(device=here, arch=arch(here), processors=processors(here), addressable=there), backend
-        )
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in self.tensors.items()
+        }
+        (problem,), backend = problems_of_call(**tensors, **self.options)
+        here = self.device
+        facts = {"device": here, "arch": arch(here), "processors": processors(here), "addressable": self.addressable}
+        return plan(problem.replace(**facts), backend)
 
 
 class FusedOnlineAttention(nn.Module):
@@ -283,21 +280,19 @@ class FusedOnlineAttention(nn.Module):
         if torch.compiler.is_compiling() or self.distributed or more:
             return result, None
         out = result[0] if return_lse else result
-        return result, _Call(
-            (query.shape, key.shape, value.shape),
-            out.dtype,
-            out.device,
-            {name: t.dtype for name, t in modifiers.items() if t is not None},
-            {**options, "backend": requested(self.backend)},
-            all(addressable(t) for t in (query, key, value)),
-        )
+        qkv = {"query": query, "key": key, "value": value}
+        tensors = {name: (t.shape, out.dtype) for name, t in qkv.items()}
+        tensors |= {name: (t.shape, t.dtype) for name, t in modifiers.items() if t is not None}
+        options["backend"] = requested(self.backend)
+        return result, _Call(tensors, out.device, options, all(map(addressable, qkv.values())))
 
     def _op(self) -> Callable[..., Any]:
         """What computes: `attention`, or all ranks together."""
         if not self.distributed:
             return attention
         if torch.compiler.is_compiling():
-            refuse("set_distributed", "calls outside torch.compile", "one inside")
+            hint = "Call set_distributed(False) first, or put the call behind torch.compiler.disable"
+            refuse("set_distributed", "calls outside torch.compile", "one inside", hint)
         from ..distributed.query_shard import query_sharded_attention
 
         return partial(query_sharded_attention, group=self.process_group)

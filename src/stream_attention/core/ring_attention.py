@@ -141,8 +141,10 @@ class RingAttention(nn.Module):
         spec = self._spec(queries, keys, values, None, None, causal, self._seed(query))
         cached = tuple(total - n for total, n in zip(spec.k_lengths, spec.q_lengths, strict=True))
         known = getattr(pasts[0], "lengths", ())
-        if tuple(map(sum, zip(*known, strict=True))) not in ((), cached):
-            refuse("past_key_values", "as it was returned", f"{cached} rows, and not those of the calls {known}")
+        rows = tuple(map(sum, zip(*known, strict=True)))
+        if rows not in ((), cached):
+            hint = "Positions follow from the rows of earlier calls: pass what the last call returned, unchanged."
+            refuse("past_key_values", f"{rows} rows on the ranks, as the last call returned", cached, hint)
         calls = (*(known or (cached,)), spec.q_lengths)
         outs = [out for out, _ in run_ring(replace(spec, k_runs=_runs_of_calls(calls)), self.rotate)]
         caches = [RingCache(k, v, calls) for k, v in zip(keys, values, strict=True)]

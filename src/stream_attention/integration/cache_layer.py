@@ -146,7 +146,7 @@ class StreamLayer(CacheLayerMixin):
         self._select(indices.to(self.kv.device))
 
     def offload(self) -> None:
-        refuse("offload", "a cache that stays on its device", "a call", "Fewer bits, or a smaller budget, save memory.")
+        refuse("offload", "no call: the cache stays on its device", "one", "Use fewer bits or a smaller budget.")
 
     prefetch = offload
 

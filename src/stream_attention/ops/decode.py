@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backends import AUTO, BY_NAME
 from ..base.graph_break import uncompiled
-from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV
+from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV, checks
 from ..base.problem import UNBOUNDED, CallOptions, DecodeInputs, Problem, Scores, decode_problem, sides_of
 from ..dispatch import launch_cache, validate
 from ..dispatch import plan as planning
@@ -176,7 +176,7 @@ def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -
             return _decode_outside(inputs, options, False)
         compute = _prepare(plan, inputs)
         if key is not None:
-            launch_cache.keep(key, compute)
+            launch_cache.keep(key, (compute, checks.should_validate(None, inputs.query)))
         result, lse = compute(inputs)
         return result if lse is None else (result, lse)
 
@@ -187,10 +187,14 @@ _decode_outside = uncompiled("launches of kernels are not traced")(_decode)
 Call = Callable[..., tuple[Tensor, Tensor | None]]
 """A prepared call: of its inputs and, where they are known, the addresses of its cache's tensors."""
 
+Kept = tuple[Call, bool]
+"""A cached call, and whether it reads the values of lengths and pages unless asked not to: on a CPU."""
 
-def _run(compute: Call, addresses: list[int], inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Any:
+
+def _run(call: Kept, addresses: list[int], inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Any:
     """Compute a cached call, labelled for a profiler, and compare it with one that is prepared anew if asked to."""
-    if look is not False and (look is not None or inputs.query.is_cpu):  # which has the lengths and pages at hand
+    compute, reads_values = call
+    if look is not False and (look is not None or reads_values):
         left = UNBOUNDED if options[1] is None else options[1][0]
         validate.lengths_and_pages(inputs.cache, inputs.query.shape[1], left, look)
     found = launch_cache.labelled("decode", compute, inputs, addresses)

@@ -1,7 +1,7 @@
-"""Attention in FP8: `attention(precision="fp8")` behind its checks, and the form that takes keys and values as codes.
+"""Attention in FP8: `attention(precision="fp8")` behind its checks, and the form that takes quantised keys and values.
 
-Codes are made by a pre-pass, one launch for queries, keys and values; `backends/reference/fp8.py` specifies them and
-what is computed from them. There is no gradient, and nothing here falls back to another precision.
+A pre-pass quantises, in one launch for queries, keys and values; `backends/reference/fp8.py` specifies the quantised
+values ("codes") and what is computed from them. There is no gradient, and nothing here falls back to another precision.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def quantize_fp8(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Fp8KV:
-    """Keys and values as e4m3 codes with a scale for every 128 rows of a head, to be attended to any number of times.
+    """Keys and values in e4m3 with a scale for every 128 rows of a head, to be attended to any number of times.
 
-    They are the codes that `attention(precision="fp8")` makes of them. One launch where Triton runs on a GPU of compute
+    They are quantised as `attention(precision="fp8")` quantises them. One launch where Triton runs on a GPU of compute
     capability 8.9 or newer; elsewhere plain torch computes the same bits, slowly.
 
     Args:
@@ -175,10 +175,10 @@ def attention_fp8(
     max_seqlen_q: int | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention in FP8 to keys and values that are codes already: the queries alone are quantised, 64 rows to a scale.
+    """Attention in FP8 to quantised keys and values: the queries alone are quantised here, 64 rows to a scale.
 
     Bit for bit what `attention(precision="fp8")` computes of the keys and values that `kv` was made of, where every key
-    is seen by some query (here an unseen key still counts in the scale of its block).
+    is visible to some query (here a masked key still counts in the scale of its block).
 
     Args:
         query: `[B, Tq, Hq, D]`, fp16 or bf16; packed sequences: `[Nq, Hq, D]`.
