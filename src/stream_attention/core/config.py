@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping
@@ -193,8 +194,8 @@ class StreamAttentionConfig:
         try:
             return cls.from_dict(values)
         except (TypeError, ValueError) as error:
-            blamed = [text for text in values.values() if _is_exponent(text) and repr(text) in str(error)]
-            raise type(error)(f"{path}: {error}{EXPONENT.format(*blamed) if blamed else ''}") from None
+            number = re.search(r"got '([-+]?[\d._]+[eE][-+]?\d+)' \(str\)", str(error))
+            raise type(error)(f"{path}: {error}{EXPONENT.format(number[1]) if number else ''}") from None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> StreamAttentionConfig:
@@ -267,7 +268,7 @@ FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": 
 EXPONENT = (
     ". YAML reads {} as text: a number with an exponent needs a point and a sign there, as in 1.0e-1. Or write 0.1"
 )
-"""Appended to the error of such a text."""
+"""Appended to the error of such a text, which is a number in Python but not in YAML 1.1."""
 
 
 def _parsed(cls: type[Any], variable: str, text: str) -> Any:
@@ -278,17 +279,6 @@ def _parsed(cls: type[Any], variable: str, text: str) -> Any:
         return FLAGS[text.strip().lower()] if kind is bool else kind(text.strip())
     except (KeyError, ValueError):
         raise ValueError(f"{variable}: expected {expected}; got {text!r}") from None
-
-
-def _is_exponent(text: Any) -> bool:
-    """Whether a value from YAML is a number in Python but text in YAML 1.1."""
-    if not isinstance(text, str) or "e" not in text.lower():
-        return False
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _check_retired(name: str, value: Any) -> None:
