@@ -143,9 +143,10 @@ class StreamAttention(nn.Module):
         if output_attentions:
             hint = "StreamMultiheadAttention returns them (need_weights=True)"
             refuse("output_attentions", "False: weights are not materialised", output_attentions, hint)
-        options = {"causal": causal, "dropout_p": self.attention.dropout_of_call()}
-        seed = self.attention.next_seed(options["dropout_p"])  # here, so that a recomputed call has the same mask
-        arguments = inputs, past_key_value, attention_mask, seed, options
+        dropout_p = self.attention.dropout_of_call()
+        seed = self.attention.next_seed(dropout_p)  # drawn here, so that a recomputed call has the same mask
+        options = {"causal": causal, "dropout_p": dropout_p, "seed": seed}
+        arguments = inputs, past_key_value, attention_mask, options
         if self.config.gradient_checkpointing and self.training and torch.is_grad_enabled():
             out, keys, values, call = checkpoint(self._compute, *arguments, use_reentrant=False)
         else:
@@ -176,12 +177,7 @@ class StreamAttention(nn.Module):
         return tuple(given)
 
     def _compute(
-        self,
-        inputs: tuple[Tensor, ...],
-        past: KeyValue | None,
-        attention_mask: Tensor | None,
-        seed: Tensor | None,
-        options: dict[str, Any],
+        self, inputs: tuple[Tensor, ...], past: KeyValue | None, attention_mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """The output, its keys and values, and what `attention` records of the call."""
         from_hidden_states = len(inputs) == 1
@@ -189,7 +185,7 @@ class StreamAttention(nn.Module):
         if past is not None:
             key, value = appended("past_key_value", past, (key, value), "Pass what use_cache=True returned.")
         check_length(self.config, key.shape[1], where=", the cache included")
-        out, call = self.attention.attend(query, key, value, attention_mask, None, seed, **options)
+        out, call = self.attention.attend(query, key, value, attention_mask, **options)
         if from_hidden_states:
             out = out.flatten(-2)
             out = out if self.out_proj is None else _in_dtype_of(out, self.out_proj)

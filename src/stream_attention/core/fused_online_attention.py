@@ -218,8 +218,9 @@ class FusedOnlineAttention(nn.Module):
             validate.unexpected(FusedOnlineAttention.forward, (), foreign)
         dropout_p = self.dropout_of_call() if dropout_p is None else dropout_p
         seed = self.next_seed(dropout_p)
-        options: dict[str, Any] = {"causal": causal, "dropout_p": dropout_p, "deterministic": deterministic}
-        result, call = self.attend(query, key, value, attention_mask, alibi_slopes, seed, return_lse, **options)
+        options = {"causal": causal, "return_lse": return_lse, "deterministic": deterministic}
+        modifiers = {"dropout_p": dropout_p, "seed": seed, "alibi_slopes": alibi_slopes}
+        result, call = self.attend(query, key, value, attention_mask, **options, **modifiers)
         self.computed(call, seed)
         return result
 
@@ -255,34 +256,25 @@ class FusedOnlineAttention(nn.Module):
             self._stream[1:].add_(1)
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        alibi_slopes: Tensor | None,
-        seed: Tensor | None,
-        return_lse: bool = False,
-        **options: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Any, _Call | None]:
         """`out` or `(out, lse)`, with every choice made, and the argument of `computed`, None where there is not one
-        plan: what `forward` and `StreamAttention` share. `options` are `causal`, `dropout_p` and `deterministic`."""
+        plan: what `forward` and `StreamAttention` share. `options` are keywords of `attention`."""
         check_heads(self.num_heads, self.head_dim, query, key)
-        mask, bias = split_mask(attention_mask, query, key)
-        modifiers = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}
-        options["scale"] = self.scale
+        options["mask"], options["bias"] = split_mask(attention_mask, query, key)
+        options["scale"], options["backend"] = self.scale, self.backend
         if options.get("deterministic") is None:
             options["deterministic"] = self.deterministic
-        result = self._op()(
-            query, key, value, **modifiers, **options, seed=seed, return_lse=return_lse, backend=self.backend
-        )
+        result = self._op()(query, key, value, **options)
         more = query.is_nested or hasattr(query, "device_mesh")  # a pack, or ranks that each have a part
         if torch.compiler.is_compiling() or self.distributed or more:
             return result, None
-        out = result[0] if return_lse else result
+        out = result if isinstance(result, Tensor) else result[0]
         qkv = {"query": query, "key": key, "value": value}
         tensors = {name: (t.shape, out.dtype) for name, t in qkv.items()}
-        tensors |= {name: (t.shape, t.dtype) for name, t in modifiers.items() if t is not None}
+        for name in ("mask", "bias", "alibi_slopes", "seed"):
+            if (given := options.pop(name, None)) is not None and name != "seed":
+                tensors[name] = given.shape, given.dtype
         options["backend"] = requested(self.backend)
         return result, _Call(tensors, out.device, options, all(map(addressable, qkv.values())))
 
