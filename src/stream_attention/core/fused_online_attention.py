@@ -270,13 +270,14 @@ class FusedOnlineAttention(nn.Module):
         if torch.compiler.is_compiling() or self.distributed or more:
             return result, None
         out = result if isinstance(result, Tensor) else result[0]
-        qkv = {"query": query, "key": key, "value": value}
-        tensors = {name: (t.shape, out.dtype) for name, t in qkv.items()}
+        dtype = out.dtype
+        tensors = {"query": (query.shape, dtype), "key": (key.shape, dtype), "value": (value.shape, dtype)}
         for name in ("mask", "bias", "alibi_slopes", "seed"):
             if (given := options.pop(name, None)) is not None and name != "seed":
                 tensors[name] = given.shape, given.dtype
         options["backend"] = requested(self.backend)
-        return result, _Call(tensors, out.device, options, all(map(addressable, qkv.values())))
+        by_tma = addressable(query) and addressable(key) and addressable(value)
+        return result, _Call(tensors, out.device, options, by_tma)
 
     def _op(self) -> Callable[..., Any]:
         """What computes: `attention`, or all ranks together."""
