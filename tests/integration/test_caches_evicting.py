@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from stream_attention import attention
 from stream_attention.integration.evicting_layer import VOTERS, Budget, EvictingLayer
-from stream_attention.integration.placeholder import MAX_DECODE_QUERIES, notify, read
+from stream_attention.integration.placeholder import MAX_DECODE_QUERIES, read
 
 HEADS, DIM = 2, 16
 SMALL = Budget(tokens=12, sinks=2, recent=4, heavy="attention", every=5)
@@ -40,7 +40,7 @@ def fed(layer: EvictingLayer, tokens: tuple[Tensor, Tensor, Tensor], sizes: list
         keys, values = layer.update(*given)
         out = read(query, keys, None)
         outs.append(attention(query, keys.transpose(1, 2), values.transpose(1, 2), causal=True) if out is None else out)
-        notify(query, keys)
+        keys.stream_cached.observer(query, {})  # type: ignore[attr-defined]
         start += size
     return torch.cat(outs, 1)
 
@@ -131,7 +131,7 @@ def test_later_queries_see_what_stayed_and_themselves() -> None:
         assert keys.isnan().all() and keys.shape == values.shape == (2, HEADS, 40 + new, DIM)
         seen = [torch.cat([old, x.transpose(1, 2)], 1) for old, x in zip(stayed, (key, value), strict=True)]
         torch.testing.assert_close(read(query, keys, None), attention(query, *seen, causal=True))
-        notify(query, keys)
+        keys.stream_cached.observer(query, {})  # type: ignore[attr-defined]
         assert layer.rows[0] == (12 if new > 5 else 12 + new)
 
 

@@ -311,10 +311,11 @@ def test_a_mask_of_integers_is_refused(forward: Any) -> None:
 
 def test_what_a_cache_of_ours_has_no_place_for_is_refused(forward: Any) -> None:
     from stream_attention import ContiguousKV, decode_attention
+    from stream_attention.integration.placeholder import Cached
 
     query, key, value = tensors()
     held = ContiguousKV(key.transpose(1, 2), value.transpose(1, 2))
-    key.stream_kv, key.stream_padding_known = held, True  # type: ignore[attr-defined]
+    key.stream_cached = Cached(held, lambda *_: None, padding_known=True)  # type: ignore[attr-defined]
     out, _ = forward(Module(), query[:, :, -1:], key, value, None, sliding_window=6)
     assert torch.equal(out, decode_attention(query[:, :, -1:].transpose(1, 2), held))
     for said in ({"sliding_window": 5}, {"dropout": 0.1}, {"is_causal": False}, {"position_bias": torch.zeros(1)}):

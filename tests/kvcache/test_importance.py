@@ -119,7 +119,7 @@ def test_what_cannot_be_scored_is_refused() -> None:
     with pytest.raises(ValueError, match="query: expected None; got a value"):
         ImportanceBasedCompressor("value_norm").compress(keys, values, query=keys)
     with pytest.raises(
-        ValueError, match=r"weights: expected none; got a value. The method key_norm does not use attention"
+        ValueError, match=r"weights: expected none for the method key_norm, .*; got a value. Make it with"
     ):
         ImportanceBasedCompressor("key_norm").update_attention_scores(torch.zeros(1, 2, 1, 6))
     compressor = ImportanceBasedCompressor()

@@ -426,7 +426,7 @@ QUANTIZATIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"key": K[0]}, ValueError, r"key: expected shape \[B, Tk, Hkv, D\]; got \[7, 2, 64\]"),
     ({"value": V[:, :6]}, ValueError, r"value: expected the key's shape \[2, 7, 2, 64\]; got \[2, 6, 2, 64\]"),
     ({"value": V.half()}, TypeError, "value: expected the key's dtype torch.bfloat16; got torch.float16"),
-    ({"value": V.to("meta")}, ValueError, "value: expected the query's device cpu; got meta"),
+    ({"value": V.to("meta")}, ValueError, "value: expected the key's device cpu; got meta"),
     ({"key": K.float(), "value": V.float()}, TypeError, "key: expected dtype float16 or bfloat16 for FP8 quantisation"),
     ({"key": K[..., :32], "value": V[..., :32]}, ValueError, "key: expected D = Dv of 64, 128 or 256 for FP8"),
     ({"key": K[:, :, :0], "value": V[:, :, :0]}, ValueError, "key: expected at least one head"),

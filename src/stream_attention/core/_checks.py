@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..base.errors import check_int, refuse
@@ -48,6 +50,21 @@ def check_length(config: StreamAttentionConfig, keys: int, where: str = " on all
     if keys > config.max_sequence_length:
         limit = f"at most max_sequence_length={config.max_sequence_length} keys{where}"
         refuse("key", limit, keys, "Raise it in the StreamAttentionConfig.")
+
+
+def appended(name: str, past: Any, new: Sequence[Tensor], hint: str) -> list[Tensor]:
+    """The keys and values of a cache, followed by the new ones; only their lengths may differ."""
+    sides = past if isinstance(past, (list, tuple)) else (past,)
+    if len(sides) != 2 or not all(isinstance(side, Tensor) for side in sides):
+        found = ", ".join(type(side).__name__ for side in sides)
+        refuse(name, "(key, value), two tensors [B, T, Hkv, D]", found, hint, TypeError)
+    for side, old, rows in zip(("key", "value"), sides, new, strict=True):
+        ours, theirs = ((t.dtype, t.device, t.shape[:1], t.shape[2:]) for t in (rows, old))
+        if ours != theirs:
+            batch, _, *rest = rows.shape
+            expected = f"[{batch}, T, {', '.join(map(str, rest))}] in {rows.dtype} on {rows.device}"
+            refuse(f"{name} ({side})", expected, f"{list(old.shape)} in {old.dtype} on {old.device}")
+    return [torch.cat(pair, 1) for pair in zip(sides, new, strict=True)]
 
 
 def check_counts(**counts: int) -> None:

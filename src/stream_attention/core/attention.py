@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..base.errors import refuse
 from ..dispatch.validate import DTYPES, flags, hint_about, refuses_foreign, unexpected
-from ._checks import check_length, copied_config
+from ._checks import appended, check_length, copied_config
 from ._instruments import instruments
 from .config import StreamAttentionConfig
 from .fused_online_attention import FusedOnlineAttention
@@ -83,7 +83,8 @@ class StreamAttention(nn.Module):
         Raises ValueError with `enable_distributed=False` in the config.
         """
         if enabled and not self.config.enable_distributed:
-            refuse("enabled", "False with enable_distributed=False", enabled)
+            hint = "Make the module from StreamAttentionConfig(enable_distributed=True)"
+            refuse("enabled", "False with enable_distributed=False", enabled, hint)
         self.attention.set_distributed(enabled, process_group)
 
     @refuses_foreign
@@ -142,10 +143,10 @@ class StreamAttention(nn.Module):
         if output_attentions:
             hint = "StreamMultiheadAttention returns them (need_weights=True)"
             refuse("output_attentions", "False: weights are not materialised", output_attentions, hint)
-        past = _checked_past(past_key_value)
         dropout_p = self.attention.dropout_of_call()
         seed = self.attention.next_seed(dropout_p)  # drawn here, so that a recomputed call has the same mask
-        arguments = (inputs, past, attention_mask, causal, dropout_p, seed)
+        options = {"causal": causal, "dropout_p": dropout_p, "seed": seed}
+        arguments = inputs, past_key_value, attention_mask, options
         if self.config.gradient_checkpointing and self.training and torch.is_grad_enabled():
             out, keys, values, call = checkpoint(self._compute, *arguments, use_reentrant=False)
         else:
@@ -176,22 +177,15 @@ class StreamAttention(nn.Module):
         return tuple(given)
 
     def _compute(
-        self,
-        inputs: tuple[Tensor, ...],
-        past: KeyValue | None,
-        attention_mask: Tensor | None,
-        causal: bool,
-        dropout_p: float,
-        seed: Tensor | None,
+        self, inputs: tuple[Tensor, ...], past: KeyValue | None, attention_mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """The output, its keys and values, and what `attention` records of the call."""
         from_hidden_states = len(inputs) == 1
         query, key, value = self._heads(*inputs) if from_hidden_states else inputs
         if past is not None:
-            key, value = (_appended(old, new, name) for old, new, name in zip(past, (key, value), "kv", strict=True))
+            key, value = appended("past_key_value", past, (key, value), "Pass what use_cache=True returned.")
         check_length(self.config, key.shape[1], where=", the cache included")
-        options: dict[str, Any] = {"causal": causal, "dropout_p": dropout_p}
-        out, call = self.attention.attend(query, key, value, attention_mask, None, seed, **options)
+        out, call = self.attention.attend(query, key, value, attention_mask, **options)
         if from_hidden_states:
             out = out.flatten(-2)
             out = out if self.out_proj is None else _in_dtype_of(out, self.out_proj)
@@ -316,22 +310,3 @@ def _in_dtype_of(x: Tensor, layer: nn.Module) -> Tensor:
         if parameter.is_floating_point() and parameter.dtype is not x.dtype
     }
     return functional_call(layer, cast, (x,)) if cast else layer(x)
-
-
-def _checked_past(past: Any) -> KeyValue | None:
-    if past is None:
-        return None
-    if not isinstance(past, (tuple, list)) or len(past) != 2 or not all(isinstance(t, Tensor) for t in past):
-        expected = "(key, value), the tensors that use_cache=True returned"
-        refuse("past_key_value", expected, type(past).__name__, error=TypeError)
-    key, value = past
-    return key, value
-
-
-def _appended(old: Tensor, new: Tensor, name: str) -> Tensor:
-    """A cache's keys or values followed by new ones; only their lengths may differ."""
-    ours, theirs = ((t.dtype, t.device, t.shape[:1], t.shape[2:]) for t in (new, old))
-    if ours != theirs:
-        expected = f"[{new.shape[0]}, T, {', '.join(map(str, new.shape[2:]))}] in {new.dtype} on {new.device}"
-        refuse(f"past_key_value ({name})", expected, f"{list(old.shape)} in {old.dtype} on {old.device}")
-    return torch.cat((old, new), 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -51,7 +53,10 @@ def _with_retired(cls: type[Any]) -> type[Any]:
 
     @wraps(generated)
     def __init__(self: Any, *args: Any, **values: Any) -> None:
-        generated(self, *args, **_without_retired(values, 3))
+        for name in RETIRED:
+            if name in values:
+                _check_retired(name, values.pop(name))
+        generated(self, *args, **values)
 
     cls.__init__ = __init__
     return cls
@@ -132,19 +137,19 @@ class StreamAttentionConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in RETIRED:
-            _check_retired(name, value, 3)
+            _check_retired(name, value)
             return
-        fields = {field.name: field for field in dataclasses.fields(self)}
-        _refuse_unknown([name], fields, "a field of StreamAttentionConfig", AttributeError)
-        kind: type[Any] = type(fields[name].default)
+        _refuse_unknown([name], self._fields(), "a field of StreamAttentionConfig", AttributeError)
+        kind: type[Any] = type(self._fields()[name])
         _check_type(name, value, kind)
+        least = 0 if name in MAY_BE_0 else 1
         if name in PLANNED:
             check_tiles(**{name: value})
         elif name == "dropout":
             if not 0 <= value < 1:
                 refuse("dropout", "a probability in [0, 1)", value)
-        elif kind is not bool:
-            _check_least(name, value, 0 if name in MAY_BE_0 else 1)
+        elif kind is not bool and not least <= value < float("inf"):
+            refuse(name, f"at least {least}", value)
         super().__setattr__(name, kind(value))
 
     def __post_init__(self) -> None:
@@ -162,15 +167,10 @@ class StreamAttentionConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StreamAttentionConfig:
         """A config with these fields, the others at their defaults. Names that are no field are refused."""
-        return cls._from_dict(values, 4)
-
-    @classmethod
-    def _from_dict(cls, values: Mapping[str, Any], depth: int) -> StreamAttentionConfig:
         if not isinstance(values, Mapping):
             refuse("values", "a mapping of field names to values", type(values).__name__, error=TypeError)
-        values = _without_retired(values, depth)
-        known = [field.name for field in dataclasses.fields(cls)]
-        _refuse_unknown(values, known, "a field of StreamAttentionConfig")
+        names = [name for name in values if name not in RETIRED]
+        _refuse_unknown(names, cls._fields(), "a field of StreamAttentionConfig")
         return cls(**values)
 
     @classmethod
@@ -192,10 +192,10 @@ class StreamAttentionConfig:
         if not isinstance(values, dict):
             refuse(str(path), "a mapping of field names to values", f"a {type(values).__name__}", error=TypeError)
         try:
-            return cls._from_dict(values, 4)
+            return cls.from_dict(values)
         except (TypeError, ValueError) as error:
-            blamed = [text for text in values.values() if _is_exponent(text) and repr(text) in str(error)]
-            raise type(error)(f"{path}: {error}{EXPONENT.format(*blamed) if blamed else ''}") from None
+            number = re.search(r"got '([-+]?[\d._]+[eE][-+]?\d+)' \(str\)", str(error))
+            raise type(error)(f"{path}: {error}{EXPONENT.format(number[1]) if number else ''}") from None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> StreamAttentionConfig:
@@ -211,7 +211,7 @@ class StreamAttentionConfig:
         _refuse_unknown(unknown, VARIABLES, "a variable that is read")
         values = {fields[name]: _parsed(cls, name, ours[name]) for name in fields if name in ours}
         try:
-            return cls(**_without_retired(values, 3))
+            return cls(**values)
         except ValueError as error:
             named = {field: variable for variable, field in fields.items()}
             field = str(error).partition(":")[0]
@@ -230,6 +230,11 @@ class StreamAttentionConfig:
         """
         tiles: tuple[int, int] = instruments().optimal_tile_sizes(self, seq_len)
         return tiles
+
+    @classmethod
+    def _fields(cls) -> dict[str, Any]:
+        """Of each field its default."""
+        return {field.name: field.default for field in dataclasses.fields(cls)}
 
     def _tiles(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in PLANNED}
@@ -263,7 +268,7 @@ FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": 
 EXPONENT = (
     ". YAML reads {} as text: a number with an exponent needs a point and a sign there, as in 1.0e-1. Or write 0.1"
 )
-"""Appended to the error of such a text."""
+"""Appended to the error of such a text, which is a number in Python but not in YAML 1.1."""
 
 
 def _parsed(cls: type[Any], variable: str, text: str) -> Any:
@@ -276,30 +281,15 @@ def _parsed(cls: type[Any], variable: str, text: str) -> Any:
         raise ValueError(f"{variable}: expected {expected}; got {text!r}") from None
 
 
-def _is_exponent(text: Any) -> bool:
-    """Whether a value from YAML is a number in Python but text in YAML 1.1."""
-    if not isinstance(text, str) or "e" not in text.lower():
-        return False
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _without_retired(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """`values` less those of `RETIRED` names; a warning points `depth` calls up."""
-    for name in RETIRED:
-        if name in values:
-            _check_retired(name, values[name], depth + 1)
-    return {name: value for name, value in values.items() if name not in RETIRED}
-
-
-def _check_retired(name: str, value: Any, depth: int) -> None:
+def _check_retired(name: str, value: Any) -> None:
+    """Refuse another value than the default; the warning is of the line that calls this module."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame, depth = frame.f_back, depth + 1
     why = "a ring sends whole shards while it computes with the previous ones"
     if isinstance(value, bool) or value != RETIRED[name]:
         refuse(name, f"none: it is no field any more, as {why}", repr(value), "Leave it out")
-    warnings.warn(f"{name} is no field any more, as {why}. Leave it out.", DeprecationWarning, stacklevel=depth)
+    warnings.warn(f"{name} is no field any more, as {why}. Leave it out.", DeprecationWarning, stacklevel=depth + 1)
 
 
 def _check_type(name: str, value: Any, expected: type) -> None:
@@ -307,11 +297,6 @@ def _check_type(name: str, value: Any, expected: type) -> None:
     if not isinstance(value, kinds) or (isinstance(value, bool) and expected is not bool):
         words = {bool: "a bool", int: "an int", float: "a number"}[expected]
         refuse(name, words, f"{value!r} ({type(value).__name__})", error=TypeError)
-
-
-def _check_least(name: str, value: float, least: int) -> None:
-    if not least <= value < float("inf"):
-        refuse(name, f"at least {least}", value)
 
 
 def _refuse_unknown(

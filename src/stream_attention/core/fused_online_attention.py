@@ -27,22 +27,19 @@ from .config import PLANNED, check_tiles, tiled_backend
 class _Call(NamedTuple):
     """What the plan of a call depends on. Kept instead of the plan, which costs more than a short kernel."""
 
-    shapes: tuple[torch.Size, ...]  # of query, key and value
-    dtype: torch.dtype
+    tensors: dict[str, tuple[torch.Size, torch.dtype]]  # that were passed, by name; under autocast in its dtype
     device: torch.device
-    modifiers: dict[str, torch.dtype]  # of mask, bias and alibi_slopes, those that were passed
     options: dict[str, Any]
     addressable: bool  # by TMA, as `Problem` has it
 
     def planned(self) -> Plan:
-        query, key, value = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in self.shapes)
-        sizes = {"alibi_slopes": query.shape[2]}
-        modifiers = {name: query.new_empty(sizes.get(name, 1), dtype=dtype) for name, dtype in self.modifiers.items()}
-        (problem,), backend = problems_of_call(query, key, value, **modifiers, **self.options)
-        here, there = self.device, self.addressable
-        return plan(
-            problem.replace(device=here, arch=arch(here), processors=processors(here), addressable=there), backend
-        )
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in self.tensors.items()
+        }
+        (problem,), backend = problems_of_call(**tensors, **self.options)
+        here = self.device
+        facts = {"device": here, "arch": arch(here), "processors": processors(here), "addressable": self.addressable}
+        return plan(problem.replace(**facts), backend)
 
 
 class FusedOnlineAttention(nn.Module):
@@ -140,13 +137,9 @@ class FusedOnlineAttention(nn.Module):
         `torch.initial_seed()`. False restores torch's own settings and generators.
         """
         validate.flags(enabled=enabled)
-        if seed is not None:
-            if isinstance(seed, bool) or not isinstance(seed, int):
-                refuse("seed", "an int or None", f"{seed!r} ({type(seed).__name__})", error=TypeError)
-            if not enabled:
-                refuse("seed", "None with enabled=False", seed)
-            if not -(1 << 63) <= seed < 1 << 63:
-                refuse("seed", "a 64-bit int", seed)
+        validate.seed_number(seed)
+        if seed is not None and not enabled:
+            refuse("seed", "None with enabled=False", seed)
         self.deterministic = True if enabled else None
         if not enabled:
             self._stream = None
@@ -225,8 +218,9 @@ class FusedOnlineAttention(nn.Module):
             validate.unexpected(FusedOnlineAttention.forward, (), foreign)
         dropout_p = self.dropout_of_call() if dropout_p is None else dropout_p
         seed = self.next_seed(dropout_p)
-        options: dict[str, Any] = {"causal": causal, "dropout_p": dropout_p, "deterministic": deterministic}
-        result, call = self.attend(query, key, value, attention_mask, alibi_slopes, seed, return_lse, **options)
+        options = {"causal": causal, "return_lse": return_lse, "deterministic": deterministic}
+        modifiers = {"dropout_p": dropout_p, "seed": seed, "alibi_slopes": alibi_slopes}
+        result, call = self.attend(query, key, value, attention_mask, **options, **modifiers)
         self.computed(call, seed)
         return result
 
@@ -262,46 +256,36 @@ class FusedOnlineAttention(nn.Module):
             self._stream[1:].add_(1)
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        alibi_slopes: Tensor | None,
-        seed: Tensor | None,
-        return_lse: bool = False,
-        **options: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Any, _Call | None]:
         """`out` or `(out, lse)`, with every choice made, and the argument of `computed`, None where there is not one
-        plan: what `forward` and `StreamAttention` share. `options` are `causal`, `dropout_p` and `deterministic`."""
+        plan: what `forward` and `StreamAttention` share. `options` are keywords of `attention`."""
         check_heads(self.num_heads, self.head_dim, query, key)
-        mask, bias = split_mask(attention_mask, query, key)
-        modifiers = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}
-        options["scale"] = self.scale
+        options["mask"], options["bias"] = split_mask(attention_mask, query, key)
+        options["scale"], options["backend"] = self.scale, self.backend
         if options.get("deterministic") is None:
             options["deterministic"] = self.deterministic
-        result = self._op()(
-            query, key, value, **modifiers, **options, seed=seed, return_lse=return_lse, backend=self.backend
-        )
+        result = self._op()(query, key, value, **options)
         more = query.is_nested or hasattr(query, "device_mesh")  # a pack, or ranks that each have a part
         if torch.compiler.is_compiling() or self.distributed or more:
             return result, None
-        out = result[0] if return_lse else result
-        return result, _Call(
-            (query.shape, key.shape, value.shape),
-            out.dtype,
-            out.device,
-            {name: t.dtype for name, t in modifiers.items() if t is not None},
-            {**options, "backend": requested(self.backend)},
-            all(addressable(t) for t in (query, key, value)),
-        )
+        out = result if isinstance(result, Tensor) else result[0]
+        dtype = out.dtype
+        tensors = {"query": (query.shape, dtype), "key": (key.shape, dtype), "value": (value.shape, dtype)}
+        for name in ("mask", "bias", "alibi_slopes", "seed"):
+            if (given := options.pop(name, None)) is not None and name != "seed":
+                tensors[name] = given.shape, given.dtype
+        options["backend"] = requested(self.backend)
+        by_tma = addressable(query) and addressable(key) and addressable(value)
+        return result, _Call(tensors, out.device, options, by_tma)
 
     def _op(self) -> Callable[..., Any]:
         """What computes: `attention`, or all ranks together."""
         if not self.distributed:
             return attention
         if torch.compiler.is_compiling():
-            refuse("set_distributed", "calls outside torch.compile", "one inside")
+            hint = "Call set_distributed(False) first, or put the call behind torch.compiler.disable"
+            refuse("set_distributed", "calls outside torch.compile", "one inside", hint)
         from ..distributed.query_shard import query_sharded_attention
 
         return partial(query_sharded_attention, group=self.process_group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -21,7 +20,7 @@ from ..distributed.ring import Rotation, check_rotation, run_ring
 from ..distributed.shard import Layout, Run, check_layout
 from ..distributed.transport import Transport, VirtualRanks, unwrap_ranks
 from ..ops.attention import seed_tensor
-from ._checks import check_heads, check_length, checked_config
+from ._checks import appended, check_heads, check_length, checked_config
 from ._masks import split_mask
 from .config import StreamAttentionConfig
 
@@ -133,18 +132,19 @@ class RingAttention(nn.Module):
         for q, k in zip(queries, new[0], strict=True):
             if q.shape[1] != k.shape[1]:
                 refuse("key", f"as many new rows as the query's {q.shape[1]}", k.shape[1])
-        for past, *pair in zip(pasts, *new, strict=True):
-            if past is not None:
-                _check_past(past, pair)
-        keys, values = (
-            [x if past is None else torch.cat((past[i], x), dim=1) for past, x in zip(pasts, column, strict=True)]
-            for i, column in enumerate(new)
-        )
+        hint = "Pass compressor.decompress(keys, values), or decode from a QuantizedKV: tree_decode_attention."
+        pairs = [
+            rows if past is None else appended("past_key_values", past, rows, hint)
+            for past, *rows in zip(pasts, *new, strict=True)
+        ]
+        keys, values = map(list, zip(*pairs, strict=True))
         spec = self._spec(queries, keys, values, None, None, causal, self._seed(query))
         cached = tuple(total - n for total, n in zip(spec.k_lengths, spec.q_lengths, strict=True))
         known = getattr(pasts[0], "lengths", ())
-        if tuple(map(sum, zip(*known, strict=True))) not in ((), cached):
-            refuse("past_key_values", "as it was returned", f"{cached} rows, and not those of the calls {known}")
+        rows = tuple(map(sum, zip(*known, strict=True)))
+        if rows not in ((), cached):
+            hint = "Positions follow from the rows of earlier calls: pass what the last call returned, unchanged."
+            refuse("past_key_values", f"{rows} rows on the ranks, as the last call returned", cached, hint)
         calls = (*(known or (cached,)), spec.q_lengths)
         outs = [out for out, _ in run_ring(replace(spec, k_runs=_runs_of_calls(calls)), self.rotate)]
         caches = [RingCache(k, v, calls) for k, v in zip(keys, values, strict=True)]
@@ -191,20 +191,6 @@ class RingAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.config.num_heads}, head_dim={self.config.head_dim}, layout={self.layout!r}"
-
-
-def _check_past(past: Any, new: Sequence[Tensor]) -> None:
-    """Refuse a rank's cache that is not a pair of tensors like its new keys and values."""
-    if not isinstance(past, (list, tuple)) or len(past) != 2 or not all(isinstance(one, Tensor) for one in past):
-        sides = past if isinstance(past, (list, tuple)) else [past]
-        hint = "Pass compressor.decompress(keys, values), or decode from a QuantizedKV: tree_decode_attention."
-        found = ", ".join(type(one).__name__ for one in sides)
-        refuse("past_key_values", "a pair of tensors [B, T, Hkv, D] for each rank", found, hint, error=TypeError)
-    for old, tensor in zip(past, new, strict=True):
-        batch, _, *rest = tensor.shape
-        if old.dim() != 4 or (old.shape[0], *old.shape[2:]) != (batch, *rest):
-            expected = f"[{batch}, T, {', '.join(map(str, rest))}], as of the new rows"
-            refuse("past_key_values", expected, list(old.shape))
 
 
 def _runs_of_calls(calls: tuple[tuple[int, ...], ...]) -> tuple[tuple[Run, ...], ...]:

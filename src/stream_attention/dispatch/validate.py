@@ -7,7 +7,7 @@ values of a tensor on an accelerator, unless a caller asks for that synchronisat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter, signature
 from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
@@ -20,7 +20,7 @@ from torch.fx import Proxy
 from ..backends import FP8_HEAD_DIMS
 from ..base.errors import refuse
 from ..base.kv_layouts import ContiguousKV, Fp8KV, KVCache, PagedKV, QuantizedKV, checks
-from ..base.problem import UNBOUNDED, CallOptions, Inputs
+from ..base.problem import UNBOUNDED, CallOptions, DecodeInputs, Inputs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST, SMALLEST = 2.3e38, 1.2e-38
@@ -161,8 +161,8 @@ def varlen_tensors(
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         expected = f"as many sequences as cu_seqlens_q, shape {list(cu_seqlens_q.shape)}"
         refuse("cu_seqlens_k", expected, list(cu_seqlens_k.shape))
-    _longest("max_seqlen_q", max_seqlen_q)
-    _longest("max_seqlen_k", max_seqlen_k)
+    optional_int("max_seqlen_q", max_seqlen_q)
+    optional_int("max_seqlen_k", max_seqlen_k)
     _per_head(alibi_slopes, sink, query, cu_seqlens_q.shape[0] - 1, query.shape[1])
 
 
@@ -216,11 +216,11 @@ def options(given: CallOptions, query: Tensor) -> None:
             refuse("window", "a tuple of two ints (left, right), or None", _describe(window), hint, TypeError)
         if window[0] < -1 or window[1] < -1:
             refuse("window", "sides of at least -1 (-1 = unbounded)", window)
-    _real("softcap", softcap)
+    real("softcap", softcap)
     if softcap < 0:
         refuse("softcap", "0 (off) or a positive number", softcap)
     if scale is not None:
-        _real("scale", scale)
+        real("scale", scale)
         if abs(scale) > LARGEST:
             refuse("scale", f"at most {LARGEST:g} in absolute value, so that fp32 can represent it", scale)
     if softcap:
@@ -228,18 +228,23 @@ def options(given: CallOptions, query: Tensor) -> None:
         if not least <= softcap <= LARGEST:
             hint = "For no cap, pass 0." if softcap > 1 else ""
             refuse("softcap", f"0 (off) or from {least:g} to {LARGEST:g}, so that fp32 can represent it", softcap, hint)
-    _real("dropout_p", dropout_p)
+    real("dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         refuse("dropout_p", "a probability in [0, 1)", dropout_p)
     if isinstance(seed, Tensor):
         _tensor("seed", seed, query)
         if seed.dtype is not torch.int64 or seed.shape != (2,):
             refuse("seed", "an int, or an int64 tensor of shape [2]: (seed, offset)", _describe(seed), error=TypeError)
-    elif seed is not None:
-        if not _is_int(seed):
-            refuse("seed", "an int, an int64 tensor of shape [2], or None", _describe(seed), error=TypeError)
-        if not -(1 << 63) <= seed < 1 << 63:
-            refuse("seed", "a 64-bit int", seed)
+    else:
+        seed_number(seed, "an int, an int64 tensor of shape [2], or None")
+
+
+def seed_number(seed: Any, expected: str = "an int or None") -> None:
+    """Check a seed that is no tensor."""
+    if seed is not None and not _is_int(seed):
+        refuse("seed", expected, _describe(seed), error=TypeError)
+    if seed is not None and not -(1 << 63) <= seed < 1 << 63:
+        refuse("seed", "a 64-bit int", seed)
 
 
 def flags(**given: Any) -> None:
@@ -274,13 +279,7 @@ def fp8_keys(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | None
     """Check keys and values to quantise, but not the values of `cu_seqlens`."""
     shape = "[B, Tk, Hkv, D]" if cu_seqlens is None else "[Nk, Hkv, D]"
     for name, tensor in (("key", key), ("value", value)):
-        _tensor(name, tensor, key)
-        if tensor.dim() != 1 + shape.count(","):
-            refuse(name, f"shape {shape}", list(tensor.shape))
-        if tensor.shape[-2] < 1:
-            refuse(name, "at least one head", list(tensor.shape))
-        if tensor.stride(-1) != 1 and tensor.numel() > 0:
-            refuse(name, "a contiguous last dim", f"strides {tensor.stride()}", "Call .contiguous() on it first.")
+        _rows(name, tensor, shape, key, "key")
     if value.dtype is not key.dtype:
         refuse("value", f"the key's dtype {key.dtype}", value.dtype, error=TypeError)
     if value.shape != key.shape:
@@ -290,7 +289,7 @@ def fp8_keys(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | None
         _offsets("cu_seqlens", cu_seqlens, key)
     elif max_seqlen is not None:
         refuse("max_seqlen", "None without cu_seqlens", max_seqlen)
-    _longest("max_seqlen", max_seqlen)
+    optional_int("max_seqlen", max_seqlen)
     _fp8_tensors({"key": key, "value": value}, "for FP8 quantisation", "detach the tensors")
 
 
@@ -298,30 +297,25 @@ def fp8_query(query: Tensor, kv: Any, cu_seqlens_q: Tensor | None, max_seqlen_q:
     """Check the tensors of a call on an `Fp8KV`, which was checked when it was made."""
     if not isinstance(kv, Fp8KV):
         refuse("kv", "an Fp8KV", type(kv).__name__, "To make one, call quantize_fp8(key, value).", TypeError)
-    _tensor("query", query, query)
     if (cu_seqlens_q is None) == kv.packed:
         given = "None" if cu_seqlens_q is None else "a tensor"
         refuse("cu_seqlens_q", "offsets for packed kv" if kv.packed else "None for kv that is not packed", given)
     shape = "[Nq, Hq, D]" if kv.packed else "[B, Tq, Hq, D]"
-    if query.dim() != len(kv.shape):
-        refuse("query", f"shape {shape}", list(query.shape))
+    _rows("query", query, shape, query)
     _fp8_tensors({"query": query}, "with an Fp8KV", "call attention()")
-    if query.stride(-1) != 1 and query.numel() > 0:
-        refuse("query", "a contiguous last dim", f"strides {query.stride()}", "Call .contiguous() on it first.")
     if query.device != kv.device:
         refuse("query", f"the device of kv, {kv.device}", query.device)
     if query.shape[-1] != kv.head_dim or (not kv.packed and query.shape[0] != kv.batch):
         batch = "" if kv.packed else f"B={kv.batch}, "
         refuse("query", f"{batch}D={kv.head_dim} to match kv", list(query.shape), f"The layout is {shape}.")
-    if query.shape[-2] < 1 or query.shape[-2] % kv.kv_heads:
-        refuse("query", f"a multiple of the {kv.kv_heads} KV heads as Hq", list(query.shape))
+    _grouped(query, kv.kv_heads)
     if cu_seqlens_q is not None:
         _offsets("cu_seqlens_q", cu_seqlens_q, query)
         if cu_seqlens_q.shape[0] != kv.batch + 1:
             refuse("cu_seqlens_q", f"as many sequences as kv, shape [{kv.batch + 1}]", list(cu_seqlens_q.shape))
     elif max_seqlen_q is not None:
         refuse("max_seqlen_q", "None without cu_seqlens_q", max_seqlen_q)
-    _longest("max_seqlen_q", max_seqlen_q)
+    optional_int("max_seqlen_q", max_seqlen_q)
 
 
 def _fp8_tensors(tensors: dict[str, Tensor], where: str, otherwise: str) -> None:
@@ -344,30 +338,24 @@ def _fp8_tensors(tensors: dict[str, Tensor], where: str, otherwise: str) -> None
         refuse("query" if "query" in tensors else "key", f"a call outside torch.func transforms {where}", "one inside")
 
 
-def _with_tangent(tensors: dict[str, Tensor]) -> list[str]:
+def _with_tangent(tensors: Mapping[str, Tensor | None]) -> list[str]:
     """Names of those that forward-mode differentiation has given a tangent."""
     if forward_ad._current_level < 0:
         return []
-    return [name for name, tensor in tensors.items() if forward_ad.unpack_dual(tensor).tangent is not None]
+    given = ((name, t) for name, t in tensors.items() if t is not None)
+    return [name for name, tensor in given if forward_ad.unpack_dual(tensor).tangent is not None]
 
 
-def decoding(
-    query: Tensor,
-    cache: Any,
-    tree_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    out: Tensor | None,
-) -> None:
+def decoding(inputs: DecodeInputs) -> None:
     """Check the tensors of a call on a cache, whose own fields were checked when it was made."""
+    query, _, tree_mask, alibi_slopes, sink, out, *_ = inputs
+    cache: Any = inputs.cache
     if not isinstance(cache, (ContiguousKV, PagedKV, QuantizedKV)):
         hint = FP8_HINT if isinstance(cache, Fp8KV) else "To make one, call ContiguousKV(key, value)."
         refuse("cache", "a ContiguousKV, PagedKV or QuantizedKV", type(cache).__name__, hint, TypeError)
     _tensor("query", query, query)
     if query.dim() != 4:
         refuse("query", "shape [B, Tq, Hq, D]", list(query.shape))
-    if query.dtype not in DTYPES:
-        refuse("query", "dtype float16, bfloat16, float32 or float64", query.dtype, error=TypeError)
     batch, q_len, q_heads, dim = query.shape
     if query.dtype is not cache.dtype:
         hint = "Autocast does not convert a cache: call query.to(cache.dtype), or allocate the cache in that dtype."
@@ -376,8 +364,7 @@ def decoding(
         refuse("query", f"the cache's device {cache.device}", query.device)
     if batch != cache.batch or dim != cache.head_dim:
         refuse("query", f"[B={cache.batch}, Tq, Hq, D={cache.head_dim}] to match the cache", list(query.shape))
-    if q_heads < 1 or q_heads % cache.kv_heads:
-        refuse("query", f"a multiple of the {cache.kv_heads} KV heads as Hq", list(query.shape))
+    _grouped(query, cache.kv_heads)
     if tree_mask is not None:
         _tensor("tree_mask", tree_mask, query)
         if tree_mask.dtype is not torch.bool:
@@ -418,25 +405,21 @@ def without_gradient(function: str, differentiable: str, **given: Any) -> None:
             refuse(name, "requires_grad=False", "requires_grad=True with gradients enabled", hint)
 
 
-def without_tangent(query: Tensor, cache: KVCache, alibi_slopes: Tensor | None, sink: Tensor | None) -> None:
+def without_tangent(inputs: DecodeInputs) -> None:
     """Refuse forward-mode differentiation of a call on a cache that a kernel computes."""
-    tensors = {"query": query, **{name: getattr(cache, name) for name in cache.STORES}}
-    tensors |= {name: t for name, t in (("alibi_slopes", alibi_slopes), ("sink", sink)) if t is not None}
-    for name in _with_tangent(tensors):
+    stores = {name: getattr(inputs.cache, name) for name in inputs.cache.STORES}
+    others = {name: getattr(inputs, name) for name in ("query", "alibi_slopes", "sink")}
+    for name in _with_tangent(others | stores):
         hint = 'The kernels have no forward-mode derivative: pass backend="eager", or use attention().'
         refuse(name, "a tensor without a tangent", "one with a tangent (forward-mode AD)", hint)
 
 
 def splits(num_splits: Any, batch_invariant: Any) -> None:
     """Check how a call on a cache wants its keys split."""
-    if not isinstance(batch_invariant, bool):
-        refuse("batch_invariant", "True or False", repr(batch_invariant), error=TypeError)
-    if num_splits is None:
-        return
-    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
-        refuse("num_splits", "an int or None", f"{num_splits!r} ({type(num_splits).__name__})", error=TypeError)
-    if not 1 <= num_splits <= 65536:
-        refuse("num_splits", "from 1 to 65536", num_splits)
+    flags(batch_invariant=batch_invariant)
+    optional_int("num_splits", num_splits, 1)
+    if num_splits is not None and num_splits > 65536:
+        refuse("num_splits", "at most 65536", num_splits)
 
 
 def workspace(given: Tensor | None, query: Tensor, numbers: int) -> None:
@@ -484,21 +467,19 @@ def _offsets(name: str, cu_seqlens: Any, beside: Tensor) -> Tensor:
     return cu_seqlens
 
 
-def _longest(name: str, given: Any) -> None:
-    if given is not None and (isinstance(given, bool) or not isinstance(given, (int, torch.SymInt))):
+def optional_int(name: str, given: Any, least: int = 0) -> None:
+    """Refuse what is neither None nor an int of at least `least`."""
+    if given is not None and not _is_int(given):
         refuse(name, "an int or None", _describe(given), error=TypeError)
-    if given is not None and given < 0:
-        refuse(name, "at least 0", given)
+    if given is not None and given < least:
+        refuse(name, f"at least {least}", given)
 
 
 def _qkv(
     query: Tensor, key: Tensor, value: Tensor, q_shape: str, k_shape: str, v_shape: str, may_be_empty: bool
 ) -> None:
-    dims = 1 + q_shape.count(",")
     for name, tensor, shape in (("query", query, q_shape), ("key", key, k_shape), ("value", value, v_shape)):
-        _tensor(name, tensor, query)
-        if tensor.dim() != dims:
-            refuse(name, f"shape {shape}", list(tensor.shape))
+        _rows(name, tensor, shape, query)
         if tensor.dtype not in DTYPES:
             is_fp8 = tensor.is_floating_point() and tensor.element_size() == 1
             hint = 'Pass float16 or bfloat16 with precision="fp8", which quantises them.' if is_fp8 else ""
@@ -507,8 +488,6 @@ def _qkv(
             refuse(name, f"the query's dtype {query.dtype}", tensor.dtype, error=TypeError)
         if not may_be_empty and (tensor.shape[-1] < 1 or tensor.shape[-2] < 1):
             refuse(name, "at least one head and one head dim", list(tensor.shape))
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
-            refuse(name, "a contiguous last dim", f"strides {tensor.stride()}", "Call .contiguous() on it first.")
     if key.shape[-1] != query.shape[-1]:
         refuse("key", f"the query's head dim D={query.shape[-1]}", list(key.shape))
     if value.shape[-3] != key.shape[-3] or value.shape[-2] != key.shape[-2]:
@@ -518,6 +497,11 @@ def _qkv(
         shapes = f"{list(query.shape)} with key {list(key.shape)}"
         words = f"a multiple of the {heads} KV heads as Hq" if heads else "no heads, as the key has none"
         refuse("query", words, shapes, f"The layout is {q_shape}.")
+
+
+def _grouped(query: Tensor, kv_heads: int) -> None:
+    if query.shape[-2] < 1 or query.shape[-2] % kv_heads:
+        refuse("query", f"a multiple of the {kv_heads} KV heads as Hq", list(query.shape))
 
 
 def _per_head(alibi_slopes: Tensor | None, sink: Tensor | None, query: Tensor, batch: int, heads: int) -> None:
@@ -533,7 +517,16 @@ def _per_head(alibi_slopes: Tensor | None, sink: Tensor | None, query: Tensor, b
             refuse("sink", f"shape [Hq={heads}]", list(sink.shape))
 
 
-def _tensor(name: str, tensor: Any, query: Tensor) -> None:
+def _rows(name: str, tensor: Any, shape: str, beside: Tensor, whose: str = "query") -> None:
+    """Check a query, key or value of a shape such as "[B, Tk, Hkv, D]"."""
+    _tensor(name, tensor, beside, whose)
+    if tensor.dim() != 1 + shape.count(","):
+        refuse(name, f"shape {shape}", list(tensor.shape))
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
+        refuse(name, "a contiguous last dim", f"strides {tensor.stride()}", "Call .contiguous() on it first.")
+
+
+def _tensor(name: str, tensor: Any, beside: Tensor, whose: str = "query") -> None:
     is_tensor(name, tensor)
     if tensor.is_nested:
         hint = "Pass query, key and value all jagged, or pack them and call varlen_attention."
@@ -542,8 +535,8 @@ def _tensor(name: str, tensor: Any, query: Tensor) -> None:
         refuse(name, "a plain tensor", "a DTensor", "Pass its local shard, .to_local().", TypeError)
     if tensor.layout is not torch.strided:
         refuse(name, "a strided tensor", tensor.layout, error=TypeError)
-    if tensor.device != query.device:
-        refuse(name, f"the query's device {query.device}", tensor.device)
+    if tensor.device != beside.device:
+        refuse(name, f"the {whose}'s device {beside.device}", tensor.device)
 
 
 def _floating(name: str, tensor: Tensor, hint: str = "") -> None:
@@ -560,7 +553,7 @@ def _broadcastable(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:
         refuse(name, f"broadcastable to [B, Hq, Tq, Tk] = {list(target)}", list(tensor.shape), hint)
 
 
-def _real(name: str, number: Any) -> None:
+def real(name: str, number: Any) -> None:
     if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
         refuse(name, "a number", _describe(number), error=TypeError)
     if not -math.inf < number < math.inf:  # unlike math.isfinite, traceable for a symbolic float

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..base.errors import refuse
 from ..base.kv_layouts import ContiguousKV
-from ..base.problem import CallOptions
+from ..base.problem import CallOptions, DecodeInputs
 from ..base.state import add_sink, merge, per_row
 from ..dispatch import validate
 from ..ops.decode import decode_attention
@@ -71,7 +71,7 @@ def tree_decode_attention(
     queries = check_shards("query", [query] * len(caches) if isinstance(query, Tensor) else query, transport.ranks)
     options = CallOptions(causal, softcap=softcap, scale=scale, return_lse=return_lse, backend=backend)
     for its_query, its_cache in zip(queries, caches, strict=True):
-        validate.decoding(its_query, its_cache, None, None, sink, None)
+        validate.decoding(DecodeInputs(its_query, its_cache, sink=sink))
         tensors = {"query": its_query, "cache": its_cache, "sink": sink}
         validate.without_gradient("tree_decode_attention", "ring_attention()", **tensors)
         validate.options(options, its_query)

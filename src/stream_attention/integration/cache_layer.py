@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..base.errors import refuse
 from ..base.kv_layouts import KVCache
-from .placeholder import Observer, observed, placeholder_kv
+from .placeholder import Cached, placeholder_kv
 
 
 class StreamLayer(CacheLayerMixin):
@@ -44,8 +44,8 @@ class StreamLayer(CacheLayerMixin):
         """Store the first tokens `[B, n, Hkv, .]`, of which row b has `rows[b]`, its first."""
 
     @abstractmethod
-    def _extend(self, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Append n tokens to every row; returns keys and values for the model."""
+    def _extend(self, key: Tensor, value: Tensor) -> KVCache | list[Tensor]:
+        """Append n tokens to every row; returns the cache to attend to, or keys and values."""
 
     @abstractmethod
     def _drop(self, count: int) -> None:
@@ -60,10 +60,8 @@ class StreamLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
 
-    @property
-    def _observer(self) -> Observer | None:
-        """Called with the queries after their attention."""
-        return None
+    def _observe(self, query: Tensor, options: dict[str, Any]) -> None:
+        """Called after the attention of these queries, with its scale, softcap and sink."""
 
     # What transformers calls
 
@@ -84,12 +82,16 @@ class StreamLayer(CacheLayerMixin):
             self._nan = key.new_full((), torch.nan)
             self._start(rolled(key, self.pads), rolled(value, self.pads))
             self.total, self.is_initialized = new, True
-            return observed(key_states, self._observer), value_states
+            key_states.stream_cached = Cached(None, self._observe)  # type: ignore[attr-defined]
+            return key_states, value_states
         if batch != len(self.rows):
             refuse("key_states", f"the {len(self.rows)} rows of the cache", batch, "A new batch needs a new cache.")
         self.total += new
-        keys, values = self._extend(key, value)
-        keys.stream_new = new  # type: ignore[attr-defined]
+        read = self._extend(key, value)
+        kv = None if isinstance(read, list) else read
+        keys, values = read if isinstance(read, list) else placeholder_kv(self._nan, read, self.total)
+        padding = self.padding is not None, any(self.pads)
+        keys.stream_cached = Cached(kv, self._observe, new, *padding)  # type: ignore[attr-defined]
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -144,14 +146,11 @@ class StreamLayer(CacheLayerMixin):
         self._select(indices.to(self.kv.device))
 
     def offload(self) -> None:
-        refuse("offload", "a cache that stays on its device", "a call", "Fewer bits, or a smaller budget, save memory.")
+        refuse("offload", "no call: the cache stays on its device", "one", "Use fewer bits or a smaller budget.")
 
     prefetch = offload
 
     # For subclasses
-
-    def _placeholder(self, kv: KVCache) -> list[Tensor]:
-        return placeholder_kv(self._nan, kv, self.total, self.padding is not None, any(self.pads), self._observer)
 
     def _padding_of(self, batch: int, new: int) -> list[int]:
         """How many of the first tokens of each row are padding."""

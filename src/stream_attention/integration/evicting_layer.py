@@ -13,7 +13,7 @@ from ..kvcache.key_norm import norms
 from ..kvcache.select import comparable, gather, in_order
 from ..ops.mass import attention_mass
 from .cache_layer import StreamLayer, rolled
-from .placeholder import MAX_DECODE_QUERIES, Observer
+from .placeholder import MAX_DECODE_QUERIES
 
 VOTERS = 32
 """The most of the latest queries whose attention is a token's importance; no more than the latest tokens, which are
@@ -62,10 +62,6 @@ class EvictingLayer(StreamLayer):
         return sum(0 if one is None else one.nbytes for one in (self.kv, self.voters))
 
     @property
-    def _observer(self) -> Observer:
-        return self._observe
-
-    @property
     def _overfull(self) -> bool:
         return max(self.rows) > self.budget.capacity
 
@@ -75,7 +71,7 @@ class EvictingLayer(StreamLayer):
         else:
             self._allocate(key, value, self.budget.capacity)
 
-    def _extend(self, key: Tensor, value: Tensor) -> list[Tensor]:
+    def _extend(self, key: Tensor, value: Tensor) -> ContiguousKV:
         new = key.shape[1]
         cropped = self.voters is None and self.score_options is not None  # the voters come with this call
         if not cropped and max(self.rows) > self.budget.tokens and max(self.rows) + new > self.budget.capacity:
@@ -88,18 +84,18 @@ class EvictingLayer(StreamLayer):
             self.fresh += new
         if new > MAX_DECODE_QUERIES and len({*self.rows}) == 1:
             valid = slice(self.rows[0])
-            return self._placeholder(ContiguousKV(self.kv.key[:, valid], self.kv.value[:, valid]))
-        return self._placeholder(self.kv)
+            return ContiguousKV(self.kv.key[:, valid], self.kv.value[:, valid])
+        return self.kv
 
-    def _observe(self, query: Tensor, scale: float | None, softcap: float, sink: Tensor | None) -> None:
-        """Called after the attention of these queries: their tokens may now be evicted."""
+    def _observe(self, query: Tensor, options: dict[str, Any]) -> None:
+        """The tokens of these queries may now be evicted."""
         if most := self.budget.voters:
             earlier = most - query.shape[1]
             if self.voters is None or earlier <= 0:
                 self.voters = query[:, -most:].clone()
             else:
                 self.voters = torch.cat([self.voters[:, -earlier:], query], 1)
-            self.score_options = {"scale": scale, "softcap": softcap, "sink": sink}
+            self.score_options = options
         if self._overfull:
             self._evict()
 

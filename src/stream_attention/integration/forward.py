@@ -13,7 +13,7 @@ from ..ops.attention import attention
 from ..ops.decode import decode_contiguous
 from ..ops.varlen import varlen_attention
 from .masks import Side, Unpadded, filled, matrix, packed, visible
-from .placeholder import check_new, notify, read
+from .placeholder import cached_by, check_new, read
 
 Tensors = tuple[Tensor, Tensor, Tensor]  # query, key and value, [B, T, H, D]
 
@@ -73,34 +73,33 @@ def stream_attention_forward(
     if most is not None and key.shape[2] > most:
         refuse("key", f"at most max_sequence_length={most} tokens", key.shape[2])
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    softcap = softcap or 0.0
-    options: dict[str, Any] = {"sink": s_aux, "softcap": softcap, "scale": scaling, "backend": backend}
-    options["dropout_p"] = dropout or 0.0
-    cached = None if compiling else key
+    scores = {"scale": scaling, "softcap": softcap or 0.0, "sink": s_aux}
+    options = {**scores, "backend": backend, "dropout_p": dropout or 0.0}
+    layer, cached = None if compiling else cached_by(key), key
     query, key, value = (
         x.transpose(1, 2) if x.stride(-1) == 1 else x.transpose(1, 2).contiguous() for x in (query, key, value)
     )
-    if cached is not None and hasattr(cached, "stream_kv"):
+    if layer is not None and layer.kv is not None:
         windowed = sliding_window is not None and 0 < sliding_window < key.shape[1]
         if not causal or dropout or position_bias is not None or windowed or backend != "auto":
             plain = "a plain cache for cross-attention, dropout, biases, sliding windows and forced backends"
             refuse("past_key_values", plain, "one of ours")
         padding = _padding_alone(attention_mask)
-        if padding is None and getattr(cached, "stream_padded", False):
+        if padding is None and layer.padded:
             refuse("attention_mask", "the padding mask of the cache", "None", "Pass the model the same mask.")
-        out = read(query, cached, padding, scale=scaling, softcap=softcap, sink=s_aux)
+        out = read(query, cached, padding, **scores)
         assert out is not None
     elif attention_mask is None and "cu_seq_lens_q" not in others:
         causal, window = causal and query.shape[1] > 1, _window(sliding_window, causal)
         out = attention(query, key, value, causal=causal, window=window, bias=position_bias, **options)
     else:
-        if hasattr(cached, "stream_new") and attention_mask is not None and attention_mask.dtype is torch.uint8:
+        if layer is not None and layer.new and attention_mask is not None and attention_mask.dtype is torch.uint8:
             padding = _padding_alone(attention_mask)
             if padding is not None:
-                check_new(padding, cached.stream_new)  # type: ignore[union-attr]
+                check_new(padding, layer.new)
         out = _masked((query, key, value), attention_mask, causal, sliding_window, position_bias, others, options)
-    if cached is not None and hasattr(cached, "stream_observer"):
-        notify(query, cached, scaling, softcap, s_aux)
+    if layer is not None:
+        layer.observer(query, scores)
     if head_mask is not None:
         if head_mask.dim() == 4 and head_mask.shape[2:] != (1, 1):
             refuse("head_mask", "a weight per head, [B or 1, Hq, 1, 1]", list(head_mask.shape))

@@ -180,8 +180,8 @@ def stream_mask(**call: Any) -> Tensor | None:
     """The registered mask function: its call differ by version of transformers, always by keyword."""
     readable = not _host_may_not_read(_device(call))
     if readable and (own := _own_attention(type(call["config"]))) is not None:  # type: ignore[arg-type]
-        hint = f"{own} computes its own attention."
-        refuse("attn_implementation", 'another one, as "eager"', '"stream_attention"', hint)
+        hint = f"{own} computes its own attention: load the model with that attn_implementation."
+        refuse("attn_implementation", '"eager", or another that the model supports', '"stream_attention"', hint)
     given, rows = call["attention_mask"], call["batch_size"]
     if given is not None and (given.dim() != 2 or given.shape[0] != rows):
         refuse("attention_mask", f"a row for each of the {rows} of the batch", list(given.shape))

@@ -2,12 +2,13 @@
 
 A cache layer returns keys and values to the model, which passes them to the attention function. Ours does not have them
 as tensors, so it returns placeholders: of the shape that the model expects, all NaN and without memory of their own, so
-that attention which reads them as keys gives NaN. The placeholder keys carry the cache as an attribute.
+that attention which reads them as keys gives NaN. The keys carry the cache as an attribute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,36 +21,31 @@ from ..ops.decode import decode_attention
 MAX_DECODE_QUERIES = 16
 """The most queries of a call that `decode_attention` computes; more are faster by `attention` over plain tensors."""
 
-Observer = Callable[[Tensor, float | None, float, Tensor | None], None]
-"""Called with the queries `[B, Tq, Hq, D]` of a call after its attention, its scale, softcap and sink."""
+Observer = Callable[[Tensor, dict[str, Any]], None]
+"""Called after attention, with its queries `[B, Tq, Hq, D]`, and with its scale, softcap and sink by name."""
 
 
-def placeholder_kv(
-    nan: Tensor, kv: KVCache, length: int, padding_known: bool, padded: bool, observer: Observer | None
-) -> list[Tensor]:
+class Cached(NamedTuple):
+    """What the keys that a cache layer returns carry, as their attribute `stream_cached`."""
+
+    kv: KVCache | None  # what is read in place of placeholder keys; None: the keys are ordinary ones
+    observer: Observer
+    new: int = 0  # tokens after the prompt that this call appended
+    padding_known: bool = False  # the cache was constructed with the padding of the prompt
+    padded: bool = False  # and there is some
+
+
+def cached_by(key: Tensor) -> Cached | None:
+    """What keys carry; None if no layer of ours returned them."""
+    return getattr(key, "stream_cached", None)
+
+
+def placeholder_kv(nan: Tensor, kv: KVCache, length: int) -> list[Tensor]:
     """Keys and values `[B, Hkv, length, .]` in place of those of `kv`; `nan` is a scalar of its dtype."""
-    key, value = (nan.expand(kv.batch, kv.kv_heads, length, dim) for dim in (kv.head_dim, kv.value_dim))
-    key.stream_kv = kv  # type: ignore[attr-defined]
-    key.stream_padding_known = padding_known  # type: ignore[attr-defined]
-    key.stream_padded = padded  # type: ignore[attr-defined]
-    return [observed(key, observer), value]
+    return [nan.expand(kv.batch, kv.kv_heads, length, dim) for dim in (kv.head_dim, kv.value_dim)]
 
 
-def observed(key: Tensor, observer: Observer | None) -> Tensor:
-    """The same keys, placeholders or not, with the observer of their layer."""
-    key.stream_observer = observer  # type: ignore[attr-defined]
-    return key
-
-
-def read(
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sink: Tensor | None = None,
-) -> Tensor | None:
+def read(query: Tensor, key: Tensor, attention_mask: Tensor | None, **options: Any) -> Tensor | None:
     """Attention of the newest queries over the cache of placeholder keys; None where the keys are ordinary ones.
 
     Args:
@@ -58,32 +54,23 @@ def read(
         attention_mask: the model's padding mask, bool `[B, tokens so far]`. The cache must have been constructed with
             it, as it stores no padding: else it is refused, and so is padding among the new tokens, at the cost of a
             synchronisation where these are more than one.
-        scale, softcap, sink: as in `attention`.
+        options: scale, softcap and sink, as in `attention`.
 
     Returns:
         `[B, Tq, Hq, Dv]`.
     """
-    kv = getattr(key, "stream_kv", None)
-    if kv is None:
+    layer = cached_by(key)
+    if layer is None or (kv := layer.kv) is None:
         return None
     if attention_mask is not None:
-        _check_mask(attention_mask, query.shape[1], key)
+        _check_mask(attention_mask, query.shape[1], layer)
     if query.shape[1] > MAX_DECODE_QUERIES and isinstance(kv, ContiguousKV) and kv.lengths is None:
-        return attention(query, kv.key, kv.value, causal=True, scale=scale, softcap=softcap, sink=sink)
-    return decode_attention(query, kv, scale=scale, softcap=softcap, sink=sink)
+        return attention(query, kv.key, kv.value, causal=True, **options)
+    return decode_attention(query, kv, **options)
 
 
-def notify(
-    query: Tensor, key: Tensor, scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None
-) -> None:
-    """Call the observer of these keys, if there is one, after their attention."""
-    observer = getattr(key, "stream_observer", None)
-    if observer is not None:
-        observer(query, scale, softcap, sink)
-
-
-def _check_mask(mask: Tensor, new: int, key: Tensor) -> None:
-    if not key.stream_padding_known:  # type: ignore[attr-defined]
+def _check_mask(mask: Tensor, new: int, layer: Cached) -> None:
+    if not layer.padding_known:
         hint = 'Pass it to the cache: past_key_values=...(model, ..., attention_mask=inputs["attention_mask"]).'
         refuse("attention_mask", "None, or a cache constructed with the prompt's padding", "a mask", hint)
     if mask.dim() != 2:

@@ -59,7 +59,7 @@ class QuantisedLayer(StreamLayer):
         self.kv.lengths.copy_(torch.tensor(self.rows))
         self._store(key, value, 0, max(self.rows))
 
-    def _extend(self, key: Tensor, value: Tensor) -> list[Tensor]:
+    def _extend(self, key: Tensor, value: Tensor) -> QuantizedKV | list[Tensor]:
         new, equal = key.shape[1], len({*self.rows}) == 1
         past = self._past() if new > MAX_DECODE_QUERIES else None
         if max(self.rows) + new > self.kv.capacity:
@@ -84,7 +84,7 @@ class QuantisedLayer(StreamLayer):
             self.kv.append(key, value)
         self.rows = [row + new for row in self.rows]
         if past is None:
-            return self._placeholder(self.kv)
+            return self.kv
         return [torch.cat([old, x], 1).transpose(1, 2) for old, x in zip(past, (key, value), strict=True)]
 
     def _quantized(self, length: int) -> int:

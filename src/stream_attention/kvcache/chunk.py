@@ -40,9 +40,7 @@ class ChunkBasedCompressor(KVCompressor):
             places = (~real[row]).long().argsort(stable=True)[:length]  # of its real tokens
             if length:
                 kept[row, :, places] = self._kept_of_row(scores[row, :, places], budget)
-        counts = kept.sum(-1)
-        order = (~kept).long().argsort(dim=-1, stable=True)
-        return in_order(order, counts, int(counts.max()) if counts.numel() else 0)
+        return in_order((~kept).long().argsort(dim=-1, stable=True), kept.sum(-1))
 
     def _kept_of_row(self, scores: Tensor, budget: int) -> Tensor:
         """Which of a row's real tokens are kept, by their scores `[Hkv, n]`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import refuse
-from ..dispatch.validate import DTYPES
+from ..dispatch.validate import DTYPES, is_tensor, real
 
 
 class CompressionSpec(NamedTuple):
@@ -58,7 +57,7 @@ def checked(spec: CompressionSpec, lengths: Tensor | None, votes: bool) -> Compr
             refuse(name, f"shape {shape}", list(tensor.shape))
     if values.shape[:3] != keys.shape[:3]:
         refuse("values", f"the keys' batch, length and heads, {list(keys.shape[:3])} + [Dv]", list(values.shape))
-    number("compression_ratio", ratio)
+    real("compression_ratio", ratio)
     if ratio < 1:
         refuse("compression_ratio", "at least 1", ratio, "It is how many times smaller the result is.")
 
@@ -82,7 +81,7 @@ def checked(spec: CompressionSpec, lengths: Tensor | None, votes: bool) -> Compr
 
     if lengths is not None and key_mask is not None:
         refuse("key_mask", "None when lengths is given", "a value")
-    real, counts = key_mask, [length] * batch
+    tokens, counts = key_mask, [length] * batch
     if lengths is not None:
         _check("lengths", lengths, keys, (torch.int32, torch.int64), "dtype torch.int32 or torch.int64")
         if lengths.shape != (batch,):
@@ -90,28 +89,19 @@ def checked(spec: CompressionSpec, lengths: Tensor | None, votes: bool) -> Compr
         counts = lengths.tolist()
         if any(not 0 <= n <= length for n in counts):
             refuse("lengths", f"from 0 to the {length} slots of a row", counts)
-        real = torch.arange(length, device=keys.device) < lengths[:, None]
+        tokens = torch.arange(length, device=keys.device) < lengths[:, None]
     elif key_mask is not None:
         _check("key_mask", key_mask, keys, (torch.bool,), "dtype torch.bool (True = a real token)")
         _check_shape("key_mask", key_mask, "[B, T]", [batch, length])
         counts = key_mask.sum(1).tolist()
     if counts == [length] * batch:
-        real = None
-    return spec._replace(ratio=float(ratio), lengths=counts, real=real)
-
-
-def number(name: str, given: Any) -> None:
-    """Refuse what is not a finite number."""
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
-        refuse(name, "a number", f"{given!r} ({type(given).__name__})", error=TypeError)
-    if not math.isfinite(given):
-        refuse(name, "a finite number", given)
+        tokens = None
+    return spec._replace(ratio=float(ratio), lengths=counts, real=tokens)
 
 
 def _check(name: str, tensor: Any, keys: Tensor, dtypes: Collection[torch.dtype] = (), expected: str = "") -> None:
     """Refuse what is no tensor on the keys' device, or of another dtype, where `dtypes` are named."""
-    if not isinstance(tensor, Tensor):
-        refuse(name, "a torch.Tensor", type(tensor).__name__, error=TypeError)
+    is_tensor(name, tensor)
     if tensor.device != keys.device:
         refuse(name, f"the keys' device {keys.device}", tensor.device)
     if dtypes and tensor.dtype not in dtypes:

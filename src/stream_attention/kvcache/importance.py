@@ -41,7 +41,8 @@ class ImportanceBasedCompressor(KVCompressor):
         T may grow from call to call. Prefer `query`, which needs no weights in memory.
         """
         if not self.uses_query:
-            refuse("weights", "none", "a value", f"The method {self.method} does not use attention.")
+            hint = 'Make it with method="attention_sum" to use them.'
+            refuse("weights", f"none for the method {self.method}, which does not use attention", "a value", hint)
         if not isinstance(weights, Tensor) or weights.dim() != 4 or not weights.dtype.is_floating_point:
             shape = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
             refuse("weights", "a floating tensor [B, Hq, Tq, T]", shape)

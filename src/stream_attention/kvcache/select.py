@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..base.errors import refuse
-from .compression_spec import CompressionSpec, number
+from ..dispatch.validate import real
+from .compression_spec import CompressionSpec
 
 Heads = str | Sequence[float]
 """How a row's budget is shared out: "each", "same", "adaptive", or one weight per KV head."""
@@ -40,7 +41,7 @@ def checked_heads(heads: Any) -> Heads:
     if isinstance(heads, str) or not isinstance(heads, Sequence) or not heads:
         refuse("heads", '"each", "same", "adaptive" or one weight per KV head', repr(heads))
     for weight in heads:
-        number("heads", weight)
+        real("heads", weight)
         if weight <= 0:
             refuse("heads", "weights above 0", list(heads))
     return tuple(heads)
@@ -62,8 +63,7 @@ def best(scores: Tensor, spec: CompressionSpec, heads: Heads) -> Tensor:
     scores = comparable(scores, spec.is_real)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     if heads == "adaptive":
-        counts = _adaptive_counts(scores, order, budgets)
-        return in_order(order, counts, int(counts.max()) if counts.numel() else 0)
+        return in_order(order, _adaptive_counts(scores, order, budgets))
     weights = [1.0] * kv_heads if isinstance(heads, str) else list(heads)
     shares = [weight * kv_heads / sum(weights) for weight in weights]
     table = [
@@ -74,14 +74,16 @@ def best(scores: Tensor, spec: CompressionSpec, heads: Heads) -> Tensor:
     return in_order(order, counts, max(map(max, table), default=0))
 
 
-def comparable(scores: Tensor, real: Tensor) -> Tensor:
-    """Scores `[B, Hkv, T]` that are -inf for padding and for nothing else, and finite for real tokens."""
+def comparable(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Scores `[B, Hkv, T]` that are -inf for padding and for nothing else, and finite for `tokens` `[B, T]`."""
     finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # infinities become the largest finite values
-    return finite.masked_fill(~real.unsqueeze(1), -torch.inf)
+    return finite.masked_fill(~tokens.unsqueeze(1), -torch.inf)
 
 
-def in_order(order: Tensor, counts: Tensor, kept: int) -> Tensor:
-    """The first counts `[B, Hkv]` of each order `[B, Hkv, T]`, rising, padded with -1 to `kept`."""
+def in_order(order: Tensor, counts: Tensor, kept: int | None = None) -> Tensor:
+    """The first counts `[B, Hkv]` of each order `[B, Hkv, T]`, rising, padded with -1 to `kept`, the largest count."""
+    if kept is None:
+        kept = int(counts.max()) if counts.numel() else 0
     length = order.shape[-1]
     chosen = torch.arange(kept, device=order.device) < counts.unsqueeze(-1)
     positions = torch.where(chosen, order[..., :kept], length).sort(-1).values

@@ -104,9 +104,9 @@ def attention(
         deterministic: outputs and gradients bit-equal from run to run; None follows
             `torch.use_deterministic_algorithms`.
         return_lse: also return the log of the softmax denominator, `[B, Hq, Tq]`, natural log, sink included.
-        precision: None computes in that of the tensors. "fp8", for inference, computes from e4m3 codes with a scale for
-            every 64 queries and 128 keys of a head: fp16 or bf16, D = Dv of 64, 128 or 256, causal, window and scale;
-            the other modifiers and gradients are refused.
+        precision: None computes in that of the tensors. "fp8", for inference, quantises them to e4m3, with a
+            scale for every 64 queries and 128 keys of a head: fp16 or bf16, D = Dv of 64, 128 or 256, causal, window
+            and scale; the other modifiers and gradients are refused.
         rotate: with "fp8", turn queries and keys by a Hadamard matrix first, against outliers in a few channels.
         backend: "auto", or the name of the backend that must do it; "triton(block_m=64)" also forces a tile.
 

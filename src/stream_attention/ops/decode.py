@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -176,8 +176,7 @@ def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -
             return _decode_outside(inputs, options, False)
         compute = _prepare(plan, inputs)
         if key is not None:
-            call = _Call(compute, checks.should_validate(None, inputs.query))
-            launch_cache.keep(key, call)
+            launch_cache.keep(key, (compute, checks.should_validate(None, inputs.query)))
         result, lse = compute(inputs)
         return result if lse is None else (result, lse)
 
@@ -185,14 +184,14 @@ def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -
 _decode_outside = uncompiled("launches of kernels are not traced")(_decode)
 
 
-class _Call(NamedTuple):
-    """A cached call."""
+Call = Callable[..., tuple[Tensor, Tensor | None]]
+"""A prepared call: of its inputs and, where they are known, the addresses of its cache's tensors."""
 
-    compute: Callable[..., tuple[Tensor, Tensor | None]]
-    reads_values: bool  # of lengths and pages, unless told not to: on a CPU
+Kept = tuple[Call, bool]
+"""A cached call, and whether it reads the values of lengths and pages unless asked not to: on a CPU."""
 
 
-def _run(call: _Call, addresses: list[int], inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Any:
+def _run(call: Kept, addresses: list[int], inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Any:
     """Compute a cached call, labelled for a profiler, and compare it with one that is prepared anew if asked to."""
     compute, reads_values = call
     if look is not False and (look is not None or reads_values):
@@ -314,9 +313,9 @@ def _refuse_gradients(query: Any, cache: Any, alibi_slopes: Any, sink: Any) -> N
 
 def _planned(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Plan:
     """Check a call, state its problem and plan it."""
-    query, cache, tree, slopes, sink, out, return_lse, workspace = inputs
+    query, cache, tree, slopes, sink, _, return_lse, workspace = inputs
     causal, window, softcap, scale, num_splits, batch_invariant, backend = options
-    validate.decoding(query, cache, tree, slopes, sink, out)
+    validate.decoding(inputs)
     validate.options(CallOptions(causal, window, softcap, scale, return_lse=return_lse), query)
     sides = sides_of(causal and tree is None, window)
     validate.lengths_and_pages(cache, query.shape[1], sides.left, look)
@@ -328,12 +327,12 @@ def _planned(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) 
     return plan
 
 
-def _prepare(plan: Plan, inputs: DecodeInputs) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _prepare(plan: Plan, inputs: DecodeInputs) -> Call:
     """The planned call on every cache that lies as this one does."""
     warn_if_lacking(plan)
     backend = BY_NAME[plan.backend]
     if backend.compiles:
-        validate.without_tangent(inputs.query, inputs.cache, inputs.alibi_slopes, inputs.sink)
+        validate.without_tangent(inputs)
     compute = backend.prepare_decode(plan.problem, _with_rows(inputs), plan.config)
     if backend.compiles:
         return compute if inputs.alibi_slopes is None else lambda inputs, *at: compute(_with_rows(inputs), *at)
@@ -371,7 +370,7 @@ def decode_workspace(
     >>> decode_workspace(torch.randn(2, 1, 8, 16), cache)  # plain torch on a CPU needs none
     tensor([])
     """
-    validate.decoding(query, cache, None, None, None, None)
+    validate.decoding(DecodeInputs(query, cache))
     plan = _plan(decode_problem(query, cache), num_splits, batch_invariant, backend)
     return query.new_empty(workspace_numbers(plan.problem, plan.config), dtype=torch.float32)
 

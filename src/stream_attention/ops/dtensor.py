@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..base.errors import refuse
 
@@ -31,8 +32,6 @@ def dtensor_attention(op: Callable[..., Any], tensors: dict[str, Any], options: 
     `tensors` are all tensors of the call, None included. Of mask, bias, slopes, sink and offsets those that are no
     DTensors are the same on all ranks.
     """
-    from torch.distributed.tensor import DTensor, Shard
-
     query, value, return_lse = tensors["query"], tensors["value"], options["return_lse"]
     result = op(**local_shards(tensors, options), **options)
 
@@ -55,8 +54,6 @@ def dtensor_attention(op: Callable[..., Any], tensors: dict[str, Any], options: 
 def local_shards(tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of every tensor of a call, with their gradients' way back; refuses what ranks cannot compute
     apart."""
-    from torch.distributed.tensor import Replicate
-
     query = tensors["query"]
     heads = query.dim() - 2
     dims = {0: "batch", heads: "heads"} if query.dim() == 4 else {heads: "heads"}
@@ -64,15 +61,15 @@ def local_shards(tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, 
     if options.get("dropout_p"):
         hint = "Each rank would generate its own mask. Call it on the local shards: x.to_local()."
         refuse("dropout_p", "0.0 with DTensors", options["dropout_p"], hint)
-    everywhere = [Replicate()] * query.device_mesh.ndim
-    offsets = [name for name in ("cu_seqlens_q", "cu_seqlens_k") if name in tensors]
     local = {"query": query.to_local()}
     local |= {name: _shard(name, tensors[name], query, dims) for name in _FROM_END if name in tensors}
-    for name in offsets:
-        given = tensors[name]
-        if _is_dtensor(given) and list(given.placements) != everywhere:
-            refuse(name, "a replicated tensor, Replicate()", list(given.placements))
-        local[name] = given.to_local() if _is_dtensor(given) else given
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if name in tensors:
+            given = local[name] = tensors[name]
+            if isinstance(given, DTensor):
+                if any(placement != Replicate() for placement in given.placements):
+                    refuse(name, "a replicated tensor, Replicate()", list(given.placements))
+                local[name] = given.to_local()
     return local
 
 
@@ -82,7 +79,7 @@ def _check(tensors: dict[str, Any], dims: dict[int, str]) -> None:
     legal = " or ".join([*(f"Shard({dim}) (by {what})" for dim, what in dims.items()), "Replicate()"])
     for name in ("query", "key", "value"):
         tensor = tensors[name]
-        if not _is_dtensor(tensor):
+        if not isinstance(tensor, DTensor):
             words = "To make one, call DTensor.from_local(x, mesh, placements)."
             refuse(name, "a DTensor like the query", type(tensor).__name__, words, TypeError)
         if tensor.dim() != query.dim():
@@ -90,7 +87,8 @@ def _check(tensors: dict[str, Any], dims: dict[int, str]) -> None:
         if tensor.device_mesh != query.device_mesh:
             refuse(name, f"the query's mesh {query.device_mesh}", tensor.device_mesh)
         for placement in tensor.placements:
-            if not _is_legal(placement, dims):
+            sharded = type(placement) is Shard and placement.dim in dims
+            if type(placement) is not Replicate and not sharded:
                 refuse(name, legal, repr(placement), _way_out(placement, query.dim()))
     ranks = 1
     for place, placement in enumerate(query.placements):
@@ -99,12 +97,6 @@ def _check(tensors: dict[str, Any], dims: dict[int, str]) -> None:
     q_heads, kv_heads = query.shape[-2], key.shape[-2]
     if q_heads % ranks or (kv_heads > 1 and kv_heads % ranks):
         refuse("query", f"head counts divisible by {ranks} ranks", f"Hq={q_heads} and Hkv={kv_heads}")
-
-
-def _is_legal(placement: Any, dims: dict[int, str]) -> bool:
-    from torch.distributed.tensor import Replicate, Shard
-
-    return type(placement) is Replicate or (type(placement) is Shard and placement.dim in dims)
 
 
 def _way_out(placement: Any, dims: int) -> str:
@@ -120,19 +112,17 @@ def _way_out(placement: Any, dims: int) -> str:
 
 def _shard(name: str, tensor: Any, query: Any, dims: dict[int, str]) -> Any:
     """This rank's part of a tensor beside the query, which is sharded as that is or else replicated."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
     if tensor is None:
         return None
     mesh, replicated = query.device_mesh, Replicate()
-    one: Any
-    gradient: Any
-    if not _is_dtensor(tensor):
+    one: Placement
+    gradient: Placement
+    if not isinstance(tensor, DTensor):
         tensor = DTensor.from_local(tensor, mesh, [replicated] * mesh.ndim, run_check=False)
     if tensor.device_mesh != mesh:
         refuse(name, f"the query's mesh {mesh}", tensor.device_mesh)
-    wanted: list[Any] = []
-    gradients: list[Any] = []
+    wanted: list[Placement] = []
+    gradients: list[Placement] = []
     for place, (of_query, given) in enumerate(zip(query.placements, tensor.placements, strict=True)):
         one = gradient = replicated
         if mesh.size(place) == 1:  # one rank has all of it, whatever its placement is called
@@ -150,7 +140,3 @@ def _shard(name: str, tensor: Any, query: Any, dims: dict[int, str]) -> Any:
         wanted.append(one)
         gradients.append(gradient)
     return tensor.redistribute(placements=wanted).to_local(grad_placements=gradients)
-
-
-def _is_dtensor(tensor: Any) -> bool:
-    return hasattr(tensor, "device_mesh")

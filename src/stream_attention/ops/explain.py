@@ -14,7 +14,6 @@ from ..dispatch import validate
 from ..dispatch.plan import Plan, plan
 from ..dispatch.prepare import problem_of
 from .attention import attention, prepare_attention
-from .dtensor import local_shards
 from .fp8 import in_fp8
 from .nested import packed as packed_nested
 from .varlen import prepare_varlen, varlen_attention
@@ -61,6 +60,8 @@ def problems_of_call(query: Tensor, key: Tensor, value: Tensor, **arguments: Any
         tensors, packing = packed_nested(query, key, value, arguments.pop("mask", None), arguments.pop("bias", None))
         return problems_of_call(*tensors, **(arguments | packing))
     if isinstance(query, Tensor) and hasattr(query, "device_mesh"):
+        from .dtensor import local_shards
+
         arguments |= local_shards({"query": query, "key": key, "value": value, **arguments}, arguments)
         return problems_of_call(**arguments)
     packed = "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments

@@ -1,7 +1,7 @@
-"""Attention in FP8: `attention(precision="fp8")` behind its checks, and the form that takes keys and values as codes.
+"""Attention in FP8: `attention(precision="fp8")` behind its checks, and the form that takes quantised keys and values.
 
-Codes are made by a pre-pass, one launch for queries, keys and values; `backends/reference/fp8.py` specifies them and
-what is computed from them. There is no gradient, and nothing here falls back to another precision.
+A pre-pass quantises, in one launch for queries, keys and values; `backends/reference/fp8.py` specifies the quantised
+values ("codes") and what is computed from them. There is no gradient, and nothing here falls back to another precision.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def quantize_fp8(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Fp8KV:
-    """Keys and values as e4m3 codes with a scale for every 128 rows of a head, to be attended to any number of times.
+    """Keys and values in e4m3 with a scale for every 128 rows of a head, to be attended to any number of times.
 
-    They are the codes that `attention(precision="fp8")` makes of them. One launch where Triton runs on a GPU of compute
+    They are quantised as `attention(precision="fp8")` quantises them. One launch where Triton runs on a GPU of compute
     capability 8.9 or newer; elsewhere plain torch computes the same bits, slowly.
 
     Args:
@@ -175,10 +175,10 @@ def attention_fp8(
     max_seqlen_q: int | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention in FP8 to keys and values that are codes already: the queries alone are quantised, 64 rows to a scale.
+    """Attention in FP8 to quantised keys and values: the queries alone are quantised here, 64 rows to a scale.
 
     Bit for bit what `attention(precision="fp8")` computes of the keys and values that `kv` was made of, where every key
-    is seen by some query (here an unseen key still counts in the scale of its block).
+    is visible to some query (here a masked key still counts in the scale of its block).
 
     Args:
         query: `[B, Tq, Hq, D]`, fp16 or bf16; packed sequences: `[Nq, Hq, D]`.
@@ -215,7 +215,7 @@ def explain_fp8(query: Tensor, kv: Fp8KV, **arguments: Any) -> Plan:
     backend   reference: dense, quantised values in fp64
     """
     given = validate.bound(attention_fp8, query, kv, **arguments)
-    planned, _ = _plan_coded(_checked(query, kv, given["cu_seqlens_q"], given["max_seqlen_q"], CallOptions.of(given)))
+    planned, _ = _planned(_checked(query, kv, given["cu_seqlens_q"], given["max_seqlen_q"], CallOptions.of(given)))
     print(planned)
     return planned
 
@@ -233,8 +233,8 @@ def _attended(
             if (prepared := launch_cache.find(key, coded, key.lengths, op_options)) is not None:
                 return prepared(coded, return_lse)
     arguments = _checked(query, kv, cu_seqlens_q, max_seqlen_q, CallOptions(*options))
-    call = _prepare_coded(arguments)
-    inputs: Any = CodedInputs._make(arguments[:_CODED])
+    call = prepare(arguments, kv.rotate)
+    inputs: Any = CodedInputs._make(arguments[: _INPUTS + 1])
     if found is not None:
         launch_cache.keep_prepared(found[0], call, inputs)
     return call(inputs, return_lse)
@@ -283,21 +283,18 @@ def _checked(
     return *arguments[:_INPUTS], kv, *arguments[_INPUTS:]
 
 
-_INPUTS, _CODED = len(Inputs._fields), len(CodedInputs._fields)
+_INPUTS = len(Inputs._fields)
 
 
-def _plan_coded(arguments: tuple[Any, ...]) -> tuple[Plan, CodedInputs]:
-    """The plan of a call of `attention_fp8` that was checked."""
-    inputs = CodedInputs._make(arguments[:_CODED])
-    rows = inputs.kv.codes.scales.new_empty(()).expand(inputs.kv.shape)  # of the shape of what was quantised
-    problem, _, backend = problem_of((inputs.query, rows, rows, *inputs[3:-1], *arguments[_CODED:]))
-    return plan(in_fp8(problem), backend), inputs
-
-
-def _prepare_coded(arguments: tuple[Any, ...]) -> PreparedCall:
-    """A call of `attention_fp8` that was checked, planned and bound."""
-    planned, inputs = _plan_coded(arguments)
-    return _prepared(planned, inputs, inputs.kv.rotate, arguments[_CODED:], _prepare_coded)
+def _planned(arguments: tuple[Any, ...]) -> tuple[Plan, Any]:
+    """The plan of a call that was checked, and its inputs: `CodedInputs` where an `Fp8KV` is the last of them."""
+    kv = arguments[_INPUTS]
+    if not isinstance(kv, Fp8KV):
+        problem, inputs, backend = problem_of(arguments)
+        return plan(in_fp8(problem), backend), inputs
+    rows = kv.codes.scales.new_empty(()).expand(kv.shape)  # of the shape of what was quantised
+    problem, _, backend = problem_of((arguments[0], rows, rows, *arguments[3:_INPUTS], *arguments[_INPUTS + 1 :]))
+    return plan(in_fp8(problem), backend), CodedInputs._make(arguments[: _INPUTS + 1])
 
 
 @uncompiled(REASON)
@@ -312,19 +309,15 @@ def call(arguments: tuple[Any, ...], rotate: bool) -> tuple[Tensor, Tensor]:
 
 
 def prepare(arguments: tuple[Any, ...], rotate: bool) -> PreparedCall:
-    """A call that was checked as one of the library op, planned and bound: the pre-pass and the kernel."""
-    problem, inputs, backend = problem_of(arguments)
-    planned = plan(in_fp8(problem), backend)
-    return _prepared(planned, inputs, rotate, arguments[_INPUTS:], partial(prepare, rotate=rotate))
-
-
-def _prepared(planned: Plan, inputs: Any, rotate: bool, options: tuple[Any, ...], anew: Any) -> PreparedCall:
+    """A call that was checked, planned and bound: the pre-pass and the kernel."""
+    planned, inputs = _planned(arguments)
     warn_if_lacking(planned)
     problem, backend = planned.problem, BY_NAME[planned.backend]
     forward = backend.prepare_fp8(problem, inputs, planned.config, rotate)
     if not backend.compiles:
         forward = without_autocast(forward, problem.device.type)
-    return PreparedCall(planned, problem, forward, launch_cache.places_of(inputs), options, anew)
+    places, options = launch_cache.places_of(inputs), arguments[len(inputs) :]
+    return PreparedCall(planned, problem, forward, places, options, partial(prepare, rotate=rotate))
 
 
 def in_fp8(problem: Problem) -> Problem:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..backends.eager.tuning import blocked
-from ..base.errors import check_int, refuse
+from ..base.errors import refuse
 from ..base.problem import CallOptions, Inputs
 from ..dispatch import validate
 from ..dispatch.prepare import problem_of
@@ -104,8 +104,5 @@ def _check_rows(
             refuse(name, f"the query's device {query.device}", tensor.device)
         if tensor.shape not in shapes:
             refuse(name, f"shape {' or '.join(str(list(shape)) for shape in shapes)}", list(tensor.shape))
-    if window_queries is not None:
-        if isinstance(window_queries, bool) or not isinstance(window_queries, int):
-            refuse("window_queries", "an int or None", repr(window_queries), error=TypeError)
-        check_int("window_queries", window_queries, 1)
+    validate.optional_int("window_queries", window_queries, 1)
     validate.flags(per_query_head=per_query_head)

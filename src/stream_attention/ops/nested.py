@@ -26,7 +26,7 @@ def nested_attention(tensors: dict[str, Any], options: dict[str, Any]) -> Tensor
 def packed(
     query: Any, key: Any, value: Any, mask: Tensor | None, bias: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """The rows of nested tensors and what `varlen_attention` has to be told about them."""
+    """The rows of nested tensors and the arguments of `varlen_attention` that describe them."""
     validate.nested_tensors(query, key, value, mask, bias)
     packing = {
         "cu_seqlens_q": query.offsets(),

@@ -137,7 +137,7 @@ def _lengths(
     return q_len, longest("cu_seqlens_k", cu_seqlens[1], key.shape[0], max_seqlen_k)
 
 
-def has_offsets(rows: Any, offsets: Any, told: Any) -> bool:
+def has_offsets(rows: Any, offsets: Any, given: Any) -> bool:
     """Whether a pack has contiguous offsets, which can be read before the call is checked."""
     if type(rows) is not Tensor or rows.is_nested or rows.dim() != 3 or type(offsets) is not Tensor:
         return False
@@ -147,14 +147,13 @@ def has_offsets(rows: Any, offsets: Any, told: Any) -> bool:
         and offsets.numel() > 0
         and offsets.is_contiguous()
         and offsets.device == rows.device
-        and (told is None or (type(told) is int and told >= 0))
+        and (given is None or (type(given) is int and given >= 0))
     )
 
 
 def prepare_varlen(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> tuple[Any, ...]:
     """Check a call of `varlen_attention` and turn it into arguments of the library op; nothing is computed."""
-    offsets = others["cu_seqlens_q"], others["cu_seqlens_k"]
-    inputs = Inputs(query, key, value, *map(others.get, TENSORS[3:]), None, *offsets)  # type: ignore[call-arg]
+    inputs = Inputs(query, key, value, *map(others.get, Inputs._fields[3:]))._replace(seed=None)
     return _checked(inputs, CallOptions.of(others), others.get("max_seqlen_q"), others.get("max_seqlen_k"))
 
 
@@ -168,10 +167,10 @@ def _checked(
     return op_arguments(inputs, options, q_len, k_len)
 
 
-def longest(name: str, cu_seqlens: Tensor, rows: int, told: int | None) -> int:
-    """The longest sequence: as told, or read from the offsets. Offsets are checked whenever they are read."""
+def longest(name: str, cu_seqlens: Tensor, rows: int, given: int | None) -> int:
+    """The longest sequence: as given, or read from the offsets. Offsets are checked whenever they are read."""
     has_values = not torch.compiler.is_compiling() and not isinstance(cu_seqlens, FakeTensor)
     on_host = cu_seqlens.device.type == "cpu" and has_values
-    if told is not None and not on_host:
-        return min(told, rows)
-    return validate.cu_seqlens_values(name, cu_seqlens.tolist(), rows, told)
+    if given is not None and not on_host:
+        return min(given, rows)
+    return validate.cu_seqlens_values(name, cu_seqlens.tolist(), rows, given)
