@@ -1,4 +1,4 @@
-"""Token after token: rows of different lengths in shuffled pages, a step that a GPU replays, a cache in fewer bits.
+"""Decode token by token: rows of different lengths in shuffled pages, a step in a CUDA graph, a quantised cache.
 
 python examples/decode.py [--prompt 512] [--steps 16] [--heads 8] [--kv-heads 2] [--dim 64] [--device cuda]
 """
@@ -89,7 +89,7 @@ def main() -> None:
     print(f"{options.steps} steps, {how}: rows of {listed(cache.lengths)} tokens.")
     print(f"Largest difference from attention() on each row alone: {worst:.1e}")
 
-    print("The same cache in fewer bits, and how far that leads a query astray:")
+    print("The same cache quantised, and the error of a query's output:")
     question = tokens(1, options.heads)
     exact = decode_attention(question, cache)
     for format in ("fp8", "int8", "int4"):
@@ -106,7 +106,7 @@ def angles(positions: int, dim: int, where: str) -> Rotary:
 
 
 def turn(query: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
-    """A query of each row `[B, 1, Hq, D]`, turned by its row's position `[B]` as `append` turns keys."""
+    """A query of each row `[B, 1, Hq, D]`, rotated by its row's position `[B]` as `append` rotates keys."""
     x, y = query.float().chunk(2, -1)
     cos, sin = (table[positions.long(), None, None] for table in rotary[:2])
     return torch.cat([x * cos - y * sin, y * cos + x * sin], -1).to(query.dtype)

@@ -1,4 +1,4 @@
-"""Put the attention into models that exist: a stock encoder, a block of one's own, torch.compile; and time it.
+"""Use the attention in existing models: a stock encoder, a block of your own, torch.compile; and time it.
 
 python examples/integration_example.py [--length 512] [--embed 256] [--heads 4] [--compile] [--device cuda]
 """
@@ -92,7 +92,7 @@ def main() -> None:
     for name, milliseconds in times.items():
         print(f"   {name:22} {milliseconds:8.2f} ms")
 
-    print("4. A block of one's own, trained for a step.")
+    print("4. A block of your own, trained for a step.")
     config = StreamAttentionConfig(
         num_heads=options.heads, head_dim=options.embed // options.heads, dropout=0.1, use_fp16=False
     )

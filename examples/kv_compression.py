@@ -1,4 +1,4 @@
-"""A cache made smaller by every method: what stays, what it weighs, and how far later queries are led astray.
+"""A cache compressed by every method: the tokens and bytes that stay, and the error of later queries.
 
 python examples/kv_compression.py [--length 2048] [--ratio 4] [--heads 8] [--kv-heads 2] [--dim 64] [--device cuda]
 """

@@ -1,11 +1,11 @@
-"""Long sequences, forward and backward, in memory that grows with N: of 16k to 1M tokens what this machine can do.
+"""Long sequences, forward and backward, in memory that grows with N: from 16k tokens up to what this machine can do.
 
     python examples/long_context_example.py [--budget-seconds 60] [--lengths 16384 65536] [--window 1024]
 
-From the shortest to the longest it says what a length should take, from what the one before took, and runs it if time
-and memory are left. The budget is for everything from the first tensor on; a run that outlasts it is broken off.
-`--window` looks back that many tokens instead of at all of them, so that time grows with N too: with 1024, a million
-tokens of one head took half a minute and 2.9 GiB on one core of a shared server.
+From the shortest to the longest, it estimates each length from the one before, and runs it if time and memory are left.
+The budget covers everything from the first tensor on; a run that exceeds it is stopped. With `--window` each token sees
+that many tokens instead of all, so that time grows with N too: with 1024, a million tokens of one head took half a
+minute and 2.9 GiB on one core of a shared server.
 """
 
 from __future__ import annotations

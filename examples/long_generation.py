@@ -1,7 +1,7 @@
-"""A model of transformers that generates with a cache of few bits, or of so many tokens and no more.
+"""A model of transformers that generates with a quantised cache, or with a cache of a bounded number of tokens.
 
-The model is a small Llama with random weights, made here: its text means nothing, its memory does. Each cache
-generates the same number of tokens; the first one, which keeps everything, is what the others are compared with.
+The model is a small Llama with random weights: its text is meaningless, its memory use is not. Each cache generates the
+same number of tokens; the first one, which keeps everything, is what the others are compared with.
 
 python examples/long_generation.py [--prompt 512] [--new 256] [--budget 128] [--layers 4] [--device cuda]
 """

@@ -1,11 +1,11 @@
-"""One sequence over several ranks: who has which rows, what travels, and that the result is that of one device.
+"""One sequence over several ranks: which rank has which rows, what is sent, and that the result is that of one device.
 
     python examples/ring_attention.py [--ranks 4] [--length 1024] [--heads 8] [--kv-heads 4] [--dim 32] [--device cuda]
     torchrun --standalone --nproc-per-node=4 examples/ring_attention.py
 
 Started by python the ranks are virtual: all of them in this process, on one device, with the same code and the same
-kernels. Started by torchrun they are processes: over NCCL where each has a GPU of its own, else over gloo. Every rank
-also computes everything alone here, to compare.
+kernels. Started by torchrun they are processes: over NCCL if each has a GPU of its own, else over gloo. For comparison
+every rank also computes everything alone.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python examples/train_transformer_block.py [--pairs 8] [--steps 300] [--device cuda]
 
-A sequence is `key value key value ...` and then its keys again in another order; after each of those the model must
-say the value that stood behind it. Pairs are drawn afresh, so nothing can be learned by heart: a model that cannot look
-back does no better than guessing. ALiBi slopes are all the model knows about positions.
+A sequence is `key value key value ...` and then its keys again in another order; after each of these the model must
+predict the value that followed it. Pairs are random in each sequence, so nothing can be memorised: a model without
+attention can only guess. ALiBi slopes are the model's only position information.
 """
 
 from __future__ import annotations

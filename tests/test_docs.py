@@ -6,6 +6,7 @@ In a page a ```python block runs; what only shows a signature or an output is fe
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import inspect
 import os
@@ -264,12 +265,50 @@ def test_the_table_of_compressors_has_their_options_with_their_defaults() -> Non
         assert {name: default.strip('"') for name, default in said} == defaults
 
 
-def test_the_table_of_variables_has_those_that_are_read() -> None:
+def test_the_table_of_variables_has_those_that_from_env_reads() -> None:
     from stream_attention.core.config import VARIABLES
 
-    page = (ROOT / "docs/modules.md").read_text()
-    rows = re.findall(r"^\| `(STREAM_ATTENTION_\w+)` \| `(\w+)`", page, re.MULTILINE)
+    page = (ROOT / "docs/environment.md").read_text()
+    rows = re.findall(
+        r"^\| `(STREAM_ATTENTION_\w+)` \| `(\w+)`", page.partition("| variable | field |")[2], re.MULTILINE
+    )
     assert dict(rows) == VARIABLES
+
+
+def variables_read(source: str) -> set[str]:
+    """Environment variables that a file names: by `os.environ`, by `launched`, or as one of ours."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Attribute(attr="environ")), args=[ast.Constant(value=str(name)), *_]
+            ):
+                found.add(name)
+            case ast.Call(func=ast.Name(id="launched"), args=[ast.Constant(value=str(name)), *_]):
+                found.add(name)
+            case ast.Subscript(value=ast.Attribute(attr="environ"), slice=ast.Constant(value=str(name))):
+                found.add(name)
+            case ast.Compare(left=ast.Constant(value=str(name)), comparators=[ast.Attribute(attr="environ")]):
+                found.add(name)
+            case ast.Constant(value=str(name)) if re.fullmatch(r"STREAM_ATTENTION_[A-Z_]+", name):
+                found.add(name)
+    return found
+
+
+def test_the_page_of_environment_variables_has_those_that_the_sources_read() -> None:
+    page = (ROOT / "docs/environment.md").read_text()
+    first_cells = re.findall(r"^\| (`[A-Z].*?) \|", page, re.MULTILINE)
+    retired = re.findall(r"^`STREAM.* do nothing", page, re.MULTILINE)
+    listed = {name for cell in [*first_cells, *retired] for name in re.findall(r"`([A-Z_]+)`", cell)}
+    read = set().union(*(variables_read(path.read_text()) for path in (ROOT / "src").rglob("*.py")))
+    assert listed == read
+
+
+def test_from_env_accepts_every_variable_of_the_page_that_is_read_elsewhere() -> None:
+    first = (ROOT / "docs/environment.md").read_text().partition("## `StreamAttentionConfig")[0]
+    elsewhere = dict.fromkeys(re.findall(r"^\| `(STREAM_ATTENTION_\w+)`", first, re.MULTILINE), "1")
+    assert len(elsewhere) >= 4
+    assert StreamAttentionConfig.from_env(elsewhere) == StreamAttentionConfig()
 
 
 def test_the_commands_page_names_every_command_and_every_flag() -> None:

@@ -43,12 +43,12 @@ def power(exponent: float) -> Fraction:
 
 
 def merge(a: State, b: State) -> State:
-    """The state of both sets of keys: each shrinks from its own maximum to the larger one, and the sums add up."""
+    """The state of both sets of keys: each is rescaled from its own maximum to the larger one, and the sums add up."""
     row_max = max(a.row_max, b.row_max)
     if row_max == EMPTY_MAX:
         return EMPTY  # -inf minus -inf is no number
-    shrink_a, shrink_b = power(a.row_max - row_max), power(b.row_max - row_max)
-    return State(row_max, a.row_sum * shrink_a + b.row_sum * shrink_b, a.acc * shrink_a + b.acc * shrink_b)
+    rescale_a, rescale_b = power(a.row_max - row_max), power(b.row_max - row_max)
+    return State(row_max, a.row_sum * rescale_a + b.row_sum * rescale_b, a.acc * rescale_a + b.acc * rescale_b)
 
 
 def one_key(score: int, value: int) -> State:
@@ -64,13 +64,13 @@ def two_passes(scores: Sequence[int], values: Sequence[int]) -> Fraction:
 
 
 def show_steps(scores: Sequence[int], values: Sequence[int]) -> State:
-    print("score value |  max  shrink  weight |    sum     acc |    out")
+    print("score value |  max rescale  weight |    sum     acc |    out")
     state = EMPTY
     for score, value in zip(scores, values, strict=True):
         new = merge(state, one_key(score, value))
-        shrink, weight = power(state.row_max - new.row_max), power(score - new.row_max)
+        rescale, weight = power(state.row_max - new.row_max), power(score - new.row_max)
         state = new
-        cells = [str(shrink), str(weight), str(state.row_sum), str(state.acc), str(state.out)]
+        cells = [str(rescale), str(weight), str(state.row_sum), str(state.acc), str(state.out)]
         print("{:5} {:5} | {:4.0f}  {:>6}  {:>6} | {:>6}  {:>6} | {:>6}".format(score, value, state.row_max, *cells))
     print(f"out {state.out} = {float(state.out):g}, lse {state.lse:.4f}; in two passes {two_passes(scores, values)}\n")
     return state

@@ -63,9 +63,9 @@ def blocked_attention(q: Array, k: Array, v: Array, memory: SlowMemory, block_q:
             scores = q_tile @ memory.load(k, keys).T  # [block_q, block_k], and gone with the next block
             new_max = np.maximum(row_max, scores.max(1, keepdims=True))
             weights = np.exp(scores - new_max)
-            shrink = np.exp(row_max - new_max)
-            row_sum = row_sum * shrink + weights.sum(1, keepdims=True)
-            acc = acc * shrink + weights @ memory.load(v, keys)
+            rescale = np.exp(row_max - new_max)
+            row_sum = row_sum * rescale + weights.sum(1, keepdims=True)
+            acc = acc * rescale + weights @ memory.load(v, keys)
             row_max = new_max
         memory.store(out, acc / row_sum, rows)
     return out

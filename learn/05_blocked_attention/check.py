@@ -15,7 +15,7 @@ import checking
 
 CASES = {  # name: Tq, Tk, D, Dv, block_q, block_k, factor of the queries, what to think of
     "one block": (8, 8, 16, 16, 8, 8, 1.0, "Is the scale D^-0.5?"),
-    "two blocks of keys": (8, 16, 16, 16, 8, 8, 1.0, "When the maximum rises, sum and acc both shrink."),
+    "two blocks of keys": (8, 16, 16, 16, 8, 8, 1.0, "When the maximum rises, sum and acc are both rescaled."),
     "lengths that are no multiples": (10, 21, 16, 16, 4, 8, 1.0, "The last block is smaller."),
     "values of another width": (10, 21, 16, 8, 4, 8, 1.0, "acc is as wide as v."),
     "large scores": (16, 64, 16, 16, 16, 8, 200.0, "Subtract the running maximum before you exponentiate."),

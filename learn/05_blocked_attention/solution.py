@@ -21,9 +21,9 @@ def blocked_attention(q: Array, k: Array, v: Array, block_q: int, block_k: int) 
             scores = q_tile @ k[start_k : start_k + block_k].T * scale
             new_max = np.maximum(row_max, scores.max(1, keepdims=True))
             weights = np.exp(scores - new_max)
-            shrink = np.exp(row_max - new_max)
-            row_sum = row_sum * shrink + weights.sum(1, keepdims=True)
-            acc = acc * shrink + weights @ v[start_k : start_k + block_k]
+            rescale = np.exp(row_max - new_max)
+            row_sum = row_sum * rescale + weights.sum(1, keepdims=True)
+            acc = acc * rescale + weights @ v[start_k : start_k + block_k]
             row_max = new_max
         out[start_q : start_q + block_q] = acc / row_sum
         lse[start_q : start_q + block_q] = (row_max + np.log(row_sum))[:, 0]

@@ -74,12 +74,12 @@ def flash_kernel(
 
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None])
-        shrink = tl.exp2(row_max - new_max)
-        row_sum = row_sum * shrink + tl.sum(weights, 1)
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
         row_max = new_max
 
         v = tl.load(v_ptr + rows[:, None] * stride_vt + offs_d[None, :], mask=mask_n[:, None], other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
 
     # Finish and store. lse is a natural logarithm, as everywhere outside kernels.
     out = acc / row_sum[:, None]

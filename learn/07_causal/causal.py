@@ -45,9 +45,9 @@ def attend_tile(tile_n, q, q_pos, k_ptr, v_ptr, k_len, scale, row_max, row_sum, 
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     safe_max = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max  # a row may have seen nothing
     weights = tl.exp(scores - safe_max[:, None])
-    shrink = tl.exp(row_max - safe_max)
-    acc = acc * shrink[:, None] + tl.dot(weights, v, input_precision="ieee")
-    return new_max, row_sum * shrink + tl.sum(weights, 1), acc
+    rescale = tl.exp(row_max - safe_max)
+    acc = acc * rescale[:, None] + tl.dot(weights, v, input_precision="ieee")
+    return new_max, row_sum * rescale + tl.sum(weights, 1), acc
 
 
 @triton.jit

@@ -51,9 +51,9 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_len, k_len, scale,
         scores = tl.where((offs_n < k_len)[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp(scores - new_max[:, None])
-        shrink = tl.exp(row_max - new_max)
-        row_sum = row_sum * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights, load_tile(v_ptr, offs_n, k_len, D), input_precision="ieee")
+        rescale = tl.exp(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        acc = acc * rescale[:, None] + tl.dot(weights, load_tile(v_ptr, offs_n, k_len, D), input_precision="ieee")
         row_max = new_max
     rows = offs_m < q_len
     tl.store(out_ptr + offs_m[:, None] * D + tl.arange(0, D)[None, :], acc / row_sum[:, None], mask=rows[:, None])

@@ -48,9 +48,9 @@ def split_kernel(q_ptr, k_ptr, v_ptr, outs_ptr, lses_ptr, k_len, splits, scale, 
         scores = tl.where((offs_n < k_len)[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp(scores - new_max[:, None])
-        shrink = tl.exp(row_max - new_max)
-        row_sum = row_sum * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights, v, input_precision="ieee")
+        rescale = tl.exp(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        acc = acc * rescale[:, None] + tl.dot(weights, v, input_precision="ieee")
         row_max = new_max
     seen = row_sum > 0
     out = acc / tl.where(seen, row_sum, 1.0)[:, None]

@@ -78,15 +78,15 @@ def consumer(out_ptr, scale, q_tile, k_tiles, v_tiles, q_full, full, empty, bloc
             scores = warpgroup_mma_wait(1, deps=(scores,))  # all but one product are done
         new_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
         weights = gl.exp2(scores * factor - new_max[:, None])
-        shrink = gl.exp2(row_max - new_max)
-        row_sum = row_sum * shrink + gl.sum(weights, 1)
+        rescale = gl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + gl.sum(weights, 1)
         row_max = new_max
         if ORDER == "pinned":  # a loop that waits: the assembler moves nothing across it
             mbarrier.wait(full.index((use + 1) % SLOTS), ((use + 1) // SLOTS) & 1, pred=use + 1 < blocks)
         if ORDER != "in order":
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index(before % SLOTS), count=1, pred=use > 0)
-        acc = acc * shrink[:, None]
+        acc = acc * rescale[:, None]
         p = gl.convert_layout(weights.to(gl.bfloat16), WEIGHTS, assert_trivial=True)
         if ORDER == "in order":
             acc = warpgroup_mma(p, v_tiles.index(slot), acc, is_async=True)

@@ -67,8 +67,8 @@ def test_the_checker_accepts_the_solution_and_says_what_is_missing(step: Any) ->
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("acc * shrink + weights", "acc + weights"), "two blocks of keys: out is off by"),
-        (("row_sum * shrink + weights", "row_sum + weights"), "two blocks of keys: lse is off by"),
+        (("acc * rescale + weights", "acc + weights"), "two blocks of keys: out is off by"),
+        (("row_sum * rescale + weights", "row_sum + weights"), "two blocks of keys: lse is off by"),
         (("np.maximum(row_max, scores.max(1, keepdims=True))", "scores.max(1, keepdims=True)"), "large scores: "),
         ((".T * scale", ".T"), "one block: out is off by"),
         (("np.exp(scores - new_max)", "np.exp(scores)"), "large scores: there is NaN in out. Subtract the running"),
@@ -78,7 +78,7 @@ def test_the_checker_accepts_the_solution_and_says_what_is_missing(step: Any) ->
             "memory: 512 queries",
         ),
     ],
-    ids=["acc not shrunk", "sum not shrunk", "block's max", "no scale", "no max", "old max lost", "whole matrix"],
+    ids=["acc not rescaled", "sum not rescaled", "block's max", "no scale", "no max", "old max lost", "whole matrix"],
 )
 def test_the_checker_says_what_is_wrong(step: Any, change: tuple[str, str], words: str) -> None:
     assert words in step.complaints(step.mutant(change).blocked_attention)

@@ -1060,6 +1060,8 @@ def test_what_is_optional_is_by_keyword_only() -> None:
         ("dropout", "`dropout` is called `dropout_p` here"),
         ("return_attn_probs", "`return_attn_probs` is called `return_lse` here"),
         ("enable_gqa", "leave `enable_gqa` out: Hq may be any multiple of Hkv here"),
+        ("key_padding_mask", "is called `mask` here (boolean, True = attend: ~key_padding_mask[:, None, None])"),
+        ("cache_seqlens", "`cache_seqlens` are the lengths of a cache here: ContiguousKV(key, value, lengths)"),
         ("casual", "attention() got an unexpected keyword argument 'casual'"),
     ],
 )
@@ -1067,6 +1069,12 @@ def test_keywords_of_others_are_refused_with_their_name_here(keyword: str, words
     for call in (attention, explain):
         with pytest.raises(TypeError, match=re.escape(words)):
             call(Q, K, V, **{keyword: True})
+
+
+def test_arguments_of_packed_sequences_name_their_function() -> None:
+    words = re.escape("attention(): `cu_seqlens_q` is an argument of varlen_attention, for packed sequences")
+    with pytest.raises(TypeError, match=words):
+        attention(Q, K, V, cu_seqlens_q=torch.tensor([0, 2]))  # type: ignore[call-overload]
 
 
 def test_the_signature_shows_no_place_for_them() -> None:

@@ -261,8 +261,11 @@ RETIRED_VARIABLES = {
 }
 """Those of `RETIRED` fields."""
 
-OTHER_VARIABLES = ("STREAM_ATTENTION_COMMIT", "STREAM_ATTENTION_HOPPER", "STREAM_ATTENTION_LAUNCH_CACHE")
-"""With the same prefix, but read elsewhere: the commit that results files name where there is no git."""
+OTHER_VARIABLES = (
+    *("STREAM_ATTENTION_COMMIT", "STREAM_ATTENTION_HOPPER"),
+    *("STREAM_ATTENTION_LAUNCH_CACHE", "STREAM_ATTENTION_PREBUILT"),
+)
+"""With the same prefix, but read elsewhere. docs/environment.md says what they do."""
 
 FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 EXPONENT = (

@@ -44,8 +44,21 @@ FOREIGN = {
     "dropout": {"dropout_p": "a probability; 0.0 outside of training"},
     "return_attn_probs": {"return_lse": "returns (out, lse); attention weights are not materialised"},
     "return_softmax_lse": {"return_lse": "returns (out, lse)"},
+    "key_padding_mask": {
+        "mask": "boolean, True = attend: ~key_padding_mask[:, None, None]",
+        "attention_mask": "boolean, True = attend: ~key_padding_mask",
+    },
 }
 """Keywords that a caller may know from elsewhere."""
+
+_PACKED = "is an argument of varlen_attention, for packed sequences"
+NOT_HERE = {
+    "enable_gqa": "leave `enable_gqa` out: Hq may be any multiple of Hkv here",
+    **{name: f"`{name}` {_PACKED}" for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")},
+    "cache_seqlens": "`cache_seqlens` are the lengths of a cache here: ContiguousKV(key, value, lengths)",
+    "block_table": "`block_table` is part of a cache here: PagedKV(key_pages, value_pages, page_table, lengths)",
+}
+"""Keywords of other libraries that no argument of ours replaces, and what to do instead."""
 
 MOST_HEADS = 256
 """A call with more heads than this, each with keys of its own, has its lengths where the heads belong."""
@@ -78,8 +91,8 @@ def unexpected(function: Callable[..., Any], arguments: tuple[Any, ...], keyword
         here = [f"`{ours}` here ({note})" for ours, note in FOREIGN.get(keyword, {}).items() if ours in own_names]
         if here:
             raise TypeError(f"{name}(): `{keyword}` is called {' or '.join(here)}")
-        if keyword == "enable_gqa":
-            raise TypeError(f"{name}(): leave `enable_gqa` out: Hq may be any multiple of Hkv here")
+        if keyword in NOT_HERE:
+            raise TypeError(f"{name}(): {NOT_HERE[keyword]}")
     raise TypeError(f"{name}() got an unexpected keyword argument {next(iter(keywords))!r}")
 
 

@@ -93,8 +93,8 @@ def attention(
         causal: query i sees keys j <= i + Tk - Tq (bottom-right).
         window: `(left, right)`: also j in [i + Tk - Tq - left, i + Tk - Tq + right]; -1 = unbounded on that side.
         mask: bool, True = attend, broadcastable to `[B, Hq, Tq, Tk]`; never expanded in memory.
-        bias: float, added to the scores, broadcastable likewise; -inf hides a key. To hide a whole row use -inf, not
-            a huge number: the LSE of such a row has no digits left for the gradient.
+        bias: float, added to the scores, broadcastable likewise; -inf masks a key. To mask a whole row use -inf, not
+            a huge number: the LSE of such a row is too coarse for the gradient.
         alibi_slopes: `[Hq]` or `[B, Hq]`: adds -slope * |i + Tk - Tq - j|.
         sink: `[Hq]`: one extra logit per head in the denominator, with no value.
         softcap: c > 0 turns scaled scores s into c * tanh(s / c); a number that fp32 holds, as is the scale.
@@ -104,10 +104,10 @@ def attention(
         deterministic: outputs and gradients bit-equal from run to run; None follows
             `torch.use_deterministic_algorithms`.
         return_lse: also return the log of the softmax denominator, `[B, Hq, Tq]`, natural log, sink included.
-        precision: None computes in that of the tensors. "fp8", for inference, quantises them to e4m3, with a
-            scale for every 64 queries and 128 keys of a head: fp16 or bf16, D = Dv of 64, 128 or 256, causal, window
-            and scale; the other modifiers and gradients are refused.
-        rotate: with "fp8", turn queries and keys by a Hadamard matrix first, against outliers in a few channels.
+        precision: None computes in that of the tensors. "fp8", for inference, computes from e4m3 values with a scale
+            for every 64 queries and 128 keys of a head: fp16 or bf16, D = Dv of 64, 128 or 256, causal, window and
+            scale; the other modifiers and gradients are refused.
+        rotate: with "fp8", rotate queries and keys by a Hadamard matrix first, against outlier channels.
         backend: "auto", or the name of the backend that must do it; "triton(block_m=64)" also forces a tile.
 
     Returns:
@@ -115,8 +115,8 @@ def attention(
 
     Raises:
         ValueError, TypeError: a bad argument, before any work; the message names it with expected and actual.
-        UnsupportedProblem: the backend that was named cannot do this; the message says why. So it does for "fp8"
-            where no backend can.
+        UnsupportedProblem: the backend that was named does not support the call, or no backend supports "fp8" here;
+            the message says why.
 
     >>> import torch
     >>> from stream_attention import attention

@@ -74,28 +74,28 @@ def decode_attention(
 
     The tokens are appended first, so a row's length counts them: query t of row b stands at position
     `lengths[b] - Tq + t`, before position 0 if the row has fewer keys than queries, and sees what it sees in
-    `attention`. A row whose length is 0 returns 0. No gradient flows through it: what requires one is refused while
-    gradients are on. On a GPU nothing synchronises: lengths and pages are read on the device, so a CUDA graph of a call
-    serves a cache that grows.
+    `attention`. A row whose length is 0 returns 0. It is not differentiable: with gradients enabled, tensors that
+    require one are refused. On a GPU nothing synchronises: lengths and pages are read on the device, so a CUDA graph of
+    a call serves a cache that grows.
 
     Args:
-        query: `[B, Tq, Hq, D]`, fp16, bf16, fp32 or fp64; Tq is 1, or a few that were guessed ahead.
+        query: `[B, Tq, Hq, D]`, fp16, bf16, fp32 or fp64; Tq is 1, or a few, as with draft tokens.
         cache: `ContiguousKV`, `PagedKV` or `QuantizedKV` of B rows, in the query's dtype.
         causal: a query sees no key behind it. `window=(left, right)`, `alibi_slopes`, `sink`, `softcap`, `scale`: as in
             `attention`.
         tree_mask: bool `[B, Tq, Tq]`: which of the new tokens each of them sees, in place of `causal` among them; they
             see all older ones. A query before position 0 is no token of its row and sees nothing.
-        num_splits: parts of a row's keys that run side by side and are merged, at most one for each block of keys;
+        num_splits: splits of a row's keys that are computed in parallel and merged, at most one for each block of keys;
             None: planned to fill the GPU.
-        batch_invariant: keys are split in the same places whatever the batch, so that a row's result has the same bits
-            whatever shares its batch. Costs speed where few rows are long.
+        batch_invariant: split keys at fixed positions, so that a row's result has the same bits whatever shares its
+            batch. Costs speed where there are few long rows.
         return_lse: also return the log-sum-exp, `[B, Hq, Tq]`, fp32 (fp64 for fp64).
         out: `[B, Tq, Hq, Dv]` to write into. Like the workspace, it shares no memory with what is read.
-        workspace: room for parts, made by `decode_workspace`, for calls that run one after another. With it and `out`
-            nothing is allocated (but the LSE, if that is wanted).
-        validate: True: look at lengths and pages first, and refuse a length that is negative or beyond the capacity,
-            and a page that is needed and does not exist. None: on a CPU; on a GPU that would synchronise, so there a
-            length counts as the nearest one in range, and a token whose page does not exist reads as NaN.
+        workspace: memory for the splits, from `decode_workspace`, for calls that run one after another. With it and
+            `out` only the LSE is allocated, if it is returned.
+        validate: True: check lengths and pages first, and refuse a length that is negative or beyond the capacity,
+            and a visible page that does not exist. None: on a CPU only, since the check synchronises with a GPU.
+            Unchecked, a length is clamped to the range, and a token whose page does not exist reads as NaN.
         backend: "auto", "gluon" (quantised caches on a Hopper), "triton" (a GPU) or "eager" (plain torch, any device).
 
     Raises:

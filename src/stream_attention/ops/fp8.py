@@ -1,4 +1,4 @@
-"""Attention in FP8: `attention(precision="fp8")` behind its checks, and the form that takes quantised keys and values.
+"""Attention in FP8: `attention(precision="fp8")` after its checks, and the form that takes quantised keys and values.
 
 A pre-pass quantises, in one launch for queries, keys and values; `backends/reference/fp8.py` specifies the quantised
 values ("codes") and what is computed from them. There is no gradient, and nothing here falls back to another precision.
@@ -35,16 +35,16 @@ def quantize_fp8(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Fp8KV:
-    """Keys and values in e4m3 with a scale for every 128 rows of a head, to be attended to any number of times.
+    """Quantise keys and values to e4m3, with a scale for every 128 rows of a head, for any number of `attention_fp8`.
 
-    They are quantised as `attention(precision="fp8")` quantises them. One launch where Triton runs on a GPU of compute
+    The values are those that `attention(precision="fp8")` uses. This is one launch if Triton runs on a GPU of compute
     capability 8.9 or newer; elsewhere plain torch computes the same bits, slowly.
 
     Args:
         key: `[B, Tk, Hkv, D]`, fp16 or bf16, D of 64, 128 or 256; packed sequences: `[Nk, Hkv, D]`.
         value: of the key's shape.
-        rotate: turn keys by a Hadamard matrix, against outliers in a few of their channels; `attention_fp8` turns the
-            queries likewise.
+        rotate: rotate keys by a Hadamard matrix, against outlier channels; `attention_fp8` rotates the queries
+            likewise.
         cu_seqlens: int32 or int64 `[sequences + 1]`, where sequences are packed.
         max_seqlen: the longest of them; None reads the offsets, which on an accelerator is a host synchronisation.
 
@@ -175,10 +175,10 @@ def attention_fp8(
     max_seqlen_q: int | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention in FP8 to quantised keys and values: the queries alone are quantised here, 64 rows to a scale.
+    """Attention in FP8 to keys and values that are quantised already: only the queries are quantised, 64 rows a scale.
 
-    Bit for bit what `attention(precision="fp8")` computes of the keys and values that `kv` was made of, where every key
-    is visible to some query (here a masked key still counts in the scale of its block).
+    If every key is visible to some query, the result has the bits of `attention(precision="fp8")` on the keys and
+    values that `kv` was made of. (Here a masked key still counts in the scale of its block.)
 
     Args:
         query: `[B, Tq, Hq, D]`, fp16 or bf16; packed sequences: `[Nq, Hq, D]`.
@@ -191,7 +191,8 @@ def attention_fp8(
 
     Raises:
         ValueError, TypeError: a bad argument, before any work.
-        UnsupportedProblem: the backend that was named, or none, can do it here; the message says why.
+        UnsupportedProblem: the backend that was named, or every backend, does not support the call here; the message
+            says why.
 
     >>> import torch
     >>> from stream_attention import attention_fp8, quantize_fp8
@@ -321,7 +322,7 @@ def prepare(arguments: tuple[Any, ...], rotate: bool) -> PreparedCall:
 
 
 def in_fp8(problem: Problem) -> Problem:
-    """The same call computed from codes, which lie as kernels read them, however its tensors do."""
+    """The same call computed from quantised values, which have the layout that kernels read."""
     return problem.replace(fp8=True, addressable=True)
 
 

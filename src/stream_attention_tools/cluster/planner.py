@@ -214,7 +214,7 @@ def _bound(one: Prediction) -> str:
         return "nothing is sent"
     share = one.waiting_s / one.seconds
     if share < 0.02:
-        return "sending hides behind computing"
+        return "sending overlaps with computing"
     what = max(one.phases, key=lambda phase: phase.times * max(0.0, phase.send_s - phase.compute_s)).what
     return f"{share:.0%} of its time waits for what is sent, most of it to {what}"
 

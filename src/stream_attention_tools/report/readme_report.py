@@ -33,8 +33,8 @@ def markdown(results: Mapping[str, dict[str, Any]], label: str, folder: str) -> 
         for picture in _pictures(results, label)
     ]
     origin = (
-        "Over all lengths, full and causal: TFLOP/s of ours, and its speed as a multiple of everybody else's, so that\n"
-        f"above 1.00 ours is faster.\n{'; '.join(dict.fromkeys(map(summary.origin, results.values())))}."
+        "Over all lengths, full and causal: our TFLOP/s, and our speed divided by each peer's, so that above 1.00\n"
+        f"ours is faster.\n{'; '.join(dict.fromkeys(map(summary.origin, results.values())))}."
     )
     return "\n".join([*shown, "", *_table(list(results.values())), "", origin])
 

@@ -40,7 +40,7 @@ class Decode(Provider):
             return "no gradient flows through decode_attention"
         queries = {q_len for q_len, _ in sequences(case)}
         if len(queries) > 1 or max(queries) > FEW:
-            return f"it takes as many queries of every row, {FEW} at most"
+            return f"it requires as many queries of every row, {FEW} at most"
         return without_modifiers(case, "window", "alibi", "sink", "softcap", "scale", "lengths_q")
 
     def cache(self, x: Tensors) -> KVCache:
@@ -122,7 +122,7 @@ class Append(Provider):
 
     def why_not(self, cell: Cell) -> str | None:
         if cell.direction != "forward" or cell.case.packed or (cell.case.Tq, cell.case.Tk) != (1, 1):
-            return "it is called with one token for every row"
+            return "it requires one token for every row"
         return without_modifiers(cell.case)
 
     def bare(self, x: Tensors) -> Callable[[], None]:
