@@ -43,7 +43,7 @@ from ...gpu.tiles import (
     tile_of_program,
     visible_by_position,
 )
-from .fp8_tuning import TritonFp8Config
+from .tuning import Tile
 
 ROWS = tl.constexpr(BLOCK)
 QUERY_ROWS = tl.constexpr(QUERY_BLOCK)
@@ -150,7 +150,7 @@ def bind_fp8(
     keys: KeyCodes,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    config: TritonFp8Config,
+    config: Tile,
     out: Any,
     lse: Any,
     counter: Any,
@@ -183,9 +183,7 @@ def bind_fp8(
     )
 
 
-def _sizes(
-    problem: Problem, queries: QueryCodes, keys: KeyCodes, config: TritonFp8Config, outputs: Outputs
-) -> tuple[int, Sizes]:
+def _sizes(problem: Problem, queries: QueryCodes, keys: KeyCodes, config: Tile, outputs: Outputs) -> tuple[int, Sizes]:
     """The grid and the arguments that depend on lengths."""
     numbers = (
         *(queries.query.shape[1] // BLOCK, keys.key.shape[1] // BLOCK, problem.q_len, problem.k_len),
