@@ -126,7 +126,7 @@ def _numbers(words, scales, zeros, FORMAT: tl.constexpr, INTERPRETED: tl.constex
 
 @triton.jit
 def _load(ptr, inside, MASKED: tl.constexpr):
-    return tl.load(ptr, mask=inside, other=0.0) if MASKED else tl.load(ptr)
+    return tl.load(ptr, mask=inside, other=0) if MASKED else tl.load(ptr)
 
 
 @triton.jit
@@ -301,6 +301,7 @@ def _decode_quantized_kernel(
     row_sum = tl.zeros([BLOCK_R], tl.float32)
     acc = _zeros(q, BLOCK_WV, BLOCK_R)
     offs_w, offs_wv = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_WV)
+    beside = left, right, tree_rows, length - q_len, mask_r[None, :]  # what hides scores
     for start in range(begin, end, step):
         start = tl.multiple_of(start, BLOCK_N)
         k_pos = start + tl.arange(0, BLOCK_N)
@@ -317,14 +318,8 @@ def _decode_quantized_kernel(
         rows = token + tl.arange(0, BLOCK_N)
         k_at = k_ptr + at_k + (rows * stride_kn)[:, None] + offs_w[None, :]
         v_at = v_ptr + at_v + (rows * stride_vn)[None, :] + offs_wv[:, None]
-        if HAS_LEFT or BLOCK_W != W:
-            k_words = tl.load(k_at, mask=visible[:, None] & (offs_w < W)[None, :], other=0)
-        else:
-            k_words = tl.load(k_at)
-        if HAS_LEFT or BLOCK_WV != WV:
-            v_words = tl.load(v_at, mask=visible[None, :] & (offs_wv < WV)[:, None], other=0)
-        else:
-            v_words = tl.load(v_at)
+        k_words = _load(k_at, visible[:, None] & (offs_w < W)[None, :], HAS_LEFT or BLOCK_W != W)
+        v_words = _load(v_at, visible[None, :] & (offs_wv < WV)[:, None], HAS_LEFT or BLOCK_WV != WV)
         ks_ptr, vs_ptr = k_scale_ptr + at_ks, v_scale_ptr + at_vs
         kz_ptr, vz_ptr = k_zero_ptr, v_zero_ptr
         if k_zero_ptr is not None:
@@ -341,10 +336,7 @@ def _decode_quantized_kernel(
         if PAGE != 0:
             scores = tl.where(exists, scores, float("nan"))
         if not ALL_VISIBLE:
-            scores = hide_scores(
-                scores, visible[:, None], across, down, left, right, tree_rows, length - q_len, mask_r[None, :],
-                HAS_LEFT, HAS_RIGHT, HAS_TREE,
-            )  # fmt: skip
+            scores = hide_scores(scores, visible[:, None], across, down, *beside, HAS_LEFT, HAS_RIGHT, HAS_TREE)
         p, rescale, row_max, row_sum = online_softmax_step(scores, 1.0, row_max, row_sum, GUARD=True, AXIS=0)
         p_half = p.to(tl.float16)
         scales, zeros = _scales_of_values(
@@ -377,10 +369,7 @@ def _decode_quantized_kernel(
                 qk = tl.dot(tl.load(k_at + plane * W, mask=mask_k, other=0.0), q[plane], qk)
             down = k_pos[:, None]
             scores, _ = modify_scores(qk, scale, softcap, slopes, across, down, 0.0, HAS_SOFTCAP, HAS_ALIBI, 0, TANH)
-            scores = hide_scores(
-                scores, inside[:, None], across, down, left, right, tree_rows, length - q_len, mask_r[None, :],
-                HAS_LEFT, HAS_RIGHT, HAS_TREE,
-            )  # fmt: skip
+            scores = hide_scores(scores, inside[:, None], across, down, *beside, HAS_LEFT, HAS_RIGHT, HAS_TREE)
             if HAS_TREE:
                 mask_v = mask_v & (tl.max(scores, 1) != float("-inf"))[:, None]
             p, rescale, row_max, row_sum = online_softmax_step(scores, 1.0, row_max, row_sum, GUARD=True, AXIS=0)
