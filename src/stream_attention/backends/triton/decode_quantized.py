@@ -85,11 +85,6 @@ mul.rn.f16x2 $1, $1, $4; }""")
 
 
 @triton.jit
-def _append(planes, plane):
-    return planes + (plane,)
-
-
-@triton.jit
 def _numbers(words, scales, zeros, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr):
     """The planes of words, fp16. Scales and zeros, of each plane one, broadcast against them."""
     if INTERPRETED:
@@ -102,7 +97,7 @@ def _numbers(words, scales, zeros, FORMAT: tl.constexpr, INTERPRETED: tl.constex
             else:
                 code = ((words >> 8 * plane) & 255).to(tl.int8).to(tl.float8e4nv, bitcast=True)
             number = code.to(tl.float32) * scales[plane].to(tl.float32)  # rounded once, with the zero
-            numbers = _append(numbers, (number + (zeros[plane] if FORMAT == "int4" else 0.0)).to(tl.float16))
+            numbers = numbers + ((number + (zeros[plane] if FORMAT == "int4" else 0.0)).to(tl.float16),)
         return numbers
     elif FORMAT == "int4":
         return tl.inline_asm_elementwise(
@@ -153,11 +148,11 @@ def _scales_of_keys(
             w = tl.arange(0, BLOCK_W)
             first = (token // TOKENS) * stride_s + plane * W
             scale, zero = _read_scales(scale_ptr, zero_ptr, first, w, w < W, BLOCK_W != W)
-            scales, zeros = _append(scales, scale[None, :]), _append(zeros, zero[None, :])
+            scales, zeros = scales + (scale[None, :],), zeros + (zero[None, :],)
         else:
             first = (plane * W // TOKENS) * stride_s + token
             scale, zero = _read_scales(scale_ptr, zero_ptr, first, tl.arange(0, BLOCK_N), True, False)
-            scales, zeros = _append(scales, scale[:, None]), _append(zeros, zero[:, None])
+            scales, zeros = scales + (scale[:, None],), zeros + (zero[:, None],)
     return scales, zeros
 
 
@@ -182,17 +177,12 @@ def _scales_of_values(
         if HAS_LEFT:
             n = tl.arange(0, BLOCK_N)
             scale, zero = _read_scales(scale_ptr, zero_ptr, first, n, n >= hidden, HAS_LEFT)
-            scales, zeros = _append(scales, scale[None, :]), _append(zeros, zero[None, :])
+            scales, zeros = scales + (scale[None, :],), zeros + (zero[None, :],)
         else:
             scale = _pairs(scale_ptr + first, BLOCK_N)
             zero = scale if zero_ptr is None else _pairs(zero_ptr + first, BLOCK_N)
-            scales, zeros = _append(scales, scale), _append(zeros, zero)
+            scales, zeros = scales + (scale,), zeros + (zero,)
     return scales, zeros
-
-
-@triton.jit
-def _zeros(planes, BLOCK_WV: tl.constexpr, BLOCK_R: tl.constexpr):
-    return [tl.zeros([BLOCK_WV, BLOCK_R], tl.float32) for plane in planes]
 
 
 @triton.jit
@@ -202,7 +192,7 @@ def _planes_of_query(q_rows, mask_r, PLANES: tl.constexpr, W: tl.constexpr, BLOC
     planes = ()
     for plane in tl.static_range(PLANES):
         at = q_rows[None, :] + (plane * W + w)[:, None]
-        planes = _append(planes, tl.load(at, mask=mask_r[None, :] & (w < W)[:, None], other=0.0))
+        planes = planes + (tl.load(at, mask=mask_r[None, :] & (w < W)[:, None], other=0.0),)
     return planes
 
 
@@ -299,7 +289,7 @@ def _decode_quantized_kernel(
 
     row_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_R], tl.float32)
-    acc = _zeros(q, BLOCK_WV, BLOCK_R)
+    acc = [tl.zeros([BLOCK_WV, BLOCK_R], tl.float32) for part in q]
     offs_w, offs_wv = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_WV)
     beside = left, right, tree_rows, length - q_len, mask_r[None, :]  # what hides scores
     for start in range(begin, end, step):
@@ -350,7 +340,7 @@ def _decode_quantized_kernel(
             v_plane = v[plane]
             if HAS_TREE and not ALL_VISIBLE:  # a new token that nobody sees may hold anything
                 v_plane = tl.where(seen, v_plane, 0.0)
-            summed = _append(summed, tl.dot(v_plane, p_half, acc[plane] * rescale[None, :]))
+            summed = summed + (tl.dot(v_plane, p_half, acc[plane] * rescale[None, :]),)
         acc = summed
 
     # The latest tokens, as they came: position n in slot n % slots.
@@ -376,7 +366,7 @@ def _decode_quantized_kernel(
             summed = ()
             for plane in tl.static_range(PLANES):
                 v = tl.load(v_at + plane * WV, mask=mask_v, other=0.0).T
-                summed = _append(summed, tl.dot(v, p.to(v.dtype), acc[plane] * rescale[None, :]))
+                summed = summed + (tl.dot(v, p.to(v.dtype), acc[plane] * rescale[None, :]),)
             acc = summed
 
     for plane in tl.static_range(PLANES):
