@@ -1,4 +1,4 @@
-"""How a call on a cache is told to the decode kernels: what they have in common of arguments, results and workspace."""
+"""The arguments that decode kernels share, and how the kernel that computes and the one that merges are bound."""
 
 from __future__ import annotations
 

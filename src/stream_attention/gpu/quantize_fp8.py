@@ -1,8 +1,8 @@
 """The pre-pass of attention in FP8: Q, K and V become e4m3 codes with block-wise scales, in one launch.
 
-Codes and scales lie as fp8_layout.py says and are those of reference_fp8.py bit for bit: scales are powers of two, so
-nothing is rounded but the codes. Rotated queries and keys are sums, in fp32 as there but in another order: where one
-lies at the boundary of two codes, it may become either.
+Codes and scales lie as fp8_layout.py says and are those of backends/reference/fp8.py bit for bit: scales are powers of
+two, so nothing is rounded but the codes. Rotated queries and keys are sums, in fp32 as there but in another order:
+where one lies at the boundary of two codes, it may become either.
 
 Grid: a program for every block of 128 rows of a head of V, K and Q, in this order, as those of V work longest. Heads
 are innermost, since those of a row lie side by side. In a pack every sequence has programs for the longest one; those
@@ -118,7 +118,7 @@ def word_of(a, b, c, d, HARDWARE: tl.constexpr):
 
 @triton.jit
 def hadamard(dtype: tl.constexpr, N: tl.constexpr):
-    """reference_fp8.hadamard, [N, N]: -1 where i & j has an odd number of ones."""
+    """`hadamard` of base/fp8_layout.py, [N, N]: -1 where i & j has an odd number of ones."""
     ones = tl.arange(0, N)[:, None] & tl.arange(0, N)[None, :]
     ones ^= ones >> 4
     odd = (0x6996 >> (ones & 15)) & 1  # bit n of it is the parity of n

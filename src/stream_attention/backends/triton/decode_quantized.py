@@ -1,12 +1,12 @@
-"""Few queries against a quantised cache in Triton: fp8, int8 or int4 codes become fp16 numbers in registers.
+"""Few queries against a quantised cache in Triton: fp8, int8 or int4 values are dequantised to fp16 in registers.
 
 The grid is that of decode.py, with one split more: it has the latest tokens, which lie in the window as they came.
 
 Tiles lie on their side, keys by rows: the matrix instruction takes 16 of its first factor by 8 of its second, and there
-are rarely more than 8 rows. A tile of codes is read as words of 16 bits (cache_views/codes.py), because matrix
-instructions take their operands from shared memory in units of those. Word w of a token holds channel w of each of n
-planes, D/n channels wide: n is 2, or 4 for int4. A plane is a factor of its own product, so no code ever moves between
-lanes. Two words in a register make n pairs of neighbours, channels of a key or tokens of a value, which share
+are rarely more than 8 rows. A tile of codes is read as words of 16 bits (base/kv_layouts/quantized_tensor.py), because
+matrix instructions take their operands from shared memory in units of those. Word w of a token holds channel w of each
+of n planes, D/n channels wide: n is 2, or 4 for int4. A plane is a factor of its own product, so no code ever moves
+between lanes. Two words in a register make n pairs of neighbours, channels of a key or tokens of a value, which share
 instructions down to the product:
 
     number = (code - middle) * scale + zero     (int8: without a zero; fp8: code * scale)
@@ -27,7 +27,7 @@ from ...base.kv_layouts import QuantizedKV
 from ...gpu.arguments import UNIT, is_aligned, named, row_strides, tile_width
 from ...gpu.decode_call import DecodeCall, quantized_arguments, scale_rows
 from ...gpu.decode_tiles import (
-    first_seen,
+    first_visible,
     hide_scores,
     keys_of_split,
     leave_state,
@@ -85,8 +85,13 @@ mul.rn.f16x2 $1, $1, $4; }""")
 
 
 @triton.jit
-def _numbers(words, scales, zeros, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The planes of words, fp16. Scales and zeros, of each plane one, broadcast against them."""
+def _append(planes, plane):
+    return planes + (plane,)
+
+
+@triton.jit
+def _dequantised(words, scales, zeros, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The values of words, a plane each, fp16. Scales and zeros, of each plane one, broadcast against them."""
     if INTERPRETED:
         numbers = ()
         for plane in tl.static_range(4 if FORMAT == "int4" else 2):
@@ -97,7 +102,7 @@ def _numbers(words, scales, zeros, FORMAT: tl.constexpr, INTERPRETED: tl.constex
             else:
                 code = ((words >> 8 * plane) & 255).to(tl.int8).to(tl.float8e4nv, bitcast=True)
             number = code.to(tl.float32) * scales[plane].to(tl.float32)  # rounded once, with the zero
-            numbers = numbers + ((number + (zeros[plane] if FORMAT == "int4" else 0.0)).to(tl.float16),)
+            numbers = _append(numbers, (number + (zeros[plane] if FORMAT == "int4" else 0.0)).to(tl.float16))
         return numbers
     elif FORMAT == "int4":
         return tl.inline_asm_elementwise(
@@ -148,11 +153,11 @@ def _scales_of_keys(
             w = tl.arange(0, BLOCK_W)
             first = (token // TOKENS) * stride_s + plane * W
             scale, zero = _read_scales(scale_ptr, zero_ptr, first, w, w < W, BLOCK_W != W)
-            scales, zeros = scales + (scale[None, :],), zeros + (zero[None, :],)
+            scales, zeros = _append(scales, scale[None, :]), _append(zeros, zero[None, :])
         else:
             first = (plane * W // TOKENS) * stride_s + token
             scale, zero = _read_scales(scale_ptr, zero_ptr, first, tl.arange(0, BLOCK_N), True, False)
-            scales, zeros = scales + (scale[:, None],), zeros + (zero[:, None],)
+            scales, zeros = _append(scales, scale[:, None]), _append(zeros, zero[:, None])
     return scales, zeros
 
 
@@ -166,23 +171,28 @@ def _pairs(ptr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _scales_of_values(
-    scale_ptr, zero_ptr, token, stride_s, hidden,
+    scale_ptr, zero_ptr, token, stride_s, masked,
     PLANES: tl.constexpr, W: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Those of the planes of the values from `token` on, against words [BLOCK_WV, BLOCK_N]: a row. The first `hidden`
-    are 0, because nobody sees them."""
+    """Those of the planes of the values from `token` on, against words [BLOCK_WV, BLOCK_N]: a row. The first `masked`
+    are 0, because they are masked."""
     scales, zeros = (), ()
     for plane in tl.static_range(PLANES):
         first = (plane * W // TOKENS) * stride_s + token
         if HAS_LEFT:
             n = tl.arange(0, BLOCK_N)
-            scale, zero = _read_scales(scale_ptr, zero_ptr, first, n, n >= hidden, HAS_LEFT)
-            scales, zeros = scales + (scale[None, :],), zeros + (zero[None, :],)
+            scale, zero = _read_scales(scale_ptr, zero_ptr, first, n, n >= masked, HAS_LEFT)
+            scales, zeros = _append(scales, scale[None, :]), _append(zeros, zero[None, :])
         else:
             scale = _pairs(scale_ptr + first, BLOCK_N)
             zero = scale if zero_ptr is None else _pairs(zero_ptr + first, BLOCK_N)
-            scales, zeros = scales + (scale,), zeros + (zero,)
+            scales, zeros = _append(scales, scale), _append(zeros, zero)
     return scales, zeros
+
+
+@triton.jit
+def _zeros(planes, BLOCK_WV: tl.constexpr, BLOCK_R: tl.constexpr):
+    return [tl.zeros([BLOCK_WV, BLOCK_R], tl.float32) for plane in planes]
 
 
 @triton.jit
@@ -192,7 +202,7 @@ def _planes_of_query(q_rows, mask_r, PLANES: tl.constexpr, W: tl.constexpr, BLOC
     planes = ()
     for plane in tl.static_range(PLANES):
         at = q_rows[None, :] + (plane * W + w)[:, None]
-        planes = planes + (tl.load(at, mask=mask_r[None, :] & (w < W)[:, None], other=0.0),)
+        planes = _append(planes, tl.load(at, mask=mask_r[None, :] & (w < W)[:, None], other=0.0))
     return planes
 
 
@@ -266,11 +276,11 @@ def _decode_quantized_kernel(
     factor = 1.0 / power
     q_half = [(part.to(tl.float32) * factor[None, :]).to(tl.float16) for part in q]
 
-    first = first_seen(length, q_len, left, HAS_LEFT)
+    first = first_visible(length, q_len, left, HAS_LEFT)
     of_codes = tl.maximum(num_splits - 1, 1)
     begin, end, step = keys_of_split(first // TOKENS * TOKENS, coded, split, of_codes, split_keys, BLOCK_N, PAGE == 0)
     if split == of_codes:
-        end = begin  # the split of the window has no codes
+        end = begin  # the split of the window has no quantised values
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
     k_scales, v_scales = kv_head * stride_ksh, kv_head * stride_vsh
@@ -289,9 +299,9 @@ def _decode_quantized_kernel(
 
     row_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_R], tl.float32)
-    acc = [tl.zeros([BLOCK_WV, BLOCK_R], tl.float32) for part in q]
+    acc = _zeros(q, BLOCK_WV, BLOCK_R)
     offs_w, offs_wv = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_WV)
-    beside = left, right, tree_rows, length - q_len, mask_r[None, :]  # what hides scores
+    masking = left, right, tree_rows, length - q_len, mask_r[None, :]  # arguments of hide_scores
     for start in range(begin, end, step):
         start = tl.multiple_of(start, BLOCK_N)
         k_pos = start + tl.arange(0, BLOCK_N)
@@ -317,7 +327,7 @@ def _decode_quantized_kernel(
         scales, zeros = _scales_of_keys(
             ks_ptr, kz_ptr, token, stride_kss, PLANES, W, BLOCK_N, BLOCK_W, TOKENS, PER_CHANNEL
         )
-        k = _numbers(k_words, scales, zeros, FORMAT, INTERPRETED)
+        k = _dequantised(k_words, scales, zeros, FORMAT, INTERPRETED)
         qk = tl.dot(k[0], q_half[0])
         for plane in tl.static_range(1, PLANES):
             qk = tl.dot(k[plane], q_half[plane], qk)
@@ -326,21 +336,21 @@ def _decode_quantized_kernel(
         if PAGE != 0:
             scores = tl.where(exists, scores, float("nan"))
         if not ALL_VISIBLE:
-            scores = hide_scores(scores, visible[:, None], across, down, *beside, HAS_LEFT, HAS_RIGHT, HAS_TREE)
+            scores = hide_scores(scores, visible[:, None], across, down, *masking, HAS_LEFT, HAS_RIGHT, HAS_TREE)
         p, rescale, row_max, row_sum = online_softmax_step(scores, 1.0, row_max, row_sum, GUARD=True, AXIS=0)
         p_half = p.to(tl.float16)
         scales, zeros = _scales_of_values(
             vs_ptr, vz_ptr, token, stride_vss, first - start, PLANES, WV, BLOCK_N, TOKENS, HAS_LEFT
         )
-        v = _numbers(v_words, scales, zeros, FORMAT, INTERPRETED)
+        v = _dequantised(v_words, scales, zeros, FORMAT, INTERPRETED)
         if HAS_TREE and not ALL_VISIBLE:
             seen = (tl.max(scores, 1) != float("-inf"))[None, :]
         summed = ()
         for plane in tl.static_range(PLANES):
             v_plane = v[plane]
-            if HAS_TREE and not ALL_VISIBLE:  # a new token that nobody sees may hold anything
+            if HAS_TREE and not ALL_VISIBLE:  # a new token that is masked for every row may be NaN
                 v_plane = tl.where(seen, v_plane, 0.0)
-            summed = summed + (tl.dot(v_plane, p_half, acc[plane] * rescale[None, :]),)
+            summed = _append(summed, tl.dot(v_plane, p_half, acc[plane] * rescale[None, :]))
         acc = summed
 
     # The latest tokens, as they came: position n in slot n % slots.
@@ -359,14 +369,14 @@ def _decode_quantized_kernel(
                 qk = tl.dot(tl.load(k_at + plane * W, mask=mask_k, other=0.0), q[plane], qk)
             down = k_pos[:, None]
             scores, _ = modify_scores(qk, scale, softcap, slopes, across, down, 0.0, HAS_SOFTCAP, HAS_ALIBI, 0, TANH)
-            scores = hide_scores(scores, inside[:, None], across, down, *beside, HAS_LEFT, HAS_RIGHT, HAS_TREE)
+            scores = hide_scores(scores, inside[:, None], across, down, *masking, HAS_LEFT, HAS_RIGHT, HAS_TREE)
             if HAS_TREE:
                 mask_v = mask_v & (tl.max(scores, 1) != float("-inf"))[:, None]
             p, rescale, row_max, row_sum = online_softmax_step(scores, 1.0, row_max, row_sum, GUARD=True, AXIS=0)
             summed = ()
             for plane in tl.static_range(PLANES):
                 v = tl.load(v_at + plane * WV, mask=mask_v, other=0.0).T
-                summed = summed + (tl.dot(v, p.to(v.dtype), acc[plane] * rescale[None, :]),)
+                summed = _append(summed, tl.dot(v, p.to(v.dtype), acc[plane] * rescale[None, :]))
             acc = summed
 
     for plane in tl.static_range(PLANES):
