@@ -1,4 +1,4 @@
-"""How a call on a cache is told to the decode kernels: what they have in common of arguments, results and workspace."""
+"""The arguments that decode kernels share, and how the kernel that computes and the one that merges are bound."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..base.kv_layouts import QuantizedKV
 from ..base.kv_layouts.quantized_tensor import TOKENS, QuantizedTensor
 from ..base.problem import UNBOUNDED, Problem
 from .arguments import FAR, named, scale_of, slope_stride, tanh, tile_width
+from .decode_tiles import merge_kernel
 from .decode_tuning import DecodeConfig, batch_heads, block_r, rows, tiles_r
 from .launch import Kernel, Launch, Sizes
 
@@ -39,9 +40,11 @@ class DecodeCall(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """Triton's, of the kernel that computes."""
-        config = self.config
-        options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        return options | {"launch_pdl": True} if self.early else options
+        return {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages, **self._launched_early}
+
+    @property
+    def _launched_early(self) -> dict[str, Any]:
+        return {"launch_pdl": True} if self.early else {}
 
     @property
     def grid(self) -> int:
@@ -101,14 +104,17 @@ class DecodeCall(NamedTuple):
         numbers = *self.out.stride(), self.problem.q_len, self.config.num_splits
         return Sizes(f"{_OUT_STRIDES} q_len num_splits", numbers, {}, {})
 
-    def bind_merge(self, kernel: Kernel) -> Launch:
-        """The kernel that merges parts, as a function of workspace, sink, out and lse."""
-        problem = self.problem
-        width = tile_width(problem.value_dim)
-        options: dict[str, Any] = {"num_warps": 4, "launch_pdl": True} if self.early else {"num_warps": 4}
-        return kernel.bind_addresses(
+    def bind(self, kernel: Kernel, arguments: dict[str, Any]) -> tuple[Launch, Launch | None]:
+        """The kernel that computes and, if keys are in splits, the one that merges, as a function of workspace, sink,
+        out and lse."""
+        launch = kernel.bind_addresses(self.grid, self.options, **arguments)
+        return launch, None if self.workspace is None else self._bind_merge()
+
+    def _bind_merge(self) -> Launch:
+        problem, width = self.problem, tile_width(self.problem.value_dim)
+        return merge_kernel.bind_addresses(
             self.merge_grid,
-            options,
+            {"num_warps": 4, **self._launched_early},
             self.query.device,
             workspace_ptr=self.workspace,
             sink_ptr=self.sink,

@@ -12,7 +12,6 @@ from ..base.kv_layouts import KVCache
 from ..base.problem import DecodeInputs, Problem
 from .arguments import sample
 from .decode_call import DecodeCall, side_by_side
-from .decode_tiles import merge_kernel
 from .decode_tuning import DecodeConfig, workspace_numbers
 from .launch import Kernel, Launch
 from .scratch import empty
@@ -42,9 +41,7 @@ def prepare_decode_by(
     if out.numel() == 0:
         return PreparedDecode((out, lse, None), None, None, is_copied)
     call = DecodeCall(problem, config, query, lengths, tree, slopes, sink, out, lse, workspace)
-    kernel, arguments = kernel_of(call, inputs.cache)
-    launch = kernel.bind_addresses(call.grid, call.options, **arguments)
-    merge = None if workspace is None else call.bind_merge(merge_kernel)
+    launch, merge = call.bind(*kernel_of(call, inputs.cache))
     return PreparedDecode((out, lse, workspace), launch, merge, is_copied)
 
 

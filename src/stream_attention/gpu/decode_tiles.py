@@ -1,4 +1,4 @@
-"""What the decode kernels share: which keys a program streams, what of them its rows see, and how parts become one.
+"""What the decode kernels share: which keys a program streams, which of them are visible, and how splits are merged.
 
 Rows of a tile are the queries of all heads that share a KV head, head by head: row r is query `r % q_len` of head
 `r // q_len`. A line is one KV head of one batch entry.
@@ -68,7 +68,7 @@ def keys_of_split(first, end, split, num_splits, split_keys, BLOCK_N: tl.constex
 
 
 @triton.jit
-def first_seen(length, q_len, left, HAS_LEFT: tl.constexpr):
+def first_visible(length, q_len, left, HAS_LEFT: tl.constexpr):
     """The first key that some row sees."""
     first = 0
     if HAS_LEFT:

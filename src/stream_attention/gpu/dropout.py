@@ -9,15 +9,13 @@ Grid: one program per (batch, head, block of lines).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from ..base.problem import Inputs, Problem
-from .arguments import cdiv, sample
+from .arguments import cdiv, line_strides, named, sample
 from .launch import Kernel, jit
+from .prepass import Step
 from .tiles import packed_rows
 
 BLOCK = 1024
@@ -54,29 +52,26 @@ def _words_kernel(
     )
 
 
-def prepare_words(problem: Problem, inputs: Inputs) -> list[tuple[Tensor, Callable[[Inputs], Tensor]]]:
-    """Samples of the words of the rows `[B, Hq, Tq]` and of the columns `[B, Hq, Tk]` as int32, packed: `[Hq, Nq]` and
-    `[Hq, Nk]`, and what computes them."""
-    rows = problem.q_len, problem.q_start - problem.q_base, problem.q_stride
-    columns = problem.k_len, problem.k_start, problem.k_stride
+def word_steps(problem: Problem, inputs: Inputs) -> list[Step]:
+    """What computes the words of the rows `[B, Hq, Tq]` and of the columns `[B, Hq, Tk]` as int32, packed: `[Hq, Nq]`
+    and `[Hq, Nk]`."""
+    q_positions = problem.q_start - problem.q_base, problem.q_stride
+    k_positions = problem.k_start, problem.k_stride
     if problem.packed:
-        rows, columns = (problem.q_len, 0, 1), (problem.k_len, 0, 1)
+        q_positions = k_positions = 0, 1
     return [
-        _prepare(problem, inputs, "query", "cu_seqlens_q", *rows),
-        _prepare(problem, inputs, "key", "cu_seqlens_k", *columns),
+        _step(problem, inputs, "query", "cu_seqlens_q", problem.q_len, *q_positions),
+        _step(problem, inputs, "key", "cu_seqlens_k", problem.k_len, *k_positions),
     ]
 
 
-def _prepare(
-    problem: Problem, inputs: Inputs, side: str, offsets: str, length: int, first: int, step: int
-) -> tuple[Tensor, Callable[[Inputs], Tensor]]:
+def _step(problem: Problem, inputs: Inputs, side: str, offsets: str, length: int, first: int, step: int) -> Step:
     seed, cu_seqlens, lines = inputs.seed, getattr(inputs, offsets), getattr(inputs, side).shape[-3]
     lead = () if problem.packed else (problem.batch,)
     words = sample((*lead, problem.q_heads, lines), torch.int32)
-    shape = words.shape
     launch = _kernel.bind(
         cdiv(length, BLOCK) * problem.q_heads * problem.batch,
-        (seed, words, cu_seqlens),
+        (seed, cu_seqlens, words),
         {"num_warps": 4},
         seed_ptr=seed,
         words_ptr=words,
@@ -87,19 +82,12 @@ def _prepare(
         first=first,
         step=step,
         batch_start=problem.batch_start,
-        stride_b=0 if problem.packed else words.stride(0),
-        stride_h=words.stride(-2),
+        **named("stride_b stride_h", line_strides(words, problem.packed)),
         BLOCK=BLOCK,
         IS_COLUMN=side == "key",
         IS_PACKED=problem.packed,
     )
-
-    def run(inputs: Inputs) -> Tensor:
-        words = inputs.query.new_empty(shape, dtype=torch.int32)
-        launch(inputs.seed, words, getattr(inputs, offsets))
-        return words
-
-    return words, run
+    return Step(words, launch, ("seed", offsets))
 
 
 _kernel = Kernel(_words_kernel)

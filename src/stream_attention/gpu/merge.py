@@ -24,7 +24,6 @@ def _merge_kernel(
     outs_ptr, lses_ptr, sink_ptr, out_ptr, lse_ptr,
     rows: tl.int64, q_len: tl.int32, heads: tl.int32, num_splits: tl.int32,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
-    HAS_SINK: tl.constexpr,
 ):  # fmt: skip
     # Where am I: rows in the order of the LSE, [B, Hq, Tq]; outputs are [B, Tq, Hq, DV].
     offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -41,7 +40,7 @@ def _merge_kernel(
         out = tl.load(outs_ptr + split * rows * DV + out_offs, mask=mask_out, other=0.0)
         weight, rescale, row_max, row_sum = online_softmax_step(lse[:, None], 1.0, row_max, row_sum, GUARD=True)
         acc = acc * rescale[:, None] + weight * out
-    if HAS_SINK:
+    if sink_ptr is not None:
         sink = tl.load(sink_ptr + offs_h, mask=mask_r, other=0.0).to(tl.float32) * LOG2E
         _, rescale, row_max, row_sum = online_softmax_step(sink[:, None], 1.0, row_max, row_sum, GUARD=True)
         acc = acc * rescale[:, None]
@@ -75,7 +74,6 @@ def bind_merge(
         DV=value_dim,
         BLOCK_DV=block_dv,
         BLOCK_R=block_r,
-        HAS_SINK=sink is not None,
     )
 
 

@@ -1,8 +1,8 @@
 """The pre-pass of attention in FP8: Q, K and V become e4m3 codes with block-wise scales, in one launch.
 
-Codes and scales lie as fp8_layout.py says and are those of reference_fp8.py bit for bit: scales are powers of two, so
-nothing is rounded but the codes. Rotated queries and keys are sums, in fp32 as there but in another order: where one
-lies at the boundary of two codes, it may become either.
+Codes and scales lie as fp8_layout.py says and are those of backends/reference/fp8.py bit for bit: scales are powers of
+two, so nothing is rounded but the codes. Rotated queries and keys are sums, in fp32 as there but in another order:
+where one lies at the boundary of two codes, it may become either.
 
 Grid: a program for every block of 128 rows of a head of V, K and Q, in this order, as those of V work longest. Heads
 are innermost, since those of a row lie side by side. In a pack every sequence has programs for the longest one; those
@@ -118,7 +118,7 @@ def word_of(a, b, c, d, HARDWARE: tl.constexpr):
 
 @triton.jit
 def hadamard(dtype: tl.constexpr, N: tl.constexpr):
-    """reference_fp8.hadamard, [N, N]: -1 where i & j has an odd number of ones."""
+    """`hadamard` of base/fp8_layout.py, [N, N]: -1 where i & j has an odd number of ones."""
     ones = tl.arange(0, N)[:, None] & tl.arange(0, N)[None, :]
     ones ^= ones >> 4
     odd = (0x6996 >> (ones & 15)) & 1  # bit n of it is the parity of n
@@ -126,36 +126,10 @@ def hadamard(dtype: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows(
-    ptr, stride, floor, limit, codes_ptr, scales_ptr, D: tl.constexpr, IS_QUERY: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """A block of queries, which has two scales, or of keys, which has one."""
-    rows = tl.arange(0, 32)
-    a = load_tile(ptr, stride, rows, 0, floor, limit, D)  # [32, D]
-    b = load_tile(ptr, stride, rows + 32, 0, floor, limit, D)
-    c = load_tile(ptr, stride, rows + 64, 0, floor, limit, D)
-    d = load_tile(ptr, stride, rows + 96, 0, floor, limit, D)
-    first, second = larger(a, b, HARDWARE).to(tl.float32), larger(c, d, HARDWARE).to(tl.float32)
-    if IS_QUERY:
-        scales, factors = power_of_two(tl.max(tl.reshape(tl.join(first, second), [32 * D, 2]), 0))
-        tl.store(scales_ptr + tl.arange(0, 2), scales)
-        factor, second_factor = tl.split(factors)
-    else:
-        scale, factor = power_of_two(tl.max(tl.maximum(first, second)))
-        tl.store(scales_ptr, scale)
-        second_factor = factor
-    ptrs = codes_ptr + rows[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(ptrs, code_of(a.to(tl.float32) * factor, HARDWARE))
-    tl.store(ptrs + 32 * D, code_of(b.to(tl.float32) * factor, HARDWARE))
-    tl.store(ptrs + 64 * D, code_of(c.to(tl.float32) * second_factor, HARDWARE))
-    tl.store(ptrs + 96 * D, code_of(d.to(tl.float32) * second_factor, HARDWARE))
-
-
-@triton.jit
 def quantize_rotated(
     ptr, stride, floor, limit, codes_ptr, scales_ptr, D: tl.constexpr, IS_QUERY: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """The same of rows times H. H of D channels is [[H, H], [H, -H]] of half as many, so half the products do: both
+    """A block of rows times H. H of D channels is [[H, H], [H, -H]] of half as many, so half the products do: both
     halves of a row are rows of one product, 128 rows apart, where a thread has the same channel of both."""
     C: tl.constexpr = D // 2
     lines = tl.arange(0, 2 * ROWS)
@@ -173,6 +147,36 @@ def quantize_rotated(
         tl.store(scales_ptr, tl.max(scales, 0) * (1.0 / D))
     codes = tl.reshape(code_of(x * factors[:, None], HARDWARE), [ROWS, D])
     tl.store(codes_ptr + tl.arange(0, ROWS)[:, None] * D + tl.arange(0, D)[None, :], codes)
+
+
+@triton.jit
+def quantize_rows(
+    ptr, stride, floor, limit, codes_ptr, scales_ptr,
+    D: tl.constexpr, IS_QUERY: tl.constexpr, ROTATE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A block of queries, which has two scales, or of keys, which has one."""
+    if ROTATE:
+        quantize_rotated(ptr, stride, floor, limit, codes_ptr, scales_ptr, D, IS_QUERY, HARDWARE)
+    else:
+        rows = tl.arange(0, 32)
+        a = load_tile(ptr, stride, rows, 0, floor, limit, D)  # [32, D]
+        b = load_tile(ptr, stride, rows + 32, 0, floor, limit, D)
+        c = load_tile(ptr, stride, rows + 64, 0, floor, limit, D)
+        d = load_tile(ptr, stride, rows + 96, 0, floor, limit, D)
+        first, second = larger(a, b, HARDWARE).to(tl.float32), larger(c, d, HARDWARE).to(tl.float32)
+        if IS_QUERY:
+            scales, factors = power_of_two(tl.max(tl.reshape(tl.join(first, second), [32 * D, 2]), 0))
+            tl.store(scales_ptr + tl.arange(0, 2), scales)
+            factor, second_factor = tl.split(factors)
+        else:
+            scale, factor = power_of_two(tl.max(tl.maximum(first, second)))
+            tl.store(scales_ptr, scale)
+            second_factor = factor
+        ptrs = codes_ptr + rows[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(ptrs, code_of(a.to(tl.float32) * factor, HARDWARE))
+        tl.store(ptrs + 32 * D, code_of(b.to(tl.float32) * factor, HARDWARE))
+        tl.store(ptrs + 64 * D, code_of(c.to(tl.float32) * second_factor, HARDWARE))
+        tl.store(ptrs + 96 * D, code_of(d.to(tl.float32) * second_factor, HARDWARE))
 
 
 @triton.jit
@@ -232,10 +236,7 @@ def _quantize_kernel(
             block = head * q_blocks + first + tile
             codes_ptr, scales_ptr = q_codes_ptr + block * (ROWS * D), q_scales_ptr + block * 2
             rows = count - tile * ROWS
-            if ROTATE:
-                quantize_rotated(ptr, stride_qm * UNIT, 0, rows, codes_ptr, scales_ptr, D, True, HARDWARE)
-            else:
-                quantize_rows(ptr, stride_qm * UNIT, 0, rows, codes_ptr, scales_ptr, D, True, HARDWARE)
+            quantize_rows(ptr, stride_qm * UNIT, 0, rows, codes_ptr, scales_ptr, D, True, ROTATE, HARDWARE)
     else:
         head, sequence, tile, row, first, count = place_of(
             program % k_programs, kv_heads, k_tiles, k_len, cu_k_ptr, PACKED
@@ -261,10 +262,7 @@ def _quantize_kernel(
             else:
                 ptr = k_ptr + (sequence * stride_kb + row * stride_kn + head * stride_kh) * UNIT
                 codes_ptr, scale_ptr = k_codes_ptr + block * (ROWS * D), k_scales_ptr + block * 2
-                if ROTATE:
-                    quantize_rotated(ptr, stride_kn * UNIT, floor, limit, codes_ptr, scale_ptr, D, False, HARDWARE)
-                else:
-                    quantize_rows(ptr, stride_kn * UNIT, floor, limit, codes_ptr, scale_ptr, D, False, HARDWARE)
+                quantize_rows(ptr, stride_kn * UNIT, floor, limit, codes_ptr, scale_ptr, D, False, ROTATE, HARDWARE)
 
 
 class Quantization(NamedTuple):

@@ -97,6 +97,13 @@ def load_rows(ptr, offs, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED:
 
 
 @triton.jit
+def store_rows(ptr, offs, tile, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[rows, BLOCK_D] to `ptr + offs`, in the dtype of the pointer: the D columns that there are, of rows `inside`."""
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    tl.store(ptr + offs, tile.to(ptr.dtype.element_ty), mask=inside[:, None] & (columns < D))
+
+
+@triton.jit
 def load_broadcast(ptr, offs_m, offs_n, q_len, k_len, stride_m, stride_n, other, ACCESS: tl.constexpr):
     """A tile of a mask or bias. `offs_m` and `offs_n` are 2-D and say which way up it lies.
 

@@ -10,15 +10,13 @@ Flags start at 0, and programs write 1s only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from ..base.problem import UNBOUNDED, Inputs, Problem
-from .arguments import FAR, broadcast_strides, cdiv, named, sample
+from .arguments import FAR, broadcast_strides, cdiv, flag_strides, named, sample
 from .launch import Kernel, jit
+from .prepass import Step
 
 BLOCK_M, BLOCK_N = 64, 128
 
@@ -31,7 +29,7 @@ def _seen_kernel(
     stride_fb: tl.int64, stride_fh: tl.int64,
     q_len: tl.int32, k_len: tl.int32, heads: tl.int32, left: tl.int32, right: tl.int32,
     q_start: tl.int32, q_stride: tl.int32, k_start: tl.int32, k_stride: tl.int32,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(q_len, BLOCK_M), tl.cdiv(k_len, BLOCK_N)
@@ -49,10 +47,10 @@ def _seen_kernel(
     anything = tl.zeros([BLOCK_N if OF_KEYS else BLOCK_M], tl.int32)
     for member in tl.static_range(GROUP):
         visible = inside
-        if HAS_MASK:
+        if mask_ptr is not None:
             offs = batch * stride_mb + (head * GROUP + member) * stride_mh + offs_m[:, None] * stride_mm
             visible = visible & (tl.load(mask_ptr + offs + offs_n[None, :] * stride_mn, mask=inside, other=0) != 0)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             offs = batch * stride_bb + (head * GROUP + member) * stride_bh + offs_m[:, None] * stride_bm
             bias = tl.load(bias_ptr + offs + offs_n[None, :] * stride_bn, mask=inside, other=float("-inf"))
             visible = visible & (bias != float("-inf"))
@@ -64,16 +62,16 @@ def _seen_kernel(
         tl.store(flags + offs_m, anything.to(tl.int8), mask=(offs_m < q_len) & (anything > 0))
 
 
-def prepare_visible(problem: Problem, inputs: Inputs) -> list[tuple[Tensor, Callable[[Inputs], Tensor]]]:
-    """Samples of flags, and what computes them: int8 `[B or 1, Hkv or 1, Tk]`, 1 for keys that a query of that batch
-    entry and KV head sees, and `[B or 1, Hq or 1, Tq]`, 1 for queries that see a key.
+def visible_steps(problem: Problem, inputs: Inputs) -> list[Step]:
+    """What computes flags, int8: `[B or 1, Hkv or 1, Tk]`, 1 for keys that a query of that batch entry and KV head
+    sees, and `[B or 1, Hq or 1, Tq]`, 1 for queries that see a key.
 
     Where neither mask nor bias has rows, keys leave positions out: a tile never reads what its positions hide.
     """
     heads, kv_heads, group = (problem.q_heads, problem.kv_heads, problem.group) if _has(inputs, 1) else (1, 1, 1)
     return [
-        _prepare(problem, inputs, kv_heads, group, with_rows=_has(inputs, 2), of_keys=True),
-        _prepare(problem, inputs, heads, 1, with_rows=True, of_keys=False),
+        _step(problem, inputs, kv_heads, group, with_rows=_has(inputs, 2), of_keys=True),
+        _step(problem, inputs, heads, 1, with_rows=True, of_keys=False),
     ]
 
 
@@ -82,49 +80,33 @@ def _has(inputs: Inputs, dim: int) -> bool:
     return any(t is not None and t.shape[dim] > 1 for t in (inputs.mask, inputs.bias))
 
 
-def _prepare(
-    problem: Problem, inputs: Inputs, heads: int, group: int, with_rows: bool, of_keys: bool
-) -> tuple[Tensor, Callable[[Inputs], Tensor]]:
-    """A sample of the flags, and what computes them."""
-    by_batch, mask, bias = _has(inputs, 0), inputs.mask, inputs.bias
-    batch, rows = (problem.batch if by_batch else 1), (problem.q_len if with_rows else 1)
+def _step(problem: Problem, inputs: Inputs, heads: int, group: int, with_rows: bool, of_keys: bool) -> Step:
+    mask, bias = inputs.mask, inputs.bias
+    batch, rows = (problem.batch if _has(inputs, 0) else 1), (problem.q_len if with_rows else 1)
     flags = sample((batch, heads, problem.k_len if of_keys else rows), torch.int8)
-    launch = _kernel.bind(
+    launch = _kernel.bind_addresses(
         cdiv(problem.k_len, BLOCK_N) * cdiv(rows, BLOCK_M) * heads * batch,
-        (mask, bias, flags),
         {"num_warps": 4},
         mask_ptr=mask,
         bias_ptr=bias,
         flags_ptr=flags,
         **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask)),
         **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias)),
-        stride_fb=flags.stride(0) if by_batch else 0,
-        stride_fh=flags.stride(1) if heads > 1 else 0,
+        **named("stride_fb stride_fh", flag_strides(flags)),
+        **named("q_start q_stride k_start k_stride", problem.positions[:4]),
         q_len=rows,
         k_len=problem.k_len,
         heads=heads,
         left=min(problem.left, FAR),
         right=min(problem.right, FAR),
-        q_start=problem.q_start,
-        q_stride=problem.q_stride,
-        k_start=problem.k_start,
-        k_stride=problem.k_stride,
         GROUP=group,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
-        HAS_MASK=mask is not None,
-        HAS_BIAS=bias is not None,
         HAS_LEFT=with_rows and problem.left != UNBOUNDED,
         HAS_RIGHT=with_rows and problem.right != UNBOUNDED,
         OF_KEYS=of_keys,
     )
-
-    def run(inputs: Inputs) -> Tensor:
-        made = flags.filled(inputs.query, 0.0, launch.is_compiled)
-        launch(inputs.mask, inputs.bias, made)
-        return made
-
-    return flags, run
+    return Step(flags, launch, ("mask", "bias"), starts_at_0=True)
 
 
 _kernel = Kernel(_seen_kernel)

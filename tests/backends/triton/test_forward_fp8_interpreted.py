@@ -23,7 +23,7 @@ from fp8_cases import BASE, CASES, CAUSAL, check, random_case
 
 from stream_attention.backends.reference import fp8 as reference_fp8
 from stream_attention.backends.triton.forward_fp8 import forward_fp8, place_of_key
-from stream_attention.backends.triton.fp8_tuning import TritonFp8Config
+from stream_attention.backends.triton.tuning import Tile
 from stream_attention.base.fp8_layout import E4M3, LARGEST, ORDER
 
 # An empty row takes log2(0) and infinities meet in products, on the way to a result that does not hold them.
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:divide by zero encountered in log2:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning"
 )
 
-CONFIG = TritonFp8Config(64, 64, 4, 1)
+CONFIG = Tile(64, 64, 4, 1)
 
 
 # What it stands on
@@ -114,13 +114,13 @@ def test_agreement(name: str) -> None:
     "name", ["window of both sides, with blocks seen whole", "packed, causal", "scales of every block its own"]
 )
 def test_every_tile_gives_the_answer(name: str, tile: tuple[int, int]) -> None:
-    assert check(CASES[name], forward_fp8, TritonFp8Config(*tile, 4, 1)).worst <= 1
+    assert check(CASES[name], forward_fp8, Tile(*tile, 4, 1)).worst <= 1
 
 
 def test_random_cases() -> None:
     rng = Random(3)
     for _ in range(25):
-        assert check(random_case(rng), forward_fp8, TritonFp8Config(rng.choice((64, 128)), 64, 4, 1)).worst <= 1
+        assert check(random_case(rng), forward_fp8, Tile(rng.choice((64, 128)), 64, 4, 1)).worst <= 1
 
 
 # What is hidden, and what is not there

@@ -49,16 +49,15 @@ def _on_device(problem: Problem) -> tuple[bool, str]:
     return kind != "cuda" and not installed.interpreting(), f"requires a CUDA device; got {kind}{hint}"
 
 
+def _on_arch(problem: Problem, least: int, what: str = "") -> tuple[bool, str]:
+    is_older = problem.device.type == "cuda" and 0 < problem.arch < least
+    return is_older, f"{what}requires compute capability {least / 10} or newer; got {problem.arch / 10}"
+
+
 def _gpu_reasons(problem: Problem) -> Reasons:
     """What no Triton kernel supports but those of FP8."""
-    return (
-        _on_device(problem),
-        (
-            problem.device.type == "cuda" and 0 < problem.arch < 80,
-            f"requires compute capability 8.0 or newer; got {problem.arch / 10}",
-        ),
-        (problem.dtype is torch.float64, "does not support float64"),
-    )
+    float64 = problem.dtype is torch.float64, "does not support float64"
+    return _on_device(problem), _on_arch(problem, 80), float64
 
 
 def _reasons(problem: Problem) -> Reasons:
@@ -77,10 +76,7 @@ def _fp8_reasons(problem: Problem, request: Request) -> Reasons:
     largest = max((size for field, size in request.forced if field in ("block_m", "block_n")), default=0)
     return (
         _on_device(problem),
-        (
-            problem.device.type == "cuda" and problem.arch < 89,
-            f"FP8 requires compute capability 8.9 or newer; got {problem.arch / 10}",
-        ),
+        _on_arch(problem, 89, "FP8 "),
         *fp8_reasons(problem),
         (largest > BLOCK, f"FP8 supports block_m and block_n up to {BLOCK}; got {largest}"),  # rows of a scale
     )
@@ -105,10 +101,7 @@ def _quantised_reasons(problem: Problem) -> Reasons:
     dims = (problem.value_dim,) if coding.keys_per_channel else (problem.head_dim, problem.value_dim)
     cut = sorted({dim // planes for dim in dims if dim > coding.group and coding.group % (dim // planes)})
     return (
-        (
-            coding.format == "fp8" and problem.device.type == "cuda" and 0 < problem.arch < 89,
-            f"an fp8 cache requires compute capability 8.9 or newer; got {problem.arch / 10}",
-        ),
+        _on_arch(problem, 89 if coding.format == "fp8" else 0, "an fp8 cache "),
         (coding.values_per_channel, 'supports only values="token"; got values="channel"'),
         (coding.group not in (16, 32, 64, 128), f"supports only groups of 16, 32, 64 or 128; got {coding.group}"),
         (

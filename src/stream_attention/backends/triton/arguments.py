@@ -11,6 +11,7 @@ from ...gpu.arguments import (
     access_unit,
     broadcast_strides,
     flag_strides,
+    line_strides,
     named,
     precision,
     score_params,
@@ -56,12 +57,16 @@ def bind_tiles(
 def _problem_arguments(problem: Problem, inputs: Inputs, computed: Sequence[Any]) -> dict[str, Any]:
     """Those that follow from a problem and how its tensors lie, and not from lengths."""
     mask, bias = inputs.mask, inputs.bias
-    keys_seen, queries_seen, _, _ = computed
+    keys_seen, queries_seen, row_words, col_words = computed
     return {
         **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask, access_unit(mask))),
         **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias, access_unit(bias))),
         **named("stride_fb stride_fh", flag_strides(keys_seen)),
         **named("stride_sb stride_sh", flag_strides(queries_seen)),
+        **named("stride_rb stride_rh", line_strides(row_words, problem.packed)),
+        **named("stride_cb stride_ch", line_strides(col_words, problem.packed)),
+        "q_stride": problem.q_stride,
+        "k_stride": problem.k_stride,
         "stride_ab": slope_stride(inputs.alibi_slopes),
         "batches": problem.batch,
         "q_heads": problem.q_heads,

@@ -53,10 +53,40 @@ def prepare_backward(
         bias = prepare_bias_gradient(call, config.bias)
     if not (problem.batch and problem.q_len):
         return lambda inputs, *saved: made.of_no_query(inputs, bias)
-    (dq,), (d_slopes, d_sink) = made.samples(made.by_queries, 0), made.sums
-    query = bind_query(call, made.by_queries, dq, d_slopes, d_sink, made.exact_delta)
-    keys = [bind_key(call, tile, *made.samples(tile, *places)) for tile, *places in made.by_keys]
+    (dq,), (d_slopes, d_sink) = made.by_queries.samples(made.grads), made.sums
+    query = bind_query(call, made.by_queries.tile, dq, d_slopes, d_sink, made.exact_delta)
+    keys = [bind_key(call, one.tile, *one.samples(made.grads)) for one in made.by_keys]
     return _Backward(made, call.before, call.rows, query, keys, bias)
+
+
+class _Pass(NamedTuple):
+    """A launch: its tile, and which of dq, dk and dv it writes, None for those that are not wanted."""
+
+    tile: Tile
+    places: tuple[int | None, ...]
+
+    def written(self, grads: Sequence[Any]) -> list[Any]:
+        return [None if place is None else grads[place] for place in self.places]
+
+    def samples(self, grads: Sequence[Any]) -> list[Any]:
+        """Of what it writes: gradients, or with several splits a part of each, in fp32."""
+        written, splits = self.written(grads), self.tile.num_splits
+        if splits == 1:
+            return written
+        return [None if grad is None else sample((splits, *grad.shape), torch.float32) for grad in written]
+
+    def run(
+        self, launch: Launch, read: Sequence[Any], grads: Sequence[Any], sums: Sequence[Any], sizes: Sizes | None
+    ) -> None:
+        """Write gradients and sums. Parts of gradients are added up."""
+        if self.tile.num_splits == 1:
+            launch(*read, *self.written(grads), *sums, sizes=sizes)
+            return
+        parts = [part and part.empty(read[0]) for part in self.samples(grads)]
+        launch(*read, *parts, *sums, sizes=sizes)
+        for grad, part in zip(self.written(grads), parts, strict=True):
+            if part is not None:
+                grad.copy_(part.sum(0))
 
 
 class _Results(NamedTuple):
@@ -65,8 +95,8 @@ class _Results(NamedTuple):
     problem: Problem
     wanted: Wanted
     grads: list[Sample | None]  # dq, dk and dv; None where it is not wanted
-    by_queries: Tile
-    by_keys: list[tuple[Tile, int | None, int | None]]  # launches: a tile, and places of dk and dv, if it has them
+    by_queries: _Pass
+    by_keys: list[_Pass]
     exact_delta: bool
     sums: list[Any]  # samples of what programs by queries leave for slopes and for sinks: a number each
 
@@ -75,49 +105,40 @@ class _Results(NamedTuple):
         # Sums over rows want the exact delta, which whole rows give: no splits of the keys, and none of a shard.
         exact_delta = any(wanted[3:]) and not problem.partial
         by_queries = config.query._replace(num_splits=1) if exact_delta else config.query
-        dk, dv = (place if wanted[place] else None for place in (1, 2))
-        by_keys: list[tuple[Tile, int | None, int | None]] = [(config.key, dk, dv)]
+        dq, dk, dv = (place if wanted[place] else None for place in range(3))
+        by_keys = [_Pass(config.key, (dk, dv))]
         if config.value is not None:
-            by_keys = [(config.key, dk, None), (config.value, None, dv)]
-        by_keys = [one for one in by_keys if one[1:] != (None, None)]
+            by_keys = [_Pass(config.key, (dk, None)), _Pass(config.value, (None, dv))]
+        by_keys = [one for one in by_keys if one.places != (None, None)]
         pairs = zip(inputs[:3], wanted[:3], strict=True)
         grads = [Sample(t.shape, problem.out_dtype) if want else None for t, want in pairs]
         count = programs(problem, by_queries)
         sums = [sample((count,), torch.float32) if want else None for want in wanted[4:]]
-        return cls(problem, wanted, grads, by_queries, by_keys, exact_delta, sums)
+        return cls(problem, wanted, grads, _Pass(by_queries, (dq,)), by_keys, exact_delta, sums)
 
     @property
     def is_whole(self) -> bool:
         """Whether no launch writes parts of gradients, which are added up."""
-        return self.by_queries.num_splits == 1 and all(tile.num_splits == 1 for tile, *_ in self.by_keys)
+        return all(one.tile.num_splits == 1 for one in (self.by_queries, *self.by_keys))
 
     def resized(self, inputs: Inputs) -> _Results:
         """Those of inputs with other numbers of rows."""
         pairs = zip(inputs[:3], self.grads, strict=True)
         return self._replace(grads=[grad and Sample(t.shape, grad.dtype) for t, grad in pairs])
 
-    def samples(self, tile: Tile, *places: int | None) -> list[Any]:
-        """Of what a launch writes: gradients, or with several splits a part of each, in fp32."""
-        grads = [None if place is None else self.grads[place] for place in places]
-        if tile.num_splits == 1:
-            return grads
-        return [None if grad is None else sample((tile.num_splits, *grad.shape), torch.float32) for grad in grads]
-
-    def gradients(self, query: Tensor, by_driver: bool = False) -> list[Tensor | None]:
-        if self.problem.empty:  # some are written by no program
-            return [None if grad is None else grad.filled(query, 0.0, by_driver) for grad in self.grads]
-        return [None if grad is None else grad.empty(query) for grad in self.grads]
-
-    def row_sums(self, query: Tensor, by_driver: bool = False) -> list[Tensor | None]:
-        return [None if sums is None else sums.filled(query, 0.0, by_driver) for sums in self.sums]
+    def allocate(self, query: Tensor, by_driver: bool = False) -> tuple[list[Any], list[Any]]:
+        """Gradients and sums. Where the problem is empty some gradients are written by no program."""
+        if self.problem.empty:
+            grads = [grad and grad.filled(query, 0.0, by_driver) for grad in self.grads]
+        else:
+            grads = [grad and grad.empty(query) for grad in self.grads]
+        return grads, [sums and sums.filled(query, 0.0, by_driver) for sums in self.sums]
 
     def of_no_query(self, inputs: Inputs, bias: Callable[..., Tensor] | None) -> Gradients:
-        d_bias = None if bias is None else bias(inputs, ())
-        return self.gathered(inputs, self.gradients(inputs.query), d_bias, self.row_sums(inputs.query))
+        grads, sums = self.allocate(inputs.query)
+        return self.gathered(inputs, grads, None if bias is None else bias(inputs, ()), sums)
 
-    def gathered(
-        self, inputs: Inputs, grads: list[Tensor | None], d_bias: Tensor | None, sums: list[Tensor | None]
-    ) -> Gradients:
+    def gathered(self, inputs: Inputs, grads: list[Any], d_bias: Tensor | None, sums: list[Any]) -> Gradients:
         parameters = inputs.alibi_slopes, inputs.sink
         by_head = [_by_head(self.problem, *pair) for pair in zip(sums, parameters, strict=True)]
         return Gradients._make([*grads, d_bias, *by_head])
@@ -150,15 +171,14 @@ class _Backward:
             of_rows, made = Rows.samples(made.problem, query), made.resized(inputs)
             scratch, numbers = Scratch.of(*of_rows), (query.shape[0], inputs.key.shape[0], of_rows.tiles)
             sizes = Sizes("q_rows k_rows row_tiles", numbers, {}, {})
-        grads, sums = made.gradients(query, is_compiled), made.row_sums(query, is_compiled)
+        grads, sums = made.allocate(query, is_compiled)
         computed = self._before.run(inputs)
         memory, rows = scratch.allocate(query, is_compiled and self._bias is None)
         read = *inputs, *computed, out, lse, grad_out, grad_lse, *rows
-        _launch(self._query, made.by_queries, read, grads[:1], sums, sizes)
+        made.by_queries.run(self._query, read, grads, sums, sizes)
         read = *inputs, *computed, grad_out, *rows
-        for launch, (tile, k_place, v_place) in zip(self._keys, made.by_keys, strict=True):
-            written = [None if k_place is None else grads[1], None if v_place is None else grads[2]]
-            _launch(launch, tile, read, written, sizes=sizes)
+        for launch, one in zip(self._keys, made.by_keys, strict=True):
+            one.run(launch, read, grads, (), sizes)
         d_bias = None if self._bias is None else self._bias(inputs, (*computed, grad_out, *rows))
         del memory  # all that reads it is queued
         return made.gathered(inputs, grads, d_bias, sums)
@@ -170,34 +190,13 @@ class _Backward:
         made = _Results.of(problem, inputs, config, self._made.wanted)
         call = BackwardCall(problem, inputs, self._before, Saved(*saved), Rows.samples(problem, inputs.query))
         sizes = call.sizes(aligned=True)
-        tiles = zip(self._keys, made.by_keys, strict=True)
-        keys = [launch.resized(key_programs(problem, tile), sizes) for launch, (tile, _, _) in tiles]
-        query = self._query.resized(programs(problem, made.by_queries), call.sizes(aligned=True, with_out=True))
+        pairs = zip(self._keys, made.by_keys, strict=True)
+        keys = [launch.resized(key_programs(problem, one.tile), sizes) for launch, one in pairs]
+        query = self._query.resized(programs(problem, made.by_queries.tile), call.sizes(aligned=True, with_out=True))
         if query is None or None in keys:
             return None
         found = [launch for launch in keys if launch is not None]
         return _Backward(made, self._before, call.rows, query, found, None)
-
-
-def _launch(
-    launch: Launch,
-    tile: Tile,
-    read: Sequence[Any],
-    grads: list[Tensor | None],
-    sums: Sequence[Tensor | None] = (),
-    sizes: Sizes | None = None,
-) -> None:
-    """Launch what writes gradients and sums. With several splits it writes parts of gradients, in fp32, which are added
-    up here."""
-    if tile.num_splits == 1:
-        launch(*read, *grads, *sums, sizes=sizes)
-        return
-    shapes = [None if grad is None else (tile.num_splits, *grad.shape) for grad in grads]
-    parts = [None if shape is None else read[0].new_empty(shape, dtype=torch.float32) for shape in shapes]
-    launch(*read, *parts, *sums)
-    for grad, part in zip(grads, parts, strict=True):
-        if grad is not None and part is not None:
-            grad.copy_(part.sum(0))
 
 
 def _by_head(problem: Problem, sums: Tensor | None, parameter: Tensor | None) -> Tensor | None:

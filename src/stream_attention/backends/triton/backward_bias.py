@@ -22,7 +22,7 @@ from ...base.problem import Inputs
 from ...gpu.arguments import WIDE, cdiv, sample
 from ...gpu.launch import Kernel, jit
 from ...gpu.rows import PAD
-from ...gpu.tiles import dropout_keep, load_broadcast, tile_gradients
+from ...gpu.tiles import dropout_keep, load_broadcast, load_rows, tile_gradients
 from .backward_call import BackwardCall
 from .tuning import Tile
 
@@ -73,12 +73,11 @@ def _bias_kernel(
 
     # The bias is the same wherever it is broadcast.
     bias_ptr += out_batch * stride_bb + out_head * stride_bh
-    bias = load_broadcast(
-        bias_ptr, offs_m[:, None], offs_n[None, :], q_len, k_len, stride_bm, stride_bn, float("-inf"), BIAS
-    )
+    tile_at = offs_m[:, None], offs_n[None, :], q_len, k_len
+    bias = load_broadcast(bias_ptr, *tile_at, stride_bm, stride_bn, float("-inf"), BIAS)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
-    # A tile that positions hide is hidden in every batch entry and head: nothing to walk.
+    # A tile that positions mask is masked in every batch entry and head: nothing to walk.
     if not (SUM_ROWS or SUM_COLUMNS):
         first_row, last_row = tile_m * BLOCK_M, tl.minimum(tile_m * BLOCK_M + BLOCK_M, q_len) - 1
         first_key, last_key = tile_n * BLOCK_N, tl.minimum(tile_n * BLOCK_N + BLOCK_N, k_len) - 1
@@ -104,9 +103,8 @@ def _bias_kernel(
         attend, slopes, keep = 0, 0.0, 0
         if MASK:
             mask_ptrs = mask_ptr + batch * stride_mb + head * stride_mh
-            attend = load_broadcast(
-                mask_ptrs, offs_m[:, None], offs_n[None, :], q_len, k_len, stride_mm, stride_mn, 0, MASK
-            )
+            tile_at = offs_m[:, None], offs_n[None, :], q_len, k_len
+            attend = load_broadcast(mask_ptrs, *tile_at, stride_mm, stride_mn, 0, MASK)
         if HAS_ALIBI:
             slopes = tl.load(slopes_ptr + batch * stride_ab + head).to(tl.float32)
         if HAS_DROPOUT:
@@ -117,26 +115,10 @@ def _bias_kernel(
         k_ptrs = k_ptr + batch * stride_kb + kv_head * stride_kh
         v_ptrs = v_ptr + batch * stride_vb + kv_head * stride_vh
         grad_ptrs = grad_out_ptr + batch * stride_gb + head * stride_gh
-        q = tl.load(
-            q_ptrs + offs_m[:, None] * stride_qm + offs_d[None, :],
-            mask=mask_m[:, None] & (offs_d[None, :] < D),
-            other=0.0,
-        )
-        k = tl.load(
-            k_ptrs + offs_n[:, None] * stride_kn + offs_d[None, :],
-            mask=mask_n[:, None] & (offs_d[None, :] < D),
-            other=0.0,
-        )
-        grad = tl.load(
-            grad_ptrs + offs_m[:, None] * stride_gm + offs_dv[None, :],
-            mask=mask_m[:, None] & (offs_dv[None, :] < DV),
-            other=0.0,
-        )
-        v = tl.load(
-            v_ptrs + offs_n[:, None] * stride_vn + offs_dv[None, :],
-            mask=mask_n[:, None] & (offs_dv[None, :] < DV),
-            other=0.0,
-        )
+        q = load_rows(q_ptrs + offs_m[:, None] * stride_qm, offs_d[None, :], mask_m, D, BLOCK_D, MASKED=True)
+        k = load_rows(k_ptrs + offs_n[:, None] * stride_kn, offs_d[None, :], mask_n, D, BLOCK_D, MASKED=True)
+        grad = load_rows(grad_ptrs + offs_m[:, None] * stride_gm, offs_dv[None, :], mask_m, DV, BLOCK_DV, MASKED=True)
+        v = load_rows(v_ptrs + offs_n[:, None] * stride_vn, offs_dv[None, :], mask_n, DV, BLOCK_DV, MASKED=True)
         lse = tl.load(rows_lse_ptr + line * row_tiles * PAD + offs_m)
         delta = tl.load(rows_delta_ptr + line * row_tiles * PAD + offs_m)
         qk = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -147,7 +129,7 @@ def _bias_kernel(
             attend, bias, slopes, keep, scale, softcap, left, right, dropout_scale,
             True, HAS_LEFT, HAS_RIGHT, MASK, True, HAS_ALIBI, HAS_SOFTCAP, HAS_DROPOUT, TANH,
         )  # fmt: skip
-        acc += tl.where(p == 0.0, 0.0, d_scores)  # what is hidden may have met NaN
+        acc += tl.where(p == 0.0, 0.0, d_scores)  # where p is 0, ds may be NaN
 
     # Store.
     if SUM_ROWS:

@@ -1,4 +1,4 @@
-"""A backward, as its kernels are told of it: what they read, and how they are bound."""
+"""The arguments of a backward's kernels: what they read, and how they are bound."""
 
 from __future__ import annotations
 

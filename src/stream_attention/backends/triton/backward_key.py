@@ -24,6 +24,7 @@ from ...gpu.tiles import (
     load_rows,
     packed_rows,
     phases,
+    store_rows,
     tile_gradients,
     tile_of_program,
     visible_span,
@@ -53,8 +54,7 @@ def _key_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGNED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    IS_PACKED: tl.constexpr, IS_SPLIT: tl.constexpr,
-    WANT_KEY: tl.constexpr, WANT_VALUE: tl.constexpr, PRECISION: tl.constexpr, TANH: tl.constexpr,
+    IS_PACKED: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
     # Strides of what is read in wide words arrive in units of those, so that the compiler knows.
     if ALIGNED:
@@ -77,10 +77,10 @@ def _key_kernel(
         q_row, q_len = packed_rows(cu_q_ptr + batch, q_rows)
         k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
         q_start = k_len - q_len
-        q_len = tl.minimum(q_len, longest)  # rows beyond what the caller said is the longest have no LSE
-        if WANT_KEY:
+        q_len = tl.minimum(q_len, longest)  # rows beyond the longest that the caller gave have no LSE
+        if dk_ptr is not None:
             clear_uncomputed(dk_ptr, cu_k_ptr, batches, tiles_n * BLOCK_N, k_rows, kv_heads * D, 0.0)
-        if WANT_VALUE:
+        if dv_ptr is not None:
             clear_uncomputed(dv_ptr, cu_k_ptr, batches, tiles_n * BLOCK_N, k_rows, kv_heads * DV, 0.0)
         if tile_n * BLOCK_N >= k_len:
             return
@@ -97,8 +97,8 @@ def _key_kernel(
     last_pos = k_start + tl.minimum(tile_n * BLOCK_N + BLOCK_N - 1, k_len - 1) * K_STRIDE
     k_pos = k_start + offs_n * K_STRIDE
 
-    # Load K and V. A key that no query sees may be NaN, and meets weights of 0 below: it is not read. Nor is a query
-    # that sees no key.
+    # Load K and V. A key that no query sees may be NaN, and is multiplied by p = 0 below: it is not read. Nor is a
+    # query that sees no key.
     load_n = mask_n
     if HAS_RIGHT:
         load_n = load_n & (k_pos <= q_start + (q_len - 1) * Q_STRIDE + right)
@@ -114,7 +114,7 @@ def _key_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
-    # Rows behind the last query have weights of 0 by their LSE, and need no masking.
+    # Rows behind the last query have p = 0 by their LSE, and need no masking.
     row_lo, row_hi, whole_lo, whole_hi = visible_span(
         first_pos, last_pos, right, left, q_start, Q_STRIDE, q_len, HAS_RIGHT, HAS_LEFT
     )
@@ -135,7 +135,7 @@ def _key_kernel(
             k_line = line_start(batch, head, q_heads, k_rows, k_row, IS_PACKED)
             col_words = tl.load(col_words_ptr + k_line + offs_n, mask=mask_n, other=0)
 
-        # Stream tiles. Phase 0: those the right edge cuts; 1: those that see every key; 2: those the left edge cuts.
+        # Stream tiles. Phase 0: partially masked by the right edge; 1: wholly visible; 2: by the left edge.
         for phase in tl.static_range(0 if HAS_RIGHT else 1, 3 if HAS_LEFT else 2):
             for tile_m in tl.range(edges[phase], edges[phase + 1]):
                 offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -165,36 +165,28 @@ def _key_kernel(
                     keep = dropout_keep(col_words, row_words, dropout_threshold)
                 qk = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
                 dp = qk
-                if WANT_KEY:
+                if dk_ptr is not None:
                     dp = tl.dot(v, grad.T, input_precision=PRECISION)
                 p, _, d_qk = tile_gradients(
                     qk, dp, lse[None, :], delta[None, :], q_pos[None, :], k_pos[:, None], True,
                     attend, bias, slopes, keep, scale, softcap, left, right, dropout_scale,
                     phase != 1, HAS_LEFT, HAS_RIGHT, MASK, BIAS, HAS_ALIBI, HAS_SOFTCAP, HAS_DROPOUT, TANH,
                 )  # fmt: skip
-                if WANT_VALUE:
+                if dv_ptr is not None:
                     if HAS_DROPOUT:
                         p = tl.where(keep, p, 0.0)
                     dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
-                if WANT_KEY:
+                if dk_ptr is not None:
                     dk = tl.dot(d_qk.to(q.dtype), q, dk, input_precision=PRECISION)
 
     # Store.
     if IS_SPLIT:
         k_row = (batch + split * batches) * k_rows
     rows = (k_row + offs_n) * kv_heads + kv_head
-    if WANT_KEY:
-        tl.store(
-            dk_ptr + rows[:, None] * D + offs_d[None, :],
-            (dk * scale).to(dk_ptr.dtype.element_ty),
-            mask=mask_n[:, None] & (offs_d[None, :] < D),
-        )
-    if WANT_VALUE:
-        tl.store(
-            dv_ptr + rows[:, None] * DV + offs_dv[None, :],
-            (dv * dropout_scale).to(dv_ptr.dtype.element_ty),
-            mask=mask_n[:, None] & (offs_dv[None, :] < DV),
-        )
+    if dk_ptr is not None:
+        store_rows(dk_ptr + rows[:, None] * D, offs_d[None, :], dk * scale, mask_n, D, BLOCK_D)
+    if dv_ptr is not None:
+        store_rows(dv_ptr + rows[:, None] * DV, offs_dv[None, :], dv * dropout_scale, mask_n, DV, BLOCK_DV)
 
 
 def programs(problem: Problem, tile: Tile) -> int:
@@ -208,8 +200,7 @@ def bind_key(call: BackwardCall, tile: Tile, dk: Tensor | None, dv: Tensor | Non
     With several splits they are `[splits, B, Tk, Hkv, D]`, a part of the sum each.
     """
     names, others = "grad_out_ptr rows_lse_ptr rows_delta_ptr dk_ptr dv_ptr", (*call.read, dk, dv)
-    wanted = {"WANT_KEY": dk is not None, "WANT_VALUE": dv is not None}
-    return call.bind(_kernel, programs(call.problem, tile), tile, names, others, **wanted)
+    return call.bind(_kernel, programs(call.problem, tile), tile, names, others)
 
 
 _kernel = Kernel(_key_kernel)

@@ -3,10 +3,10 @@
     delta_i = dO_i . O_i - dLSE_i        dq_i = scale * sum_j ds_ij k_j
     dslope = -sum_ij ds_ij |x_i - y_j|   dsink = -sum_i exp(sink - lse_i) delta_i
 
-Delta is made from an output that was rounded when it was returned, and from weights that were rounded before they met
-V. For dQ, dK and dV that is as good as their own rounding. For sums over a row (of slopes, sinks, a bias) it is not:
-the weights of a row add up to 1, its ds to dLSE, and what is left is that error. They want `EXACT_DELTA`, which the
-loop gives at the price of two more sums: delta_i = sum_j p_ij dp_ij - dLSE_i.
+Delta is computed from an output that was rounded when it was returned, and from p that were rounded before they were
+multiplied by V. For dQ, dK and dV that is as good as their own rounding. For sums over a row (of slopes, sinks, a bias)
+it is not: the p of a row add up to 1, its ds to dLSE, and what is left is that error. They need `EXACT_DELTA`, which
+the loop computes at the price of two more sums: delta_i = sum_j p_ij dp_ij - dLSE_i.
 
 Grid: one program per (batch, head, split of the keys, tile of queries), in one dimension; the loop is the forward's,
 over the keys that the tile sees. Runs first, as it writes what the other kernels read of each row. Gradients of slopes
@@ -30,6 +30,7 @@ from ...gpu.tiles import (
     load_rows,
     packed_rows,
     phases,
+    store_rows,
     tile_gradients,
     tile_of_program,
     visible_span,
@@ -59,9 +60,8 @@ def _query_kernel(
     GROUP: tl.constexpr, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGNED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_LSE_GRAD: tl.constexpr,
-    IS_PACKED: tl.constexpr, IS_SPLIT: tl.constexpr,
-    WANT_QUERY: tl.constexpr, WANT_SLOPES: tl.constexpr, WANT_SINK: tl.constexpr, EXACT_DELTA: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    IS_PACKED: tl.constexpr, IS_SPLIT: tl.constexpr, EXACT_DELTA: tl.constexpr,
     PRECISION: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
     # Strides of what is read in wide words arrive in units of those, so that the compiler knows.
@@ -85,7 +85,7 @@ def _query_kernel(
         q_row, q_len = packed_rows(cu_q_ptr + batch, q_rows)
         k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
         q_start = k_len - q_len
-        if WANT_QUERY:
+        if dq_ptr is not None:
             clear_uncomputed(dq_ptr, cu_q_ptr, batches, tiles_m * BLOCK_M, q_rows, q_heads * D, 0.0)
         if tile_m * BLOCK_M >= q_len:
             return
@@ -103,7 +103,8 @@ def _query_kernel(
     last_pos = q_start + tl.minimum(tile_m * BLOCK_M + BLOCK_M - 1, q_len - 1) * Q_STRIDE
     q_pos = q_start + offs_m * Q_STRIDE
 
-    # A row that sees no key may be NaN, and meets weights of 0 below: it is not read. Nor is a key that no query sees.
+    # A row that sees no key may be NaN, and is multiplied by p = 0 below: it is not read. Nor is a key that no query
+    # sees.
     load_m = mask_m & (k_len > 0)
     if HAS_RIGHT:
         load_m = load_m & (q_pos + right >= k_start)
@@ -112,13 +113,13 @@ def _query_kernel(
     if MASK or BIAS:
         load_m = load_m & (tl.load(queries_seen_ptr + batch * stride_sb + head * stride_sh + offs_m, mask_m, 0) != 0)
 
-    # Delta, as the output says.
+    # Delta, from the output.
     out_ptr += batch * stride_ob + head * stride_oh
     grad_out_ptr += batch * stride_gb + head * stride_gh
     out = load_rows(out_ptr + offs_m[:, None] * stride_om, offs_dv[None, :], load_m, DV, BLOCK_DV, MASKED=True)
     grad = load_rows(grad_out_ptr + offs_m[:, None] * stride_gm, offs_dv[None, :], load_m, DV, BLOCK_DV, MASKED=True)
     grad_lse = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_LSE_GRAD:
+    if grad_lse_ptr is not None:
         grad_lse = tl.load(grad_lse_ptr + q_line + offs_m, mask=mask_m, other=0.0)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1) - grad_lse
     lse = tl.load(lse_ptr + q_line + offs_m, mask=mask_m, other=float("-inf")) * LOG2E
@@ -130,7 +131,7 @@ def _query_kernel(
         if not EXACT_DELTA:
             tl.store(rows_delta_ptr + row_line + offs_m, delta)
 
-    if WANT_QUERY or WANT_SLOPES or EXACT_DELTA:
+    if dq_ptr is not None or d_slopes_ptr is not None or EXACT_DELTA:
         q_ptr += batch * stride_qb + head * stride_qh
         q = load_rows(q_ptr + offs_m[:, None] * stride_qm, offs_d[None, :], load_m, D, BLOCK_D, MASKED=True)
         k_ptr += batch * stride_kb + kv_head * stride_kh
@@ -161,7 +162,7 @@ def _query_kernel(
             key_lo, key_hi, whole_lo, whole_hi, split, num_splits, BLOCK_N, MASKS_END=True, IS_SPLIT=IS_SPLIT
         )
 
-        # Stream tiles. Phase 0: those the left edge cuts; 1: seen whole; 2: those the right edge or the last key cuts.
+        # Stream tiles. Phase 0: partially masked by the left edge; 1: wholly visible; 2: by the right edge or last key.
         for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
             for tile_n in tl.range(edges[phase], edges[phase + 1]):
                 offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -191,7 +192,7 @@ def _query_kernel(
                     attend, bias, slopes, keep, scale, softcap, left, right, dropout_scale,
                     phase != 1, HAS_LEFT, HAS_RIGHT, MASK, BIAS, HAS_ALIBI, HAS_SOFTCAP, HAS_DROPOUT, TANH,
                 )  # fmt: skip
-                if WANT_SLOPES:
+                if d_slopes_ptr is not None:
                     distance = tl.abs(q_pos[:, None] - k_pos[None, :]).to(tl.float32)
                     d_slopes -= tl.sum(d_scores * distance, 1)
                     sum_distance += tl.sum(p * distance, 1)
@@ -205,19 +206,15 @@ def _query_kernel(
             d_slopes -= (delta - exact_delta) * sum_distance
             delta = exact_delta
             tl.store(rows_delta_ptr + row_line + offs_m, delta)
-        if WANT_SLOPES:
+        if d_slopes_ptr is not None:
             tl.store(d_slopes_ptr + tl.program_id(0), tl.sum(tl.where(mask_m, d_slopes, 0.0), 0))
-        if WANT_QUERY:
+        if dq_ptr is not None:
             if IS_SPLIT:
                 q_row = (batch + split * batches) * q_rows
             dq_rows = ((q_row + offs_m) * q_heads + head) * D
-            tl.store(
-                dq_ptr + dq_rows[:, None] + offs_d[None, :],
-                (dq * scale).to(dq_ptr.dtype.element_ty),
-                mask=mask_m[:, None] & (offs_d[None, :] < D),
-            )
+            store_rows(dq_ptr + dq_rows[:, None], offs_d[None, :], dq * scale, mask_m, D, BLOCK_D)
 
-    if WANT_SINK:
+    if d_sink_ptr is not None:
         if split == 0:
             sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2E
             tl.store(d_sink_ptr + tl.program_id(0), -tl.sum(tl.exp2(sink - lse) * delta, 0))
@@ -240,14 +237,8 @@ def bind_query(
     The LSE and its gradient, words and dq are contiguous.
     """
     names = "out_ptr lse_ptr grad_out_ptr grad_lse_ptr rows_lse_ptr rows_delta_ptr dq_ptr d_slopes_ptr d_sink_ptr"
-    return call.bind(
-        _kernel, programs(call.problem, tile), tile, names, (*call.saved, *call.rows, dq, d_slopes, d_sink),
-        HAS_LSE_GRAD=call.saved.grad_lse is not None,
-        WANT_QUERY=dq is not None,
-        WANT_SLOPES=d_slopes is not None,
-        WANT_SINK=d_sink is not None,
-        EXACT_DELTA=exact_delta,
-    )  # fmt: skip
+    others = *call.saved, *call.rows, dq, d_slopes, d_sink
+    return call.bind(_kernel, programs(call.problem, tile), tile, names, others, EXACT_DELTA=exact_delta)
 
 
 def programs(problem: Problem, tile: Tile) -> int:

@@ -1,11 +1,11 @@
-"""Few queries against a cache of 16- or 32-bit numbers in Triton, contiguous or paged: parts of the keys side by side.
+"""Few queries against a cache of 16- or 32-bit elements in Triton, contiguous or paged, with the keys in splits.
 
 Grid: one program per (KV head, split of the keys, tile of rows, batch entry), heads first: those of a token lie side by
 side in memory. The rows of a tile are the queries of all heads that share a KV head, so that keys and values are read
 once for all of them. A program streams its keys with the online softmax of forward.py.
 
 A row's length and its pages are read on the device, so nothing here waits for them. Blocks that reach beyond the last
-key read that one again, and nothing that nobody sees: it may be NaN.
+key read that one again, and nothing that is masked for every row: it may be NaN.
 
 Not here: quantised caches (decode_quantized.py).
 """
@@ -24,7 +24,7 @@ from ...gpu.arguments import QKV_STRIDES, UNIT, is_aligned, qkv_strides, tile_wi
 from ...gpu.decode_call import DecodeCall, side_by_side
 from ...gpu.decode_launches import PreparedDecode, prepare_decode_by
 from ...gpu.decode_tiles import (
-    first_seen,
+    first_visible,
     hide_scores,
     keys_of_split,
     leave_state,
@@ -73,7 +73,7 @@ def _decode_kernel(
     offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     q_rows = q_ptr + b * stride_qb + t * stride_qm + head * stride_qh
 
-    first = first_seen(length, q_len, left, HAS_LEFT)
+    first = first_visible(length, q_len, left, HAS_LEFT)
     begin, end, step = keys_of_split(first, length, split, num_splits, split_keys, BLOCK_N, PAGE == 0)
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
@@ -124,7 +124,7 @@ def _decode_kernel(
             scores, inside[None, :], down, across, left, right, tree_rows, length - q_len, mask_r[:, None],
             HAS_LEFT, HAS_RIGHT, HAS_TREE,
         )  # fmt: skip
-        if HAS_TREE:  # a new token that nobody sees may hold anything
+        if HAS_TREE:  # a new token that is masked for every row may be NaN
             v = tl.where((tl.max(scores, 0) != float("-inf"))[:, None], v, 0.0)
         p, rescale, row_max, row_sum = online_softmax_step(scores, 1.0, row_max, row_sum, GUARD=True)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)

@@ -1,12 +1,12 @@
-"""Few queries against a quantised cache in Triton: fp8, int8 or int4 codes become fp16 numbers in registers.
+"""Few queries against a quantised cache in Triton: fp8, int8 or int4 values are dequantised to fp16 in registers.
 
 The grid is that of decode.py, with one split more: it has the latest tokens, which lie in the window as they came.
 
 Tiles lie on their side, keys by rows: the matrix instruction takes 16 of its first factor by 8 of its second, and there
-are rarely more than 8 rows. A tile of codes is read as words of 16 bits (cache_views/codes.py), because matrix
-instructions take their operands from shared memory in units of those. Word w of a token holds channel w of each of n
-planes, D/n channels wide: n is 2, or 4 for int4. A plane is a factor of its own product, so no code ever moves between
-lanes. Two words in a register make n pairs of neighbours, channels of a key or tokens of a value, which share
+are rarely more than 8 rows. A tile of codes is read as words of 16 bits (base/kv_layouts/quantized_tensor.py), because
+matrix instructions take their operands from shared memory in units of those. Word w of a token holds channel w of each
+of n planes, D/n channels wide: n is 2, or 4 for int4. A plane is a factor of its own product, so no code ever moves
+between lanes. Two words in a register make n pairs of neighbours, channels of a key or tokens of a value, which share
 instructions down to the product:
 
     number = (code - middle) * scale + zero     (int8: without a zero; fp8: code * scale)
@@ -27,7 +27,7 @@ from ...base.kv_layouts import QuantizedKV
 from ...gpu.arguments import UNIT, is_aligned, named, row_strides, tile_width
 from ...gpu.decode_call import DecodeCall, quantized_arguments, scale_rows
 from ...gpu.decode_tiles import (
-    first_seen,
+    first_visible,
     hide_scores,
     keys_of_split,
     leave_state,
@@ -90,8 +90,8 @@ def _append(planes, plane):
 
 
 @triton.jit
-def _numbers(words, scales, zeros, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The planes of words, fp16. Scales and zeros, of each plane one, broadcast against them."""
+def _dequantised(words, scales, zeros, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The values of words, a plane each, fp16. Scales and zeros, of each plane one, broadcast against them."""
     if INTERPRETED:
         numbers = ()
         for plane in tl.static_range(4 if FORMAT == "int4" else 2):
@@ -126,7 +126,7 @@ def _numbers(words, scales, zeros, FORMAT: tl.constexpr, INTERPRETED: tl.constex
 
 @triton.jit
 def _load(ptr, inside, MASKED: tl.constexpr):
-    return tl.load(ptr, mask=inside, other=0.0) if MASKED else tl.load(ptr)
+    return tl.load(ptr, mask=inside, other=0) if MASKED else tl.load(ptr)
 
 
 @triton.jit
@@ -171,17 +171,17 @@ def _pairs(ptr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _scales_of_values(
-    scale_ptr, zero_ptr, token, stride_s, hidden,
+    scale_ptr, zero_ptr, token, stride_s, masked,
     PLANES: tl.constexpr, W: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Those of the planes of the values from `token` on, against words [BLOCK_WV, BLOCK_N]: a row. The first `hidden`
-    are 0, because nobody sees them."""
+    """Those of the planes of the values from `token` on, against words [BLOCK_WV, BLOCK_N]: a row. The first `masked`
+    are 0, because they are masked."""
     scales, zeros = (), ()
     for plane in tl.static_range(PLANES):
         first = (plane * W // TOKENS) * stride_s + token
         if HAS_LEFT:
             n = tl.arange(0, BLOCK_N)
-            scale, zero = _read_scales(scale_ptr, zero_ptr, first, n, n >= hidden, HAS_LEFT)
+            scale, zero = _read_scales(scale_ptr, zero_ptr, first, n, n >= masked, HAS_LEFT)
             scales, zeros = _append(scales, scale[None, :]), _append(zeros, zero[None, :])
         else:
             scale = _pairs(scale_ptr + first, BLOCK_N)
@@ -276,11 +276,11 @@ def _decode_quantized_kernel(
     factor = 1.0 / power
     q_half = [(part.to(tl.float32) * factor[None, :]).to(tl.float16) for part in q]
 
-    first = first_seen(length, q_len, left, HAS_LEFT)
+    first = first_visible(length, q_len, left, HAS_LEFT)
     of_codes = tl.maximum(num_splits - 1, 1)
     begin, end, step = keys_of_split(first // TOKENS * TOKENS, coded, split, of_codes, split_keys, BLOCK_N, PAGE == 0)
     if split == of_codes:
-        end = begin  # the split of the window has no codes
+        end = begin  # the split of the window has no quantised values
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
     k_scales, v_scales = kv_head * stride_ksh, kv_head * stride_vsh
@@ -301,6 +301,7 @@ def _decode_quantized_kernel(
     row_sum = tl.zeros([BLOCK_R], tl.float32)
     acc = _zeros(q, BLOCK_WV, BLOCK_R)
     offs_w, offs_wv = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_WV)
+    masking = left, right, tree_rows, length - q_len, mask_r[None, :]  # arguments of hide_scores
     for start in range(begin, end, step):
         start = tl.multiple_of(start, BLOCK_N)
         k_pos = start + tl.arange(0, BLOCK_N)
@@ -317,14 +318,8 @@ def _decode_quantized_kernel(
         rows = token + tl.arange(0, BLOCK_N)
         k_at = k_ptr + at_k + (rows * stride_kn)[:, None] + offs_w[None, :]
         v_at = v_ptr + at_v + (rows * stride_vn)[None, :] + offs_wv[:, None]
-        if HAS_LEFT or BLOCK_W != W:
-            k_words = tl.load(k_at, mask=visible[:, None] & (offs_w < W)[None, :], other=0)
-        else:
-            k_words = tl.load(k_at)
-        if HAS_LEFT or BLOCK_WV != WV:
-            v_words = tl.load(v_at, mask=visible[None, :] & (offs_wv < WV)[:, None], other=0)
-        else:
-            v_words = tl.load(v_at)
+        k_words = _load(k_at, visible[:, None] & (offs_w < W)[None, :], HAS_LEFT or BLOCK_W != W)
+        v_words = _load(v_at, visible[None, :] & (offs_wv < WV)[:, None], HAS_LEFT or BLOCK_WV != WV)
         ks_ptr, vs_ptr = k_scale_ptr + at_ks, v_scale_ptr + at_vs
         kz_ptr, vz_ptr = k_zero_ptr, v_zero_ptr
         if k_zero_ptr is not None:
@@ -332,7 +327,7 @@ def _decode_quantized_kernel(
         scales, zeros = _scales_of_keys(
             ks_ptr, kz_ptr, token, stride_kss, PLANES, W, BLOCK_N, BLOCK_W, TOKENS, PER_CHANNEL
         )
-        k = _numbers(k_words, scales, zeros, FORMAT, INTERPRETED)
+        k = _dequantised(k_words, scales, zeros, FORMAT, INTERPRETED)
         qk = tl.dot(k[0], q_half[0])
         for plane in tl.static_range(1, PLANES):
             qk = tl.dot(k[plane], q_half[plane], qk)
@@ -341,22 +336,19 @@ def _decode_quantized_kernel(
         if PAGE != 0:
             scores = tl.where(exists, scores, float("nan"))
         if not ALL_VISIBLE:
-            scores = hide_scores(
-                scores, visible[:, None], across, down, left, right, tree_rows, length - q_len, mask_r[None, :],
-                HAS_LEFT, HAS_RIGHT, HAS_TREE,
-            )  # fmt: skip
+            scores = hide_scores(scores, visible[:, None], across, down, *masking, HAS_LEFT, HAS_RIGHT, HAS_TREE)
         p, rescale, row_max, row_sum = online_softmax_step(scores, 1.0, row_max, row_sum, GUARD=True, AXIS=0)
         p_half = p.to(tl.float16)
         scales, zeros = _scales_of_values(
             vs_ptr, vz_ptr, token, stride_vss, first - start, PLANES, WV, BLOCK_N, TOKENS, HAS_LEFT
         )
-        v = _numbers(v_words, scales, zeros, FORMAT, INTERPRETED)
+        v = _dequantised(v_words, scales, zeros, FORMAT, INTERPRETED)
         if HAS_TREE and not ALL_VISIBLE:
             seen = (tl.max(scores, 1) != float("-inf"))[None, :]
         summed = ()
         for plane in tl.static_range(PLANES):
             v_plane = v[plane]
-            if HAS_TREE and not ALL_VISIBLE:  # a new token that nobody sees may hold anything
+            if HAS_TREE and not ALL_VISIBLE:  # a new token that is masked for every row may be NaN
                 v_plane = tl.where(seen, v_plane, 0.0)
             summed = _append(summed, tl.dot(v_plane, p_half, acc[plane] * rescale[None, :]))
         acc = summed
@@ -377,10 +369,7 @@ def _decode_quantized_kernel(
                 qk = tl.dot(tl.load(k_at + plane * W, mask=mask_k, other=0.0), q[plane], qk)
             down = k_pos[:, None]
             scores, _ = modify_scores(qk, scale, softcap, slopes, across, down, 0.0, HAS_SOFTCAP, HAS_ALIBI, 0, TANH)
-            scores = hide_scores(
-                scores, inside[:, None], across, down, left, right, tree_rows, length - q_len, mask_r[None, :],
-                HAS_LEFT, HAS_RIGHT, HAS_TREE,
-            )  # fmt: skip
+            scores = hide_scores(scores, inside[:, None], across, down, *masking, HAS_LEFT, HAS_RIGHT, HAS_TREE)
             if HAS_TREE:
                 mask_v = mask_v & (tl.max(scores, 1) != float("-inf"))[:, None]
             p, rescale, row_max, row_sum = online_softmax_step(scores, 1.0, row_max, row_sum, GUARD=True, AXIS=0)

@@ -14,7 +14,6 @@ from torch import Tensor
 from ...base.problem import Forward, Inputs, Problem
 from ...gpu.arguments import sample
 from ...gpu.decode_call import DecodeCall
-from ...gpu.decode_tiles import merge_kernel
 from ...gpu.decode_tuning import DecodeConfig, on_a_cache, workspace_numbers
 from ...gpu.launch import Launch
 from ...gpu.scratch import Outputs
@@ -25,9 +24,7 @@ def prepare(problem: Problem, inputs: Inputs, config: DecodeConfig) -> Forward:
     """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs: `(out, lse)`."""
     outputs = Outputs.of(problem, inputs.query.shape[-3])
     call = _call(problem, inputs, config, outputs)
-    launch = rows_kernel.bind_addresses(call.grid, call.options, **row_arguments(call, inputs.key, inputs.value))
-    merge = None if call.workspace is None else call.bind_merge(merge_kernel)
-    return _Forward(outputs, call, launch, merge)
+    return _Forward(outputs, call, *call.bind(rows_kernel, row_arguments(call, inputs.key, inputs.value)))
 
 
 def _call(problem: Problem, inputs: Inputs, config: DecodeConfig, outputs: Outputs) -> DecodeCall:

@@ -7,7 +7,7 @@ For a tile of queries, with running max m, sum l and accumulator o (scores in lo
 Grid: one program per (batch, head, split of the keys, tile of queries), in one dimension, so that no product of sizes
 meets the grid's 65,535 limit. A tile holds the queries of one head, or (`HEADS` > 1) those of all heads that share a KV
 head, which fills the tile when queries are few. Keys that no row of a tile may see are never read; tiles that every row
-sees whole pay for no mask. What a mask or bias hides may be NaN in V, and 0 * NaN is NaN: where a tile's output is NaN,
+sees whole are not masked. What a mask or bias masks may be NaN in V, and 0 * NaN is NaN: where a tile's output is NaN,
 its keys are streamed once more, and values that none of its rows sees are not read. Splits write fp32 states for
 merge.py; a sink joins in the last step of a row, once.
 
@@ -21,18 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...base.problem import UNBOUNDED, Forward, Inputs, Problem
-from ...gpu.arguments import (
-    UNIT,
-    WIDE,
-    access,
-    common_sizes,
-    is_aligned,
-    line_strides,
-    named,
-    row_strides,
-    sample,
-    scale_of,
-)
+from ...gpu.arguments import UNIT, WIDE, access, common_sizes, is_aligned, sample, scale_of
 from ...gpu.launch import Kernel, Launch, Sizes, jit
 from ...gpu.merge import bind_merge
 from ...gpu.prepass import Prepass
@@ -48,6 +37,7 @@ from ...gpu.tiles import (
     online_softmax_step,
     packed_rows,
     phases,
+    store_rows,
     tile_of_program,
     visible_by_position,
     visible_span,
@@ -76,7 +66,7 @@ def _forward_kernel(
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGNED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     IS_PACKED: tl.constexpr, IS_SPLIT: tl.constexpr,
     SCALE_LATE: tl.constexpr, PRECISION: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +91,7 @@ def _forward_kernel(
         q_row, q_len = packed_rows(cu_q_ptr + batch, q_rows)
         k_row, k_len = packed_rows(cu_k_ptr + batch, k_rows)
         q_start = k_len - q_len
-        q_len = tl.minimum(q_len, longest)  # rows beyond what the caller said is the longest take no part
+        q_len = tl.minimum(q_len, longest)  # rows beyond the longest that the caller gave take no part
         sequences = tl.num_programs(0) // (tiles_m * (q_heads // HEADS))
         clear_uncomputed_output(out_ptr, lse_ptr, write_lse, cu_q_ptr, sequences, longest, q_rows, q_heads, DV)
         if tile_m * BLOCK_M >= q_len * HEADS:
@@ -146,8 +136,8 @@ def _forward_kernel(
     )
     edges = phases(key_lo, key_hi, whole_lo, whole_hi, split, num_splits, BLOCK_N, MASKS_END=True, IS_SPLIT=IS_SPLIT)
 
-    # Stream tiles. Phase 0: those the left edge cuts; 1: those seen whole; 2: those the right edge or last key cuts;
-    # 3: all of them again if something is NaN, without values that are hidden from every row.
+    # Stream tiles. Phase 0: partially masked by the left edge; 1: wholly visible; 2: by the right edge or last key;
+    # 3: all of them again if something is NaN, without values that are masked for every row.
     for phase in tl.static_range(0 if HAS_LEFT else 1, 4 if MASK or BIAS else 3):
         if phase < 3:
             tiles_begin, tiles_end = edges[phase], edges[phase + 1]
@@ -204,7 +194,7 @@ def _forward_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
     # Finish: the sink is one more key without a value.
-    if HAS_SINK:
+    if sink_ptr is not None:
         sink = tl.load(sink_ptr + offs_h).to(tl.float32) * LOG2E
         _, rescale, row_max, row_sum = online_softmax_step(sink[:, None], 1.0, row_max, row_sum, GUARD=True)
         acc = acc * rescale[:, None]
@@ -217,11 +207,7 @@ def _forward_kernel(
         out_ptr += split.to(tl.int64) * stride_os
         lse_ptr += split.to(tl.int64) * stride_ls
     out_offs = batch * stride_ob + offs_m * stride_om + offs_h * stride_oh
-    tl.store(
-        out_ptr + out_offs[:, None] + offs_dv[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=mask_m[:, None] & (offs_dv[None, :] < DV),
-    )
+    store_rows(out_ptr + out_offs[:, None], offs_dv[None, :], out, mask_m, DV, BLOCK_DV)
     mask_lse = mask_m & (write_lse != 0)
     tl.store(lse_ptr + batch * stride_lb + offs_h * stride_lh + offs_m, lse, mask=mask_lse)
 
@@ -308,26 +294,20 @@ def _most_registers(problem: Problem, inputs: Inputs, config: TritonConfig) -> i
 def bind_forward(
     problem: Problem, inputs: Inputs, config: TritonConfig, out: Tensor, lse: Tensor, before: Prepass
 ) -> Launch:
-    """The kernel as a function of inputs, of what is computed before, and of results, with a leading dim of splits if
-    there are several."""
-    packed, is_split = problem.packed, config.num_splits > 1
-    _, _, row_words, col_words = before.samples
+    """The kernel as a function of inputs, of what is computed before, and of results, contiguous, with a leading dim of
+    splits if there are several."""
+    is_split = config.num_splits > 1
+    results = Outputs(out[0], lse[0], False) if is_split else Outputs(out, lse, False)
+    sizes = common_sizes(problem, inputs, is_aligned(*inputs[:3]), OUTPUT_STRIDES, results.strides(problem.packed))
     return bind_tiles(
         _kernel, _programs(problem, config), config, problem, inputs, before.samples, "out_ptr lse_ptr", (out, lse),
-        common_sizes(problem, inputs, is_aligned(*inputs[:3])), _most_registers(problem, inputs, config),
+        sizes, _most_registers(problem, inputs, config),
         write_lse=1,
-        **named("stride_rb stride_rh", line_strides(row_words, packed)),
-        **named("stride_cb stride_ch", line_strides(col_words, packed)),
         stride_os=out.stride(0) // UNIT if is_split else 0,
-        **named("stride_ob stride_om stride_oh", row_strides(out[0] if is_split else out, packed, UNIT)),
         stride_ls=lse.stride(0) if is_split else 0,
-        **named("stride_lb stride_lh", line_strides(lse, packed)),
-        q_stride=problem.q_stride,
-        k_stride=problem.k_stride,
         HEADS=problem.group if config.pack_heads else 1,
         MASK=min(access(inputs.mask), WIDE.value),
         BIAS=min(access(inputs.bias), WIDE.value),
-        HAS_SINK=inputs.sink is not None,
         SCALE_LATE=scale_of(problem) > 0 and not (problem.softcap or problem.alibi or problem.bias),
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The streaming forward from FP8 codes, in Triton: for GPUs with FP8 matrix units, sm_89 and newer.
 
-What it computes is in reference_fp8.py. For a tile of queries, with the running maximum M, an integer, so that every
-rescaling is by a power of two and rounds nothing (scores x in log2 units):
+What it computes is in backends/reference/fp8.py. For a tile of queries, with the running maximum M, an integer, so that
+every rescaling is by a power of two and rounds nothing (scores x in log2 units):
 
     x = (q . k) qs ks scale / ln 2        M' = max(M, ceil(max_j x_j))        w_j = 2^(x_j - M' + 8)
     l' = l 2^(M - M') + sum_j w_j         o' = o 2^(M - M') + vs sum_j e4m3(w_j) v_j
@@ -11,7 +11,7 @@ sum of FP8 products, which a long row would use up. Rows of K are read in the or
 columns of scores are already columns of V.
 
 Grid: one program per (batch, head, tile of queries), in one dimension, as in forward.py. Blocks that no row of a tile
-sees are never read; blocks that every row sees whole pay for no mask. Codes are read without asking what exists: rows
+sees are never read; blocks that every row sees whole are not masked. Codes are read without asking what exists: rows
 behind a sequence's end have codes of 0, and so have values that no query of the call sees (fp8_layout.py).
 
 Not here: splits of keys, and whatever is more than positions and a scale.
@@ -43,7 +43,7 @@ from ...gpu.tiles import (
     tile_of_program,
     visible_by_position,
 )
-from .fp8_tuning import TritonFp8Config
+from .tuning import Tile
 
 ROWS = tl.constexpr(BLOCK)
 QUERY_ROWS = tl.constexpr(QUERY_BLOCK)
@@ -114,7 +114,7 @@ def _forward_fp8_kernel(
         whole_hi = tl.minimum(k_len, tl.maximum(first_pos + right + 1, 0))
     edges = phases(key_lo, key_hi, whole_lo, whole_hi, split, 1, BLOCK_N, MASKS_END=True, IS_SPLIT=False)
 
-    # Stream blocks. Phase 0: those the left edge cuts; 1: those seen whole; 2: those the right edge or last key cuts.
+    # Stream blocks. Phase 0: partially masked by the left edge; 1: wholly visible; 2: by the right edge or last key.
     for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
         for block in tl.range(edges[phase], edges[phase + 1]):
             first = block * block_rows
@@ -150,7 +150,7 @@ def bind_fp8(
     keys: KeyCodes,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    config: TritonFp8Config,
+    config: Tile,
     out: Any,
     lse: Any,
     counter: Any,
@@ -183,9 +183,7 @@ def bind_fp8(
     )
 
 
-def _sizes(
-    problem: Problem, queries: QueryCodes, keys: KeyCodes, config: TritonFp8Config, outputs: Outputs
-) -> tuple[int, Sizes]:
+def _sizes(problem: Problem, queries: QueryCodes, keys: KeyCodes, config: Tile, outputs: Outputs) -> tuple[int, Sizes]:
     """The grid and the arguments that depend on lengths."""
     numbers = (
         *(queries.query.shape[1] // BLOCK, keys.key.shape[1] // BLOCK, problem.q_len, problem.k_len),

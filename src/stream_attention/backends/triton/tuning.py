@@ -40,7 +40,7 @@ class TritonConfig(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How one kernel of the backward cuts and runs its work: queries x keys, warps and stages."""
+    """How a kernel of the backward, or the one of FP8, cuts and runs its work: queries x keys, warps and stages."""
 
     block_m: int
     block_n: int
