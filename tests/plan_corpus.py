@@ -85,11 +85,11 @@ def attention_plans() -> Iterator[tuple[str, str]]:
             if per_head in options:
                 options[per_head] = _tensor(heads)
         problems, _ = problems_of_call(query, key, value, **options)
-        for device, (arch, processors) in DEVICES.items():
+        for device, (arch, num_sms) in DEVICES.items():
             where = torch.device("cpu" if device == "cpu" else "cuda")
             for direction, problem in zip(("forward", "backward"), problems, strict=True):
                 call = f"{device} {direction} {shape} d{dim}/{value_dim} {str(dtype)[6:]} {name}"
-                yield call, _shown(plan(problem.replace(device=where, arch=arch, processors=processors)))
+                yield call, _shown(plan(problem.replace(device=where, arch=arch, num_sms=num_sms)))
 
 
 def decode_plans() -> Iterator[tuple[str, str]]:
@@ -104,9 +104,9 @@ def decode_plans() -> Iterator[tuple[str, str]]:
         lengths = torch.empty(batch, dtype=torch.int32, device="meta")
         for kind, cache in (("rows", rows), ("pages", PagedKV(*pages, table, lengths))):
             stated = decode_problem(query, cache)
-            for device, (arch, processors) in DEVICES.items():
+            for device, (arch, num_sms) in DEVICES.items():
                 where = torch.device("cpu" if device == "cpu" else "cuda")
-                problem = stated.replace(device=where, arch=arch, processors=processors)
+                problem = stated.replace(device=where, arch=arch, num_sms=num_sms)
                 for invariant in (False, True):
                     call = f"{device} decode b{batch} q{q_len} k{keys} h{heads}/{kv_heads} d{dim} {kind}"
                     call += " invariant" if invariant else ""

@@ -56,7 +56,7 @@ def problem(**facts: Any) -> Problem:
 
 
 def on_h200(**facts: Any) -> Problem:
-    there = {"device": torch.device("cuda"), "arch": 90, "processors": 132, "dtype": torch.float16}
+    there = {"device": torch.device("cuda"), "arch": 90, "num_sms": 132, "dtype": torch.float16}
     return problem(**{"q_len": 4096, "k_len": 4096, **there, **facts})
 
 
@@ -100,7 +100,7 @@ def test_on_a_gpu_auto_is_triton_forward_and_backward_where_gluon_cannot(
     dtype: torch.dtype, facts: dict[str, Any]
 ) -> None:
     pytest.importorskip("triton")
-    there: dict[str, Any] = {"device": torch.device("cuda"), "arch": 90, "processors": 132, "dtype": dtype}
+    there: dict[str, Any] = {"device": torch.device("cuda"), "arch": 90, "num_sms": 132, "dtype": dtype}
     for backward in (False, True):
         planned = plan(problem(**there | facts, backward=backward))  # head dims of 32
         assert planned.backend == "triton" and [name for name, _ in planned.passed_over] == ["gluon"]
@@ -203,7 +203,7 @@ def test_what_gluon_computes_forward_alone_goes_back_by_triton(facts: dict[str, 
         ({"bias": torch.float32}, "does not support masks or biases"),
         ({"q_stride": 2}, "supports only consecutive positions"),
         ({"k_stride": 2}, "supports only consecutive positions"),
-        ({"addressable": False}, "TMA requires 16-byte aligned rows"),
+        ({"tma_compatible": False}, "TMA requires 16-byte aligned rows"),
         ({"batch": 0}, "does not support empty inputs"),
     ],
     ids=str,
@@ -315,7 +315,7 @@ def test_so_it_is_for_caches(planned_with: PlannedWith, release: str | None, rea
     planned_with(release)
     cache = quantize_kv(ContiguousKV(*torch.zeros(2, 2, 1024, 8, 128, dtype=torch.float16)), "int4")
     stated = decode_problem(torch.zeros(2, 1, 32, 128, dtype=torch.float16), cache)
-    stated = stated.replace(device=torch.device("cuda"), arch=90, processors=132)
+    stated = stated.replace(device=torch.device("cuda"), arch=90, num_sms=132)
     planned = plan(stated)
     assert BY_NAME["gluon"].why_not(stated) == reasons
     assert planned.backend == ("eager" if release is None else "triton" if reasons else "gluon")
@@ -492,7 +492,7 @@ def test_what_sdpas_kernels_lack_is_blocked_and_named(facts: dict[str, Any], rea
 @pytest.mark.parametrize("dims", [(84, 84), (7, 7), (255, 255), (84, 88), (100, 33)], ids=str)
 def test_head_dims_that_are_no_multiple_of_8_are_padded_for_our_kernels(dims: tuple[int, int]) -> None:
     pytest.importorskip("triton")
-    planned = plan(on_h200(head_dim=dims[0], value_dim=dims[1], addressable=False))
+    planned = plan(on_h200(head_dim=dims[0], value_dim=dims[1], tma_compatible=False))
     assert planned.backend in ("gluon", "triton") and planned.padded_from == dims
     assert (planned.problem.head_dim, planned.problem.value_dim) == tuple(-(-dim // 8) * 8 for dim in dims)
     assert f"D={dims[0]} Dv={dims[1]}" in str(planned) and "head dims padded with zeros to" in str(planned)
@@ -500,7 +500,7 @@ def test_head_dims_that_are_no_multiple_of_8_are_padded_for_our_kernels(dims: tu
 
 def test_padded_tensors_are_copies_that_tma_can_read(hopper_triton: None) -> None:
     for dims, backend in (((84, 84), "gluon"), ((88, 88), "triton"), ((88, 84), "triton")):  # a dim of 88 is not copied
-        assert plan(on_h200(head_dim=dims[0], value_dim=dims[1], addressable=False)).backend == backend
+        assert plan(on_h200(head_dim=dims[0], value_dim=dims[1], tma_compatible=False)).backend == backend
 
 
 def test_packed_sequences_are_planned_one_by_one() -> None:
@@ -526,7 +526,7 @@ def test_no_heads_and_no_dims_are_left_to_eager_on_a_gpu(facts: dict[str, Any], 
 
 @pytest.mark.parametrize("empty", ["batch", "q_len", "k_len"])
 def test_an_empty_problem_has_a_plan(empty: str) -> None:
-    facts = {"device": torch.device("cuda"), "arch": 90, "processors": 132, "q_len": 1, "k_len": 8192, empty: 0}
+    facts = {"device": torch.device("cuda"), "arch": 90, "num_sms": 132, "q_len": 1, "k_len": 8192, empty: 0}
     for backend in ("auto", "triton", "eager", "reference"):
         assert plan(problem(**facts), backend).config
 

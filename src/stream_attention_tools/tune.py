@@ -189,7 +189,7 @@ def _compile(job: tuple[Cell, str, Any, int]) -> None:
 
     cell, kernel, config, arch = job
     problem, inputs = random_problem(cell._replace(length=1024).case("cpu", batch=2))
-    problem = problem.replace(device=torch.device("cuda"), arch=arch, processors=132)
+    problem = problem.replace(device=torch.device("cuda"), arch=arch, num_sms=132)
     with launching_for(arch, lambda form: form.compile()):
         bench(kernel, problem, inputs).launch(config)
 

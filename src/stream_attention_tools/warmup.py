@@ -35,7 +35,7 @@ class Gpu(NamedTuple):
     """What a plan and a compiler ask of a GPU."""
 
     arch: int  # 90 is compute capability 9.0
-    processors: int
+    num_sms: int
 
 
 class Call(NamedTuple):
@@ -142,7 +142,7 @@ def _launch(call: Call, gpu: Gpu, take: Callable[[Form], None]) -> str:
     """Launch a call as it would be on `gpu`. Returns why there is nothing to compile, if there is not."""
     x, backend = call.inputs("meta"), requested(call.backend)
     problem, inputs = stated(x, x.tensors, x.options)
-    problem = problem.replace(device=torch.device("cuda"), arch=gpu.arch, processors=gpu.processors)
+    problem = problem.replace(device=torch.device("cuda"), arch=gpu.arch, num_sms=gpu.num_sms)
     forward = plan(problem, backend)
     if forward.backend not in COMPILED:
         passed_over = "; ".join(f"{name}: {', '.join(why)}" for name, why in forward.passed_over if name in COMPILED)

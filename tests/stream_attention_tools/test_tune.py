@@ -57,7 +57,7 @@ def test_a_cell_poses_the_problem_it_is_named_for(modifier: str) -> None:
 def test_a_candidate_compiles_as_it_would_be_launched(kernel: str) -> None:
     cell = Cell(64, 128, False, modifier="bias" if kernel == "bias" else "")
     problem, inputs = random_problem(cell.case("cpu", batch=1))
-    problem = problem.replace(device=torch.device("cuda"), arch=90, processors=132)
+    problem = problem.replace(device=torch.device("cuda"), arch=90, num_sms=132)
     with compiling_for(90) as compiled:
         bench(kernel, problem, inputs).launch(candidates(kernel, 64)[0])
     assert compiled[-1].metadata.name == f"_{'key' if kernel in ('dk', 'dv') else kernel}_kernel"

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.device import arch
-from ..base.graph_break import uncompiled
+from ..base.graph_break import graph_break
 from ..base.problem import Problem
 from . import installed
 
@@ -44,7 +44,7 @@ _lock = Lock()
 _may_run = True
 
 
-@uncompiled("a file is read, or kernels run")
+@graph_break("a file is read, or kernels run")
 def ask(question: str, problem: Problem, experiment: Callable[[], Answer]) -> Answer | None:
     """The answer for the GPU of a problem: remembered, or found by `experiment`.
 

@@ -12,7 +12,7 @@ def arch(device: torch.device) -> int:
     return _facts(device)[0] if device.type == "cuda" else 0
 
 
-def processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """How many multiprocessors a CUDA device has; 0 for any other device."""
     return _facts(device)[1] if device.type == "cuda" else 0
 

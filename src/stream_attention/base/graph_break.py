@@ -1,4 +1,4 @@
-"""Calls that torch.compile leaves alone."""
+"""Where torch.compile breaks its graph."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def uncompiled(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Leaves a function as it is inside of torch.compile, whose graph breaks before it and goes on behind it."""
+def graph_break(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a function that is not compiled: torch.compile breaks its graph at the call, for this reason."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import pad
 
-from .device import arch, processors
+from .device import arch, num_sms
 
 if TYPE_CHECKING:
     from typing import Self
@@ -141,15 +141,15 @@ class Operands(NamedTuple):
     """How query, key and value enter the products."""
 
     dtype: torch.dtype
-    addressable: bool = True  # by TMA: rows of query, key and value on 16 bytes, and whole 16 bytes apart
+    tma_compatible: bool = True  # rows of query, key and value start on 16 bytes and lie whole 16 bytes apart
     tf32: bool = False  # fp32 products may be rounded to TF32, as torch.backends.cuda.matmul allows
-    fp8: bool = False  # computed from e4m3 codes with block-wise scales; `dtype` is what they were made of
+    fp8: bool = False  # quantised to e4m3 with block-wise scales; `dtype` is that of the inputs
 
 
 class Hardware(NamedTuple):
     device: torch.device
     arch: int = 0  # compute capability of a CUDA device: 90 is 9.0
-    processors: int = 0  # and how many multiprocessors it has
+    num_sms: int = 0  # streaming multiprocessors
 
 
 class Window(NamedTuple):
@@ -233,9 +233,9 @@ class Problem(_Parts):
     packed: bool = _read(lambda self: self.kv.layout == "packed")
     cached: bool = _read(lambda self: self.kv.layout == "cache")
     dtype: torch.dtype = _read(attrgetter("operands.dtype"))
-    addressable, tf32, fp8 = _fields_of(bool, "operands", "addressable", "tf32", "fp8")
+    tma_compatible, tf32, fp8 = _fields_of(bool, "operands", "tma_compatible", "tf32", "fp8")
     device: torch.device = _read(attrgetter("hardware.device"))
-    arch, processors = _fields_of(int, "hardware", "arch", "processors")
+    arch, num_sms = _fields_of(int, "hardware", "arch", "num_sms")
     left, right = _fields_of(int, "window")
     q_start, q_stride, k_start, k_stride, q_base = _fields_of(int, "positions")
     scale, softcap, dropout_p = _fields_of(float, "scores", "scale", "softcap", "dropout_p")
@@ -314,7 +314,7 @@ class Request(NamedTuple):
 
 def hardware_of(device: torch.device) -> Hardware:
     """What plans look at of a device that is here."""
-    return Hardware(device, arch(device), processors(device))
+    return Hardware(device, arch(device), num_sms(device))
 
 
 def gradient_of(problem: Problem, inputs: Inputs, lse_grad: bool = False) -> Problem:
@@ -323,7 +323,7 @@ def gradient_of(problem: Problem, inputs: Inputs, lse_grad: bool = False) -> Pro
     return problem.replace(backward=True, lse_grad=lse_grad, row_grad=row_grad)
 
 
-def addressable(t: Tensor) -> bool:
+def tma_compatible(t: Tensor) -> bool:
     """Whether TMA can read rows of `[..., T, H, D]` where they lie. Asked on GPUs that have it alone: looking costs."""
     if t.device.type != "cuda" or arch(t.device) < 90:
         return True
@@ -424,7 +424,7 @@ def state_problem(
         q_len, k_len = query.shape[1], key.shape[1]
     offset = k_len - q_len
     positions = positions or Positions(offset, q_base=offset)
-    tma = all(addressable(t) for t in (query, key, value))
+    tma = all(tma_compatible(t) for t in (query, key, value))
     tf32 = query.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
     bias_dtype = None if bias is None else bias.dtype
     given = mask is not None, bias_dtype, alibi_slopes is not None, sink is not None

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..base.device import arch, processors
+from ..base.device import arch, num_sms
 from ..base.errors import refuse
-from ..base.problem import addressable
+from ..base.problem import tma_compatible
 from ..dispatch import validate
 from ..dispatch.plan import Plan, check_backend, plan, requested
 from ..ops.attention import attention
@@ -30,7 +30,7 @@ class _Call(NamedTuple):
     tensors: dict[str, tuple[torch.Size, torch.dtype]]  # that were passed, by name; under autocast in its dtype
     device: torch.device
     options: dict[str, Any]
-    addressable: bool  # by TMA, as `Problem` has it
+    tma_compatible: bool  # as `Problem` has it
 
     def planned(self) -> Plan:
         tensors = {
@@ -38,7 +38,7 @@ class _Call(NamedTuple):
         }
         (problem,), backend = problems_of_call(**tensors, **self.options)
         here = self.device
-        facts = {"device": here, "arch": arch(here), "processors": processors(here), "addressable": self.addressable}
+        facts = {"device": here, "arch": arch(here), "num_sms": num_sms(here), "tma_compatible": self.tma_compatible}
         return plan(problem.replace(**facts), backend)
 
 
@@ -276,7 +276,7 @@ class FusedOnlineAttention(nn.Module):
             if (given := options.pop(name, None)) is not None and name != "seed":
                 tensors[name] = given.shape, given.dtype
         options["backend"] = requested(self.backend)
-        by_tma = addressable(query) and addressable(key) and addressable(value)
+        by_tma = tma_compatible(query) and tma_compatible(key) and tma_compatible(value)
         return result, _Call(tensors, out.device, options, by_tma)
 
     def _op(self) -> Callable[..., Any]:

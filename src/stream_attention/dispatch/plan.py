@@ -69,7 +69,7 @@ def plan(problem: Problem, request: Request | str = AUTO, *, backend: str | None
         return _plan(problem, request)
     if planned.padded_from:
         wide = planned.problem
-        problem = problem.replace(head_dim=wide.head_dim, value_dim=wide.value_dim, addressable=wide.addressable)
+        problem = problem.replace(head_dim=wide.head_dim, value_dim=wide.value_dim, tma_compatible=wide.tma_compatible)
     return planned._replace(problem=problem)
 
 
@@ -131,7 +131,7 @@ def _padded(problem: Problem, multiple: int) -> tuple[Problem, Problem, tuple[in
     if problem.fp8 or problem.cached or wide == dims:
         return problem, problem, None
     all_copied = wide[0] != dims[0] and wide[1] != dims[1]
-    asked = problem.replace(addressable=problem.addressable or all_copied)
+    asked = problem.replace(tma_compatible=problem.tma_compatible or all_copied)
     return asked, asked.replace(head_dim=wide[0], value_dim=wide[1]), dims
 
 

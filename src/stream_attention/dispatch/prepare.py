@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backends import BY_NAME, installed
-from ..base.graph_break import uncompiled
+from ..base.graph_break import graph_break
 from ..base.problem import (
     Backward,
     Forward,
@@ -56,7 +56,7 @@ def prepare_forward(planned: Plan, inputs: Inputs) -> Forward:
 
 
 _warned: set[str] = set()
-_warn = uncompiled("a warning is shown")(warn)
+_warn = graph_break("a warning is shown")(warn)
 
 
 def warn_if_lacking(planned: Plan) -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ..base.graph_break import uncompiled
+from ..base.graph_break import graph_break as graph_break_because
 
-graph_break = uncompiled("it communicates with other ranks")
+graph_break = graph_break_because("it communicates with other ranks")

@@ -125,7 +125,7 @@ def configure_gluon(problem: Problem, num_splits: int | None, batch_invariant: b
     """The same for the Gluon kernel, which reads codes."""
     assert problem.coding is not None
     int4, group = problem.coding.format == "int4", problem.coding.group
-    few = batch_heads(problem) * problem.k_len <= 1024 * max(1, problem.processors)  # programs: they wait for memory
+    few = batch_heads(problem) * problem.k_len <= 1024 * max(1, problem.num_sms)  # programs: they wait for memory
     few = few and not batch_invariant
     if problem.dtype is torch.float16:  # queries that take more registers
         tile = Tile(min(group, 32), 1, 4 if int4 or few else 2, 8)
@@ -168,7 +168,7 @@ MOST_SPLITS = 128
 
 def _splits(problem: Problem, tile: Tile, blocks: int) -> int:
     """As many splits as take the least time: so many rounds of programs, each of a share of the keys and a start."""
-    at_a_time = tile.resident * max(1, problem.processors)
+    at_a_time = tile.resident * max(1, problem.num_sms)
     programs = max(1, batch_heads(problem) * tiles_r(problem))
     if problem.coding is not None:
         # Programs wait for each other's instructions more than for memory: almost two rounds even that out. An odd
@@ -188,7 +188,7 @@ MERGING = 4
 
 def _gluon_splits(problem: Problem, tile: Tile, blocks: int) -> int:
     """Likewise. Splits by a power of two meet in the same parts of the memory."""
-    at_a_time = tile.resident * max(1, problem.processors)
+    at_a_time = tile.resident * max(1, problem.num_sms)
     programs = max(1, batch_heads(problem))
 
     def time(splits: int) -> float:
@@ -223,12 +223,12 @@ def _tile(problem: Problem, batch_invariant: bool) -> Tile:
     if width > 128:
         return Tile(64, 4, 3, 1)
     programs = batch_heads(problem) * tiles_r(problem)
-    keys = programs * span(problem) // max(1, problem.processors)  # of a processor
+    keys = programs * span(problem) // max(1, problem.num_sms)  # per SM
     if not batch_invariant:
-        if programs >= 2 * problem.processors and span(problem) <= 2048:
+        if programs >= 2 * problem.num_sms and span(problem) <= 2048:
             return Tile(32, 2, 4, 4)  # many short rows: more of them at a time, as a start is a good part of each
         if keys <= 1024:
             return Tile(64, 4, 3, 1)
-        if problem.page and problem.page % 128 and programs > problem.processors // 4:
+        if problem.page and problem.page % 128 and programs > problem.num_sms // 4:
             return Tile(64, 4, 4, 2)
     return Tile(128, 4, 3, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends import AUTO, BY_NAME
-from ..base.graph_break import uncompiled
+from ..base.graph_break import graph_break
 from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV, checks
 from ..base.problem import UNBOUNDED, CallOptions, DecodeInputs, Problem, Scores, decode_problem, sides_of
 from ..dispatch import launch_cache, validate
@@ -181,7 +181,7 @@ def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -
         return result if lse is None else (result, lse)
 
 
-_decode_outside = uncompiled("launches of kernels are not traced")(_decode)
+_decode_outside = graph_break("launches of kernels are not traced")(_decode)
 
 
 Call = Callable[..., tuple[Tensor, Tensor | None]]

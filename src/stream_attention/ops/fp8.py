@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..backends import BY_NAME, makes_fp8_codes
 from ..base.fp8_layout import CodedInputs, KeyCodes
-from ..base.graph_break import uncompiled
+from ..base.graph_break import graph_break
 from ..base.kv_layouts.fp8 import Fp8KV
 from ..base.problem import CallOptions, Inputs, Problem
 from ..dispatch import launch_cache, validate
@@ -59,7 +59,7 @@ def quantize_fp8(
     return _quantized(key, value, rotate, cu_seqlens, max_seqlen)
 
 
-@uncompiled(REASON)
+@graph_break(REASON)
 def _quantized(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Fp8KV:
     key, value = _as_they_lie(key, value)
     found = call = None
@@ -221,7 +221,7 @@ def explain_fp8(query: Tensor, kv: Fp8KV, **arguments: Any) -> Plan:
     return planned
 
 
-@uncompiled(REASON)
+@graph_break(REASON)
 def _attended(
     query: Tensor, kv: Fp8KV, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, options: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor | None]:
@@ -298,7 +298,7 @@ def _planned(arguments: tuple[Any, ...]) -> tuple[Plan, Any]:
     return plan(in_fp8(problem), backend), CodedInputs._make(arguments[: _INPUTS + 1])
 
 
-@uncompiled(REASON)
+@graph_break(REASON)
 def call(arguments: tuple[Any, ...], rotate: bool) -> tuple[Tensor, Tensor]:
     """Compute `(out, lse)` in FP8, of a call that was checked as one of the library op."""
     inputs = Inputs._make(arguments[:_INPUTS])
@@ -323,7 +323,7 @@ def prepare(arguments: tuple[Any, ...], rotate: bool) -> PreparedCall:
 
 def in_fp8(problem: Problem) -> Problem:
     """The same call computed from quantised values, which have the layout that kernels read."""
-    return problem.replace(fp8=True, addressable=True)
+    return problem.replace(fp8=True, tma_compatible=True)
 
 
 def _as_they_lie(*tensors: Tensor) -> tuple[Tensor, ...]:

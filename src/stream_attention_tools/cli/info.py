@@ -28,7 +28,7 @@ import torch
 from stream_attention import __version__
 from stream_attention.backends import BACKENDS, BY_NAME, SEE_INFO, installed, probe, triton_release
 from stream_attention.backends import self_check as hopper_check
-from stream_attention.base.device import arch, processors
+from stream_attention.base.device import arch, num_sms
 from stream_attention.base.problem import Problem
 from stream_attention.dispatch.plan import plan
 from stream_attention.integration.hf import OLDEST
@@ -218,7 +218,7 @@ def _posed(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: torch.dty
         torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in (q_shape, kv_shape, kv_shape)
     )
     problems, _ = problems_of_call(query, key, value, causal=True)
-    return [one.replace(device=device, arch=arch(device), processors=processors(device)) for one in problems]
+    return [one.replace(device=device, arch=arch(device), num_sms=num_sms(device)) for one in problems]
 
 
 def _why_no_gpu() -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from stream_attention.base.device import arch, processors
+from stream_attention.base.device import arch, num_sms
 from stream_attention.ops.explain import print_plans, problems_of_call
 
 from . import values
@@ -58,11 +58,11 @@ def _place(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         hint = "Say --arch 90 to plan for an H100 or H200 that is not here."
         raise ValueError(f"--device cuda: expected a GPU that torch finds here, or --arch; got neither. {hint}")
     if here is not None and not imagined:
-        fields = {"device": here, "arch": arch(here), "processors": processors(here)}
+        fields = {"device": here, "arch": arch(here), "num_sms": num_sms(here)}
         return fields, f"{torch.cuda.get_device_name(here)}, the GPU {here} of this machine"
     capability = arch(here) if here is not None and options.arch is None else options.arch
     count, words = gpu_in_words(capability, options.processors)
-    return {"device": torch.device("cuda"), "arch": capability, "processors": count}, words
+    return {"device": torch.device("cuda"), "arch": capability, "num_sms": count}, words
 
 
 def gpu_in_words(capability: int, count: int | None) -> tuple[int, str]:

@@ -25,7 +25,7 @@ import torch
 
 from stream_attention import __version__
 from stream_attention.backends import interpreting
-from stream_attention.base.device import arch, processors
+from stream_attention.base.device import arch, num_sms
 
 from .. import warmup
 from ..bench.progress import progress
@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace) -> int:
         return 1
     found = {
         "arch": gpu.arch,
-        "processors": gpu.processors,
+        "processors": gpu.num_sms,
         "device": words,
         **_conditions(gpu),
         "kernels": [_entry(kernel, made.get(kernel)) for kernel in kernels],
@@ -108,7 +108,7 @@ def _gpu(options: argparse.Namespace) -> tuple[Gpu, str, bool]:
         if here is None:
             hint = "Say --arch 90 to compile for an H100 or H200."
             raise Refused(f"--arch: expected where torch finds no GPU; got none. {hint}")
-        gpu = Gpu(arch(here), options.processors or processors(here))
+        gpu = Gpu(arch(here), options.processors or num_sms(here))
         return gpu, f"{torch.cuda.get_device_name(here)}, the GPU {here} of this machine", True
     count, words = gpu_in_words(options.arch, options.processors)
     return Gpu(options.arch, count), words, here is not None and arch(here) == options.arch

@@ -86,7 +86,7 @@ def measured_speed(work: Workload, device: torch.device, shortest: int, rounds: 
         properties.name if on_gpu else "this CPU",
         "measured here",
         rates,
-        processors=properties.multi_processor_count if on_gpu else 1,
+        num_sms=properties.multi_processor_count if on_gpu else 1,
         bytes_per_s=_bytes_per_s(device, rounds),
         memory_bytes=float(properties.total_memory) if on_gpu else float("inf"),
         host_s=_host_s(work, device, rounds),

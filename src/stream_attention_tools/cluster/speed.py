@@ -47,7 +47,7 @@ class Speed:
     name: str
     origin: str
     rates: Mapping[Curve, tuple[tuple[int, float], ...]] = field(repr=False)
-    processors: int
+    num_sms: int
     bytes_per_s: float
     memory_bytes: float
     host_s: float
@@ -63,7 +63,7 @@ class Speed:
         # What a block of rows goes through; a triangle's rows do so on average through half of its side.
         length = 2 * tile.visible / tile.rows if causal else keys
         blocks = batch * heads * -(-rows // BLOCK)
-        rate = self.rate(Curve(direction, dtype, causal, dim), length) * min(1.0, blocks / self.processors)
+        rate = self.rate(Curve(direction, dtype, causal, dim), length) * min(1.0, blocks / self.num_sms)
         return FLOPS[direction] * batch * heads * tile.visible * 2 * dim / (rate * 1e12)
 
     def memory_s(self, passes: float, numbers: float) -> float:
@@ -123,7 +123,7 @@ def from_results(files: Iterable[dict[str, Any]], like: Speed) -> Speed:
         name,
         f"{name}, {', '.join(sorted(set(dates)))}",
         {curve: tuple(sorted(its.items())) for curve, its in rates.items()},
-        int(machine.get("multiprocessors", like.processors if machine.get("device") == "cuda" else 1)),
+        int(machine.get("multiprocessors", like.num_sms if machine.get("device") == "cuda" else 1)),
         like.bytes_per_s,
         machine["memory_gib"] * 2.0**30 if "memory_gib" in machine else like.memory_bytes,
         like.host_s,
@@ -161,7 +161,7 @@ H200 = Speed(
         for (direction, dim), both in _H200.items()
         for causal, rates in zip((False, True), both, strict=True)
     },
-    processors=132,
+    num_sms=132,
     bytes_per_s=4.0e12,
     memory_bytes=139.8 * 2.0**30,
     host_s=100e-6,

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stream_attention.backends import COMPILED
-from stream_attention.base.device import arch, processors
+from stream_attention.base.device import arch, num_sms
 from stream_attention.base.errors import check_int as count
 from stream_attention.base.errors import refuse
 from stream_attention.base.kv_layouts import ContiguousKV, PagedKV
@@ -116,7 +116,7 @@ def estimate_attention_memory(
     case = Case(batch, q_len, k_len, heads, kv_heads, head_dim, value_dim, dtype, **options, sink=sink)
     x = Call(with_tiles(case, mask, bias, alibi)).inputs("meta")
     problem, inputs = stated(x, x.tensors, x.options)
-    problem = problem.replace(device=where, arch=on.arch, processors=on.processors)
+    problem = problem.replace(device=where, arch=on.arch, num_sms=on.num_sms)
     asked = requested(backend)
     forward = plan(problem, asked)
     unit = CUDA_BLOCK if where.type == "cuda" else 1
@@ -247,7 +247,7 @@ def _device_and_gpu(device: torch.device | str | None, gpu: tuple[int, int] | No
         return where, Gpu(count("gpu", capability, 1), count("gpu", number, 1))
     if not torch.cuda.is_available():
         refuse("gpu", "(compute capability, multiprocessors), as torch finds no GPU", None, "(90, 132) is an H200.")
-    return where, Gpu(arch(where), processors(where))
+    return where, Gpu(arch(where), num_sms(where))
 
 
 def _rounded(size: int, unit: int) -> int:

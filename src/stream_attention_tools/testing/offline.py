@@ -59,13 +59,13 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
 
 
 def precompile(
-    cases: Iterable[Case], arch: int, processors: int, workers: int | None = None, backend: str = "triton"
+    cases: Iterable[Case], arch: int, num_sms: int, workers: int | None = None, backend: str = "triton"
 ) -> list[str]:
     """Compile the kernels of `cases` on a backend into Triton's cache, in parallel and without a GPU.
 
     Returns what went wrong, a line each.
     """
-    jobs = [(replace(case, device="cpu"), arch, processors, backend) for case in cases]
+    jobs = [(replace(case, device="cpu"), arch, num_sms, backend) for case in cases]
     errors = in_fresh_processes(_compile_case, jobs, workers)
     return [f"{job[0]!r} for sm_{arch}: {error}" for job, error in zip(jobs, errors, strict=True) if error]
 
@@ -88,15 +88,15 @@ def _error_of(compile: Callable[[Any], None], job: Any) -> str:
 
 
 def _compile_case(job: tuple[Case, int, int, str]) -> None:
-    case, arch, processors, backend = job
+    case, arch, num_sms, backend = job
     with compiling_for(arch):
-        launch_case(case, arch, processors, backend=backend)
+        launch_case(case, arch, num_sms, backend=backend)
 
 
 def launch_case(
     case: Case,
     arch: int,
-    processors: int,
+    num_sms: int,
     forward_config: Any = None,
     backward_config: Any = None,
     backend: str = "triton",
@@ -107,7 +107,7 @@ def launch_case(
     """
     query, key, value, options = make(case)
     problem, inputs = stated(case, {"query": query, "key": key, "value": value}, options)
-    problem = problem.replace(device=torch.device("cuda"), arch=arch, processors=processors)
+    problem = problem.replace(device=torch.device("cuda"), arch=arch, num_sms=num_sms)
     chosen = BY_NAME[backend]
     out, lse = chosen.forward(problem, inputs, forward_config or chosen.configure(problem))
     if case.backward:

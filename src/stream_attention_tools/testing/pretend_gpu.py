@@ -29,7 +29,7 @@ from stream_attention.dispatch import launch_cache, plan
 from stream_attention.gpu import driver, launch
 from stream_attention.ops import append, fp8
 
-ARCH, PROCESSORS = 90, 132
+ARCH, NUM_SMS = 90, 132
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def pretend_gpu(keep_launches: bool = True) -> Iterator[list[Launched]]:
             (launch.Kernel, "compiled", property(compiled, keep)),
             (torch._C, "_cuda_getDevice", lambda: _AnyDevice(0)),
             (torch._C, "_cuda_getCurrentRawStream", lambda index: 7),
-            (problem, "hardware_of", lambda _: Hardware(torch.device("cuda", 0), ARCH, PROCESSORS)),
+            (problem, "hardware_of", lambda _: Hardware(torch.device("cuda", 0), ARCH, NUM_SMS)),
             (fp8, "makes_fp8_codes", lambda _: True),
             (append, "runs_triton", lambda _: True),
             (checks, "should_validate", lambda asked, _: bool(asked)),

@@ -51,7 +51,7 @@ def cache_of(
 def stated(cache: QuantizedKV, q_heads: int = 32, q_len: int = 1, **facts: Any) -> Problem:
     query = torch.zeros(cache.batch, q_len, q_heads, cache.head_dim, dtype=cache.dtype)
     problem = decode_problem(query, cache)
-    return problem.replace(device=torch.device("cuda"), arch=90, processors=132, **facts)
+    return problem.replace(device=torch.device("cuda"), arch=90, num_sms=132, **facts)
 
 
 # Plans

@@ -138,7 +138,7 @@ def lost_tiles(call: Fp8Call, *tensors: Tensor, **config: Any) -> tuple[int, Ten
     problem = call.stated(query, key, value, *cu)
     queries, keys = pre_pass.quantize(query, key, value, *cu, problem.q_len, problem.k_len)
     out, lse = Outputs.of(problem, queries.rows).allocate(queries.scales)
-    words = lse.new_zeros(1 + problem.processors, dtype=torch.int32)
+    words = lse.new_zeros(1 + problem.num_sms, dtype=torch.int32)
     chosen = configure(problem)._replace(**config)
     launch = forward_fp8_sm90.bind_fp8(problem, queries, keys, *cu, chosen, out, lse, words)
     scales = keys.scales.view(torch.int64)

@@ -112,8 +112,8 @@ class Compiled:
             deterministic=False,
         )
         # Any backward fills a GPU of one processor, so that nothing of it is split.
-        processors = 1 if self.backward and "splits" not in self.modifiers else 132
-        there: dict[str, Any] = {"device": torch.device("cuda"), "arch": self.arch, "processors": processors}
+        num_sms = 1 if self.backward and "splits" not in self.modifiers else 132
+        there: dict[str, Any] = {"device": torch.device("cuda"), "arch": self.arch, "num_sms": num_sms}
         there |= {"backward": self.backward, "lse_grad": "gradient of the LSE" in self.modifiers}
         return stated.replace(tf32="tf32" in self.modifiers, **there)
 

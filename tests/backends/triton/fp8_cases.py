@@ -81,7 +81,7 @@ class Fp8Call:
             deterministic=False,
             positions=positions,
         )
-        return problem.replace(fp8=True, addressable=True)
+        return problem.replace(fp8=True, tma_compatible=True)
 
     def codes(self) -> Codes:
         """On the CPU, by the specification."""
@@ -265,7 +265,7 @@ def check(call: Fp8Call, kernel: Any, config: Any = None) -> Fp8Report:
 def launch_offline(call: Fp8Call, backend: str) -> None:
     """What a call launches, of codes that are not there."""
     query, key, value, *cu = call.tensors("cpu")
-    problem = call.stated(query, key, value, *cu).replace(device=torch.device("cuda", 0), arch=90, processors=132)
+    problem = call.stated(query, key, value, *cu).replace(device=torch.device("cuda", 0), arch=90, num_sms=132)
     if problem.empty:
         return
     batch, packed = problem.batch, problem.packed

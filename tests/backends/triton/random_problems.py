@@ -67,7 +67,7 @@ def draw(
     """
     problems, templates, variants = perhaps_fewer(problems, templates, variants)
     device = torch.cuda.get_device_properties(0)
-    arch, processors = 10 * device.major + device.minor, device.multi_processor_count
+    arch, num_sms = 10 * device.major + device.minor, device.multi_processor_count
     rng = Random(seed)
     dims = (64, 80, 128, 256)
     like = [random_case(rng, device="cuda", head_dims=dims) for _ in range(templates)]
@@ -84,14 +84,14 @@ def draw(
             case = replace(case, layout=case.layout if case.layout in ADDRESSABLE else "contiguous")
             if backward:  # one order of additions is another kernel
                 case = replace(case, deterministic=template.deterministic, row_grad=template.row_grad)
-        key = variant(case, arch, processors, backend)
+        key = variant(case, arch, num_sms, backend)
         if key is not None and key not in found:
             if len(found) == variants:
                 continue
             found[key] = case
         cases.append(case)
     started = time.perf_counter()
-    errors = precompile([*found.values(), *also], arch, processors, min(16, os.cpu_count() or 1), backend)
+    errors = precompile([*found.values(), *also], arch, num_sms, min(16, os.cpu_count() or 1), backend)
     assert not errors, "\n".join(errors)
     return Drawn(cases, list(found.values()), time.perf_counter() - started, backend)
 
@@ -156,7 +156,7 @@ def in_another_size(like: Case, rng: Random, backward: bool) -> Case:
     )
 
 
-def variant(case: Case, arch: int, processors: int, backend: str) -> Hashable:
+def variant(case: Case, arch: int, num_sms: int, backend: str) -> Hashable:
     """What the compiled kernels of a case depend on; None if nothing is launched."""
 
     def shaped(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
@@ -191,7 +191,7 @@ def variant(case: Case, arch: int, processors: int, backend: str) -> Hashable:
         scale=case.D**-0.5 if case.scale is None else case.scale,
         dropout_p=case.dropout_p,
         deterministic=case.deterministic,
-    ).replace(device=torch.device("cuda"), arch=arch, processors=processors)
+    ).replace(device=torch.device("cuda"), arch=arch, num_sms=num_sms)
     if 0 in (problem.batch, problem.q_len):
         return None
     if backend == "gluon":

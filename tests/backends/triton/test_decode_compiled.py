@@ -28,16 +28,16 @@ from stream_attention_tools.testing.offline import compiling_for, disassemble, r
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-PROCESSORS = {80: 108, 86: 84, 90: 132, 120: 170}
+NUM_SMS = {80: 108, 86: 84, 90: 132, 120: 170}
 
 
 def gpu(problem: Problem, arch: int = 90) -> Problem:
-    return problem.replace(device=torch.device("cuda"), arch=arch, processors=PROCESSORS[arch])
+    return problem.replace(device=torch.device("cuda"), arch=arch, num_sms=NUM_SMS[arch])
 
 
 def problem(batch: int, keys: int, heads: tuple[int, int] = (32, 8), dim: int = 128, **facts: Any) -> Problem:
     """One query per row, bf16, on a Hopper."""
-    h200 = Hardware(torch.device("cuda"), 90, PROCESSORS[90])
+    h200 = Hardware(torch.device("cuda"), 90, NUM_SMS[90])
     return Problem(Shape(batch, 1, *heads, dim, dim), KV("cache", keys), Operands(BF16), h200).replace(**facts)
 
 

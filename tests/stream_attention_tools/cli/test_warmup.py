@@ -161,7 +161,7 @@ triton.runtime.driver.set_active(driver)
 
 x = draw(Case(2, 100, 100, 4, 4, 64, 64, torch.bfloat16, causal=True))
 problem, inputs = stated(x, x.tensors, x.options)
-problem = problem.replace(device=torch.device("cuda"), arch=90, processors=132)
+problem = problem.replace(device=torch.device("cuda"), arch=90, num_sms=132)
 out, lse = run_forward(plan(problem), inputs)
 run_backward(plan(problem.replace(backward=True)), inputs, out, lse, out, None, Wanted())
 assert [hit for _, hit in compiled] == [True] * 3, compiled

@@ -29,7 +29,7 @@ def test_a_measured_call_takes_what_was_measured() -> None:
 def test_the_table_is_that_of_the_results() -> None:
     """A remeasurement that moves a rate by more than 5 % is written into the table."""
     found = from_results([load(RESULTS / f"{name}.json") for name in ("forward", "backward")], like=H200)
-    assert found.name == H200.name and found.processors == H200.processors
+    assert found.name == H200.name and found.num_sms == H200.num_sms
     assert found.memory_bytes == pytest.approx(H200.memory_bytes)
     assert set(found.rates) == set(H200.rates)
     for curve, points in found.rates.items():

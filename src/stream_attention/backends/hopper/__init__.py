@@ -97,7 +97,7 @@ def _reasons(problem: Problem) -> Reasons:
         ),
         (problem.mask or problem.bias is not None, "does not support masks or biases"),
         (problem.q_stride != 1 or problem.k_stride != 1, "supports only consecutive positions"),
-        (not problem.addressable, "TMA requires 16-byte aligned rows and strides; pass contiguous copies"),
+        (not problem.tma_compatible, "TMA requires 16-byte aligned rows and strides; pass contiguous copies"),
         (problem.empty, "does not support empty inputs"),
     )
 

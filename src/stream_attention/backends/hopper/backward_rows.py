@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from ...base.problem import Inputs, Problem, addressable
+from ...base.problem import Inputs, Problem, tma_compatible
 from ...base.state import Saved
 from ...gpu.arguments import UNIT, cdiv, line_strides, row_strides, sample
 from ...gpu.launch import Kernel, Launch, Sizes, jit
@@ -105,7 +105,7 @@ class BackwardCall(NamedTuple):
         cls, problem: Problem, inputs: Inputs, config: GluonBackwardConfig, before: Prepass, saved: Saved
     ) -> BackwardCall:
         out, _, grad_out, _ = saved
-        copies = not addressable(out), not addressable(grad_out)
+        copies = not tma_compatible(out), not tma_compatible(grad_out)
         if copies[0]:
             saved = saved._replace(out=sample(out.shape, out.dtype))
         if copies[1]:
@@ -120,7 +120,7 @@ class BackwardCall(NamedTuple):
         shares = []
         for first in range(0, lines, at_once):
             some = range(first, min(first + at_once, lines))
-            shares.append((some, min(problem.processors, len(some) * cdiv(problem.k_len, 2 * KEYS))))
+            shares.append((some, min(problem.num_sms, len(some) * cdiv(problem.k_len, 2 * KEYS))))
         grads = [sample(t.shape, problem.out_dtype) for t in inputs[:3]]
         return cls(problem, inputs, config, before, saved, copies, rows, workspace_of(numbers), grads, shares)
 

@@ -241,7 +241,7 @@ def _codes_descriptor(t: Any, rows: int, columns: int) -> Descriptor:
 
 def _counter(problem: Problem) -> Sample:
     """From which the launch fetches its tiles, and a word for each of its programs."""
-    return Sample((1 + problem.processors,), torch.int32)
+    return Sample((1 + problem.num_sms,), torch.int32)
 
 
 _POINTERS = "out_ptr lse_ptr query_scales_ptr scales_ptr cu_q_ptr cu_k_ptr count_ptr"

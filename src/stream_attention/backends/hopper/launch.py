@@ -93,7 +93,7 @@ def forward_sizes(
         "HAS_RIGHT": right != UNBOUNDED,
         "MASKS_BEYOND_FIRST_BLOCK": masks_beyond_first_block(problem, config.block_n),
     }
-    return min(problem.hardware.processors, tiles), Sizes(_FORWARD + names, common, constants, described)
+    return min(problem.hardware.num_sms, tiles), Sizes(_FORWARD + names, common, constants, described)
 
 
 _FORWARD = "batch_heads tiles_m head_group tiles q_len k_len offset left right q_rows k_rows "

@@ -312,7 +312,7 @@ def _splits(problem: Problem, programs: int, tiles: int) -> int:
     `tiles` each. Every split is another fp32 copy of a gradient, so there are few at most."""
     if problem.packed or problem.empty:
         return 1
-    return max(1, min(2 * problem.processors // programs, tiles // 8, 8))
+    return max(1, min(2 * problem.num_sms // programs, tiles // 8, 8))
 
 
 def _kind(problem: Problem) -> str:
@@ -360,5 +360,5 @@ def _few_queries(problem: Problem) -> TritonConfig | None:
     programs = problem.batch * (problem.q_heads // heads_per_tile) * -(-rows // block_m)
     tiles = -(-problem.k_len // block_n)
     # Two programs per processor, each with at least two tiles to stream.
-    num_splits = max(1, min(2 * problem.processors // programs, tiles // 2))
+    num_splits = max(1, min(2 * problem.num_sms // programs, tiles // 2))
     return TritonConfig(block_m, block_n, num_warps, num_stages, num_splits, heads_per_tile > 1)
