@@ -795,3 +795,10 @@ def test_a_call_planned_by_a_rounded_length_is_one_that_the_kernel_of_few_querie
             planned += 1
             assert on_a_cache(found.problem, fewest_keys=0) is not None and found.problem.k_len == keys
     assert planned > 100
+
+
+@pytest.mark.parametrize(("arch", "got"), [(0, "0.0"), (80, "8.0")])
+def test_fp8_is_refused_on_gpus_of_other_makers_and_on_older_ones(arch: int, got: str, hopper_triton: None) -> None:
+    """`arch` is 0 where a GPU is not NVIDIA's: the quantising kernel has PTX."""
+    problem = on_h200(head_dim=128, value_dim=128).replace(fp8=True, arch=arch)
+    assert f"FP8 requires compute capability 8.9 or newer; got {got}" in BY_NAME["triton"].why_not(problem)

@@ -155,3 +155,19 @@ def test_rows_before_the_first_sequence_are_cleared() -> None:
     launch = bind_start(problem_of(inputs, 3), inputs.cu_seqlens_q, 3, out, lse, counter)
     launch(inputs.cu_seqlens_q, out, lse, counter)
     assert [row for row in range(9) if not out[row].any()] == [0, 1, 6, 7, 8]
+
+
+def test_rows_behind_more_elements_than_32_bits_are_cleared() -> None:
+    from stream_attention.gpu.tail import bind_start
+
+    rows, heads, dim = (1 << 16) + 1, 128, 256
+    ends = torch.tensor([0, rows - 1], dtype=torch.int32)
+    # Memory that nobody touches takes no room, and of out and lse only the last row is touched.
+    query, key = (torch.empty(rows, count, dim, dtype=torch.float16) for count in (heads, 1))
+    out, lse = torch.empty_like(query), torch.empty(heads, rows)
+    out[-1], lse[:, -1] = NAN, NAN
+    inputs = Inputs(query, key, key, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    counter = torch.zeros(1, dtype=torch.int32)
+    launch = bind_start(problem_of(inputs, rows), ends, rows, out, lse, counter)
+    launch(ends, out, lse, counter)
+    assert not out[-1].any() and (lse[:, -1] == -torch.inf).all()

@@ -37,7 +37,7 @@ fp32 can hold beside each other."""
 SHIFT = 8
 """Weights are rounded to e4m3 as 2**SHIFT times what they are beside the row's maximum: at most 256, and precise down
 to 2**-14 of it. A kernel may take another power of two, as forward_fp8_sm90.py does; what a row can lose is in
-reference_fp8.py."""
+backends/reference/fp8.py."""
 
 ORDER = tuple(16 * a + 8 * b + 2 * q + e for a in range(2) for q in range(4) for b in range(2) for e in range(2))
 """Which of 32 keys stands where in V."""

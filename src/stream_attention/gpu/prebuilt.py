@@ -111,7 +111,7 @@ def index() -> Index | None:
 def sources() -> str:
     """One number for all files that device code may come from."""
     found = hashlib.sha256()
-    for folder in ("backends", "gpu"):
+    for folder in ("backends", "base", "gpu"):
         for file in sorted((_PACKAGE / folder).rglob("*.py")):
             found.update(file.relative_to(_PACKAGE).as_posix().encode() + file.read_bytes())
     return found.hexdigest()

@@ -3,7 +3,7 @@
 They lie before the first sequence, behind the last, and in one that is longer than the caller said, behind what tiles
 cover. There are none as a rule, and to ask costs a program a few reads. To fill whole results beforehand would cost the
 host a launch for each, and the device a write of all their memory. Triton's kernels clear these rows of what they
-write; before a kernel in Gluon a small one does.
+write; before the Gluon forward a small one does, and in its backward the kernel that prepares rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def clear_uncomputed(ptr, cu_ptr, sequences, covered, rows, width, value, lines=
         first, _ = packed_rows(cu_ptr, rows)
         _fill(ptr, 0, first, program, programs, rows, width, value, lines)
         first, length = packed_rows(cu_ptr + sequences - 1, rows)
-        _fill(ptr, first + length, rows, program, programs, rows, width, value, lines)
+        _fill(ptr, first + length, rows.to(tl.int64), program, programs, rows, width, value, lines)
         for sequence in tl.range(program, sequences, programs):
             first, length = packed_rows(cu_ptr + sequence, rows)
             if length > covered:
@@ -43,13 +43,14 @@ def clear_uncomputed(ptr, cu_ptr, sequences, covered, rows, width, value, lines=
 
 @triton.jit
 def _fill(ptr, first, last, program, programs, rows, width, value, lines):
-    """Set rows `first` to `last` of every line; programs take turns."""
+    """Set rows `first` to `last` of every line; programs take turns. Row numbers are int64: elements may be more than
+    32 bits count."""
     if first < last:
         for line in range(lines):
             begin = rows.to(tl.int64) * width * line + first * width + program * BLOCK
             end = rows.to(tl.int64) * width * line + last * width
             for start in tl.range(begin, end, programs * BLOCK):
-                offs = start + tl.arange(0, BLOCK)
+                offs = start + tl.arange(0, BLOCK).to(tl.int64)
                 number = tl.full([BLOCK], value, tl.float32).to(ptr.dtype.element_ty)
                 tl.store(ptr + offs, number, mask=offs < end)
 

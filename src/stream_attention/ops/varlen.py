@@ -71,8 +71,8 @@ def varlen_attention(
         query: `[Nq, Hq, D]`; key: `[Nk, Hkv, D]`; value: `[Nk, Hkv, Dv]`.
         cu_seqlens_q, cu_seqlens_k: int32 or int64 `[sequences + 1]`, from 0, not decreasing.
         max_seqlen_q, max_seqlen_k: lengths of the longest sequences. If None they are read from `cu_seqlens`, which on
-            an accelerator is a host synchronisation. One that is too small is refused on a CPU; on an accelerator,
-            rows beyond it take no part, or only some of them.
+            an accelerator is a host synchronisation. One that is too small is refused on a CPU; on an accelerator
+            nobody looks, results are undefined, and the call may not end.
         alibi_slopes: `[Hq]` or `[sequences, Hq]`.
         mask, bias: refused here; use `attention`.
         The rest: as in `attention`.

@@ -74,9 +74,7 @@ def test_a_gpu_that_is_not_here_is_planned_by_its_compute_capability(
 
 @needs_triton
 @pytest.mark.usefixtures("hopper_triton")
-@pytest.mark.parametrize(
-    ("arch", "config"), [("90", "gluon: 2 warpgroups of "), ("89", "triton: tiles of 128 x 64")]
-)
+@pytest.mark.parametrize(("arch", "config"), [("90", "gluon: 2 warpgroups of "), ("89", "triton: tiles of 128 x 64")])
 def test_a_call_in_fp8_is_planned_for_a_gpu_that_is_not_here(
     arch: str, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,8 +49,9 @@ def _on_device(problem: Problem) -> tuple[bool, str]:
     return kind != "cuda" and not installed.interpreting(), f"requires a CUDA device; got {kind}{hint}"
 
 
-def _on_arch(problem: Problem, least: int, what: str = "") -> tuple[bool, str]:
-    is_older = problem.device.type == "cuda" and 0 < problem.arch < least
+def _on_arch(problem: Problem, least: int, what: str = "", known: bool = True) -> tuple[bool, str]:
+    """Refuses older GPUs, and where `known` is False also those of other makers, whose `arch` is 0."""
+    is_older = problem.device.type == "cuda" and int(known) <= problem.arch < least
     return is_older, f"{what}requires compute capability {least / 10} or newer; got {problem.arch / 10}"
 
 
@@ -76,7 +77,7 @@ def _fp8_reasons(problem: Problem, request: Request) -> Reasons:
     largest = max((size for field, size in request.forced if field in ("block_m", "block_n")), default=0)
     return (
         _on_device(problem),
-        _on_arch(problem, 89, "FP8 "),
+        _on_arch(problem, 89, "FP8 ", known=False),  # quantising uses PTX
         *fp8_reasons(problem),
         (largest > BLOCK, f"FP8 supports block_m and block_n up to {BLOCK}; got {largest}"),  # rows of a scale
     )
