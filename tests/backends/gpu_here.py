@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -20,7 +21,7 @@ def pretend_here(monkeypatch: pytest.MonkeyPatch, arch: int = 90, name: str = "N
         (torch.cuda, "stream", nullcontext),
         (torch.cuda, "Stream", lambda device: None),
         (torch.cuda, "get_sync_debug_mode", lambda: 0),
-        (torch.cuda, "set_sync_debug_mode", lambda mode: None),
+        (torch.cuda, "set_sync_debug_mode", lambda mode: warnings.warn("a prototype feature", stacklevel=2)),
         (probe, "arch", lambda device: arch if device.type == "cuda" else 0),
         (probe, "_answers", {}),
     ):

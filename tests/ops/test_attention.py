@@ -6,6 +6,8 @@ import inspect
 import math
 import random
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -1243,3 +1245,21 @@ def test_a_window_beyond_every_integer_hides_nothing(window: tuple[int, int]) ->
     torch.testing.assert_close(
         attention(query, key, value, window=window), attention(query, key, value, window=unbounded)
     )
+
+
+SWITCHED = """
+import torch
+from stream_attention import attention
+torch.backends.{switch}.fp32_precision = "tf32"
+query = torch.randn(1, 8, 2, 16, requires_grad=True)
+for _ in range(2):
+    attention(query, query, query, causal=True).sum().backward()
+assert query.grad.isfinite().all()
+"""
+
+
+@pytest.mark.parametrize("switch", ["cuda.matmul", "cuda"])
+def test_calls_in_fp32_run_where_tf32_was_allowed_by_the_newer_switch(switch: str) -> None:
+    """Reading torch's older switch raises then. In a process of its own: the switches cannot be undone."""
+    done = subprocess.run([sys.executable, "-c", SWITCHED.format(switch=switch)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

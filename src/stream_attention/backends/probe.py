@@ -125,12 +125,14 @@ def _run(device: torch.device, experiment: Callable[[], Answer], path: Path, set
 
     watch = torch.cuda.get_sync_debug_mode()
     try:
-        torch.cuda.set_sync_debug_mode("default")  # of the whole process
+        if watch:  # of the whole process; setting it warns
+            torch.cuda.set_sync_debug_mode("default")
         thread = Thread(target=run, name="stream_attention probe", daemon=True)
         thread.start()
         thread.join()  # which Ctrl-C ends
     finally:
-        torch.cuda.set_sync_debug_mode(watch)
+        if watch:
+            torch.cuda.set_sync_debug_mode(watch)
         if found is not None:
             _remember(path, found, setup)
         else:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import pad
 
-from .device import arch, num_sms
+from .device import allows_tf32, arch, num_sms
 
 if TYPE_CHECKING:
     from typing import Self
@@ -425,7 +425,7 @@ def state_problem(
     offset = k_len - q_len
     positions = positions or Positions(offset, q_base=offset)
     tma = all(tma_compatible(t) for t in (query, key, value))
-    tf32 = query.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    tf32 = query.dtype is torch.float32 and allows_tf32()
     bias_dtype = None if bias is None else bias.dtype
     given = mask is not None, bias_dtype, alibi_slopes is not None, sink is not None
     return Problem(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..backends import AUTO
+from ..base.device import allows_tf32
 from ..base.problem import UNBOUNDED, Inputs
 from . import plan as planning
 
@@ -118,7 +119,7 @@ def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options:
             return None
         family += (*others,)
     if query.dtype is torch.float32:
-        family += (torch.backends.cuda.matmul.allow_tf32,)
+        family += (allows_tf32(),)
     return Key(family, rows)
 
 

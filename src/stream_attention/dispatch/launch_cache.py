@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
+from ..base.device import allows_tf32
 from ..base.problem import Backward, Forward, Gradients, Inputs, Problem, Results, Wanted, gradient_of, resized
 from . import validate
 from .call_key import (
@@ -207,7 +208,7 @@ def _backward_key(
     addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr() | lse.data_ptr()
     if (addresses | grad_out.data_ptr()) % 16 or grad_lse is not None or query.dtype is torch.float32:
         layouts = [None if t is None else layout_of(t) for t in (*inputs, out, lse, grad_out, grad_lse)]
-        return (wanted, torch.backends.cuda.matmul.allow_tf32, *layouts)
+        return (wanted, allows_tf32(), *layouts)
     read = query, key, value, out, lse, grad_out
     strides, devices = [*map(Tensor.stride, read)], [*map(Tensor.get_device, read)]
     if lse.dim() == 2 and lse.is_contiguous():  # of a pack, which may have other rows
@@ -258,7 +259,7 @@ class _Templates:
         """The backward of a call that is one of them, or was made from one; None where there is no template for it."""
         problem = call._problem.replace(backward=True, row_grad=wanted.alibi_slopes or wanted.sink)
         if problem.dtype is torch.float32:
-            problem = problem.replace(tf32=torch.backends.cuda.matmul.allow_tf32)
+            problem = problem.replace(tf32=allows_tf32())
         planned, templates = self._plan(problem, call._options[-1], wanted, problem.tf32)
         for template in templates:
             found: Backward | None = template.resized(problem, inputs, planned.config, *given)
