@@ -301,7 +301,7 @@ SPILLS: dict[str, dict[str, dict[str, int]]] = {
         "sm_90 bfloat16 d80/64 causal 4096 8/2 heads, 128 queries": {"key": 1488},
     },
     "3.7": {
-        "sm_90 bfloat16 d256 causal 16384": {"query": 556, "value": 192},
+        "sm_90 bfloat16 d256 causal 16384": {"query": 572, "value": 192},
         "sm_90 bfloat16 d128 causal 16384 bias": {"query": 80, "key": 464},
         "sm_90 bfloat16 d128 causal 16384 bias dropout": {"query": 40, "key": 1068},
         "sm_80 bfloat16 d128 causal 16384 bias": {"query": 88, "key": 296},
