@@ -28,7 +28,6 @@ from triton.runtime.jit import JITCallable
 
 from ..base.problem import distinct
 from . import driver, interpreter, prebuilt
-from .scratch import like
 
 interpreter.fix()  # here, where every kernel comes by
 
@@ -292,10 +291,10 @@ class Launch:
         for name, value in sizes.constants.items():
             if bound[name] != value:
                 return None
-        if sizes.described:
-            described = {name: size if type(size) is int else like(size) for name, size in sizes.described.items()}
-            sizes = sizes._replace(described=described)
-        return Launch(self._binding, grid, (sizes,))  # which hold no tensor
+        names, numbers, constants, described = sizes
+        if described:  # by tensors, which a launch must not hold
+            described = {name: t if type(t) is int else (t.shape, t.stride()) for name, t in described.items()}
+        return Launch(self._binding, grid, (Sizes(names, numbers, constants, described),))
 
     def replaced(self, **changes: int) -> Launch:
         """The same launch with other integers."""
@@ -309,7 +308,7 @@ class Sizes(NamedTuple):
     names: str  # of integers, separated by spaces
     numbers: tuple[int, ...]
     constants: dict[str, Any]
-    described: dict[str, Any]  # descriptors: `Descriptor.resized` says what stands for each
+    described: dict[str, Any]  # descriptors: by tensors, or as `Descriptor.resized` takes them
 
     def arguments(self) -> dict[str, Any]:
         """By their names."""
@@ -341,7 +340,6 @@ class Descriptor(NamedTuple):
     strides: tuple[int, ...]
     block_shape: tuple[int, ...]
     layout: Any
-    tensor_strides: tuple[int, ...] = ()  # of the tensor that it was made of
 
     @property
     def rows_dim(self) -> int:
@@ -356,19 +354,20 @@ class Descriptor(NamedTuple):
         return TensorDescriptor(base, [*self.shape], [*self.strides], [*self.block_shape], self.layout)
 
     def resized(self, size: Any) -> Descriptor:
-        """That of another size: how many rows, as a number, or of rows `[..., T, H, D]`, as a tensor that has them.
-        Strides of dims of size 1 stay as they are. One of three dims has those of the tensor."""
+        """That of another size: how many rows, as a number, or of rows `[..., T, H, D]`, shape and strides of a tensor
+        that has them. Strides of dims of size 1 stay as they are. One of three dims has those of the tensor."""
         if type(size) is int:
             place = self.rows_dim
             return self._replace(shape=(*self.shape[:place], size, *self.shape[place + 1 :]))
+        its_shape, its_strides = size
         if len(self.shape) == 3:
-            return self._replace(shape=tuple(size.shape), strides=size.stride())
+            return self._replace(shape=tuple(its_shape), strides=its_strides)
         batch, _, heads, dim = self.shape
         strides = list(self.strides)
         for place in range(3):
             if place == 1 or self.shape[place] > 1:
-                strides[place] = size.stride(place - 4)
-        return self._replace(shape=(batch, size.shape[-3], heads, dim), strides=tuple(strides))
+                strides[place] = its_strides[place - 4]
+        return self._replace(shape=(batch, its_shape[-3], heads, dim), strides=tuple(strides))
 
 
 class _Address(NamedTuple):
@@ -521,25 +520,21 @@ class _MapField(NamedTuple):
             if words is not None:
                 halves[map_at + words.sizes[place]] = size - 1
             return
-        strides = size.stride()
-        if len(self.box) == 3:
-            for place, (length, stride) in enumerate(zip(size.shape, strides, strict=True)):
+        lengths, strides = size
+        dtype, shape, old_strides = bound[:3]
+        if len(shape) == 3:
+            for place, (length, stride) in enumerate(zip(lengths, strides, strict=True)):
                 halves[shape_at + place], block[strides_at + place] = length, stride
                 if words is not None:
                     halves[map_at + words.sizes[place]] = length - 1
                     if place < 2:
-                        halves[map_at + words.strides[place]] = stride * bound.dtype.itemsize >> 4
+                        halves[map_at + words.strides[place]] = stride * dtype.itemsize >> 4
             return
-        length = size.shape[-3]
-        halves[shape_at + 1] = length
+        halves[shape_at + 1] = length = lengths[-3]
         if words is not None:
             halves[map_at + words.sizes[1]] = length - 1
-        if strides == bound.tensor_strides:
-            return
-        dtype, shape = bound[:2]
-        for place in range(3):
-            if place == 1 or shape[place] > 1:
-                stride = strides[place - 4]
+        for place, old in enumerate(old_strides[:3]):
+            if (place == 1 or shape[place] > 1) and (stride := strides[place - 4]) != old:
                 block[strides_at + place] = stride
                 if words is not None:
                     halves[map_at + words.strides[place]] = stride * dtype.itemsize >> 4

@@ -85,11 +85,6 @@ class Sample:
         return made
 
 
-def like(t: Any) -> Sample:
-    """A tensor without its memory."""
-    return t if type(t) is Sample else Sample(t.shape, t.dtype, t.stride())
-
-
 OUTPUT_STRIDES = "stride_ob stride_om stride_oh stride_lb stride_lh"
 
 

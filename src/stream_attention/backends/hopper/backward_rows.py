@@ -86,6 +86,17 @@ def _prepare_kernel(
             tl.store(counts_ptr + start // CHUNK * chunks + tl.arange(0, chunks), 0)
 
 
+def as_read(saved: Saved) -> tuple[Saved, tuple[bool, bool]]:
+    """What a backward reads, and whether it reads copies of out and its gradient: where TMA cannot read them."""
+    out, _, grad_out, _ = saved
+    copies = not tma_compatible(out), not tma_compatible(grad_out)
+    if copies[0]:
+        saved = saved._replace(out=sample(out.shape, out.dtype))
+    if copies[1]:
+        saved = saved._replace(grad_out=sample(grad_out.shape, grad_out.dtype))
+    return saved, copies
+
+
 class BackwardCall(NamedTuple):
     """All calls whose tensors lie as these do: what they read and write besides their inputs is samples."""
 
@@ -94,7 +105,6 @@ class BackwardCall(NamedTuple):
     config: GluonBackwardConfig
     before: Prepass
     saved: Saved  # as kernels read them
-    copies: tuple[bool, bool]  # whether out and its gradient are copied to lie so
     rows: Rows
     workspace: tuple[Any, Any, Any]  # in which dQ grows, its counts, the counter of tiles
     grads: list[Any]  # dq, dk and dv
@@ -104,12 +114,6 @@ class BackwardCall(NamedTuple):
     def of(
         cls, problem: Problem, inputs: Inputs, config: GluonBackwardConfig, before: Prepass, saved: Saved
     ) -> BackwardCall:
-        out, _, grad_out, _ = saved
-        copies = not tma_compatible(out), not tma_compatible(grad_out)
-        if copies[0]:
-            saved = saved._replace(out=sample(out.shape, out.dtype))
-        if copies[1]:
-            saved = saved._replace(grad_out=sample(grad_out.shape, grad_out.dtype))
         rows = Rows.samples(problem, inputs.query)
         lines = problem.batch * problem.kv_heads
         at_once, numbers = lines, rows.lse.numel() * tile_widths(problem)[0]
@@ -122,7 +126,7 @@ class BackwardCall(NamedTuple):
             some = range(first, min(first + at_once, lines))
             shares.append((some, min(problem.num_sms, len(some) * cdiv(problem.k_len, 2 * KEYS))))
         grads = [sample(t.shape, problem.out_dtype) for t in inputs[:3]]
-        return cls(problem, inputs, config, before, saved, copies, rows, workspace_of(numbers), grads, shares)
+        return cls(problem, inputs, config, before, saved, rows, workspace_of(numbers), grads, shares)
 
 
 def workspace_of(numbers: int) -> tuple[Any, Any, Any]:

@@ -47,7 +47,7 @@ from ...gpu.scratch import Sample
 from ...gpu.scratch import Scratch as ScratchMemory
 from .backward_block import CHUNK, Part, Scratch, SharedStorage, Sum, consume, query_blocks
 from .backward_query_grad import finisher, reducer
-from .backward_rows import BackwardCall, bind_rows, rows_sizes, workspace_of
+from .backward_rows import BackwardCall, as_read, bind_rows, rows_sizes, workspace_of
 from .backward_wide import consume_for_key, consume_for_value
 from .launch import (
     chunks_descriptor,
@@ -256,19 +256,22 @@ def prepare_backward(
     """The backward of calls whose tensors lie as these do, as a function of inputs, out, lse and their gradients: those
     gradients of queries, keys and values that are `wanted`."""
     assert not any(wanted[3:]), "why_not has said so"
+    saved, copies = as_read(saved)
     call = BackwardCall.of(problem, inputs, config, Prepass.of(problem, inputs), saved)
     launches = [
         (bind_rows(call, *share), [_bind(call, part, *share) for part in config.parts]) for share in call.shares
     ]
-    return _Backward(call, launches, wanted)
+    return _Backward(call, launches, wanted, copies)
 
 
 class _Backward:
-    def __init__(self, call: BackwardCall, launches: list[tuple[Launch, list[Launch]]], wanted: Wanted) -> None:
+    def __init__(
+        self, call: BackwardCall, launches: list[tuple[Launch, list[Launch]]], wanted: Wanted, copies: tuple[bool, bool]
+    ) -> None:
         problem, before = call.problem, call.before
         self._pack = problem if problem.packed and not before.steps else None  # which may have any number of rows
         self._before, self._launches, self._wanted = before, launches, wanted
-        self._copies, self._grads = call.copies, call.grads
+        self._copies, self._grads = copies, call.grads
         self._scratch = ScratchMemory.of(*call.rows, *call.workspace)
         self._all = [launch for of_rows, parts in launches for launch in (of_rows, *parts)]
 
@@ -310,7 +313,7 @@ class _Backward:
         if resized_rows is None or None in resized:
             return None
         found = [(resized_rows, [launch for launch in resized if launch is not None])]
-        return _Backward(call, found, self._wanted)
+        return _Backward(call, found, self._wanted, (False, False))  # of tensors that are aligned
 
 
 _SIZES = (

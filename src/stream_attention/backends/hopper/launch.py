@@ -42,7 +42,7 @@ def rows_descriptor(t: Any, rows: int, width: int) -> Descriptor:
         1,
     )
     layout = shared_layout(128, 8 * dtype.itemsize, 4)
-    return Descriptor(dtype, (size, length, heads, dim), strides, (1, rows, 1, width), layout, t.stride())
+    return Descriptor(dtype, (size, length, heads, dim), strides, (1, rows, 1, width), layout)
 
 
 def elements_descriptor(count: int, box: int) -> Descriptor:

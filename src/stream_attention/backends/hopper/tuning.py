@@ -48,8 +48,8 @@ class GluonConfig(NamedTuple):
 
 def tile_widths(problem: Problem) -> tuple[int, int]:
     """Columns of the tiles of queries and keys, and of values: powers of two from 64."""
-    dim, value_dim = (max(64, 1 << (d - 1).bit_length()) for d in (problem.head_dim, problem.value_dim))
-    return dim, value_dim
+    *_, dim, value_dim = problem.shape
+    return max(64, 1 << (dim - 1).bit_length()), max(64, 1 << (value_dim - 1).bit_length())
 
 
 SHORT = 1 << 33
@@ -84,16 +84,18 @@ def masks_beyond_first_block(problem: Problem, block_n: int) -> bool:
     The right edge of 64 rows is 64 keys wide. If it begins at a multiple of 64 keys, as blocks of 64 and 128 do, it
     stays within one block, the first.
     """
-    begins = problem.q_start - problem.k_start + problem.right
+    (left, right), positions = problem.window, problem.positions
+    begins = positions.q_start - positions.k_start + right
     right_in_one = not problem.packed and begins % ROWS == 0 and block_n % ROWS == 0
-    return problem.left != UNBOUNDED or (problem.right != UNBOUNDED and not right_in_one)
+    return left != UNBOUNDED or (right != UNBOUNDED and not right_in_one)
 
 
 def loads_masked_kv(problem: Problem) -> bool:
     """Whether there are keys that no query sees, before the window of the first or behind that of the last."""
-    offset = problem.q_start - problem.k_start
-    before = problem.left != UNBOUNDED and offset - problem.left > 0
-    behind = problem.right != UNBOUNDED and problem.q_len + offset + problem.right < problem.k_len
+    (left, right), positions = problem.window, problem.positions
+    offset = positions.q_start - positions.k_start
+    before = left != UNBOUNDED and offset - left > 0
+    behind = right != UNBOUNDED and problem.q_len + offset + right < problem.k_len
     return before or behind
 
 
@@ -172,8 +174,7 @@ BACKWARD_D256 = GluonBackwardConfig(64, _TWO_PASSES, places=2, halves=False, pee
 
 def has_edges(problem: Problem) -> bool:
     """Whether there are tiles of keys by queries of which some do not exist, or are not seen."""
-    edges = problem.left, problem.right
-    return problem.packed or edges != (UNBOUNDED, UNBOUNDED) or problem.k_len % (2 * KEYS) != 0
+    return problem.packed or problem.window != (UNBOUNDED, UNBOUNDED) or problem.k_len % (2 * KEYS) != 0
 
 
 def peelable(problem: Problem) -> bool:
@@ -183,9 +184,10 @@ def peelable(problem: Problem) -> bool:
 
 def has_idle_queries(problem: Problem) -> bool:
     """Whether there are queries that see no key."""
-    offset = problem.q_start - problem.k_start
-    before = problem.right != UNBOUNDED and offset + problem.right < 0
-    behind = problem.left != UNBOUNDED and problem.q_len - 1 + offset - problem.left > problem.k_len - 1
+    (left, right), positions = problem.window, problem.positions
+    offset = positions.q_start - positions.k_start
+    before = right != UNBOUNDED and offset + right < 0
+    behind = left != UNBOUNDED and problem.q_len - 1 + offset - left > problem.k_len - 1
     return before or behind
 
 
