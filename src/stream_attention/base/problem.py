@@ -452,3 +452,11 @@ def decode_problem(query: Tensor, cache: KVCache, **asked: Any) -> Problem:
         positions=Positions(capacity - q_len, q_base=capacity - q_len),  # of a row that is full
         **asked,
     )
+
+
+def resized_decode(problem: Problem, q_len: int, capacity: int) -> Problem:
+    """What a call on a cache has to compute that differs from `problem` in lengths alone."""
+    (batch, _, *sizes), (layout, _, page, coding), operands, hardware, window, _, scores, direction = problem
+    positions = Positions(capacity - q_len, q_base=capacity - q_len)
+    shape, kv = Shape(batch, q_len, *sizes), KV(layout, capacity, page, coding)
+    return Problem(shape, kv, operands, hardware, window, positions, scores, direction)
