@@ -42,6 +42,14 @@ def test_layouts_of_the_same_keys_are_different_problems() -> None:
     assert str(layouts[2]) == "B=2 Tq=64 Hq=8 Hkv=4 D=32 Dv=16 float16 on cuda, contiguous, up to 96 keys"
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "value"), [("processors", "num_sms", 78), ("addressable", "tma_compatible", False)]
+)
+def test_old_names_of_fields_warn(old: str, new: str, value: object) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{old} is deprecated; use {new}"):
+        assert PLAIN.replace(**{old: value}) == PLAIN.replace(**{new: value})
+
+
 def test_the_old_name_of_replace_warns() -> None:
     with pytest.warns(DeprecationWarning, match=r"use Problem\.replace"):
         assert PLAIN._replace(backward=True) == PLAIN.replace(backward=True)

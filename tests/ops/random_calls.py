@@ -83,7 +83,7 @@ FP8 = {"rotate": (False, False, True, 1), "dims": ((64, 64), (64, 64), (128, 128
 FP8 |= {"dtype": (BF16, BF16, F16, F32)}
 CACHE = {
     "cache": ("rows", "rows", "pages of 16", "pages of 64", "int4", "int8", "fp8", "int4 in pages"),
-    "capacity": (256, 512, 1024),
+    "capacity": (256, 320, 512, 1024, 1088, 1920),
     "cache_layout": ("rows", "rows", "by head", "gapped", "shifted", "k is v"),
     "lengths": ("given", "given", "apart", None),
     "kv_heads": (2, 2, 4, 1),

@@ -6,7 +6,9 @@ No GPU is needed: `pretend_gpu` takes the road of a Hopper GPU up to the driver,
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -122,14 +124,85 @@ def test_a_cached_call_launches_what_a_fresh_one_does(name: str, asked: str) -> 
         assert first == again == other == launched(caches[1]) != []
 
 
+GROWING: dict[str, Callable[[int], KVCache]] = {
+    "rows": rows,
+    "rows, D 128": lambda tokens: rows(tokens, dim=128),
+    "rows, heads before tokens": lambda tokens: rows(tokens, by_head=True),
+    "rows, one": lambda tokens: rows(tokens, batch=1),
+    "rows, no lengths": lambda tokens: ContiguousKV(*(empty(BATCH, tokens, KV_HEADS, DIM) for _ in range(2))),
+    "pages": lambda tokens: pages(16, -(-tokens // 16) * 16),
+}
+
+
+@pytest.mark.parametrize(
+    "asked", ["plain", "with the LSE", "a window", "softcap and scale", "batch-invariant", "one split"]
+)
+@pytest.mark.parametrize("name", GROWING)
+def test_other_capacities_and_numbers_of_queries_launch_what_fresh_calls_do(name: str, asked: str) -> None:
+    draw = random.Random(name + asked)
+    drawn = [(draw.randint(1, 9000) if n % 2 else 1900 + n, draw.choice((1, 1, 2, 5, 17, 40))) for n in range(40)]
+    with pretend_gpu() as launches:
+
+        def launched(tokens: int, q_len: int) -> list[Launched]:
+            launches.clear()
+            call(GROWING[name](tokens), q_len, **OPTIONS[asked])
+            return launches[:]
+
+        made = [launched(*one) for one in drawn]
+        for one, found in zip(drawn, made, strict=True):
+            launch_cache.clear()
+            assert launched(*one) == found != []
+
+
+def test_a_cache_that_grows_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where draft tokens come in between. What never comes back leaves nothing behind."""
+    with pretend_gpu():
+        for tokens in (1900, 1901):
+            for q_len in (1, 5):
+                call(rows(tokens), q_len)
+        monkeypatch.setattr(decode, "_planned", None)
+        for tokens in range(1902, 1990):
+            for q_len in (1, 5):
+                call(rows(tokens), q_len)
+        assert launch_cache.size() == 2
+
+
+def test_what_has_lengths_of_its_own_is_prepared_anew() -> None:
+    query, cache = empty(BATCH, 3, HEADS, DIM), rows(8192)
+    with pretend_gpu() as launches:
+        for q_len in (3, 2):
+            out, tree = empty(BATCH, q_len, HEADS, DIM), torch.ones(BATCH, q_len, q_len, dtype=torch.bool)
+            workspace = decode_workspace(query[:, :q_len], cache)
+            for given in ({"out": out}, {"tree_mask": tree}, {"workspace": workspace}):
+                launches.clear()
+                decode_attention(query[:, :q_len], cache, **given)
+                found = launches[:]
+                with pytest.raises((ValueError, TypeError)) if "workspace" not in given else nullcontext():
+                    decode_attention(query[:, :1], cache, **given)
+                launches.clear()
+                decode_attention(query[:, :q_len], cache, **given)
+                assert launches == found
+
+
+def test_keys_and_values_of_unequal_lengths_are_refused_beside_caches_of_others() -> None:
+    query, cache = empty(BATCH, 1, HEADS, DIM), rows(1000)
+    with pretend_gpu():
+        for _ in range(2):
+            decode.decode_contiguous(query, cache.key, cache.value, cache.lengths, None, 0, 0.0, 0.125)
+        with pytest.raises(ValueError, match="value: expected"):
+            decode.decode_contiguous(query, cache.key, cache.value[:, :999], cache.lengths, None, 0, 0.0, 0.125)
+
+
 def test_every_kind_of_cache_shares_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
     with pretend_gpu():
         caches = [make() for make in CACHES.values()]
         for cache in caches:
-            call(cache)
+            for _ in range(2):  # one that is made from another is kept from its second use on
+                call(cache)
         assert launch_cache.size() == len(caches) - 1  # "rows, no lengths" lies as the one whose key is its value
         monkeypatch.setattr(launch_cache, "LIMIT", 4)
-        call(rows(768))
+        for _ in range(2):
+            call(rows(768))
         assert launch_cache.size() == 4
         monkeypatch.setattr(decode, "_planned", None)
         for cache in caches[-3:]:

@@ -205,6 +205,9 @@ _KINDS: tuple[Any, ...] = (Shape, KV, Operands, Hardware, Window, Positions, Sco
 _PLACES = {name: (part, at) for part, kind in enumerate(_KINDS) for at, name in enumerate(kind._fields)}
 """Of each field the part that has it, and its place there."""
 
+_RENAMED = {"processors": "num_sms", "addressable": "tma_compatible"}
+"""Old names of fields, which `Problem.replace` still takes."""
+
 _read: Any = property
 
 
@@ -252,6 +255,9 @@ class Problem(_Parts):
         parts: list[Any] = list(self)
         changed: dict[int, list[Any]] = {}
         for name, value in fields.items():
+            if name in _RENAMED:
+                warn(f"{name} is deprecated; use {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+                name = _RENAMED[name]
             part, at = _PLACES[name]
             changed.setdefault(part, list(parts[part]))[at] = value
         for part, values in changed.items():
@@ -452,3 +458,11 @@ def decode_problem(query: Tensor, cache: KVCache, **asked: Any) -> Problem:
         positions=Positions(capacity - q_len, q_base=capacity - q_len),  # of a row that is full
         **asked,
     )
+
+
+def resized_decode(problem: Problem, q_len: int, capacity: int) -> Problem:
+    """What a call on a cache has to compute that differs from `problem` in lengths alone."""
+    (batch, _, *sizes), (layout, _, page, coding), operands, hardware, window, _, scores, direction = problem
+    positions = Positions(capacity - q_len, q_base=capacity - q_len)
+    shape, kv = Shape(batch, q_len, *sizes), KV(layout, capacity, page, coding)
+    return Problem(shape, kv, operands, hardware, window, positions, scores, direction)

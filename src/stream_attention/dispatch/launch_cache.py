@@ -471,14 +471,19 @@ def keep(key: tuple[Hashable, Any], call: Any, template: Any = None, takes_any_r
     _add(family, lengths, call)
 
 
+def template_of(key: tuple[Hashable, Any]) -> Any:
+    """What makes calls of other lengths of those with a key; None where nothing does."""
+    family = _families.get(key[0])
+    return None if family is None else family.template
+
+
 def keep_prepared(key: Key, call: PreparedCall, inputs: Inputs) -> None:
     """Keep a call that was prepared, also as one of its family's templates."""
     templates, takes_any_rows = None, False
     if _is_template(call, inputs):
         takes_any_rows = getattr(call.forward, "takes_any_rows", False)
         with _lock:
-            family = _families.get(key.family)
-            templates = _Templates(call._problem) if family is None or family.template is None else family.template
+            templates = template_of(key) or _Templates(call._problem)
             templates.add(call)
     if takes_any_rows:
         key = Key(key.family, key.lengths[3:])

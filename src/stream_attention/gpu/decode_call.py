@@ -82,14 +82,14 @@ class DecodeCall(NamedTuple):
 
     def sizes(self, pages: int) -> Sizes:
         """Those that depend on lengths."""
-        problem, config = self.problem, self.config
-        left, right = min(problem.left, FAR), min(problem.right, FAR)
-        numbers = problem.k_len, pages, problem.q_len, config.num_splits, config.split_keys, left, right
+        problem, config, (left, right) = self.problem, self.config, self.problem.window
+        splits = config.num_splits, config.split_keys
+        numbers = problem.kv.k_len, pages, problem.shape.q_len, *splits, min(left, FAR), min(right, FAR)
         constants = {
             "BLOCK_R": block_r(problem),
             "BLOCK_N": config.block_n,
-            "HAS_LEFT": problem.left != UNBOUNDED,
-            "HAS_RIGHT": problem.right != UNBOUNDED,
+            "HAS_LEFT": left != UNBOUNDED,
+            "HAS_RIGHT": right != UNBOUNDED,
             "IS_SPLIT": config.num_splits > 1,
         }
         names = f"{_OUT_STRIDES} capacity pages q_len num_splits split_keys left right"
@@ -103,6 +103,16 @@ class DecodeCall(NamedTuple):
         """Arguments of the kernel that merges parts which depend on lengths."""
         numbers = *self.out.stride(), self.problem.q_len, self.config.num_splits
         return Sizes(f"{_OUT_STRIDES} q_len num_splits", numbers, {}, {})
+
+    def resized(self, launch: Launch, merge: Launch | None, sizes: Sizes) -> tuple[Launch, Launch | None] | None:
+        """The launches of a call of other lengths as those of this one, which has these `sizes`; None where other
+        kernels compute it."""
+        if launch.options != self.options or (merge is None) != (self.workspace is None):
+            return None
+        resized = launch.resized(self.grid, sizes)
+        if resized is None:
+            return None
+        return resized, None if merge is None else merge.resized(self.merge_grid, self.merge_sizes())
 
     def bind(self, kernel: Kernel, arguments: dict[str, Any]) -> tuple[Launch, Launch | None]:
         """The kernel that computes and, if keys are in splits, the one that merges, as a function of workspace, sink,

@@ -13,52 +13,72 @@ from ..base.problem import DecodeInputs, Problem
 from .arguments import sample
 from .decode_call import DecodeCall, side_by_side
 from .decode_tuning import DecodeConfig, workspace_numbers
-from .launch import Kernel, Launch
+from .launch import Kernel, Launch, Sizes
 from .scratch import empty
 
 KernelOf = Callable[[DecodeCall, KVCache], tuple[Kernel, dict[str, Any]]]
 """The kernel that computes a call, or its splits, and its arguments by name."""
 
 
+SizesOf = Callable[[DecodeCall, KVCache], Sizes | None]
+"""Those of its arguments that depend on lengths; None where a call of other lengths is prepared anew."""
+
+
 def prepare_decode_by(
-    kernel_of: KernelOf, problem: Problem, inputs: DecodeInputs, config: DecodeConfig
+    kernel_of: KernelOf,
+    problem: Problem,
+    inputs: DecodeInputs,
+    config: DecodeConfig,
+    sizes_of: SizesOf = lambda call, cache: None,
 ) -> PreparedDecode:
     """The call on every cache that lies as this one does: out `[B, Tq, Hq, Dv]` in the query's dtype and, if wanted,
     lse `[B, Hq, Tq]`, fp32."""
     read = _pointers(inputs)
     query, *_, lengths, tree, slopes, sink = read
-    batch, q_len, q_heads, _ = query.shape
-    out = inputs.out
-    if out is None:
-        out = sample((batch, q_len, q_heads, problem.value_dim), query.dtype)
-    lse = sample((batch, q_heads, q_len), torch.float32) if inputs.return_lse else None
-    numbers = workspace_numbers(problem, config)
-    workspace = sample((numbers,), torch.float32) if numbers else None
+    out, lse, workspace = _results(problem, inputs, config)
     given = inputs.query, *inputs.cache.tensors, *inputs[2:5]
     is_copied = any(
         t is not None and t.data_ptr() != as_read.data_ptr() for t, as_read in zip(given, read, strict=True)
     )
     if out.numel() == 0:
-        return PreparedDecode((out, lse, None), None, None, is_copied)
+        return PreparedDecode((out, lse, None), None, None, is_copied, sizes_of)
     call = DecodeCall(problem, config, query, lengths, tree, slopes, sink, out, lse, workspace)
     launch, merge = call.bind(*kernel_of(call, inputs.cache))
-    return PreparedDecode((out, lse, workspace), launch, merge, is_copied)
+    return PreparedDecode((out, lse, workspace), launch, merge, is_copied, sizes_of)
+
+
+def _results(problem: Problem, inputs: DecodeInputs, config: DecodeConfig) -> tuple[Any, Any, Any]:
+    """Out, lse and workspace, samples but for a given out; None where there is none."""
+    batch, q_len, q_heads, *_, value_dim = problem.shape
+    out: Any = inputs.out
+    if out is None:
+        out = sample((batch, q_len, q_heads, value_dim), inputs.query.dtype)
+    lse = sample((batch, q_heads, q_len), torch.float32) if inputs.return_lse else None
+    numbers = workspace_numbers(problem, config)
+    return out, lse, sample((numbers,), torch.float32) if numbers else None
 
 
 class PreparedDecode:
     """The kernel that computes and, if keys are in splits, the one that merges. Keeps no tensor."""
 
-    __slots__ = ("_is_copied", "_is_direct", "_launch", "_lse", "_merge", "_out", "_workspace")
+    __slots__ = ("_is_copied", "_is_direct", "_launch", "_lse", "_merge", "_out", "_sizes_of", "_workspace")
 
     def __init__(
-        self, results: tuple[Any, Any, Any], launch: Launch | None, merge: Launch | None, is_copied: bool
+        self,
+        results: tuple[Any, Any, Any],
+        launch: Launch | None,
+        merge: Launch | None,
+        is_copied: bool,
+        sizes_of: SizesOf,
+        is_direct: bool = False,
     ) -> None:
         specs = [None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in results]
         self._out: Any = specs[0]
         self._lse, self._workspace = specs[1:]
         self._launch, self._merge = launch, merge
         self._is_copied = is_copied  # whether kernels read a copy of some tensor
-        self._is_direct = False  # whether the kernel is compiled and reads tensors as they lie
+        self._is_direct = is_direct  # whether the kernel is compiled and reads tensors as they lie
+        self._sizes_of = sizes_of
 
     def __call__(self, inputs: DecodeInputs, addresses: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
         query, cache, tree, slopes, sink, out, _, workspace = inputs
@@ -84,6 +104,18 @@ class PreparedDecode:
         if merge is not None:
             merge(workspace, sink, out, lse)
         return out, lse
+
+    def resized(self, problem: Problem, inputs: DecodeInputs, config: DecodeConfig) -> PreparedDecode | None:
+        """The same call of other lengths, without a tree, whose results are new tensors; None where it is not to be
+        made from this one."""
+        if self._launch is None or self._is_copied:
+            return None
+        query, cache, _, slopes, sink, *_ = inputs
+        results = _results(problem, inputs, config)
+        call = DecodeCall(problem, config, query, cache.lengths, None, slopes, sink, *results)
+        sizes = self._sizes_of(call, cache)
+        launches = None if sizes is None else call.resized(self._launch, self._merge, sizes)
+        return launches and PreparedDecode(results, *launches, False, self._sizes_of, self._is_direct)
 
 
 def _pointers(inputs: DecodeInputs) -> tuple[Any, ...]:

@@ -37,21 +37,24 @@ def few_queries(problem: Problem) -> bool:
 
 def rows(problem: Problem) -> int:
     """Queries of all heads that share a KV head."""
-    return problem.group * problem.q_len
+    _, q_len, q_heads, kv_heads, *_ = problem.shape
+    return q_heads // max(kv_heads, 1) * q_len
 
 
 def batch_heads(problem: Problem) -> int:
-    return problem.batch * problem.kv_heads
+    batch, _, _, kv_heads, *_ = problem.shape
+    return batch * kv_heads
 
 
 def span(problem: Problem) -> int:
     """Keys that queries see at most, of those that a row can hold."""
-    return problem.k_len if problem.left == UNBOUNDED else min(problem.k_len, problem.left + problem.q_len)
+    k_len, left = problem.kv.k_len, problem.window.left
+    return k_len if left == UNBOUNDED else min(k_len, left + problem.shape.q_len)
 
 
 def block_r(problem: Problem) -> int:
     """Rows of a tile: a power of two, at least what a matrix instruction takes of its first or second factor."""
-    least, most = (16, MOST_ROWS) if problem.coding is None else (8, 16)
+    least, most = (16, MOST_ROWS) if problem.kv.coding is None else (8, 16)
     return max(least, min(most, 1 << (rows(problem) - 1).bit_length()))
 
 

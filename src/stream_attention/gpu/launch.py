@@ -260,6 +260,11 @@ class Launch:
         """Whether a call may be given addresses in place of tensors."""
         return self._binding.compiled is not None or self._binding.is_compiled()
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler's."""
+        return self._binding.options
+
     def __call__(self, *tensors: Any, sizes: Sizes | None = None) -> None:
         """Launch in the current stream of the device. A tensor may be given by its address, except in a first call.
         `sizes` are those of this launch alone, and change no constexpr."""

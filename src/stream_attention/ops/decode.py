@@ -11,7 +11,17 @@ from torch import Tensor
 from ..backends import AUTO, BY_NAME
 from ..base.graph_break import graph_break
 from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV, checks
-from ..base.problem import UNBOUNDED, CallOptions, DecodeInputs, Problem, Scores, decode_problem, sides_of
+from ..base.problem import (
+    UNBOUNDED,
+    CallOptions,
+    DecodeInputs,
+    Problem,
+    Request,
+    Scores,
+    decode_problem,
+    resized_decode,
+    sides_of,
+)
 from ..dispatch import launch_cache, validate
 from ..dispatch import plan as planning
 from ..dispatch.plan import Plan, parse, requested
@@ -140,7 +150,7 @@ def decode_contiguous(
         inputs = DecodeInputs(query, cache, None, None, sink, None, False, None)
         options = True, sides, softcap, scale, None, False, AUTO
         found, addresses = _key_of(inputs, options)
-        if found is not None and (call := launch_cache.find(found)) is not None:
+        if found is not None and (call := launch_cache.find(found, found[1], inputs, options)) is not None:
             result: Tensor = _run(call, addresses, inputs, options, None)
             return result
     cache = ContiguousKV(key, value, lengths)
@@ -167,7 +177,7 @@ def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -
     key = None
     if launch_cache.ENABLED and not launch_cache.is_watched():
         key, addresses = _key_of(inputs, options)
-        if key is not None and (call := launch_cache.find(key)) is not None:
+        if key is not None and (call := launch_cache.find(key, key[1], inputs, options)) is not None:
             return _run(call, addresses, inputs, options, look)
     _refuse_gradients(inputs.query, inputs.cache, inputs.alibi_slopes, inputs.sink)
     with torch.no_grad():  # as a decorator it takes 10 us more
@@ -176,13 +186,17 @@ def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -
             return _decode_outside(inputs, options, False)
         compute = _prepare(plan, inputs)
         if key is not None:
-            launch_cache.keep(key, (compute, checks.should_validate(None, inputs.query)))
+            call = compute, checks.should_validate(None, inputs.query)
+            launch_cache.keep(key, call, _templates_with(key, plan, call, inputs))
         result, lse = compute(inputs)
         return result if lse is None else (result, lse)
 
 
 _decode_outside = graph_break("launches of kernels are not traced")(_decode)
 
+
+Key = tuple["_Layout", tuple[Any, ...]]
+"""The key of a call: the layout of its cache but for lengths; these, the layouts of its other tensors, its options."""
 
 Call = Callable[..., tuple[Tensor, Tensor | None]]
 """A prepared call: of its inputs and, where they are known, the addresses of its cache's tensors."""
@@ -206,9 +220,63 @@ def _run(call: Kept, addresses: list[int], inputs: DecodeInputs, options: tuple[
     return found if inputs.return_lse else found[0]
 
 
+class _Templates:
+    """Calls that were prepared, on caches that lie alike but for their lengths, from which those of other lengths are
+    made: a growing cache has another capacity in each step, and draft tokens come in other numbers."""
+
+    def __init__(self) -> None:
+        self._calls: tuple[tuple[Hashable, Plan, Kept], ...] = ()  # the newest first, each with its kind
+
+    def add(self, lengths: tuple[Any, ...], plan: Plan, call: Kept) -> None:
+        self._calls = (_kind_of(lengths), plan, call), *self._calls[: _MOST_TEMPLATES - 1]
+
+    def resized(self, lengths: tuple[Any, ...], inputs: DecodeInputs, options: tuple[Any, ...]) -> Kept | None:
+        """The call whose key has these lengths; None where it is to be checked and prepared in full."""
+        kind = _kind_of(lengths)
+        templates = [one for one in self._calls if one[0] == kind]
+        cache: Any = inputs.cache
+        key, value, *_ = cache.tensors
+        q_len, capacity = inputs.query.shape[1], cache.capacity
+        if not templates or not q_len or not 0 < capacity < _FARTHEST or key.shape[1] != value.shape[1]:
+            return None
+        *_, num_splits, batch_invariant, _ = options
+        _, plan, _ = templates[0]
+        problem = resized_decode(plan.problem, q_len, capacity)
+        request = Request(num_splits=num_splits, batch_invariant=batch_invariant)
+        config = BY_NAME[plan.backend].configure(problem, request)
+        template: Any
+        for _, _, (template, reads_values) in templates:
+            call = template.resized(problem, inputs, config)
+            if call is not None:
+                return call, reads_values
+        return None
+
+
+_MOST_TEMPLATES = 16
+_FARTHEST = 1 << 30
+"""A capacity that kernels do not support."""
+
+
+def _kind_of(lengths: tuple[Any, ...]) -> Hashable:
+    """What decides a call on a cache beside lengths and what its family has."""
+    _, (dtype, shape, strides, device, offset), *others = lengths
+    return dtype, shape[:1], shape[2:], strides[3:], device, offset, *others
+
+
+def _templates_with(key: Key, plan: Plan, call: Kept, inputs: DecodeInputs) -> _Templates | None:
+    """Those of the calls with a key that differ in lengths, and this call; those as they are where it is no template: a
+    tree, and memory that is given, have lengths of their own."""
+    templates: _Templates | None = launch_cache.template_of(key)
+    if not hasattr(call[0], "resized") or any(t is not None for t in (inputs.tree, inputs.out, inputs.workspace)):
+        return templates
+    templates = templates or _Templates()
+    templates.add(key[1], plan, call)
+    return templates
+
+
 class _Layout:
-    """The metadata of the tensors of a cache, and what else it says of itself: the part of the key of its calls that
-    the cache keeps. Hashed once."""
+    """Metadata of the tensors of a cache, and what else it says of itself: a part of the key of its calls that the
+    cache keeps. Hashed once."""
 
     __slots__ = ("_hash", "_metadata")
 
@@ -222,34 +290,40 @@ class _Layout:
         return isinstance(other, _Layout) and self._metadata == other._metadata
 
 
-def _layout_of(cache: Any) -> tuple[list[int], _Layout | None]:
-    """The addresses of a cache's tensors and their layout: the one that it keeps, unless an address differs since; None
-    where a tensor is more than its memory, or has none."""
+def _layout_of(cache: Any) -> tuple[list[int], _Layout | None, tuple[Any, ...]]:
+    """The addresses of a cache's tensors, their layout but for the lengths of rows, and these: those that it keeps,
+    unless an address differs since. No layout where a tensor is more than its memory, or has none."""
     tensors = cache.tensors
     try:
         addresses = [_ABSENT if t is None else t.data_ptr() for t in tensors]
     except RuntimeError:  # such as a tensor of torch.func
-        return [], None
-    known: tuple[list[int], _Layout] | None = cache.__dict__.get("_layout")
+        return [], None, ()
+    known: tuple[list[int], _Layout, tuple[Any, ...]] | None = cache.__dict__.get("_layout")
     if known is not None and known[0] == addresses:
         return known
     for t in tensors:
         if t is not None and (type(t) is not Tensor or t.is_neg()):
-            return addresses, None
+            return addresses, None, ()
     if 0 in addresses:
-        return addresses, None
-    metadata = [None if t is None else (t.dtype, t.shape, t.stride(), t.get_device()) for t in tensors]
+        return addresses, None, ()
+    metadata: list[Any] = [None if t is None else (t.dtype, t.shape, t.stride(), t.get_device()) for t in tensors]
+    lengths: list[Any] = []
+    if type(cache) is ContiguousKV:
+        for place, (dtype, shape, strides, device) in enumerate(metadata[:2]):
+            if len(shape) == 4:
+                batch, tokens, heads, dim = shape
+                metadata[place] = dtype, batch, heads, dim, strides[3], device
+                lengths += tokens, strides
     found: tuple[Any, ...] = (type(cache), *metadata, *[at % 16 for at in addresses])
     if type(cache) is QuantizedKV:
         found += cache.residual, *[(side.format, side.dim, side.group, side.dtype) for side in (cache.key, cache.value)]
-    known = cache.__dict__["_layout"] = addresses, _Layout(found)
+    known = cache.__dict__["_layout"] = addresses, _Layout(found), (*lengths,)
     return known
 
 
-def _key_of(inputs: DecodeInputs, options: tuple[Any, ...]) -> tuple[tuple[_Layout, Hashable] | None, list[int]]:
-    """The key of a call (the layout of its cache; those of its other tensors and its options) and the addresses of the
-    cache's tensors. No key where a call must be checked first. Types are looked at because 1 equals True as a key, but
-    is refused."""
+def _key_of(inputs: DecodeInputs, options: tuple[Any, ...]) -> tuple[Key | None, list[int]]:
+    """The key of a call and the addresses of the cache's tensors. No key where a call must be checked first. Types are
+    looked at because 1 equals True as a key, but is refused."""
     query, cache, tree, slopes, sink, out, return_lse, workspace = inputs
     causal, window, softcap, scale, num_splits, batch_invariant, backend = options
     if (
@@ -264,7 +338,7 @@ def _key_of(inputs: DecodeInputs, options: tuple[Any, ...]) -> tuple[tuple[_Layo
         or (window is not None and (type(window) is not tuple or [*map(type, window)] != [int, int]))
     ):
         return _NO_KEY
-    addresses, layout = _layout_of(cache)
+    addresses, layout, lengths = _layout_of(cache)
     queries = launch_cache.layout_of(query)
     if layout is None or not queries or (queries[3] >= 0 and launch_cache.is_elsewhere(queries[3])):
         return _NO_KEY
@@ -279,7 +353,8 @@ def _key_of(inputs: DecodeInputs, options: tuple[Any, ...]) -> tuple[tuple[_Layo
     if backend == AUTO:
         backend = planning._forced
     rest: tuple[Any, ...] = (
-        queries, causal, window, softcap, scale, num_splits, batch_invariant, return_lse, backend, outs, scratch
+        lengths, queries, causal, window, softcap, scale, num_splits, batch_invariant, return_lse, backend, outs,
+        scratch,
     )  # fmt: skip
     if tree is not None or slopes is not None or sink is not None:
         others = [None if t is None else launch_cache.layout_of(t) for t in (tree, slopes, sink)]

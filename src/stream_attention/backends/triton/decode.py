@@ -138,7 +138,7 @@ def _decode_kernel(
 
 def prepare_decode(problem: Problem, inputs: DecodeInputs, config: DecodeConfig) -> PreparedDecode:
     """The call on every cache that lies as this one does."""
-    return prepare_decode_by(_kernel_of, problem, inputs, config)
+    return prepare_decode_by(_kernel_of, problem, inputs, config, _sizes_of)
 
 
 def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
@@ -147,6 +147,12 @@ def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]
     if isinstance(cache, PagedKV):
         return rows_kernel, row_arguments(call, cache.key_pages, cache.value_pages, side_by_side(cache.page_table))
     return rows_kernel, row_arguments(call, cache.key, cache.value)
+
+
+def _sizes_of(call: DecodeCall, cache: Any) -> Sizes | None:
+    """What depends on lengths; None of a quantised cache, whose calls are prepared one by one."""
+    key, value, *_ = cache.tensors
+    return None if isinstance(cache, QuantizedKV) else row_sizes(call, key, value)
 
 
 def row_arguments(call: DecodeCall, key: Tensor, value: Tensor, table: Tensor | None = None) -> dict[str, Any]:

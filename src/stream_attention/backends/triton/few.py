@@ -41,7 +41,7 @@ class _Forward:
     """The decode kernel and, if keys are in splits, the one that merges."""
 
     def __init__(self, outputs: Outputs, call: DecodeCall, launch: Launch, merge: Launch | None) -> None:
-        self._outputs, self._launch, self._merge, self._options = outputs, launch, merge, call.options
+        self._outputs, self._launch, self._merge = outputs, launch, merge
         self._numbers = 0 if call.workspace is None else call.workspace.numel()
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -59,10 +59,5 @@ class _Forward:
             return None
         outputs = Outputs.of(problem, inputs.query.shape[-3])
         call = _call(problem, inputs, config, outputs)
-        if call.options != self._options:
-            return None
-        launch = self._launch.resized(call.grid, row_sizes(call, inputs.key, inputs.value))
-        merge = None if self._merge is None else self._merge.resized(call.merge_grid, call.merge_sizes())
-        if launch is None or (merge is None) != (call.workspace is None):
-            return None
-        return _Forward(outputs, call, launch, merge)
+        launches = call.resized(self._launch, self._merge, row_sizes(call, inputs.key, inputs.value))
+        return None if launches is None else _Forward(outputs, call, *launches)
