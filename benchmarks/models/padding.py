@@ -23,7 +23,7 @@ from torch import Tensor
 from stream_attention.integration.hf import register
 from stream_attention_tools.bench.progress import progress
 from stream_attention_tools.bench.results import aligned, conditions, load, save
-from stream_attention_tools.bench.summary import capital, origin
+from stream_attention_tools.bench.summary import capital, faster, origin
 from stream_attention_tools.bench.timing import Clock, Latency, interleaved, paired_ratio
 
 from .llama import TINY, Shape, made
@@ -203,21 +203,22 @@ def told(size: Size, rounds: int) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> list[list[str]]:
-    """A line per cell: the median and its spread, and beside it the time by that without padding."""
-    found = [["", OURS, *PEERS, f"time, {OURS} / sdpa"]]
+    """A line per cell: the median and its spread, and beside it the speed over that without padding."""
+    found = [["", OURS, *PEERS, "speed over sdpa"]]
+    unpadded = {cell["name"].split(",")[0]: cell["providers"] for cell in reversed(results["cells"])}  # the first ones
     for cell in results["cells"]:
-        entries = cell["providers"]
-        ratio = 1 / entries["sdpa"]["vs_ours"] if "vs_ours" in entries["sdpa"] else None
-        shown = [_shown(entries[name]) for name in (OURS, *PEERS)]
-        found.append([cell["name"], *shown, "" if ratio is None else f"{ratio:.2f}"])
+        entries, without = cell["providers"], unpadded[cell["name"].split(",")[0]]
+        shown = [_shown(entries[name], without[name]) for name in (OURS, *PEERS)]
+        both = all("median_ms" in entries[name] for name in (OURS, "sdpa"))
+        found.append([cell["name"], *shown, f"{faster(entries, OURS, 'sdpa'):.2f}" if both else ""])
     return found
 
 
-def _shown(one: dict[str, Any]) -> str:
+def _shown(one: dict[str, Any], unpadded: dict[str, Any]) -> str:
     if "median_ms" not in one:
         return "wrong"
     spread = f"{one['median_ms']:.1f} ms ({one['p20_ms']:.1f}-{one['p80_ms']:.1f})"
-    return f"{spread}, {one['vs_unpadded']:.2f}" if "vs_unpadded" in one else spread
+    return f"{spread}, {unpadded['median_ms'] / one['median_ms']:.2f}" if "median_ms" in unpadded else spread
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -228,7 +229,7 @@ def markdown(results: dict[str, Any]) -> str:
         [
             f"{capital(said['model'])}; {said['batch']}. {origin(results)}, transformers "
             f"{results['versions']['transformers']}; {said['timing']}: medians of {said['rounds']} interleaved runs "
-            "(20th to 80th percentile); after the comma, time / time of the same attention unpadded.",
+            "(20th to 80th percentile); after the comma, speed over the same attention unpadded.",
             "",
             f"| {' | '.join(heading)} |",
             f"|{'---|' * len(heading)}",

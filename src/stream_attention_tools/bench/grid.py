@@ -104,11 +104,11 @@ def documented(entry: dict[str, Any], cell: Cell) -> dict[str, Any]:
         "baseline": peer,
         "baseline_time_ms": other.get("median_ms"),
         "baseline_tflops": other.get("tflops"),
-        "speedup_vs_baseline": other.get("vs_ours"),
+        "speedup_vs_baseline": _speedup(one, other),
     }
     fa3 = entry["providers"].get("fa3", {})
     if "median_ms" in fa3:
-        keys |= {"fa3_time_ms": fa3["median_ms"], "fa3_tflops": fa3["tflops"], "speedup_vs_fa3": fa3.get("vs_ours")}
+        keys |= {"fa3_time_ms": fa3["median_ms"], "fa3_tflops": fa3["tflops"], "speedup_vs_fa3": _speedup(one, fa3)}
     return keys
 
 
@@ -127,8 +127,8 @@ def table(entries: Sequence[dict[str, Any]], cells: Sequence[Cell], providers: d
     heads = ["SeqLen", *(["Chunk"] if cells[0].chunk else []), "Fused(ms)", "Fused(TF)", *columns(first, headed)]
     rows = [[*heads, "Fused(GB/s)", "Fused(p20-p80)", *columns(rest, headed)]]
     for entry, cell in zip(entries, cells, strict=True):
-        compared = {name: _compared(one) for name, one in entry["providers"].items()}
         fused = entry["providers"][ours]
+        compared = {name: _compared(fused, one) for name, one in entry["providers"].items()}
         spread = f"{fused['p20_ms']:.3f}-{fused['p80_ms']:.3f}" if "median_ms" in fused else "-"
         row = [str(cell.case.Tk), *([str(cell.chunk)] if cell.chunk else []), _time(fused), _number(fused, "tflops")]
         row += [*columns(first, compared.__getitem__), _number(fused, "gb_per_s"), spread]
@@ -146,8 +146,14 @@ def errors(entry: dict[str, Any]) -> str:
     return ", ".join(shown)
 
 
-def _compared(one: dict[str, Any]) -> list[str]:
-    return [_time(one), _number(one, "tflops"), _number(one, "vs_ours")]
+def _compared(fused: dict[str, Any], one: dict[str, Any]) -> list[str]:
+    speedup = _speedup(fused, one)
+    return [_time(one), _number(one, "tflops"), "-" if speedup is None else f"{speedup:.2f}"]
+
+
+def _speedup(fused: dict[str, Any], one: dict[str, Any]) -> float | None:
+    """Our speed as a multiple of another's, of the medians that stand beside it."""
+    return one["median_ms"] / fused["median_ms"] if "median_ms" in one and "median_ms" in fused else None
 
 
 def _time(one: dict[str, Any]) -> str:
@@ -159,4 +165,4 @@ def _time(one: dict[str, Any]) -> str:
 def _number(one: dict[str, Any], key: str) -> str:
     if key not in one:
         return "-"
-    return f"{one[key]:.2f}" if key == "vs_ours" or one[key] >= 1 else f"{one[key]:.4f}"
+    return f"{one[key]:.2f}" if one[key] >= 1 else f"{one[key]:.4f}"

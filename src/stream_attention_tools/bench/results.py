@@ -20,7 +20,18 @@ from stream_attention import __version__
 from stream_attention_tools.files import write_file
 
 from .schema import lacking
-from .summary import capital, markdown_table, origin, short_time, span
+from .summary import (
+    capital,
+    eager_speed,
+    faster,
+    is_compared,
+    is_missed,
+    markdown_table,
+    origin,
+    short_time,
+    span,
+    speed,
+)
 from .timing import CLOCKS
 
 
@@ -122,10 +133,10 @@ def line(entry: dict[str, Any], shown: Callable[[dict[str, Any]], str] | None = 
             parts.append(f"{name} FAILED: {one['failed']}")
         elif "unavailable" not in one:
             parts.append(f"{name} WRONG: error {one['error']:.2e}, allowed {one['allowed']:.2e}")
-    if entry["ratio"] is not None:
-        parts.append(f"{1 / entry['ratio']:.2f}x the speed of {entry['fastest_peer']}{_bar(entry)}")
-    if (eager := entry.get("eager", {})).get("ratio") is not None:
-        parts.append(f"eager {1 / eager['ratio']:.2f}x that of {eager['fastest_peer']}")
+    if is_compared(entry):
+        parts.append(f"{speed(entry):.2f}x the speed of {entry['fastest_peer']}{_bar(entry)}")
+    if (eager := eager_speed(entry)) is not None:
+        parts.append(f"eager {eager:.2f}x that of {entry['eager']['fastest_peer']}")
     return "  ".join(parts)
 
 
@@ -138,31 +149,33 @@ def _times(one: dict[str, Any]) -> str:
 def _bar(entry: dict[str, Any]) -> str:
     if entry["bar"] is None:
         return ""
-    return f" ({'meets' if entry['met'] else 'MISSES'} the bar of {1 / entry['bar']:.2f}x)"
+    return f" ({'MISSES' if is_missed(entry) else 'meets'} the bar of {1 / entry['bar']:.2f}x)"
 
 
-RATIO = "time, ours / fastest peer"
+SPEED = "speed, ours / fastest peer"
 NAMED = "as named"
 
 
 def table(results: dict[str, Any]) -> list[list[str]]:
-    """Rows of the short table, headings first: one row per cell, one column per provider, then the ratio.
+    """Rows of the short table, headings first: one row per cell, one column per provider, then our speed by the fastest
+    peer's.
 
-    Providers that cells are named after share one column. Before the ratio stand what modifiers cost on each backend
-    and the share of the read bandwidth, where that was measured.
+    Every ratio is one of speeds, of the medians beside it. Providers that cells are named after share one column. In
+    between stand the speed with modifiers over that without, on each backend, and the share of the read bandwidth.
     """
     by_rate = _unit(results) != "time"
     cells = results["cells"]
     costs = dict.fromkeys(name for cell in cells for name, one in cell["providers"].items() if "vs_plain" in one)
-    beside = [f"time, {name} / plain {name}" for name in costs]
+    beside = [f"speed, {name} / plain {name}" for name in costs]
     names, shown = _by_column(cells, "median_ms", lambda one: _shown(one, by_rate))
-    rows = [["problem", "direction", *names, *beside, "TB/s, ours / reading alone", RATIO, "bar"]]
+    rows = [["problem", "direction", *names, *beside, "TB/s, ours / reading alone", SPEED, "bar"]]
     for cell, times in zip(cells, shown, strict=True):
         its = cell["providers"]
-        cost = [_optional(its.get(name, {}).get("vs_plain")) for name in costs]
+        cost = [_over_plain(its, name) for name in costs]
         share = _optional(its.get(cell.get("ours"), {}).get("share_of_read_bandwidth"))
-        bar = "" if cell["bar"] is None else f"{cell['bar']:.3g}{'' if cell.get('met') else ' missed'}"
-        rows.append([cell["name"], cell["direction"], *times, *cost, share, _optional(cell["ratio"]), bar])
+        bar = "" if cell["bar"] is None else f"{1 / cell['bar']:.2f}{' missed' if is_missed(cell) else ''}"
+        compared = speed(cell) if is_compared(cell) else None
+        rows.append([cell["name"], cell["direction"], *times, *cost, share, _optional(compared), bar])
     return _filled(rows)
 
 
@@ -172,10 +185,16 @@ def eager_table(results: dict[str, Any]) -> list[list[str]] | None:
     names, shown = _by_column(cells, "eager", lambda one: short_time(one["eager"]["median_ms"]))
     if not names:
         return None
-    rows = [["problem", "direction", *names, RATIO]]
+    rows = [["problem", "direction", *names, SPEED]]
     for cell, times in zip(cells, shown, strict=True):
-        rows.append([cell["name"], cell["direction"], *times, _optional(cell["eager"]["ratio"])])
+        rows.append([cell["name"], cell["direction"], *times, _optional(eager_speed(cell))])
     return _filled(rows)
+
+
+def _over_plain(its: dict[str, Any], name: str) -> str:
+    plain = f"plain {name}"
+    timed = all("median_ms" in its.get(one, {}) for one in (name, plain))
+    return f"{faster(its, name, plain):.2f}" if timed else ""
 
 
 def _by_column(
@@ -265,8 +284,7 @@ def markdown(results: dict[str, Any]) -> str:
     reading = "" if (speed := read_speed(results)) is None else f" {capital(speed)}."
     note = f" {results['note']}" if "note" in results else ""  # by hand: what is not as the line says
     lines = [
-        f"{origin(results)}; {_unit(results)} by {results['conditions']['timing']}: medians, "
-        f"and the median of the ratios round by round.{reading}{note}",
+        f"{origin(results)}; {_unit(results)} by {results['conditions']['timing']}: medians.{reading}{note}",
         "",
         *markdown_table(table(results)),
     ]

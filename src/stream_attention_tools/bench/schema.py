@@ -61,7 +61,7 @@ CELL: dict[str, Any] = {
     "ours": or_none(word),
     "fastest_peer": or_none(lambda found: word(found) and found),
     "ratio": or_none(positive),
-    "bar": or_none(number),
+    "bar": or_none(positive),
     "met": May(flag),
     "eager": May({"ours": or_none(word), "fastest_peer": or_none(word), "ratio": or_none(positive)}),
 }

@@ -86,14 +86,36 @@ def rate(results: dict[str, Any]) -> Rate:
     return Rate("TFLOP/s", lambda one: float(one["tflops"]))
 
 
+def is_compared(cell: Cell) -> bool:
+    """Whether both ours and a peer were timed."""
+    return {cell.get("ours"), cell.get("fastest_peer")} <= timed(cell).keys()
+
+
 def speed(cell: Cell) -> float:
-    """Our speed as a multiple of the fastest peer's, in a cell that has both; a file has their times' ratio."""
-    return 1 / float(cell["ratio"])
+    """Our speed as a multiple of the fastest peer's, in a cell that has both: of their medians, as readers see them."""
+    return faster(cell["providers"], cell["ours"], cell["fastest_peer"])
+
+
+def is_missed(cell: Cell) -> bool:
+    """Whether a cell has a bar, and our speed as it is shown is below it."""
+    return cell["bar"] is not None and not (is_compared(cell) and speed(cell) >= 1 / cell["bar"])
+
+
+def eager_speed(cell: Cell) -> float | None:
+    """Our speed by the second clock; None where it did not time both."""
+    entries = {name: one["eager"] for name, one in cell["providers"].items() if "eager" in one}
+    names = cell.get("eager", {}).get("ours"), cell.get("eager", {}).get("fastest_peer")
+    return faster(entries, *names) if set(names) <= entries.keys() else None
+
+
+def faster(entries: dict[str, Entry], one: str, other: str) -> float:
+    """The speed of one provider as a multiple of another's."""
+    return float(entries[other]["median_ms"] / entries[one]["median_ms"])
 
 
 def compared(results: dict[str, Any]) -> Compared | None:
     """None where no cell has both ours and a peer."""
-    cells = [cell for cell in results["cells"] if cell["ratio"] is not None]
+    cells = [cell for cell in results["cells"] if is_compared(cell)]
     if not cells:
         return None
     ordered = sorted(cells, key=speed, reverse=True)
@@ -101,22 +123,13 @@ def compared(results: dict[str, Any]) -> Compared | None:
     return Compared(cells, geometric_mean(speeds), ordered[0], ordered[-1], sum(one > 1 for one in speeds))
 
 
-def speed_over(cells: Iterable[Cell], other: str, paired: bool = False) -> list[float]:
-    """By cell that has both, our fastest's speed as a multiple of another provider's.
-
-    It is that of their medians, or `paired` the median over the rounds, wherever the file has that.
-    """
+def speed_over(cells: Iterable[Cell], other: str) -> list[float]:
+    """By cell that has both, our fastest's speed as a multiple of another provider's."""
     found = []
     for cell in cells:
         its = timed(cell)
-        if other not in its or cell["ours"] is None or cell["ours"] == other:
-            continue
-        if paired and other == cell["fastest_peer"] and cell["ratio"] is not None:
-            found.append(speed(cell))
-        elif paired and "vs_ours" in its[other]:
-            found.append(float(its[other]["vs_ours"]))
-        else:
-            found.append(its[other]["median_ms"] / its[cell["ours"]]["median_ms"])
+        if {other, cell["ours"]} <= its.keys() and cell["ours"] != other:
+            found.append(faster(its, cell["ours"], other))
     return found
 
 

@@ -203,7 +203,7 @@ def _show_grid(found: dict[str, Any], cells: list[Cell], providers: dict[str, Pr
 
 
 def _about_baseline(name: str, provider: Provider, cell: Cell) -> str:
-    ratio = f"{provider.label}/Fused(ms) is its time by ours, round by round"
+    ratio = f"{provider.label}/Fused(ms) is its median by ours"
     if not is_plain(name):
         return f"{provider.label} is {provider.about}.\n{ratio}: above 1, ours is the faster."
     cost = "one by it is how many times as long the modifiers make a call"

@@ -7,10 +7,12 @@ from typing import Any
 from ..bench import results
 from ..bench.summary import Cell, Entry, markdown_table, names, origin, size, timed
 
+OURS = "stream_attention"
 SUITE = "models"
 """What such a results file calls itself."""
 
-SPEED = "speed, ours / fastest peer"
+PEER = "sdpa"
+SPEEDS = "speed over sdpa", "static, over the faster sdpa"
 
 
 def line(cell: Cell) -> str:
@@ -19,14 +21,21 @@ def line(cell: Cell) -> str:
 
 
 def table(found: dict[str, Any]) -> list[list[str]]:
-    """Headings, then a line per row: everybody's tokens per second and peak memory, and the speed of ours."""
+    """Headings, then a line per row: everybody's tokens per second and peak memory, and the speed of ours over SDPA's:
+    each with the cache that grows, and ours with the static one over the faster of SDPA's."""
     columns = names([found])
-    rows = [["", *columns, SPEED]]
+    rows = [["", *columns, *SPEEDS]]
     for cell in found["cells"]:
         its = timed(cell)
-        ratio = "" if cell["ratio"] is None else f"{1 / cell['ratio']:.2f}"
-        rows.append([str(cell["name"]), *(_shown(its[name]) if name in its else "" for name in columns), ratio])
+        speeds = [_speed(its, OURS, [PEER]), _speed(its, f"{OURS} static", [PEER, f"{PEER} static"])]
+        rows.append([str(cell["name"]), *(_shown(its[name]) if name in its else "" for name in columns), *speeds])
     return rows
+
+
+def _speed(its: dict[str, Entry], one: str, others: list[str]) -> str:
+    """The speed of one as a multiple of the fastest of others, of the tokens per second that are shown."""
+    fastest = max((its[name]["tokens_per_s"] for name in others if name in its), default=None)
+    return f"{its[one]['tokens_per_s'] / fastest:.2f}" if one in its and fastest else ""
 
 
 def markdown(found: dict[str, Any]) -> str:

@@ -108,7 +108,7 @@ def _summary(its: Compared) -> str:
     )
     barred = [cell for cell in its.cells if cell["bar"] is not None]
     if barred:
-        missed = list(filter(_missed, barred))
+        missed = list(filter(summary.is_missed, barred))
         outcome = f"{len(missed)} miss it: {', '.join(map(_title, missed))}" if missed else "none misses it"
         sentences += f" Of the {len(barred)} held to a bar, {outcome}."
     return sentences
@@ -127,7 +127,7 @@ def _beside(cell: Cell) -> str:
 
 
 def _beside_each(results: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
-    over = {name: summary.speed_over(results["cells"], name, paired=True) for name in names([results])}
+    over = {name: summary.speed_over(results["cells"], name) for name in names([results])}
     return [
         (name, WORDS.get(name, ""), [str(len(found)), f"{geometric_mean(found):.2f}", summary.span(found)])
         for name, found in over.items()
@@ -173,17 +173,13 @@ def _heat_map(its: Compared) -> dict[str, Any]:
     if not its.is_cost:
         fastest = Counter(str(cell["fastest_peer"]) for cell in its.cells)
         caption += f" Fastest peer: {', '.join(f'{name} in {count}' for name, count in fastest.items())}."
-    if any(map(_missed, its.cells)):
+    if any(map(summary.is_missed, its.cells)):
         caption += " An exclamation mark: the cell's bar is missed."
     return {"caption": caption, "heading": ["length", *map(summary.short, lengths)], "rows": rows}
 
 
-def _missed(cell: Cell) -> bool:
-    return cell["bar"] is not None and not cell.get("met")
-
-
 def _heated(cells: Sequence[Cell]) -> dict[str, str]:
-    shown = ", ".join(f"{speed(cell):.2f}" for cell in cells) + "!" * any(map(_missed, cells))
+    shown = ", ".join(f"{speed(cell):.2f}" for cell in cells) + "!" * any(map(summary.is_missed, cells))
     return {"kind": heat(min(map(speed, cells))), "shown": shown} if cells else {}
 
 
@@ -223,10 +219,10 @@ def _everything(results: dict[str, Any]) -> dict[str, Any]:
     measured = []
     for cell in results["cells"]:
         title = _title(cell)
-        if cell["ratio"] is not None:
+        if summary.is_compared(cell):
             title += f": {speed(cell):.2f}x the speed of {cell['fastest_peer']}"
-        if (eager := cell.get("eager", {})).get("ratio") is not None:
-            title += f", eager {1 / eager['ratio']:.2f}x that of {eager['fastest_peer']}"
+        if (eager := summary.eager_speed(cell)) is not None:
+            title += f", eager {eager:.2f}x that of {cell['eager']['fastest_peer']}"
         its = timed(cell).items()
         rows = [(name, name == cell["ours"], [read(one) for read in columns.values()]) for name, one in its]
         measured.append((title, rows))

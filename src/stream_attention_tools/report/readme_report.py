@@ -89,6 +89,6 @@ def _table(results: list[dict[str, Any]]) -> list[str]:
     for direction, dim in dict.fromkeys((cell["direction"], cell["problem"]["D"]) for cell in cells):
         its = [cell for cell in cells if (cell["direction"], cell["problem"]["D"]) == (direction, dim)]
         speed = span([timed(cell)[cell["ours"]]["tflops"] for cell in its], ".0f")
-        ratios = [span(found) if (found := speed_over(its, name, paired=True)) else "" for name in others]
+        ratios = [span(found) if (found := speed_over(its, name)) else "" for name in others]
         lines.append([f"{direction}, head dim {dim}", speed, *ratios])
     return markdown_table(lines)

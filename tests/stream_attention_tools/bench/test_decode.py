@@ -21,6 +21,7 @@ from stream_attention_tools.bench.providers.decode import Append, Decode, Quanti
 from stream_attention_tools.bench.run import in_a_row, measure, measured
 from stream_attention_tools.bench.schema import lacking
 from stream_attention_tools.bench.suites import SUITES, Cell, kv_bytes
+from stream_attention_tools.bench.summary import eager_speed
 from stream_attention_tools.bench.timing import CLOCKS
 from stream_attention_tools.cli import benchmark as cli
 from stream_attention_tools.report.page import page
@@ -241,13 +242,13 @@ def test_tables_have_both_clocks_and_a_column_for_whom_cells_are_named_after(fou
     heads, *rows = results_.table(found)
     assert heads == [
         *("problem", "direction", "decode", "stream", "sdpa", "as named", "append rotary"),
-        *("TB/s, ours / reading alone", "time, ours / fastest peer", "bar"),
+        *("TB/s, ours / reading alone", "speed, ours / fastest peer", "bar"),
     ]
     assert [bool(row[heads.index("as named")]) for row in rows] == [False, True, True, False, True]
     eager_heads, *eager = results_.eager_table(found) or []
-    assert eager_heads == [*heads[:7], "time, ours / fastest peer"]
+    assert eager_heads == [*heads[:7], "speed, ours / fastest peer"]
     assert [row[0] for row in eager] == [row[0] for row in rows]
-    assert eager[0][-1] == f"{found['cells'][0]['eager']['ratio']:.2f}"
+    assert eager[0][-1] == f"{eager_speed(found['cells'][0]):.2f}"
     written = results_.markdown(found)
     assert written.count("\n|---") == 2 and "Reading alone " in written
     assert f"The same calls, time by {CLOCKS['wall']}:\n\n| problem |" in written
@@ -262,13 +263,16 @@ def test_the_sheet_and_the_page_have_both_clocks(found: dict[str, Any], tmp_path
     assert float(first["share_of_read_bandwidth"]) == one["share_of_read_bandwidth"]
     text = page([found])
     assert '<th scope="col">eager</th>' in text and '<th scope="col">of reading alone</th>' in text
-    assert f"eager {1 / found['cells'][0]['eager']['ratio']:.2f}x that of sdpa</span>" in text
+    assert f"eager {eager_speed(found['cells'][0]):.2f}x that of sdpa</span>" in text
 
 
 def test_a_line_says_both() -> None:
     timed = {"median_ms": 0.0125, "best_ms": 0.012, "tb_per_s": 2.7, "eager": {"median_ms": 0.03}}
+    fa3 = timed | {"median_ms": 0.015625}
+    sdpa = timed | {"median_ms": 0.02, "eager": {"median_ms": 0.024}}
     eager = {"ours": "decode", "fastest_peer": "sdpa", "ratio": 1.25}
-    cell = {"name": "a", "direction": "forward", "providers": {"decode": timed}, "fastest_peer": "fa3", "ratio": 0.8}
+    cell = {"name": "a", "direction": "forward", "ours": "decode", "fastest_peer": "fa3", "ratio": 0.7}
+    cell["providers"] = {"decode": timed, "fa3": fa3, "sdpa": sdpa}
     said = results_.line(cell | {"bar": 1.0, "met": True, "eager": eager})
     assert "decode 12.5 us (best 12 us, 2.7 TB/s, eager 30 us)" in said
     assert said.endswith("1.25x the speed of fa3 (meets the bar of 1.00x)  eager 0.80x that of sdpa")

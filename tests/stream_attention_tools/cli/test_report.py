@@ -57,10 +57,10 @@ def test_a_marked_table_is_written_and_the_rest_is_left_alone(results: Path) -> 
     assert report.render(page, results) == (
         "before\n<!-- results:cpu/run -->\n"
         "A CPU, 2 threads, torch 9.9, 2026-01-02, commit 0123456789ab with changes; "
-        "time by perf_counter: medians, and the median of the ratios round by round.\n\n"
-        "| problem | direction | auto | sdpa | time, ours / fastest peer | bar |\n"
+        "time by perf_counter: medians.\n\n"
+        "| problem | direction | auto | sdpa | speed, ours / fastest peer | bar |\n"
         "|---|---|---|---|---|---|\n"
-        "| full 1024 | forward | 1.5 ms | 750 us | 2.00 | 1.05 missed |\n"
+        "| full 1024 | forward | 1.5 ms | 750 us | 0.50 | 0.95 missed |\n"
         "<!-- /results -->\nafter\n"
     )
     assert report.render("no table here", results) == "no table here"
