@@ -80,8 +80,8 @@ cuda: ## build the CUDA companion into cuda/build (CMake 3.18+, nvcc)
 	cmake --build cuda/build --parallel
 
 .PHONY: test-gpu
-test-gpu: ## run the GPU tests with PYTHON's own torch and triton; installs nothing
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests $(PYTEST_ARGS)
+test-gpu: ## run the GPU tests side by side with PYTHON's own torch and triton; installs nothing
+	$(PYTHON) tools/gpu_tests.py -- $(PYTEST_ARGS)
 
 # Each release in a folder of its own, with what it asks for, which is found before that of .venv; the newest is looked up.
 .PHONY: test-hf

@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("machine_code")
     calls = [call for call in prebuild.common() if call.name in CALLS]
     jobs = prebuild.wanted(calls)
-    prebuild.build(made, list(jobs.items()), workers=os.cpu_count() or 1)
+    prebuild.build(made, list(jobs.items()), workers=int(os.environ.get("WORKERS", "0")) or os.cpu_count() or 1)
     return made
 
 

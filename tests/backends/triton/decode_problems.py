@@ -6,7 +6,6 @@ before the first position, scales of blocks that hold nothing. A page table name
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Hashable
@@ -18,6 +17,7 @@ from random import Random
 from typing import Any, Literal, NamedTuple
 
 import torch
+from gpu_tools import workers
 from random_problems import perhaps_fewer
 from torch import Tensor
 
@@ -636,7 +636,7 @@ def draw(
             cases.append(case)
     report(f"{problems} problems drawn for {backend}, {len(found)} sets of kernels", started)
     # Fresh processes: a fork of one that has used CUDA may hang.
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers(16), mp_context=get_context("spawn")) as pool:
         compile_all(pool, list(found.values()), arch, backend)
     report("compiled", started)
     return Drawn(backend, cases, list(found.values()), time.perf_counter() - started)
@@ -688,11 +688,10 @@ def launch(case: DecodeCase, arch: int, backend: str, take: Callable[[Form], Any
 def run_all(drawn: Drawn) -> dict[str, Any]:
     """Check every problem, in several processes on one GPU; what to keep of it."""
     started = time.perf_counter()
-    workers = min(6, os.cpu_count() or 1)
     parts = [drawn.cases[i : i + 50] for i in range(0, len(drawn.cases), 50)]
     failures: list[str] = []
     worst, worst_case, done = 0.0, None, 0
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers(6), mp_context=get_context("spawn")) as pool:
         for part, (failed, share, case) in zip(parts, pool.map(check_part, parts, repeat(drawn.backend)), strict=True):
             failures += failed
             done += len(part)

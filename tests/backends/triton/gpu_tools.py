@@ -57,10 +57,15 @@ def assert_earned(got: Sequence[Tensor], plain: Callable[..., Sequence[Tensor]],
         assert error <= allowed, f"{'gradient' if n else 'output'} {n}: off by {error:.3e}; allowed {allowed:.3e}"
 
 
+def workers(most: int) -> int:
+    """How many processes work at once: `most`, or fewer where the cores, or `WORKERS` in the environment, are."""
+    return min(most, int(os.environ.get("WORKERS", "0")) or os.cpu_count() or 1)
+
+
 def compile_ahead(compile_one: Callable[..., str], *arguments: Iterable[Any]) -> None:
     """Call it on each of the arguments, as `map` does, in many processes; it returns what went wrong, or nothing."""
     # Fresh processes: a fork of one that has used CUDA may hang.
-    with ProcessPoolExecutor(min(15, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers(15), mp_context=get_context("spawn")) as pool:
         errors = [said for said in pool.map(compile_one, *arguments) if said]
     assert not errors, "\n".join(errors)
 

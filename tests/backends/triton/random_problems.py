@@ -14,6 +14,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
+from gpu_tools import workers
 from torch import Tensor
 
 from stream_attention.backends.hopper.tuning import configure as configure_gluon
@@ -91,7 +92,7 @@ def draw(
             found[key] = case
         cases.append(case)
     started = time.perf_counter()
-    errors = precompile([*found.values(), *also], arch, num_sms, min(16, os.cpu_count() or 1), backend)
+    errors = precompile([*found.values(), *also], arch, num_sms, workers(16), backend)
     assert not errors, "\n".join(errors)
     return Drawn(cases, list(found.values()), time.perf_counter() - started, backend)
 
@@ -242,11 +243,10 @@ def variant(case: Case, arch: int, num_sms: int, backend: str) -> Hashable:
 def run_all(drawn: Drawn) -> dict[str, Any]:
     """Check every problem against the reference, in several processes on one GPU; what to keep of it."""
     started = time.perf_counter()
-    workers = min(6, os.cpu_count() or 1)
     parts = [drawn.cases[i : i + 50] for i in range(0, len(drawn.cases), 50)]
     failures: list[str] = []
     worst, worst_case, done = 0.0, None, 0
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers(6), mp_context=get_context("spawn")) as pool:
         for part, (failed, share, case) in zip(parts, pool.map(check_part, parts, repeat(drawn.backend)), strict=True):
             failures += failed
             done += len(part)

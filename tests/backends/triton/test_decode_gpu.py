@@ -36,7 +36,7 @@ from decode_problems import (
     run_all,
     same_bits,
 )
-from gpu_tools import captured, give_memory_back, keep, normal, without_synchronising
+from gpu_tools import captured, give_memory_back, keep, normal, without_synchronising, workers
 
 from stream_attention import (
     ContiguousKV,
@@ -108,7 +108,7 @@ def compiled() -> None:
     fixed = [replace(case, **how) for case in (*plain, EVERYTHING) for how in hows]
     # Fresh processes: a fork of one that has used CUDA may hang.
     in_gluon = [replace(KINDS[kind], **how) for kind in KINDS if kind.endswith("in Gluon") for how in hows]
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers(16), mp_context=get_context("spawn")) as pool:
         compile_all(pool, [*fixed, *LONG_CASES.values()], arch_of_gpu(), "triton")
         compile_all(pool, in_gluon, arch_of_gpu(), "gluon")
 
