@@ -265,7 +265,7 @@ def run_all(drawn: Drawn) -> dict[str, Any]:
         "its case": repr(worst_case),
         "seconds to compile": round(drawn.seconds, 1),
         "seconds to run": round(time.perf_counter() - started, 1),
-        "processes": workers,
+        "processes": workers(6),
     }
 
 
