@@ -21,7 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter has no driver; run without TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
-from stream_attention import attention, varlen_attention
+from stream_attention import UnsupportedProblem, attention, varlen_attention
 from stream_attention.dispatch import launch_cache
 from stream_attention.dispatch.call_key import are_aligned
 from stream_attention.gpu import driver
@@ -211,6 +211,18 @@ def test_a_pack_with_too_few_values_is_refused_beside_one_that_is_kept(longest: 
         query, key, value = (empty(rows, heads, 64) for rows, heads in ((longest, 8), (longest, 4), (longest - 1, 4)))
         with pytest.raises(ValueError, match="value"):
             varlen_attention(query, key, value, **ends, causal=True)
+
+
+def test_a_pack_is_refused_in_the_same_words_with_and_without_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are refused in the forward, which plans a pack by its length as plans round it."""
+    sink, words = torch.ones(8, requires_grad=True), []
+    with pretend_gpu():
+        for enabled in (True, False):
+            monkeypatch.setattr(launch_cache, "ENABLED", enabled)
+            with pytest.raises(UnsupportedProblem, match=r"packed B=3 Tq<=256 Tk<=256 .*does not compute") as refused:
+                packed((170, 170), sink=sink, backend="gluon", grad=True)
+            words.append(str(refused.value))
+    assert words[0] == words[1]
 
 
 def test_tensor_maps_are_written_where_the_driver_would_write_them() -> None:

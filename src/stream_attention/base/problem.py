@@ -286,7 +286,8 @@ class Problem(_Parts):
         return min(self.batch, self.q_len, self.k_len, self.q_heads) <= 0
 
     def __str__(self) -> str:
-        sides, sizes = tuple(self.window), f"B={self.batch} Tq={self.q_len}"
+        sides, is_ = tuple(self.window), "<=" if self.packed else "="  # of a pack the longest, as plans round it
+        sizes = f"B={self.batch} Tq{is_}{self.q_len}"
         dims = f"Hq={self.q_heads} Hkv={self.kv_heads} D={self.head_dim} Dv={self.value_dim} {dtype_name(self.dtype)}"
         if self.cached:
             kind = f"pages of {self.page}" if self.page else "contiguous"
@@ -304,7 +305,7 @@ class Problem(_Parts):
             "in fp8" if self.fp8 else "",
         ]
         return (
-            f"{self.kv.layout} {sizes} Tk={self.k_len} {dims} on {self.device} "
+            f"{self.kv.layout} {sizes} Tk{is_}{self.k_len} {dims} on {self.device} "
             f"scale={self.scale:g} {' '.join(filter(None, features))}"
         ).rstrip()
 

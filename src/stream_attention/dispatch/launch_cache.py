@@ -398,10 +398,15 @@ def planned_lengths(longest: Sequence[int]) -> tuple[int, int]:
     return rounded_length(q_len), rounded_length(k_len)
 
 
+def as_planned(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an op with `planned_lengths`."""
+    longest = planned_lengths(arguments[_INPUTS : _INPUTS + 2])
+    return *arguments[:_INPUTS], *longest, *arguments[_INPUTS + 2 :]
+
+
 def prepare(arguments: tuple[Any, ...]) -> PreparedCall:
     """Plan a call and bind its kernels."""
-    longest = planned_lengths(arguments[_INPUTS : _INPUTS + 2])
-    arguments = *arguments[:_INPUTS], *longest, *arguments[_INPUTS + 2 :]
+    arguments = as_planned(arguments)
     problem, inputs, backend = problem_of(arguments)
     planned = plan(problem, backend)
     forward = prepare_forward(planned, inputs)

@@ -314,7 +314,7 @@ def call(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     if backend != AUTO and not torch.compiler.is_compiling() and torch.is_grad_enabled():
         inputs = arguments[: len(Inputs._fields)]
         if any(t is not None and t.requires_grad for t in inputs):
-            problem, tensors, _ = problem_of(arguments)
+            problem, tensors, _ = problem_of(launch_cache.as_planned(arguments))
             plan(gradient_of(problem, tensors), backend)  # refuse now, not in the backward
     return forward_op(*arguments)
 
