@@ -19,6 +19,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import cache
+from operator import itemgetter
 from threading import Lock
 from typing import Any
 
@@ -79,8 +81,8 @@ class PreparedCall:
     """How calls with one key are computed."""
 
     __slots__ = (
-        "_backwards", "_checked", "_options", "_places", "_planned", "_problem", "_templates", "_wanted",
-        "anew", "forward", "looks_transposed",
+        "_backwards", "_checked", "_options", "_pick_gradients", "_pick_inputs", "_places", "_planned", "_problem",
+        "_templates", "_wanted", "anew", "forward", "looks_transposed",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +95,8 @@ class PreparedCall:
         anew: Any = None,
     ) -> None:
         self._places = places  # of the inputs that are there
+        self._pick_inputs = _picker(range(_INPUTS), places)
+        self._pick_gradients = _picker(places, _DIFFERENTIABLE)
         self.anew: Callable[..., PreparedCall] = anew or prepare  # prepares a call with these arguments, for `COMPARE`
         self._planned = planned  # of these lengths, or of some that share their plan
         self._problem = problem
@@ -143,10 +147,7 @@ class PreparedCall:
         """All inputs, given those that are there."""
         if self._places == _QKV:
             return Inputs(*tensors)
-        found: list[Tensor | None] = [None] * _INPUTS
-        for place, tensor in zip(self._places, tensors, strict=True):
-            found[place] = tensor
-        return Inputs._make(found)
+        return Inputs._make(self._pick_inputs((*tensors, None)))
 
     def wanted(self, needed: tuple[bool, ...]) -> tuple[bool, ...]:
         """Which gradients are needed, in the order of `Wanted`, given those of the inputs that are there."""
@@ -188,11 +189,17 @@ class PreparedCall:
         """Those of the inputs that are there, None where one is not needed, given all in the order of `Wanted`."""
         if self._places == _QKV:
             return [grad if need else None for grad, need in zip(grads, needed, strict=False)]
-        by_place = dict(zip(_DIFFERENTIABLE, grads, strict=True))
-        return [by_place.get(place) if need else None for place, need in zip(self._places, needed, strict=True)]
+        in_place = self._pick_gradients((*grads, None))
+        return [grad if need else None for grad, need in zip(in_place, needed, strict=True)]
 
 
 _QKV = 0, 1, 2
+
+
+@cache
+def _picker(wanted: Iterable[int], given: tuple[int, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """What puts things of the places `given`, with None behind them, into the places `wanted`."""
+    return itemgetter(*[given.index(place) if place in given else len(given) for place in wanted])
 
 
 def places_of(inputs: Iterable[Tensor | None]) -> tuple[int, ...]:

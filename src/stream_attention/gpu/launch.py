@@ -346,11 +346,6 @@ class Descriptor(NamedTuple):
     block_shape: tuple[int, ...]
     layout: Any
 
-    @property
-    def rows_dim(self) -> int:
-        """The dim that counts rows: the first, but behind the batch in `[B, T, H, D]`, as which a pack is read too."""
-        return 1 if len(self.shape) == 4 else 0
-
     def of(self, base: Any) -> Any:
         """Triton's descriptor of a tensor that lies as this one does."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -362,7 +357,7 @@ class Descriptor(NamedTuple):
         """That of another size: how many rows, as a number, or of rows `[..., T, H, D]`, shape and strides of a tensor
         that has them. Strides of dims of size 1 stay as they are. One of three dims has those of the tensor."""
         if type(size) is int:
-            place = self.rows_dim
+            place = rows_dim(len(self.shape))
             return self._replace(shape=(*self.shape[:place], size, *self.shape[place + 1 :]))
         its_shape, its_strides = size
         if len(self.shape) == 3:
@@ -373,6 +368,12 @@ class Descriptor(NamedTuple):
             if place == 1 or self.shape[place] > 1:
                 strides[place] = its_strides[place - 4]
         return self._replace(shape=(batch, its_shape[-3], heads, dim), strides=tuple(strides))
+
+
+def rows_dim(dims: int) -> int:
+    """Of a descriptor, the dim that counts rows: the first, but behind the batch in `[B, T, H, D]`, as which a pack is
+    read too."""
+    return 1 if dims == 4 else 0
 
 
 class _Address(NamedTuple):
@@ -393,6 +394,7 @@ class Parameters:
         self.words: dict[str, int] = {}  # parameter -> the word of the block that holds its address
         self._integers: dict[str, tuple[int, str]] = {}  # parameter -> its first byte in the block, and code of struct
         self._maps: dict[str, _MapField] = {}
+        self._rows: dict[str, tuple[int, int]] = {}  # descriptor -> the words that hold its rows, and its rows less one
         self._runs: dict[str, list[_Run]] = {}  # by the names of integers that are written together
         self._order: list[str] = []
         self.offsets: list[tuple[int, int]] = []
@@ -412,6 +414,9 @@ class Parameters:
                 shape, *_ = [self._add("i", 4, 4) for _ in box]
                 strides, *_ = [self._add("q", 8, 8) for _ in box]
                 self._maps[name] = _MapField(made["swizzle"], box, at, shape, strides)
+                words, place = driver.map_words(len(box)), rows_dim(len(box))
+                if words is not None:
+                    self._rows[name] = shape // 4 + place, at // 4 + words.sizes[place]
                 continue
             code = "Q" if kind.startswith("*") else _STRUCT_CODES[kind]
             size = struct.calcsize(f"<{code}")
@@ -473,9 +478,13 @@ class Parameters:
 
     def resize(self, block: array[int], described: Mapping[str, Any], bound: Mapping[str, Any]) -> None:
         """Write the sizes of descriptors."""
-        halves, maps = _halves_of(block), self._maps
+        halves, rows = _halves_of(block), self._rows
         for name, size in described.items():
-            maps[name].resize(block, halves, bound[name], size)
+            if type(size) is int and name in rows:
+                in_shape, in_map = rows[name]
+                halves[in_shape], halves[in_map] = size, size - 1
+            else:
+                self._maps[name].resize(block, halves, bound[name], size)
 
 
 class _Run(NamedTuple):
@@ -519,11 +528,8 @@ class _MapField(NamedTuple):
         if words is None:
             struct.pack_into("128s", block, self.at, self.encoded(bound.resized(size)))
         map_at, shape_at, strides_at = self.at // 4, self.shape_at // 4, self.strides_at // 8
-        if type(size) is int:
-            place = bound.rows_dim
-            halves[shape_at + place] = size
-            if words is not None:
-                halves[map_at + words.sizes[place]] = size - 1
+        if type(size) is int:  # where it has no word of its own in the map: that was encoded anew
+            halves[shape_at + rows_dim(len(self.box))] = size
             return
         lengths, strides = size
         dtype, shape, old_strides = bound[:3]

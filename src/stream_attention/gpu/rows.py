@@ -34,11 +34,6 @@ class Rows(NamedTuple):
         shape = *lead, problem.q_heads, padded_rows(problem, query)
         return cls(sample(shape, torch.float32), sample(shape, torch.float32))
 
-    @property
-    def tiles(self) -> int:
-        """Of a head: how many times PAD rows."""
-        return self.lse.shape[-1] // _PAD
-
 
 def padded_rows(problem: Problem, query: Tensor) -> int:
     """How many rows of a head there are, with padding."""

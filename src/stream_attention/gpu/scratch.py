@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +85,11 @@ class Sample:
         return made
 
 
+def empty_like(rows: Tensor, query: Tensor, sample: Sample) -> Tensor:
+    """A tensor as contiguous as `sample`, but of the shape of `rows`, of a pack: strides do not tell how many."""
+    return empty(query, (*rows.shape,), sample.stride(), sample.dtype)
+
+
 OUTPUT_STRIDES = "stride_ob stride_om stride_oh stride_lb stride_lh"
 
 
@@ -123,6 +128,12 @@ class Outputs(NamedTuple):
         of_row = heads * width
         return (0, of_row, width, 0, rows) if packed else (rows * of_row, of_row, width, heads * rows, rows)
 
+    def allocate_pack(self, query: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Those of a pack with as many rows as `query`, whatever this one has; it has no rows that are not written."""
+        rows, (_, heads, dim) = query.shape[0], self.out.shape
+        out = empty(query, (rows, heads, dim), self.out.stride(), self.out.dtype)
+        return out, empty(query, (heads, rows), (rows, 1), torch.float32) if with_lse else None
+
     def samples(self) -> tuple[Any, Any]:
         """Both without memory."""
         return self.out, self.lse
@@ -146,10 +157,15 @@ class Scratch(NamedTuple):
     @classmethod
     def of(cls, *samples: Any) -> Scratch:
         """Room for contiguous tensors such as these."""
+        return cls.of_sizes([t.numel() * t.dtype.itemsize for t in samples], samples)
+
+    @classmethod
+    def of_sizes(cls, sizes: Iterable[int], samples: tuple[Any, ...] = ()) -> Scratch:
+        """Room for pieces of so many bytes; without samples they are allocated as addresses alone."""
         offsets, end = [], 0
-        for t in samples:
+        for size in sizes:
             offsets.append(end)
-            end += -(-t.numel() * t.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
         return cls(offsets, samples, end)
 
     def allocate(self, like: Tensor, as_addresses: bool) -> tuple[Tensor, list[Any]]:

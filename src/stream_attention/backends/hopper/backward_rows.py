@@ -134,7 +134,10 @@ def workspace_of(numbers: int) -> tuple[Any, Any, Any]:
     return sample((numbers,), torch.float32), sample((numbers // CHUNK.value**2,), torch.int32), _COUNTER
 
 
-_COUNTER: Any = sample((2,), torch.int32)
+COUNTERS = 2
+"""Of tiles: one of each kernel part."""
+
+_COUNTER: Any = sample((COUNTERS,), torch.int32)
 
 
 def rows_sizes(call: BackwardCall, lines: range, programs: int) -> tuple[int, Sizes]:

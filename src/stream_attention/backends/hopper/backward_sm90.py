@@ -42,12 +42,12 @@ from ...base.state import Saved
 from ...gpu.arguments import FAR, cdiv, named
 from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
-from ...gpu.rows import Rows
-from ...gpu.scratch import Sample
+from ...gpu.rows import Rows, padded_rows
 from ...gpu.scratch import Scratch as ScratchMemory
+from ...gpu.scratch import empty_like
 from .backward_block import CHUNK, Part, Scratch, SharedStorage, Sum, consume, query_blocks
 from .backward_query_grad import finisher, reducer
-from .backward_rows import BackwardCall, as_read, bind_rows, rows_sizes, workspace_of
+from .backward_rows import COUNTERS, BackwardCall, as_read, bind_rows, rows_sizes, workspace_of
 from .backward_wide import consume_for_key, consume_for_value
 from .launch import (
     chunks_descriptor,
@@ -284,11 +284,12 @@ class _Backward:
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         query, cu_q, cu_k = inputs.query, inputs.cu_seqlens_q, inputs.cu_seqlens_k
         is_compiled = all([launch.is_compiled for launch in self._all])  # noqa: C419
-        grads, scratch, rows_sizes, sizes = self._grads, self._scratch, None, None
+        scratch, rows_sizes, sizes = self._scratch, None, None
         if self._pack is not None:
-            grads = [Sample(t.shape, grad.dtype) for t, grad in zip(inputs[:3], grads, strict=True)]
-            scratch, rows_sizes, sizes = _sizes_of_pack(self._pack, query, inputs.key.shape[0])
-        dq, dk, dv = [grad.empty(query) for grad in grads]
+            scratch, rows_sizes, sizes = _sizes_of_pack(self._pack, query, inputs.key.shape[0], is_compiled)
+            dq, dk, dv = [empty_like(t, query, grad) for t, grad in zip(inputs[:3], self._grads, strict=True)]
+        else:
+            dq, dk, dv = [grad.empty(query) for grad in self._grads]
         computed = self._before.run(inputs)
         memory, pieces = scratch.allocate(query, is_compiled)
         for of_rows, parts in self._launches:
@@ -355,16 +356,23 @@ def _sizes(call: BackwardCall, batch_heads: range) -> Sizes:
     return Sizes(_SIZES, numbers, constants, described)
 
 
-def _sizes_of_pack(problem: Problem, query: Tensor, k_rows: int) -> tuple[ScratchMemory, Sizes, Sizes]:
+def _sizes_of_pack(
+    problem: Problem, query: Tensor, k_rows: int, as_addresses: bool
+) -> tuple[ScratchMemory, Sizes, Sizes]:
     """What depends on how many rows a pack has: scratch memory, and sizes of the launch by rows and of the others."""
-    rows, q_rows = Rows.samples(problem, query), query.shape[0]
-    count, padded = rows.lse.numel(), rows.lse.shape[-1]
+    padded, q_rows = padded_rows(problem, query), query.shape[0]
+    count = problem.q_heads * padded
     numbers = count * tile_widths(problem)[0]
+    if as_addresses:  # a third of the host time
+        pieces = 4 * count, 4 * count, 4 * numbers, 4 * numbers // CHUNK.value**2, 4 * COUNTERS
+        scratch = ScratchMemory.of_sizes(pieces)
+    else:
+        scratch = ScratchMemory.of(*Rows.samples(problem, query), *workspace_of(numbers))
     described = {"q_desc": q_rows, "k_desc": k_rows, "v_desc": k_rows, "do_desc": q_rows, "dk_desc": k_rows}
     described |= {"dv_desc": k_rows, "lse_desc": count, "delta_desc": count, "scratch_desc": numbers // CHUNK.value}
     of_rows = Sizes("stride_lh stride_eh q_rows k_rows rows", (q_rows, q_rows, q_rows, k_rows, padded), {}, {})
     sizes = Sizes("q_rows k_rows rows", (q_rows, k_rows, padded), {}, described)
-    return ScratchMemory.of(*rows, *workspace_of(numbers)), of_rows, sizes
+    return scratch, of_rows, sizes
 
 
 def _bind(call: BackwardCall, part: BackwardPart, batch_heads: range, programs: int) -> Launch:

@@ -200,21 +200,23 @@ _COUNTER = Sample((1,), torch.int32)
 class _Forward:
     def __init__(self, outputs: Outputs, before: Prepass, start: Launch | None, launch: Launch) -> None:
         self._outputs, self._before, self._start, self._launch = outputs, before, start, launch
-        self.takes_any_rows = start is not None and not before.steps
+        self.takes_any_rows = start is not None and not before.steps and not outputs.has_unwritten_rows
         self._without_lse: tuple[Launch | None, Launch] | None = None
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         outputs, start, launch, query = self._outputs, self._start, self._launch, inputs.query
         is_compiled = launch.is_compiled and (start is None or start.is_compiled)
-        sizes = None
+        with_lse, sizes, rows_sizes = with_lse or not is_compiled, None, None
         if self.takes_any_rows:
-            rows = query.shape[0]
-            outputs, sizes = outputs.resized(rows), _sizes_of_pack(rows, inputs.key.shape[0])
-        computed = self._before.run(inputs)
-        if with_lse or not is_compiled:
+            (rows, *_), (k_rows, *_) = query.shape, inputs.key.shape
+            sizes, rows_sizes = _sizes_of_pack(rows, k_rows), Sizes("rows", (rows,), {}, {})
+            out, lse = outputs.allocate_pack(query, with_lse)
+        elif with_lse:
             out, lse = outputs.allocate(query, is_compiled)
         else:
             out, lse = outputs.allocate_out(query, is_compiled), None
+        computed = self._before.run(inputs)
+        if not with_lse:
             if self._without_lse is None:
                 self._without_lse = start and start.replaced(write_lse=0), launch.replaced(write_lse=0)
             start, launch = self._without_lse
@@ -223,7 +225,7 @@ class _Forward:
             counter = _COUNTER.filled(query, 0.0, is_compiled)  # may be freed once the launch is queued
         else:
             counter = _COUNTER.empty(query)
-            start(inputs.cu_seqlens_q, out, to_lse, counter, sizes=sizes and Sizes("rows", (rows,), {}, {}))
+            start(inputs.cu_seqlens_q, out, to_lse, counter, sizes=rows_sizes)
         launch(*inputs, *computed, out, to_lse, counter, sizes=sizes)
         return out, lse
 

@@ -29,8 +29,8 @@ from ...base.state import Saved
 from ...gpu.arguments import sample
 from ...gpu.launch import Launch, Sizes
 from ...gpu.prepass import Prepass
-from ...gpu.rows import PAD, Rows
-from ...gpu.scratch import Sample, Scratch
+from ...gpu.rows import PAD, Rows, padded_rows
+from ...gpu.scratch import Sample, Scratch, empty_like
 from .backward_bias import prepare_bias_gradient
 from .backward_call import BackwardCall
 from .backward_key import bind_key
@@ -121,21 +121,19 @@ class _Results(NamedTuple):
         """Whether no launch writes parts of gradients, which are added up."""
         return all(one.tile.num_splits == 1 for one in (self.by_queries, *self.by_keys))
 
-    def resized(self, inputs: Inputs) -> _Results:
-        """Those of inputs with other numbers of rows."""
-        pairs = zip(inputs[:3], self.grads, strict=True)
-        return self._replace(grads=[grad and Sample(t.shape, grad.dtype) for t, grad in pairs])
-
-    def allocate(self, query: Tensor, by_driver: bool = False) -> tuple[list[Any], list[Any]]:
+    def allocate(self, inputs: Inputs, by_driver: bool = False) -> tuple[list[Any], list[Any]]:
         """Gradients and sums. Where the problem is empty some gradients are written by no program."""
+        query = inputs.query
         if self.problem.empty:
             grads = [grad and grad.filled(query, 0.0, by_driver) for grad in self.grads]
+        elif self.problem.packed:
+            grads = [grad and empty_like(t, query, grad) for t, grad in zip(inputs[:3], self.grads, strict=True)]
         else:
             grads = [grad and grad.empty(query) for grad in self.grads]
         return grads, [sums and sums.filled(query, 0.0, by_driver) for sums in self.sums]
 
     def of_no_query(self, inputs: Inputs, bias: Callable[..., Tensor] | None) -> Gradients:
-        grads, sums = self.allocate(inputs.query)
+        grads, sums = self.allocate(inputs)
         return self.gathered(inputs, grads, None if bias is None else bias(inputs, ()), sums)
 
     def gathered(self, inputs: Inputs, grads: list[Any], d_bias: Tensor | None, sums: list[Any]) -> Gradients:
@@ -164,14 +162,18 @@ class _Backward:
     def __call__(
         self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
-        query, made = inputs.query, self._made
+        query, made, problem = inputs.query, self._made, self._made.problem
         is_compiled = all([launch.is_compiled for launch in self._all])  # noqa: C419
         scratch, sizes = self._scratch, None
         if self._takes_any_rows:
-            of_rows, made = Rows.samples(made.problem, query), made.resized(inputs)
-            scratch, numbers = Scratch.of(*of_rows), (query.shape[0], inputs.key.shape[0], of_rows.tiles)
+            rows_padded = padded_rows(problem, query)
+            numbers = query.shape[0], inputs.key.shape[0], rows_padded // PAD.value
             sizes = Sizes("q_rows k_rows row_tiles", numbers, {}, {})
-        grads, sums = made.allocate(query, is_compiled)
+            if is_compiled:
+                scratch = Scratch.of_sizes((4 * problem.q_heads * rows_padded,) * 2)
+            else:
+                scratch = Scratch.of(*Rows.samples(problem, query))
+        grads, sums = made.allocate(inputs, is_compiled)
         computed = self._before.run(inputs)
         memory, rows = scratch.allocate(query, is_compiled and self._bias is None)
         read = *inputs, *computed, out, lse, grad_out, grad_lse, *rows

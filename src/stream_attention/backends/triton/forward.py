@@ -228,25 +228,27 @@ class _Forward:
 
     def __init__(self, outputs: Outputs, before: Prepass, launch: Launch) -> None:
         self._outputs, self._before, self._launch = outputs, before, launch
-        self.takes_any_rows = len(outputs.lse.shape) == 2 and not before.steps
+        self.takes_any_rows = len(outputs.lse.shape) == 2 and not before.steps and not outputs.has_unwritten_rows
         self._without_lse: Launch | None = None
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         outputs, launch, query = self._outputs, self._launch, inputs.query
-        computed, sizes = self._before.run(inputs), None
+        is_compiled, sizes = launch.is_compiled, None
+        with_lse = with_lse or not is_compiled
         if self.takes_any_rows:
-            rows = query.shape[0]
-            outputs = outputs.resized(rows)
-            sizes = Sizes("q_rows k_rows stride_lh", (rows, inputs.key.shape[0], rows), {}, {})
-        if with_lse or not launch.is_compiled:
-            out, lse = outputs.allocate(query, launch.is_compiled)
-            launch(*inputs, *computed, out, lse, sizes=sizes)
-            return out, lse
-        if self._without_lse is None:
-            self._without_lse = launch.replaced(write_lse=0)
-        out = outputs.allocate_out(query, by_driver=True)
-        self._without_lse(*inputs, *computed, out, 0, sizes=sizes)
-        return out, None
+            (rows, *_), (k_rows, *_) = query.shape, inputs.key.shape
+            sizes = Sizes("q_rows k_rows stride_lh", (rows, k_rows, rows), {}, {})
+            out, lse = outputs.allocate_pack(query, with_lse)
+        elif with_lse:
+            out, lse = outputs.allocate(query, is_compiled)
+        else:
+            out, lse = outputs.allocate_out(query, is_compiled), None
+        if not with_lse:
+            if self._without_lse is None:
+                self._without_lse = launch.replaced(write_lse=0)
+            launch = self._without_lse
+        launch(*inputs, *self._before.run(inputs), out, 0 if lse is None else lse, sizes=sizes)
+        return out, lse
 
     def resized(self, problem: Problem, inputs: Inputs, config: TritonConfig) -> Forward | None:
         """The same call on tensors of other lengths; None where another kernel computes it."""
