@@ -139,6 +139,7 @@ ELSEWHERE = {
     "learn/12_hopper/hopper.py": "into a temporary folder, for the disassembler",
     "tools/environment.py": "a part of a virtual environment",
     "tools/fresh.py": "the log of a clone that is thrown away",
+    "tools/gpu_tests.py": "logs, and sums of what several processes found: it runs without the tools package",
 }
 """Files that write otherwise, and what."""
 

@@ -85,9 +85,9 @@ def main() -> int:
                 return 1
             rounds.setdefault(name or triton, []).append(found)
             print(f"round {number + 1} of {options.rounds}: {name or triton}", flush=True)
-    result = combined(rounds, options)
+        result = combined(rounds, options, number + 1)
+        save(result, options.out)  # after every round: who is interrupted keeps those that are done
     print(table(result))
-    save(result, options.out)
     return 0
 
 
@@ -177,8 +177,8 @@ def agree(got: Any, expected: Any) -> None:
     assert error < 1e-2, f"relative error {error:.1e}: a wrong kernel is not timed"
 
 
-def combined(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> dict[str, Any]:
-    """All rounds as one results file."""
+def combined(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace, done: int) -> dict[str, Any]:
+    """The rounds that are done as one results file."""
     first, *others = rounds
     names = list(rounds[first][0]["cells"])
     us = {
@@ -188,7 +188,7 @@ def combined(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespac
     return {
         **{key: value for key, value in rounds[first][0].items() if key != "cells"},
         "baseline": first,
-        "how": f"{options.rounds} rounds of alternating processes, medians of {options.repeats} calls by CUDA events, "
+        "how": f"{done} rounds of alternating processes, medians of {options.repeats} calls by CUDA events, "
         "L2 cleared before each; a cell's time is the median of its rounds",
         "us": {
             release: {name: [one["cells"][name]["us"] for one in its] for name in names}

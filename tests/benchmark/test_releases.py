@@ -33,7 +33,7 @@ def test_ratios_are_of_the_medians_and_mean_speed() -> None:
         "3.6.0": [one_round("3.6.0", us) for us in (100.0, 90.0, 500.0)],
         "3.9.0": [one_round("3.9.0", us) for us in (200.0, 210.0, 190.0)],
     }
-    result = releases.combined(rounds, argparse.Namespace(rounds=3, repeats=20))
+    result = releases.combined(rounds, argparse.Namespace(repeats=20), 3)
     assert set(result["speed"]["3.9.0"].values()) == {0.5}
     assert result["geometric_mean"]["3.9.0"] == pytest.approx({"forward": 0.5, "backward": 0.5})
     assert set(result["tflops"]["3.6.0"].values()) == {1e12 / 100 / 1e6}

@@ -10,7 +10,7 @@ from stream_attention_tools import count_lines
 from stream_attention_tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, totals
 
 LIBRARY_TODAY = 19_110
-BOTH_TODAY = 26_860
+BOTH_TODAY = 26_855
 """Of lines of code, until the goals are reached. Lower them with what they count."""
 
 LONG_FILES: set[str] = set()

@@ -81,8 +81,8 @@ class PreparedCall:
     """How calls with one key are computed."""
 
     __slots__ = (
-        "_backwards", "_checked", "_options", "_pick_gradients", "_pick_inputs", "_places", "_planned", "_problem",
-        "_templates", "_wanted", "anew", "forward", "looks_transposed",
+        "_backwards", "_checked", "_options", "_pick_gradients", "_pick_inputs", "_pick_tensors", "_pick_wanted",
+        "_places", "_planned", "_problem", "_templates", "anew", "forward", "looks_transposed",
     )  # fmt: skip
 
     def __init__(
@@ -95,7 +95,9 @@ class PreparedCall:
         anew: Any = None,
     ) -> None:
         self._places = places  # of the inputs that are there
+        self._pick_tensors = itemgetter(*places)
         self._pick_inputs = _picker(range(_INPUTS), places)
+        self._pick_wanted = _picker(_DIFFERENTIABLE, places)
         self._pick_gradients = _picker(places, _DIFFERENTIABLE)
         self.anew: Callable[..., PreparedCall] = anew or prepare  # prepares a call with these arguments, for `COMPARE`
         self._planned = planned  # of these lengths, or of some that share their plan
@@ -104,7 +106,6 @@ class PreparedCall:
         self.looks_transposed = False  # whether a caller is to be warned of the layout
         self._options = options  # of the op, behind its tensors
         self._backwards: dict[Hashable, Backward] = {}
-        self._wanted: dict[tuple[bool, ...], tuple[bool, ...]] = {}  # by ctx.needs_input_grad
         self._templates: _Templates | None = None  # that it is one of, or was made from
         self._checked: set[Hashable] = set()
 
@@ -126,9 +127,7 @@ class PreparedCall:
             if True in wanted:
                 if wanted not in self._checked:
                     self._check_backward(inputs, wanted)
-                if self._places == _QKV:
-                    return _apply(self, *inputs[:3])
-                return _apply(self, *[inputs[place] for place in self._places])
+                return _apply(self, *self._pick_tensors(inputs))
         result = self.forward(inputs, with_lse)
         if COMPARE:
             compare(result, self.anew(self.arguments(inputs)).forward(inputs, with_lse))
@@ -145,17 +144,11 @@ class PreparedCall:
 
     def inputs_of(self, tensors: Sequence[Tensor]) -> Inputs:
         """All inputs, given those that are there."""
-        if self._places == _QKV:
-            return Inputs(*tensors)
         return Inputs._make(self._pick_inputs((*tensors, None)))
 
     def wanted(self, needed: tuple[bool, ...]) -> tuple[bool, ...]:
         """Which gradients are needed, in the order of `Wanted`, given those of the inputs that are there."""
-        found = self._wanted.get(needed)
-        if found is None:
-            by_place = dict(zip(self._places, needed, strict=True))
-            found = self._wanted[needed] = tuple(by_place.get(place, False) for place in _DIFFERENTIABLE)
-        return found
+        return self._pick_wanted((*needed, False))
 
     def backward(self, inputs: Inputs, given: Results, wanted: tuple[bool, ...]) -> Gradients:
         """The gradients that are wanted, contiguous."""
@@ -187,13 +180,8 @@ class PreparedCall:
 
     def gradients_of(self, grads: Sequence[Tensor | None], needed: tuple[bool, ...]) -> list[Tensor | None]:
         """Those of the inputs that are there, None where one is not needed, given all in the order of `Wanted`."""
-        if self._places == _QKV:
-            return [grad if need else None for grad, need in zip(grads, needed, strict=False)]
         in_place = self._pick_gradients((*grads, None))
         return [grad if need else None for grad, need in zip(in_place, needed, strict=True)]
-
-
-_QKV = 0, 1, 2
 
 
 @cache
@@ -256,7 +244,7 @@ class _Templates:
             forward = template.forward.resized(problem, inputs, planned.config)
             if forward is not None:
                 call = PreparedCall(planned, problem, forward, template._places, (*longest, *options), template.anew)
-                call._templates, call._checked, call._wanted = self, template._checked, template._wanted
+                call._templates, call._checked = self, template._checked
                 if not like.packed and like.q_heads > min(q_len, validate.MOST_HEADS):
                     call.looks_transposed = validate.looks_transposed(inputs.query, inputs.key)
                 return call

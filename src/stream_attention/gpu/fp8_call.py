@@ -105,19 +105,16 @@ class _Forward:
         else:
             k_codes, v_codes, k_scales, _ = inputs.kv.codes
             key = value = query
-        if with_lse:
-            out, lse = self._outputs.allocate(query, by_address)
-        else:
-            out = self._outputs.allocate_out(query, by_address)
+        out, found = self._outputs.allocate(query, by_address, with_lse)
         if by_address and self._counter:
             driver.fill_words(counter, 0, self._counter, torch._C._cuda_getCurrentRawStream(query.get_device()))
         elif not by_address:
             counter.zero_()
         codes = q_codes, k_codes, v_codes, q_scales, k_scales
         self._quantize(query, key, value, *codes, *ends)
-        self._attend(*codes, *ends, out, lse, counter)
+        self._attend(*codes, *ends, out, lse if found is None else found, counter)
         del memory  # all that reads it is queued
-        return out, lse if with_lse else None
+        return out, found
 
     def resized(self, problem: Problem, inputs: Any, config: Any) -> Forward | None:
         """The same call on tensors of other lengths; None where another kernel computes it."""

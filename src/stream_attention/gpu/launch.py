@@ -394,7 +394,7 @@ class Parameters:
         self.words: dict[str, int] = {}  # parameter -> the word of the block that holds its address
         self._integers: dict[str, tuple[int, str]] = {}  # parameter -> its first byte in the block, and code of struct
         self._maps: dict[str, _MapField] = {}
-        self._rows: dict[str, tuple[int, int]] = {}  # descriptor -> the words that hold its rows, and its rows less one
+        self._rows: dict[str, tuple[int, int]] = {}  # descriptor -> `_words_of_rows`
         self._runs: dict[str, list[_Run]] = {}  # by the names of integers that are written together
         self._order: list[str] = []
         self.offsets: list[tuple[int, int]] = []
@@ -414,9 +414,6 @@ class Parameters:
                 shape, *_ = [self._add("i", 4, 4) for _ in box]
                 strides, *_ = [self._add("q", 8, 8) for _ in box]
                 self._maps[name] = _MapField(made["swizzle"], box, at, shape, strides)
-                words, place = driver.map_words(len(box)), rows_dim(len(box))
-                if words is not None:
-                    self._rows[name] = shape // 4 + place, at // 4 + words.sizes[place]
                 continue
             code = "Q" if kind.startswith("*") else _STRUCT_CODES[kind]
             size = struct.calcsize(f"<{code}")
@@ -480,11 +477,19 @@ class Parameters:
         """Write the sizes of descriptors."""
         halves, rows = _halves_of(block), self._rows
         for name, size in described.items():
-            if type(size) is int and name in rows:
-                in_shape, in_map = rows[name]
-                halves[in_shape], halves[in_map] = size, size - 1
+            if type(size) is int and (words := rows.get(name) or self._words_of_rows(name)):
+                halves[words[0]], halves[words[1]] = size, size - 1
             else:
                 self._maps[name].resize(block, halves, bound[name], size)
+
+    def _words_of_rows(self, name: str) -> tuple[int, int] | None:
+        """The 32-bit words of a block that hold a descriptor's rows, and its rows less one; None if they have none."""
+        field = self._maps[name]
+        words, place = driver.map_words(len(field.box)), rows_dim(len(field.box))
+        if words is None:
+            return None
+        self._rows[name] = found = field.shape_at // 4 + place, field.at // 4 + words.sizes[place]
+        return found
 
 
 class _Run(NamedTuple):

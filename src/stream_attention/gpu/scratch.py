@@ -138,43 +138,43 @@ class Outputs(NamedTuple):
         """Both without memory."""
         return self.out, self.lse
 
-    def allocate(self, query: Tensor, by_driver: bool = False) -> tuple[Tensor, Tensor]:
+    def allocate(self, query: Tensor, by_driver: bool = False, with_lse: bool = True) -> tuple[Tensor, Any]:
         """`by_driver`: the kernel is compiled, so there is a driver that can fill memory."""
-        out = self.allocate_out(query, by_driver)
-        return out, self.lse.filled(query, EMPTY, by_driver) if self.has_unwritten_rows else self.lse.empty(query)
-
-    def allocate_out(self, query: Tensor, by_driver: bool = False) -> Tensor:
-        return self.out.filled(query, 0.0, by_driver) if self.has_unwritten_rows else self.out.empty(query)
+        if self.has_unwritten_rows:
+            out = self.out.filled(query, 0.0, by_driver)
+            return out, self.lse.filled(query, EMPTY, by_driver) if with_lse else None
+        return self.out.empty(query), self.lse.empty(query) if with_lse else None
 
 
 class Scratch(NamedTuple):
-    """Where the pieces of an allocation begin."""
+    """Pieces of one allocation, which launches take as they take contiguous tensors."""
 
     offsets: list[int]  # in bytes
-    samples: tuple[Any, ...]
+    ends: list[int]
+    dtypes: list[torch.dtype]
     size: int
 
     @classmethod
     def of(cls, *samples: Any) -> Scratch:
-        """Room for contiguous tensors such as these."""
-        return cls.of_sizes([t.numel() * t.dtype.itemsize for t in samples], samples)
+        """Room for tensors such as these."""
+        dtypes = [t.dtype for t in samples]
+        return cls.of_sizes([t.numel() * t.dtype.itemsize for t in samples], dtypes)
 
     @classmethod
-    def of_sizes(cls, sizes: Iterable[int], samples: tuple[Any, ...] = ()) -> Scratch:
-        """Room for pieces of so many bytes; without samples they are allocated as addresses alone."""
-        offsets, end = [], 0
+    def of_sizes(cls, sizes: Iterable[int], dtypes: list[torch.dtype]) -> Scratch:
+        """Room for pieces of so many bytes."""
+        offsets, ends, end = [], [], 0
         for size in sizes:
             offsets.append(end)
+            ends.append(end + size)
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return cls(offsets, samples, end)
+        return cls(offsets, ends, dtypes, end)
 
     def allocate(self, like: Tensor, as_addresses: bool) -> tuple[Tensor, list[Any]]:
-        """The memory, on the device of `like`, and its pieces: as addresses, which is quick, or as tensors."""
+        """The memory, on the device of `like`, and its pieces: as addresses, which is quick, or as flat tensors."""
         memory = empty(like, (self.size,), (1,), torch.uint8)
         if as_addresses:
             base = memory.data_ptr()
             return memory, [base + offset for offset in self.offsets]
-        pieces = []
-        for offset, t in zip(self.offsets, self.samples, strict=True):
-            pieces.append(memory[offset : offset + t.numel() * t.dtype.itemsize].view(t.dtype).view(t.shape))
-        return memory, pieces
+        places = zip(self.offsets, self.ends, self.dtypes, strict=True)
+        return memory, [memory[offset:end].view(dtype) for offset, end, dtype in places]

@@ -126,18 +126,13 @@ class BackwardCall(NamedTuple):
             some = range(first, min(first + at_once, lines))
             shares.append((some, min(problem.num_sms, len(some) * cdiv(problem.k_len, 2 * KEYS))))
         grads = [sample(t.shape, problem.out_dtype) for t in inputs[:3]]
-        return cls(problem, inputs, config, before, saved, rows, workspace_of(numbers), grads, shares)
-
-
-def workspace_of(numbers: int) -> tuple[Any, Any, Any]:
-    """Samples of the memory in which dQ grows, of so many numbers, of its counts, and of the counter of tiles."""
-    return sample((numbers,), torch.float32), sample((numbers // CHUNK.value**2,), torch.int32), _COUNTER
+        counts = sample((numbers // CHUNK.value**2,), torch.int32)
+        workspace = sample((numbers,), torch.float32), counts, sample((COUNTERS,), torch.int32)
+        return cls(problem, inputs, config, before, saved, rows, workspace, grads, shares)
 
 
 COUNTERS = 2
 """Of tiles: one of each kernel part."""
-
-_COUNTER: Any = sample((COUNTERS,), torch.int32)
 
 
 def rows_sizes(call: BackwardCall, lines: range, programs: int) -> tuple[int, Sizes]:

@@ -42,12 +42,12 @@ from ...base.state import Saved
 from ...gpu.arguments import FAR, cdiv, named
 from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
-from ...gpu.rows import Rows, padded_rows
+from ...gpu.rows import padded_rows
 from ...gpu.scratch import Scratch as ScratchMemory
 from ...gpu.scratch import empty_like
 from .backward_block import CHUNK, Part, Scratch, SharedStorage, Sum, consume, query_blocks
 from .backward_query_grad import finisher, reducer
-from .backward_rows import COUNTERS, BackwardCall, as_read, bind_rows, rows_sizes, workspace_of
+from .backward_rows import COUNTERS, BackwardCall, as_read, bind_rows, rows_sizes
 from .backward_wide import consume_for_key, consume_for_value
 from .launch import (
     chunks_descriptor,
@@ -286,7 +286,8 @@ class _Backward:
         is_compiled = all([launch.is_compiled for launch in self._all])  # noqa: C419
         scratch, rows_sizes, sizes = self._scratch, None, None
         if self._pack is not None:
-            scratch, rows_sizes, sizes = _sizes_of_pack(self._pack, query, inputs.key.shape[0], is_compiled)
+            needed, rows_sizes, sizes = _sizes_of_pack(self._pack, query, inputs.key.shape[0])
+            scratch = ScratchMemory.of_sizes(needed, scratch.dtypes)
             dq, dk, dv = [empty_like(t, query, grad) for t, grad in zip(inputs[:3], self._grads, strict=True)]
         else:
             dq, dk, dv = [grad.empty(query) for grad in self._grads]
@@ -356,23 +357,18 @@ def _sizes(call: BackwardCall, batch_heads: range) -> Sizes:
     return Sizes(_SIZES, numbers, constants, described)
 
 
-def _sizes_of_pack(
-    problem: Problem, query: Tensor, k_rows: int, as_addresses: bool
-) -> tuple[ScratchMemory, Sizes, Sizes]:
-    """What depends on how many rows a pack has: scratch memory, and sizes of the launch by rows and of the others."""
+def _sizes_of_pack(problem: Problem, query: Tensor, k_rows: int) -> tuple[tuple[int, ...], Sizes, Sizes]:
+    """What depends on how many rows a pack has: bytes of scratch memory, sizes of the launch by rows, and of the
+    others."""
     padded, q_rows = padded_rows(problem, query), query.shape[0]
     count = problem.q_heads * padded
     numbers = count * tile_widths(problem)[0]
-    if as_addresses:  # a third of the host time
-        pieces = 4 * count, 4 * count, 4 * numbers, 4 * numbers // CHUNK.value**2, 4 * COUNTERS
-        scratch = ScratchMemory.of_sizes(pieces)
-    else:
-        scratch = ScratchMemory.of(*Rows.samples(problem, query), *workspace_of(numbers))
+    pieces = 4 * count, 4 * count, 4 * numbers, 4 * numbers // CHUNK.value**2, 4 * COUNTERS
     described = {"q_desc": q_rows, "k_desc": k_rows, "v_desc": k_rows, "do_desc": q_rows, "dk_desc": k_rows}
     described |= {"dv_desc": k_rows, "lse_desc": count, "delta_desc": count, "scratch_desc": numbers // CHUNK.value}
     of_rows = Sizes("stride_lh stride_eh q_rows k_rows rows", (q_rows, q_rows, q_rows, k_rows, padded), {}, {})
     sizes = Sizes("q_rows k_rows rows", (q_rows, k_rows, padded), {}, described)
-    return scratch, of_rows, sizes
+    return pieces, of_rows, sizes
 
 
 def _bind(call: BackwardCall, part: BackwardPart, batch_heads: range, programs: int) -> Launch:

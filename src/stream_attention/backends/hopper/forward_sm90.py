@@ -211,15 +211,12 @@ class _Forward:
             (rows, *_), (k_rows, *_) = query.shape, inputs.key.shape
             sizes, rows_sizes = _sizes_of_pack(rows, k_rows), Sizes("rows", (rows,), {}, {})
             out, lse = outputs.allocate_pack(query, with_lse)
-        elif with_lse:
-            out, lse = outputs.allocate(query, is_compiled)
         else:
-            out, lse = outputs.allocate_out(query, is_compiled), None
+            out, lse = outputs.allocate(query, is_compiled, with_lse)
         computed = self._before.run(inputs)
         if not with_lse:
-            if self._without_lse is None:
-                self._without_lse = start and start.replaced(write_lse=0), launch.replaced(write_lse=0)
-            start, launch = self._without_lse
+            both = self._without_lse or (start and start.replaced(write_lse=0), launch.replaced(write_lse=0))
+            start, launch = self._without_lse = both
         to_lse = 0 if lse is None else lse
         if start is None:
             counter = _COUNTER.filled(query, 0.0, is_compiled)  # may be freed once the launch is queued

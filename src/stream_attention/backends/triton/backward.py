@@ -169,10 +169,7 @@ class _Backward:
             rows_padded = padded_rows(problem, query)
             numbers = query.shape[0], inputs.key.shape[0], rows_padded // PAD.value
             sizes = Sizes("q_rows k_rows row_tiles", numbers, {}, {})
-            if is_compiled:
-                scratch = Scratch.of_sizes((4 * problem.q_heads * rows_padded,) * 2)
-            else:
-                scratch = Scratch.of(*Rows.samples(problem, query))
+            scratch = Scratch.of_sizes((4 * problem.q_heads * rows_padded,) * 2, scratch.dtypes)
         grads, sums = made.allocate(inputs, is_compiled)
         computed = self._before.run(inputs)
         memory, rows = scratch.allocate(query, is_compiled and self._bias is None)

@@ -239,14 +239,10 @@ class _Forward:
             (rows, *_), (k_rows, *_) = query.shape, inputs.key.shape
             sizes = Sizes("q_rows k_rows stride_lh", (rows, k_rows, rows), {}, {})
             out, lse = outputs.allocate_pack(query, with_lse)
-        elif with_lse:
-            out, lse = outputs.allocate(query, is_compiled)
         else:
-            out, lse = outputs.allocate_out(query, is_compiled), None
+            out, lse = outputs.allocate(query, is_compiled, with_lse)
         if not with_lse:
-            if self._without_lse is None:
-                self._without_lse = launch.replaced(write_lse=0)
-            launch = self._without_lse
+            launch = self._without_lse = self._without_lse or launch.replaced(write_lse=0)
         launch(*inputs, *self._before.run(inputs), out, 0 if lse is None else lse, sizes=sizes)
         return out, lse
 
