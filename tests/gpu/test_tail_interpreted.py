@@ -57,7 +57,7 @@ def test_what_starts_a_packed_forward(name: str, dtype: torch.dtype) -> None:
     assert counter.item() == 0
     for t in (out, lse):
         t.fill_(NAN)
-    launch.replaced(write_lse=0)(inputs.cu_seqlens_q, out, lse, counter)
+    launch.replaced("write_lse", 0)(inputs.cu_seqlens_q, out, lse, counter)
     assert (out[tail:] == 0).all() and lse.isnan().all()
     more = torch.full((rows + 5, 3, 40), NAN, dtype=dtype), torch.full((3, rows + 5), NAN)
     resized = resized_start(launch, 128, rows + 5)

@@ -301,10 +301,9 @@ class Launch:
             described = {name: t if type(t) is int else (t.shape, t.stride()) for name, t in described.items()}
         return Launch(self._binding, grid, (Sizes(names, numbers, constants, described),))
 
-    def replaced(self, **changes: int) -> Launch:
-        """The same launch with other integers."""
-        changed = Sizes(" ".join(changes), tuple(changes.values()), {}, {})
-        return Launch(self._binding, self._grid, (*self._sizes, changed))
+    def replaced(self, names: str, *numbers: int) -> Launch:
+        """The same launch with other integers, by their names, separated by spaces."""
+        return Launch(self._binding, self._grid, (*self._sizes, Sizes(names, numbers, {}, {})))
 
 
 class Sizes(NamedTuple):

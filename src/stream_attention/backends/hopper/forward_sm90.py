@@ -215,7 +215,7 @@ class _Forward:
             out, lse = outputs.allocate(query, is_compiled, with_lse)
         computed = self._before.run(inputs)
         if not with_lse:
-            both = self._without_lse or (start and start.replaced(write_lse=0), launch.replaced(write_lse=0))
+            both = self._without_lse or (start and start.replaced("write_lse", 0), launch.replaced("write_lse", 0))
             start, launch = self._without_lse = both
         to_lse = 0 if lse is None else lse
         if start is None:

@@ -242,7 +242,7 @@ class _Forward:
         else:
             out, lse = outputs.allocate(query, is_compiled, with_lse)
         if not with_lse:
-            launch = self._without_lse = self._without_lse or launch.replaced(write_lse=0)
+            launch = self._without_lse = self._without_lse or launch.replaced("write_lse", 0)
         launch(*inputs, *self._before.run(inputs), out, 0 if lse is None else lse, sizes=sizes)
         return out, lse
 
