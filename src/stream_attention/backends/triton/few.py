@@ -28,8 +28,8 @@ def prepare(problem: Problem, inputs: Inputs, config: DecodeConfig) -> Forward:
     assert stated is not None, "its configuration says that it is one"
     numbers = workspace_numbers(stated, config)
     workspace = sample((numbers,), torch.float32) if numbers else None
-    its = None, None, inputs.alibi_slopes, inputs.sink  # no lengths, no tree
-    call = DecodeCall(stated, config, inputs.query, *its, *outputs.samples(), workspace)
+    # Without lengths and a tree, with slopes and a sink.
+    call = DecodeCall(stated, config, inputs.query, None, None, *inputs[5:7], *outputs.samples(), workspace)
     return _Forward(outputs, call, *call.bind(rows_kernel, row_arguments(call, inputs.key, inputs.value)))
 
 
@@ -42,11 +42,12 @@ class _Forward:
         self._scratch = Scratch.of(outputs.lse, *([] if call.workspace is None else [call.workspace]))
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-        query, slopes, sink = inputs.query, inputs.alibi_slopes, inputs.sink
+        query, key, value, _, _, slopes, sink, *_ = inputs
         out, lse = self._outputs.allocate(query, with_lse=with_lse)
-        memory, (to_lse, *rest) = self._scratch.allocate(query, self._launch.is_compiled)
+        is_compiled = self._launch.is_compiled and (self._merge is None or self._merge.is_compiled)
+        memory, (to_lse, *rest) = self._scratch.allocate(query, is_compiled)
         to_lse, workspace = to_lse if lse is None else lse, rest[0] if rest else None
-        self._launch(query, inputs.key, inputs.value, None, None, None, slopes, sink, out, to_lse, workspace)
+        self._launch(query, key, value, None, None, None, slopes, sink, out, to_lse, workspace)
         if self._merge is not None:
             self._merge(workspace, sink, out, to_lse)
         del memory  # all that reads it is queued
