@@ -111,3 +111,17 @@ def test_the_readme_says_what_the_newest_release_costs() -> None:
     means, speed = RESULT["geometric_mean"]["3.9.0"].values(), RESULT["speed"]["3.9.0"].values()
     (mean,) = {f"{one:.2f}" for one in means}
     assert f"at {mean} of that speed on average and at {min(speed):.2f} in the slowest cell" in readme
+
+
+COMMITS = json.loads((FILE.parent / "commits.json").read_text(encoding="utf-8"))
+
+
+def test_kernels_are_as_fast_as_before_the_work_on_one_road() -> None:
+    """The file compares an earlier commit, the other one, with a later: its speeds are the earlier one's."""
+    (before,) = COMMITS["speed"]
+    cells = COMMITS["speed"][before]
+    assert {sum(name.endswith(one) for name in cells) for one in ("forward", "backward")} == {36}
+    assert sum(name.endswith("decode") for name in cells) == 10
+    assert all(len(times) >= 4 for its in COMMITS["us"].values() for times in its.values())
+    assert max(COMMITS["geometric_mean"][before].values()) < 1 / 0.995
+    assert sum(speed > 1 / 0.98 for speed in cells.values()) <= 1 and max(cells.values()) < 1 / 0.97
