@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..base.kv_layouts import QuantizedKV
 from ..base.kv_layouts.quantized_tensor import TOKENS, QuantizedTensor
-from ..base.problem import UNBOUNDED, Problem
-from .arguments import FAR, named, scale_of, slope_stride, tanh, tile_width
+from ..base.problem import UNBOUNDED, Inputs, Problem
+from .arguments import FAR, QKV_STRIDES, UNIT, is_aligned, named, qkv_strides, scale_of, slope_stride, tanh, tile_width
 from .decode_tiles import merge_kernel
 from .decode_tuning import DecodeConfig, batch_heads, block_r, rows, tiles_r
 from .launch import Kernel, Launch, Sizes
@@ -94,6 +94,14 @@ class DecodeCall(NamedTuple):
         }
         names = f"{_OUT_STRIDES} capacity pages q_len num_splits split_keys left right"
         return Sizes(names, (*self.out.stride(), *numbers), constants, {})
+
+    def row_sizes(self, *stored: Any) -> Sizes:
+        """Those of a kernel that reads keys and values `[B, T, Hkv, D]`, or `[pages, page, Hkv, D]`, as they are."""
+        key, value, *_ = stored
+        aligned = is_aligned(self.query, key, value)
+        strides = qkv_strides(Inputs(self.query, key, value), False, UNIT if aligned else 1)
+        names, numbers, constants, _ = self.sizes(key.shape[0])
+        return Sizes(f"{QKV_STRIDES} {names}", (*strides, *numbers), constants | {"ALIGNED": aligned}, {})
 
     @property
     def merge_grid(self) -> int:

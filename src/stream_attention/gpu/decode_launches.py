@@ -8,28 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.kv_layouts import KVCache
+from ..base.kv_layouts import KVCache, QuantizedKV
 from ..base.problem import DecodeInputs, Problem
 from .arguments import sample
 from .decode_call import DecodeCall, side_by_side
 from .decode_tuning import DecodeConfig, workspace_numbers
-from .launch import Kernel, Launch, Sizes
+from .launch import Kernel, Launch
 from .scratch import empty
 
 KernelOf = Callable[[DecodeCall, KVCache], tuple[Kernel, dict[str, Any]]]
 """The kernel that computes a call, or its splits, and its arguments by name."""
 
 
-SizesOf = Callable[[DecodeCall, KVCache], Sizes | None]
-"""Those of its arguments that depend on lengths; None where a call of other lengths is prepared anew."""
-
-
 def prepare_decode_by(
-    kernel_of: KernelOf,
-    problem: Problem,
-    inputs: DecodeInputs,
-    config: DecodeConfig,
-    sizes_of: SizesOf = lambda call, cache: None,
+    kernel_of: KernelOf, problem: Problem, inputs: DecodeInputs, config: DecodeConfig
 ) -> PreparedDecode:
     """The call on every cache that lies as this one does: out `[B, Tq, Hq, Dv]` in the query's dtype and, if wanted,
     lse `[B, Hq, Tq]`, fp32."""
@@ -41,10 +33,10 @@ def prepare_decode_by(
         t is not None and t.data_ptr() != as_read.data_ptr() for t, as_read in zip(given, read, strict=True)
     )
     if out.numel() == 0:
-        return PreparedDecode((out, lse, None), None, None, is_copied, sizes_of)
+        return PreparedDecode((out, lse, None), None, None, is_copied)
     call = DecodeCall(problem, config, query, lengths, tree, slopes, sink, out, lse, workspace)
     launch, merge = call.bind(*kernel_of(call, inputs.cache))
-    return PreparedDecode((out, lse, workspace), launch, merge, is_copied, sizes_of)
+    return PreparedDecode((out, lse, workspace), launch, merge, is_copied)
 
 
 def _results(problem: Problem, inputs: DecodeInputs, config: DecodeConfig) -> tuple[Any, Any, Any]:
@@ -61,7 +53,7 @@ def _results(problem: Problem, inputs: DecodeInputs, config: DecodeConfig) -> tu
 class PreparedDecode:
     """The kernel that computes and, if keys are in splits, the one that merges. Keeps no tensor."""
 
-    __slots__ = ("_is_copied", "_is_direct", "_launch", "_lse", "_merge", "_out", "_sizes_of", "_workspace")
+    __slots__ = ("_is_copied", "_is_direct", "_launch", "_lse", "_merge", "_out", "_workspace")
 
     def __init__(
         self,
@@ -69,7 +61,6 @@ class PreparedDecode:
         launch: Launch | None,
         merge: Launch | None,
         is_copied: bool,
-        sizes_of: SizesOf,
         is_direct: bool = False,
     ) -> None:
         specs = [None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in results]
@@ -78,7 +69,6 @@ class PreparedDecode:
         self._launch, self._merge = launch, merge
         self._is_copied = is_copied  # whether kernels read a copy of some tensor
         self._is_direct = is_direct  # whether the kernel is compiled and reads tensors as they lie
-        self._sizes_of = sizes_of
 
     def __call__(self, inputs: DecodeInputs, addresses: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
         query, cache, tree, slopes, sink, out, _, workspace = inputs
@@ -107,15 +97,14 @@ class PreparedDecode:
 
     def resized(self, problem: Problem, inputs: DecodeInputs, config: DecodeConfig) -> PreparedDecode | None:
         """The same call of other lengths, without a tree, whose results are new tensors; None where it is not to be
-        made from this one."""
-        if self._launch is None or self._is_copied:
-            return None
+        made from this one: calls on a quantised cache are prepared one by one."""
         query, cache, _, slopes, sink, *_ = inputs
+        if self._launch is None or self._is_copied or isinstance(cache, QuantizedKV):
+            return None
         results = _results(problem, inputs, config)
         call = DecodeCall(problem, config, query, cache.lengths, None, slopes, sink, *results)
-        sizes = self._sizes_of(call, cache)
-        launches = None if sizes is None else call.resized(self._launch, self._merge, sizes)
-        return launches and PreparedDecode(results, *launches, False, self._sizes_of, self._is_direct)
+        launches = call.resized(self._launch, self._merge, call.row_sizes(*cache.tensors))
+        return launches and PreparedDecode(results, *launches, False, self._is_direct)
 
 
 def _pointers(inputs: DecodeInputs) -> tuple[Any, ...]:

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...base.kv_layouts import KVCache, PagedKV, QuantizedKV
-from ...base.problem import DecodeInputs, Inputs, Problem
-from ...gpu.arguments import QKV_STRIDES, UNIT, is_aligned, qkv_strides, tile_width
+from ...base.problem import DecodeInputs, Problem
+from ...gpu.arguments import tile_width
 from ...gpu.decode_call import DecodeCall, side_by_side
 from ...gpu.decode_launches import PreparedDecode, prepare_decode_by
 from ...gpu.decode_tiles import (
@@ -33,7 +33,7 @@ from ...gpu.decode_tiles import (
     wait_for_kernels_ahead,
 )
 from ...gpu.decode_tuning import DecodeConfig
-from ...gpu.launch import Kernel, Sizes, jit
+from ...gpu.launch import Kernel, jit
 from ...gpu.tiles import initial_state, load_rows, modify_scores, normalised, online_softmax_step
 from .decode_quantized import quantized_kernel, quantized_kernel_arguments
 
@@ -138,7 +138,7 @@ def _decode_kernel(
 
 def prepare_decode(problem: Problem, inputs: DecodeInputs, config: DecodeConfig) -> PreparedDecode:
     """The call on every cache that lies as this one does."""
-    return prepare_decode_by(_kernel_of, problem, inputs, config, _sizes_of)
+    return prepare_decode_by(_kernel_of, problem, inputs, config)
 
 
 def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]]:
@@ -149,30 +149,16 @@ def _kernel_of(call: DecodeCall, cache: KVCache) -> tuple[Kernel, dict[str, Any]
     return rows_kernel, row_arguments(call, cache.key, cache.value)
 
 
-def _sizes_of(call: DecodeCall, cache: Any) -> Sizes | None:
-    """What depends on lengths; None of a quantised cache, whose calls are prepared one by one."""
-    key, value, *_ = cache.tensors
-    return None if isinstance(cache, QuantizedKV) else row_sizes(call, key, value)
-
-
 def row_arguments(call: DecodeCall, key: Tensor, value: Tensor, table: Tensor | None = None) -> dict[str, Any]:
     """Arguments of the kernel for keys and values `[B, T, Hkv, D]` or, with a table, `[pages, page, Hkv, D]`."""
     return {
         **call.arguments(table),
         "k_ptr": key,
         "v_ptr": value,
-        **row_sizes(call, key, value).arguments(),
+        **call.row_sizes(key, value).arguments(),
         "BLOCK_D": tile_width(call.problem.head_dim),
         "PRECISION": "ieee" if call.query.dtype is torch.float32 else "tf32",
     }
-
-
-def row_sizes(call: DecodeCall, key: Tensor, value: Tensor) -> Sizes:
-    """Those of `row_arguments` that depend on lengths."""
-    aligned = is_aligned(call.query, key, value)
-    strides = qkv_strides(Inputs(call.query, key, value), False, UNIT if aligned else 1)
-    names, numbers, constants, _ = call.sizes(key.shape[0])
-    return Sizes(f"{QKV_STRIDES} {names}", (*strides, *numbers), constants | {"ALIGNED": aligned}, {})
 
 
 rows_kernel = Kernel(_decode_kernel)
