@@ -125,7 +125,7 @@ lock: $(DEV) ## resolve constraints.txt anew: every dependency but torch and Tri
 .PHONY: prebuilt
 prebuilt: $(DEV) ## compile the common Hopper kernels for a wheel to carry; they must have passed the gates
 	$(BIN)/python tests/backends/gates.py --check
-	$(BIN)/python -m stream_attention_tools.prebuild --workers $(WORKERS)
+	$(BIN)/python -m tools.prebuild --workers $(WORKERS)
 
 .PHONY: wheel
 wheel: prebuilt ## build the wheel into dist, with machine code for Hopper

@@ -1,6 +1,6 @@
 """How long the first call of a process takes, with `import torch` and the creation of a CUDA context before it.
 
-    python -m stream_attention_tools.prebuild --only "bf16 d128 causal 1x4096" --out CODE
+    python -m tools.prebuild --only "bf16 d128 causal 1x4096" --out CODE
     python -m benchmarks.first_call --machine-code CODE --out benchmarks/results/h200/first_call.json
 
 Fresh processes, in turn: with machine code as a wheel carries it, an empty kernel cache and no compiler in reach; with

@@ -131,7 +131,6 @@ def test_figures_end_as_their_names_do(tmp_path: Path) -> None:
 ELSEWHERE = {
     "src/stream_attention_tools/files.py": "here",
     "src/stream_attention/backends/probe.py": "what an experiment found, and an empty file that is locked",
-    "src/stream_attention_tools/prebuild.py": "machine code, into a folder of the source tree",
     "src/stream_attention_tools/launchers.py": "into a temporary folder, for the compiler",
     "src/stream_attention_tools/testing/offline.py": "into a temporary folder, for the disassembler",
     "src/stream_attention_tools/report/figures.py": "into memory, for a page",
@@ -139,6 +138,7 @@ ELSEWHERE = {
     "learn/12_hopper/hopper.py": "into a temporary folder, for the disassembler",
     "tools/environment.py": "a part of a virtual environment",
     "tools/fresh.py": "the log of a clone that is thrown away",
+    "tools/prebuild.py": "machine code, into a folder of the source tree",
     "tools/gpu_tests.py": "logs, and sums of what several processes found: it runs without the tools package",
 }
 """Files that write otherwise, and what."""

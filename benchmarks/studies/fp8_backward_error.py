@@ -8,7 +8,7 @@ e4m3 factors with the scales of base/fp8_layout.py:
 
 lse and out are those of the forward in FP8 (backends/reference/fp8.py), and delta is dO . out. Results are rounded to
 bf16; what is not said to be rounded is fp64. Sums of FP8 products are exact, or as Hopper's matrix units add them
-(testing/fp8.py), those over queries either to the end, or for 64 queries at a time, which are added in fp32.
+(matrix_units.py), those over queries either to the end, or for 64 queries at a time, which are added in fp32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch import Tensor
 from stream_attention.backends.reference.fp8 import power_of_two, to_e4m3
 from stream_attention.base.fp8_layout import BLOCK, LARGEST, QUERY_BLOCK, SHIFT, hadamard
 from stream_attention_tools.bench.summary import markdown_table
-from stream_attention_tools.testing.fp8 import matrix_unit_sums
+
+from .matrix_units import matrix_unit_sums
 
 LENGTH, HEADS, DIM = 512, 4, 128
 SCALE = DIM**-0.5

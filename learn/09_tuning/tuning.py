@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from stream_attention.backends import BY_NAME
 from stream_attention.backends.triton.tuning import TritonConfig
-from stream_attention_tools.testing.inputs import Case
-from stream_attention_tools.testing.offline import Report, compiling_for, launch_case, report
+from stream_attention_tools.testing.inputs import Case, make, stated
+from stream_attention_tools.testing.offline import Report, compiling_for, report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import checking
@@ -37,8 +38,11 @@ def config_of(name: str) -> TritonConfig:
 def compiled(config: TritonConfig) -> Report:
     """What the compiler says of the production forward with this tile, for Hopper; no GPU is needed."""
     case = Case(B=1, Tq=128, Tk=4096, Hq=1, Hkv=1, D=DIM, Dv=DIM, dtype=torch.bfloat16)
+    query, key, value, options = make(case)
+    problem, inputs = stated(case, {"query": query, "key": key, "value": value}, options)
+    problem = problem.replace(device=torch.device("cuda"), arch=90, num_sms=132)
     with compiling_for(90) as kernels:
-        launch_case(case, 90, 132, forward_config=config)
+        BY_NAME["triton"].forward(problem, inputs, config)
     return report(kernels[0])
 
 

@@ -39,7 +39,7 @@ _TO_TOOLS = (
     ("distributed", "cluster", "calibrate planner speed traffic trial"),
     ("ops", "", "warmup"),
     ("tuning", "", "search=tune"),
-    ("utils", "memory", "estimate profiler timeline"),
+    ("utils", "memory", "estimate profiler timeline=profiler"),
     ("utils", "testing", "allocator"),
 )
 

@@ -307,8 +307,8 @@ def test_a_compiled_call_on_a_cache_breaks_its_graph_and_checks_outside(
     checked: Checked, answer: Answer, first: str, recwarn: Any
 ) -> None:
     pytest.importorskip("triton")
+    from pretend_gpu import pretend_gpu
     from stream_attention import ContiguousKV, decode_attention, quantize_kv
-    from stream_attention_tools.testing.pretend_gpu import pretend_gpu
 
     checks = checked(answer)
     key, value = torch.randn(2, 1, 1024, 2, 128, dtype=torch.bfloat16)
@@ -425,8 +425,8 @@ def test_without_triton_a_call_on_a_gpu_warns(
 
 def test_a_call_itself_warns(checked: Checked, recwarn: Any) -> None:
     pytest.importorskip("triton")
+    from pretend_gpu import pretend_gpu
     from stream_attention import attention
-    from stream_attention_tools.testing.pretend_gpu import pretend_gpu
 
     checked(DIFFER)
     tensors: list[Tensor] = list(torch.zeros(3, 1, 4096, 8, 128, dtype=torch.bfloat16))

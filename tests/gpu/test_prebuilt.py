@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from sass_gate import fingerprint, ran
 
+import pretend_gpu
 from stream_attention.backends import interpreting
 
 if interpreting():
@@ -24,9 +25,8 @@ if interpreting():
 
 from stream_attention.backends.hopper import forward_sm90
 from stream_attention.gpu import driver, launch, prebuilt
-from stream_attention_tools import prebuild
-from stream_attention_tools.testing import pretend_gpu
 from stream_attention_tools.testing.offline import disassemble
+from tools import prebuild
 
 CALL = "bf16 d128 causal 1x4096"
 FUNCTION = 77

@@ -54,7 +54,7 @@ print(json.dumps({"digests": digests, "seconds": seconds}))
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("a Hopper GPU is needed")
-    from stream_attention_tools import prebuild
+    from tools import prebuild
 
     made = tmp_path_factory.mktemp("machine_code")
     calls = [call for call in prebuild.common() if call.name in CALLS]

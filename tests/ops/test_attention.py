@@ -26,6 +26,7 @@ pytest.importorskip("hypothesis")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_cases import random_case, why_not
 
 from stream_attention import (
     FusedOnlineAttention,
@@ -38,7 +39,7 @@ from stream_attention import (
 from stream_attention.backends.reference import attention as reference
 from stream_attention.dispatch.plan import forget_plans
 from stream_attention.ops import attention as attention_module
-from stream_attention_tools.testing import Case, Report, check_case, make, random_case, why_not
+from stream_attention_tools.testing import Case, Report, check_case, make
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (F16, BF16, F32, F64)

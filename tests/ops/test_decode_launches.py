@@ -19,11 +19,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter has no driver; run without TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
+from pretend_gpu import Launched, pretend_gpu
 from stream_attention import ContiguousKV, PagedKV, decode_attention, decode_workspace, quantize_kv
 from stream_attention.base.kv_layouts import KVCache
 from stream_attention.dispatch import launch_cache
 from stream_attention.ops import decode
-from stream_attention_tools.testing.pretend_gpu import Launched, pretend_gpu
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 8, 2, 64
 

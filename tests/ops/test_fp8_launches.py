@@ -21,6 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter has no driver; run without TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
+from pretend_gpu import Launched, pretend_gpu
 from stream_attention import (
     ContiguousKV,
     PagedKV,
@@ -35,7 +36,6 @@ from stream_attention.base.kv_layouts.base import Cache
 from stream_attention.dispatch import launch_cache, validate
 from stream_attention.gpu import driver, launch, scratch
 from stream_attention.ops import varlen
-from stream_attention_tools.testing.pretend_gpu import Launched, pretend_gpu
 
 BF16, F16 = torch.bfloat16, torch.float16
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 64

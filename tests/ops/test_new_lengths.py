@@ -21,13 +21,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter has no driver; run without TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
+from pretend_gpu import Launched, pretend_gpu
 from stream_attention import UnsupportedProblem, attention, varlen_attention
 from stream_attention.dispatch import launch_cache
 from stream_attention.dispatch.call_key import are_aligned
 from stream_attention.gpu import driver
 from stream_attention.ops import varlen
 from stream_attention.ops.attention import prepare_attention
-from stream_attention_tools.testing.pretend_gpu import Launched, pretend_gpu
 
 BF16 = torch.bfloat16
 

@@ -32,10 +32,10 @@ from random_calls import KINDS, STATE, Call, changed, drawn, laid_out, prepared
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stream_attention as sa
+from pretend_gpu import Launched, pretend_gpu
 from stream_attention.dispatch import launch_cache
 from stream_attention.gpu import driver, scratch
 from stream_attention.ops import varlen
-from stream_attention_tools.testing.pretend_gpu import Launched, pretend_gpu
 
 SECONDS = float(os.environ.get("RANDOM_LAUNCHES", "0"))
 

@@ -146,7 +146,7 @@ def test_a_kept_step_hands_the_driver_what_one_prepared_anew_does(
     forced: str, resumes: bool, hopper_triton: None
 ) -> None:
     pytest.importorskip("triton")
-    from stream_attention_tools.testing.pretend_gpu import pretend_gpu
+    from pretend_gpu import pretend_gpu
 
     with pretend_gpu() as launches:
         for how in (HOW, CAUSAL):

@@ -15,10 +15,11 @@ pytest.importorskip("hypothesis")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_cases import random_case, why_not
 
 from stream_attention import attention, merge_states, varlen_attention
 from stream_attention.backends.reference import attention as reference
-from stream_attention_tools.testing import Case, Report, check_case, random_case, why_not
+from stream_attention_tools.testing import Case, Report, check_case
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (F16, BF16, F32, F64)

@@ -1,7 +1,7 @@
 """Machine code that came with the wheel: common kernels of Hopper, loaded by the CUDA driver and launched without
 Triton's compiler, and without a C compiler on the machine.
 
-`make wheel` compiles them (stream_attention_tools/prebuild.py) into the folder `machine_code` beside this file: an
+`make wheel` compiles them (tools/prebuild.py) into the folder `machine_code` beside this file: an
 index, and the compressed cubins one behind the other. Code is used on GPUs of the compute capability that it was built
 for, and only while the sources are those that it was built from; whatever else, or what the driver refuses, is compiled
 as ever.

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from ..bench.grid import DTYPES
-from ..bench.results import aligned, load
-from ..bench.summary import short_time
+from ..bench.results import aligned
+from ..bench.summary import short_time, size
 from ..cluster.calibrate import Comparison, compare
 from ..cluster.planner import Advice, Cluster, Prediction, assumptions, one_gpu_s, predict_all, recommend
 from ..cluster.speed import H200, Speed, from_results
 from ..cluster.traffic import Workload
 from . import flags, scaling, values
-from .command import Refused, command
+from .command import Refused, command, results
 
 UNITS = {"nvlink": 1e9, "network": 1e9, "nvlink_latency": 1e-6, "network_latency": 1e-6}
 """What the numbers of flags are in: GB/s and microseconds."""
@@ -69,19 +69,10 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 def _speed(options: argparse.Namespace) -> Speed:
     speed = H200
     if options.results:
-        speed = from_results([_results(path) for path in options.results], like=H200)
+        speed = from_results([results(path, where="--results ") for path in options.results], like=H200)
     if options.memory is not None:
         speed = replace(speed, memory_bytes=options.memory * 2.0**30)
     return speed if options.host_us is None else replace(speed, host_s=options.host_us * 1e-6)
-
-
-def _results(path: Path) -> dict[str, Any]:
-    try:
-        return load(path)
-    except OSError as error:
-        raise Refused(f"--results {path}: expected a results file; got {error.strerror or error}") from None
-    except ValueError as error:
-        raise Refused(f"--results {path}: {error}") from None
 
 
 def _print(work: Workload, cluster: Cluster, speed: Speed, found: Sequence[Prediction], advice: Advice) -> None:
@@ -99,7 +90,7 @@ def _print(work: Workload, cluster: Cluster, speed: Speed, found: Sequence[Predi
             "does not fit" if one.memory_bytes > speed.memory_bytes else "",
         ]
         time, *parts = (short_time(1e3 * seconds) for seconds in (one.seconds, one.compute_s, one.waiting_s))
-        figures = [time, f"{alone / one.seconds:.1f}", *parts, _size(one.sent_bytes), _size(one.memory_bytes)]
+        figures = [time, f"{alone / one.seconds:.1f}", *parts, size(one.sent_bytes), size(one.memory_bytes)]
         rows.append([str(one.scheme), *figures, ", ".join(note for note in notes if note)])
     print(aligned(rows))
     print(f"\nrecommended: {advice.chosen.scheme}: {advice.reason}\n\nassumed:")
@@ -156,13 +147,6 @@ def _compared(one: Comparison) -> dict[str, Any]:
 
 def _in_words(work: Workload) -> str:
     return f"{work}, {'training step' if work.backward else 'forward'}"
-
-
-def _size(count: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def _number(unit: str, may_be_0: bool = False) -> Callable[[str], float]:

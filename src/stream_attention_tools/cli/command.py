@@ -7,7 +7,8 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import ParamSpec
+from pathlib import Path
+from typing import Any, ParamSpec
 
 P = ParamSpec("P")
 
@@ -52,6 +53,19 @@ def command(
             return 130
 
     return main
+
+
+def results(path: Path, where: str = "") -> dict[str, Any]:
+    """What a results file holds; refused, behind `where`, if it is none."""
+    from ..bench.results import load  # not for commands that read none
+
+    try:
+        return load(path)
+    except OSError as error:
+        raise Refused(f"{where}{path}: expected a results file; got {error.strerror or error}.") from None
+    except ValueError as error:
+        what = f"{error}" if type(error) is ValueError else f"expected JSON; got {error}"
+        raise Refused(f"{where}{path}: {what}.") from None
 
 
 def quiet(main: Callable[P, int]) -> Callable[P, int]:

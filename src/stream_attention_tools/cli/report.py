@@ -31,10 +31,10 @@ from typing import Any
 
 from stream_attention_tools.files import write_file
 
-from ..bench.results import load, markdown
+from ..bench.results import markdown
 from ..report import models, readme_report, versions
 from ..report.page import write_page
-from .command import Refused, command
+from .command import Refused, command, results
 
 _TABLE = re.compile(r"(<!-- results:(?P<name>[\w./-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 _OVERVIEW = re.compile(
@@ -47,13 +47,13 @@ def render(page: str, folder: Path, figures: str = "docs/figures") -> str:
     """The page with everything marked written anew from the results in `folder`; `figures` is where pictures are."""
 
     def table(found: re.Match[str]) -> str:
-        results = _results(folder / f"{found['name']}.json")
-        written = models.markdown if results.get("suite") == models.SUITE else markdown
-        return f"{found[1]}{written(results)}\n{found[3]}"
+        its = results(folder / f"{found['name']}.json")
+        written = models.markdown if its.get("suite") == models.SUITE else markdown
+        return f"{found[1]}{written(its)}\n{found[3]}"
 
     def shown(found: re.Match[str]) -> str:
-        results = _named(found["names"], folder)
-        return f"{found[1]}{readme_report.markdown(results, found['label'], figures)}\n{found[4]}"
+        named = _named(found["names"], folder)
+        return f"{found[1]}{readme_report.markdown(named, found['label'], figures)}\n{found[4]}"
 
     def tested(found: re.Match[str]) -> str:
         with _refusing("versions: expected what the runs of the tests have left; got"):
@@ -71,16 +71,7 @@ def pictures(page: str, folder: Path) -> dict[str, str]:
 
 
 def _named(names: str, folder: Path) -> dict[str, dict[str, Any]]:
-    return {name: _results(folder / f"{name}.json") for name in names.split(",")}
-
-
-def _results(path: Path) -> dict[str, Any]:
-    with _refusing(f"{path}: expected a results file; got"):
-        try:
-            return load(path)
-        except (UnicodeDecodeError, ValueError) as error:
-            is_json = type(error) is ValueError
-            raise Refused(f"{path}: {error}." if is_json else f"{path}: expected JSON; got {error}.") from None
+    return {name: results(folder / f"{name}.json") for name in names.split(",")}
 
 
 @contextmanager
@@ -100,15 +91,15 @@ def _text(path: Path) -> str:
             raise Refused(f"{path}: expected a page in UTF-8; got {error}.") from None
 
 
-def _fresh(pages: Sequence[Path], results: Path, figures: Path) -> dict[Path, str]:
+def _fresh(pages: Sequence[Path], folder: Path, figures: Path) -> dict[Path, str]:
     """By path, what every page and picture should say."""
     found: dict[Path, str] = {}
     for path in pages:
         page = _text(path)
         link = Path(os.path.relpath(figures, path.parent)).as_posix()
         try:
-            found[path] = render(page, results, link)
-            found |= {figures / name: svg for name, svg in pictures(page, results).items()}
+            found[path] = render(page, folder, link)
+            found |= {figures / name: svg for name, svg in pictures(page, folder).items()}
         except ValueError as error:
             raise Refused(f"{path}: {error}") from None
     return found
@@ -119,9 +110,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.html is not None:
         if options.check:
             raise Refused("--check: expected pages; got --html, which is always written.")
-        results = [_results(path) for path in options.files]
+        found = [results(path) for path in options.files]
         with _refusing(f"--html {options.html} cannot be written:"):
-            print(f"written to {write_page(results, options.html)}")
+            print(f"written to {write_page(found, options.html)}")
         return 0
     fresh = _fresh(options.files, options.results, options.figures)
     stale = [path for path, text in fresh.items() if not path.exists() or _text(path) != text]

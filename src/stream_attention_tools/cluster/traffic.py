@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from stream_attention.base.errors import refuse
+from stream_attention.base.errors import check_int, refuse
 from stream_attention.distributed.shard import Layout, shard_length
 
 SchemeName = Literal["ring", "allgather", "ulysses", "query", "star"]
@@ -17,9 +17,7 @@ SchemeName = Literal["ring", "allgather", "ulysses", "query", "star"]
 
 def check_counts(of: object, *names: str) -> None:
     for name in names:
-        given = getattr(of, name)
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            refuse(name, "an int of at least 1", repr(given))
+        check_int(name, getattr(of, name), 1, ValueError)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What tests, benchmarks and the accuracy command share: random inputs, the tolerance, poison, memory peaks."""
 
-from .inputs import Case, make, random_case, why_not
+from .inputs import Case, make
 from .memory import peak_bytes, poisoned_memory
 from .tolerance import Report, check_case
 
-__all__ = ["Case", "Report", "check_case", "make", "peak_bytes", "poisoned_memory", "random_case", "why_not"]
+__all__ = ["Case", "Report", "check_case", "make", "peak_bytes", "poisoned_memory"]

@@ -16,22 +16,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
 from functools import partial
 from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from triton.compiler import make_backend
 
-from stream_attention.backends import BY_NAME
-from stream_attention.base.problem import Wanted
-
 from ..offline import Form, launching_for
-from .inputs import Case, make, stated
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -58,18 +52,6 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
         yield compiled
 
 
-def precompile(
-    cases: Iterable[Case], arch: int, num_sms: int, workers: int | None = None, backend: str = "triton"
-) -> list[str]:
-    """Compile the kernels of `cases` on a backend into Triton's cache, in parallel and without a GPU.
-
-    Returns what went wrong, a line each.
-    """
-    jobs = [(replace(case, device="cpu"), arch, num_sms, backend) for case in cases]
-    errors = in_fresh_processes(_compile_case, jobs, workers)
-    return [f"{job[0]!r} for sm_{arch}: {error}" for job, error in zip(jobs, errors, strict=True) if error]
-
-
 def in_fresh_processes(compile: Callable[[Any], None], jobs: Iterable[Any], workers: int | None = None) -> list[str]:
     """Call `compile` with each job, in parallel: by job, what went wrong, or nothing.
 
@@ -85,40 +67,6 @@ def _error_of(compile: Callable[[Any], None], job: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _compile_case(job: tuple[Case, int, int, str]) -> None:
-    case, arch, num_sms, backend = job
-    with compiling_for(arch):
-        launch_case(case, arch, num_sms, backend=backend)
-
-
-def launch_case(
-    case: Case,
-    arch: int,
-    num_sms: int,
-    forward_config: Any = None,
-    backward_config: Any = None,
-    backend: str = "triton",
-) -> None:
-    """Launch the kernels of a case as a GPU of `arch` would be given them; for use while compiling.
-
-    All gradients are wanted. Without a configuration the one of the tables is taken.
-    """
-    query, key, value, options = make(case)
-    problem, inputs = stated(case, {"query": query, "key": key, "value": value}, options)
-    problem = problem.replace(device=torch.device("cuda"), arch=arch, num_sms=num_sms)
-    chosen = BY_NAME[backend]
-    out, lse = chosen.forward(problem, inputs, forward_config or chosen.configure(problem))
-    if case.backward:
-        has_bias, has_slopes, has_sink = (t is not None for t in (inputs.bias, inputs.alibi_slopes, inputs.sink))
-        wanted = Wanted(bias=has_bias, alibi_slopes=has_slopes and case.row_grad, sink=has_sink and case.row_grad)
-        row_grad = wanted.alibi_slopes or wanted.sink
-        problem = problem.replace(backward=True, lse_grad=case.lse_grad, row_grad=row_grad)
-        grad_lse = torch.zeros_like(lse) if case.lse_grad else None
-        saved = out, lse, torch.zeros_like(out), grad_lse
-        config = backward_config or chosen.configure(problem)
-        chosen.backward(problem, inputs, config, *saved, wanted=wanted)
 
 
 def _compile(form: Form) -> Any:

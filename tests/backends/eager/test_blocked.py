@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpu_time import least_cpu_time
+from dropout_vectors import DROPOUT_VECTORS
 from stream_attention import attention
 from stream_attention.backends.eager import blocked as eager
 from stream_attention.backends.eager.dropout import dropout_words, keep
@@ -24,7 +25,6 @@ from stream_attention.base.state import add_sink, merge
 from stream_attention.dispatch.plan import plan
 from stream_attention.ops.shards import backward_step, forward_state
 from stream_attention_tools.testing import Case, check_case, make, peak_bytes, poisoned_memory
-from stream_attention_tools.testing.dropout_vectors import DROPOUT_VECTORS
 
 F64 = torch.float64
 NAN = math.nan

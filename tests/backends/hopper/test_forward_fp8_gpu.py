@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8_cases import CAUSAL, Fp8Call, compile_call, draw_call, kernel_of
+from fp8_tolerance import check_fp8
 from gpu_tools import BF16, captured, compile_ahead, give_memory_back, keep, without_synchronising
 
 from stream_attention import attention, attention_fp8, explain, quantize_fp8, varlen_attention
@@ -22,7 +23,6 @@ from stream_attention.backends.reference import attention as reference
 from stream_attention.backends.reference import fp8 as reference_fp8
 from stream_attention.gpu import quantize_fp8 as pre_pass
 from stream_attention.gpu.scratch import Outputs
-from stream_attention_tools.testing.fp8 import check_fp8
 
 __all__ = ["give_memory_back"]
 

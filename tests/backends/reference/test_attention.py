@@ -21,8 +21,8 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dropout_vectors import DROPOUT_VECTORS
 from stream_attention.backends.reference import attention as reference
-from stream_attention_tools.testing.dropout_vectors import DROPOUT_VECTORS
 
 INF = math.inf
 LOW_32 = 2**32 - 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from fp8_tolerance import Fp8Report, check_fp8
 from torch import Tensor
 
 from stream_attention.backends import BY_NAME
@@ -17,7 +18,6 @@ from stream_attention.base.fp8_layout import KeyCodes, QueryCodes, alloc_key_cod
 from stream_attention.base.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
 from stream_attention_tools.offline import launching_for
 from stream_attention_tools.testing import poisoned_memory
-from stream_attention_tools.testing.fp8 import Fp8Report, check_fp8
 
 F16, BF16 = torch.float16, torch.bfloat16
 CAUSAL, FULL = (UNBOUNDED, 0), (UNBOUNDED, UNBOUNDED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import repeat
@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from gpu_tools import workers
+from random_cases import random_case
 from torch import Tensor
 
+from stream_attention.backends import BY_NAME
 from stream_attention.backends.hopper.tuning import configure as configure_gluon
 from stream_attention.backends.hopper.tuning import (
     has_edges,
@@ -25,13 +27,13 @@ from stream_attention.backends.hopper.tuning import (
     masks_beyond_first_block,
 )
 from stream_attention.backends.triton.tuning import configure_backward, configure_forward
-from stream_attention.base.problem import UNBOUNDED, Inputs, state_problem
+from stream_attention.base.problem import UNBOUNDED, Inputs, Wanted, state_problem
 from stream_attention.gpu.arguments import WIDE, access
 from stream_attention.gpu.decode_tuning import block_r, on_a_cache
 from stream_attention.gpu.decode_tuning import configure as configure_decode
-from stream_attention_tools.testing import Case, check_case, random_case
-from stream_attention_tools.testing.inputs import _tile_laid_out
-from stream_attention_tools.testing.offline import precompile
+from stream_attention_tools.testing import Case, check_case
+from stream_attention_tools.testing.inputs import _tile_laid_out, make, stated
+from stream_attention_tools.testing.offline import compiling_for, in_fresh_processes
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -95,6 +97,52 @@ def draw(
     errors = precompile([*found.values(), *also], arch, num_sms, workers(16), backend)
     assert not errors, "\n".join(errors)
     return Drawn(cases, list(found.values()), time.perf_counter() - started, backend)
+
+
+def precompile(
+    cases: Iterable[Case], arch: int, num_sms: int, workers: int | None = None, backend: str = "triton"
+) -> list[str]:
+    """Compile the kernels of `cases` on a backend into Triton's cache, in parallel and without a GPU.
+
+    Returns what went wrong, a line each.
+    """
+    jobs = [(replace(case, device="cpu"), arch, num_sms, backend) for case in cases]
+    errors = in_fresh_processes(_compile_case, jobs, workers)
+    return [f"{job[0]!r} for sm_{arch}: {error}" for job, error in zip(jobs, errors, strict=True) if error]
+
+
+def _compile_case(job: tuple[Case, int, int, str]) -> None:
+    case, arch, num_sms, backend = job
+    with compiling_for(arch):
+        launch_case(case, arch, num_sms, backend=backend)
+
+
+def launch_case(
+    case: Case,
+    arch: int,
+    num_sms: int,
+    forward_config: Any = None,
+    backward_config: Any = None,
+    backend: str = "triton",
+) -> None:
+    """Launch the kernels of a case as a GPU of `arch` would be given them; for use while compiling.
+
+    All gradients are wanted. Without a configuration the one of the tables is taken.
+    """
+    query, key, value, options = make(case)
+    problem, inputs = stated(case, {"query": query, "key": key, "value": value}, options)
+    problem = problem.replace(device=torch.device("cuda"), arch=arch, num_sms=num_sms)
+    chosen = BY_NAME[backend]
+    out, lse = chosen.forward(problem, inputs, forward_config or chosen.configure(problem))
+    if case.backward:
+        has_bias, has_slopes, has_sink = (t is not None for t in (inputs.bias, inputs.alibi_slopes, inputs.sink))
+        wanted = Wanted(bias=has_bias, alibi_slopes=has_slopes and case.row_grad, sink=has_sink and case.row_grad)
+        row_grad = wanted.alibi_slopes or wanted.sink
+        problem = problem.replace(backward=True, lse_grad=case.lse_grad, row_grad=row_grad)
+        grad_lse = torch.zeros_like(lse) if case.lse_grad else None
+        saved = out, lse, torch.zeros_like(out), grad_lse
+        config = backward_config or chosen.configure(problem)
+        chosen.backward(problem, inputs, config, *saved, wanted=wanted)
 
 
 ADDRESSABLE = ("contiguous", "heads_first", "qkv_packed")

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_cases import random_case, why_not
 from test_forward_interpreted import (
     BF16,
     CASES,
@@ -55,7 +56,7 @@ from stream_attention.backends.triton.tuning import INTERPRETER, INTERPRETER_BAC
 from stream_attention.base.problem import Inputs, Positions, Problem, Wanted
 from stream_attention.gpu.rows import Rows, padded_row
 from stream_attention.ops.shards import backward_step
-from stream_attention_tools.testing import Case, check_case, make, poisoned_memory, random_case, why_not
+from stream_attention_tools.testing import Case, check_case, make, poisoned_memory
 from stream_attention_tools.testing.inputs import LAYOUTS, Layout
 from stream_attention_tools.testing.inputs import stated as stated_by
 

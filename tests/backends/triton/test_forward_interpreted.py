@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_cases import random_case, why_not
 
 from stream_attention import attention, explain, varlen_attention
 from stream_attention.backends import BY_NAME
@@ -36,7 +37,7 @@ from stream_attention.base.state import add_sink, merge
 from stream_attention.gpu.merge import bind_merge
 from stream_attention.gpu.prepass import Prepass
 from stream_attention.ops.shards import forward_state
-from stream_attention_tools.testing import Case, check_case, poisoned_memory, random_case, why_not
+from stream_attention_tools.testing import Case, check_case, poisoned_memory
 from stream_attention_tools.testing.inputs import Layout
 
 forward = BY_NAME["triton"].forward

@@ -234,7 +234,7 @@ def test_a_scheme_that_cannot_says_why(scheme: Scheme, work: Workload, ranks: in
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"ranks": 0}, "ranks: expected an int of at least 1"),
+        ({"ranks": 0}, "ranks: expected at least 1"),
         ({"ranks": 12}, "ranks: expected whole nodes of 8 GPUs"),
         ({"ranks": 8, "network": 0.0}, "network: expected a positive number of bytes per second"),
         ({"ranks": 8, "nvlink_latency": -1.0}, "nvlink_latency: expected a number of seconds of at least 0"),

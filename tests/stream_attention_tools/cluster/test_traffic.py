@@ -90,8 +90,8 @@ def test_all_heads_are_shared_out() -> None:
     ("given", "words"),
     [
         ({"kv_heads": 3}, "kv_heads: expected a divisor of the 8 heads; got 3"),
-        ({"length": 0}, "length: expected an int of at least 1; got 0"),
-        ({"dim": 8.0}, "dim: expected an int of at least 1; got 8.0"),
+        ({"length": 0}, "length: expected at least 1; got 0"),
+        ({"dim": 8.0}, "dim: expected an int; got 8.0"),
         ({"dtype": torch.int8}, "dtype: expected a floating dtype"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_cases import random_case, why_not
 from torch import Tensor
 
 from stream_attention import UnsupportedProblem, attention
@@ -18,9 +19,7 @@ from stream_attention_tools.testing import (
     make,
     peak_bytes,
     poisoned_memory,
-    random_case,
     tolerance,
-    why_not,
 )
 
 EVERYTHING = Case(

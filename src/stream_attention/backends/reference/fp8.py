@@ -12,7 +12,7 @@ to the maximum so far: since that is an integer too, it finds the same codes, bu
 largest, which are subnormal, and which it rounds as finely or finer. One that rounds relative to another integer, as
 the Hopper kernel does by sums of 16 weights, has others subnormal: those below 2^-13 of the largest such sum. Either
 way a row loses at most n 2^-17 of its sum. `rounded=False` leaves the rounding of weights out: what is exact for these
-codes, against which errors are measured (testing/fp8.py).
+codes, against which errors are measured (tests/backends/triton/fp8_tolerance.py).
 
 Dense, slow, on any device; no other kernel imports it.
 """

@@ -13,18 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.studies.matrix_units import MATRIX_UNIT_BITS, matrix_unit_sums
+from fp8_tolerance import FP32_BITS, check_fp8, check_with_sums
 from torch import Tensor
 
 from stream_attention.backends.reference import fp8 as reference_fp8
 from stream_attention.base.fp8_layout import BLOCK, E4M3, ORDER, QUERY_BLOCK, KeyCodes, QueryCodes, first_block
 from stream_attention.base.problem import UNBOUNDED, Inputs, Problem, state_problem
-from stream_attention_tools.testing.fp8 import (
-    FP32_BITS,
-    MATRIX_UNIT_BITS,
-    check_fp8,
-    check_with_sums,
-    matrix_unit_sums,
-)
 
 F16, BF16 = torch.float16, torch.bfloat16
 Codes = tuple[Problem, QueryCodes, KeyCodes, Tensor | None, Tensor | None]

@@ -1,6 +1,6 @@
 """Compile the common Hopper kernels ahead, for the wheel to carry. No GPU is needed.
 
-python -m stream_attention_tools.prebuild [--only WORD] [--workers N] [--out FOLDER]
+python -m tools.prebuild [--only WORD] [--workers N] [--out FOLDER]
 
 Each call of `COMMON` takes the road of a GPU without one; what its launches would compile is compiled, each form once,
 and written where gpu/prebuilt.py looks. `make wheel` runs this before it builds.
@@ -30,11 +30,16 @@ import triton
 from torch import Tensor
 
 from stream_attention import ContiguousKV, PagedKV, attention, decode_attention, quantize_kv, varlen_attention
+from stream_attention.base import device, problem
+from stream_attention.base.kv_layouts import checks
+from stream_attention.base.problem import Hardware
+from stream_attention.dispatch import launch_cache, plan
 from stream_attention.gpu import launch, prebuilt
+from stream_attention.ops import fp8
+from stream_attention_tools.bench.progress import progress
+from stream_attention_tools.offline import Form, launching_for
 
-from .bench.progress import progress
-from .offline import Form, launching_for
-from .testing.pretend_gpu import ARCH, pretend_gpu
+ARCH, NUM_SMS = 90, 132
 
 MOST_BYTES = 10 << 20
 """Of machine code, for a wheel that is at most that large."""
@@ -130,12 +135,21 @@ def forms() -> Iterator[dict[str, Form]]:
         found.setdefault(names[-1], form)
 
     with (
-        pretend_gpu(keep_launches=False),
+        patch.object(problem, "hardware_of", lambda _: Hardware(torch.device("cuda", 0), ARCH, NUM_SMS)),
+        patch.object(device, "arch", lambda _: ARCH),
+        patch.object(fp8, "makes_fp8_codes", lambda _: True),
+        patch.object(checks, "should_validate", lambda asked, _: bool(asked)),
         patch.object(launch._Binding, "is_compiled", lambda self: False),
         patch.object(launch._Binding, "call_triton", named),
         launching_for(ARCH, keep),
     ):
-        yield found
+        launch_cache.clear()
+        plan.forget_plans()
+        try:
+            yield found
+        finally:
+            launch_cache.clear()
+            plan.forget_plans()
 
 
 def wanted(calls: Sequence[Call]) -> dict[str, str]:
@@ -194,7 +208,7 @@ def build(folder: Path, jobs: Sequence[tuple[str, str]], workers: int) -> dict[s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m stream_attention_tools.prebuild", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.prebuild", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--only", default="", metavar="WORD", help="calls whose name contains this")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)

@@ -38,7 +38,7 @@ The factors were fitted to what correct kernels need: emulated in torch over blo
 and from the right, with sums of 13 and of 23 bits, on 2,400 problems of Gaussian, tiny, large, huge and heavy-tailed
 inputs, outliers in one channel, and values of one sign, or all the same. The largest shares of what is allowed were 0.6
 (row), 0.8 (error), 0.6 (distance), 0.4 (lse), with units by the exponents of products, a bit larger than those of now.
-tests/stream_attention_tools/testing/test_fp8.py repeats a part of that with these, and has what must be refused.
+test_fp8_tolerance.py repeats a part of that with these, and has what must be refused.
 What 13 bits cannot show: sums over blocks that are kept in bf16 are 0.6 of the distance allowed where scores have unit
 size, and more than all of it where they are a tenth of that, so a GPU test wants small scores, and fp16, too.
 
@@ -56,6 +56,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from benchmarks.studies.matrix_units import MATRIX_UNIT_BITS, TERMS, matrix_unit_sums
 from torch import Tensor
 
 from stream_attention.backends.reference import fp8 as reference_fp8
@@ -71,14 +72,6 @@ SCATTER = 4.0
 LSE_SIGMAS = 6.0
 
 FP32_BITS = 23
-MATRIX_UNIT_BITS = 13
-"""Fraction bits of a sum of FP8 products, on Ada and Hopper."""
-
-TERMS = 32
-"""That a matrix unit adds at once."""
-
-AT_ONCE = 1 << 23
-"""Scores whose terms `matrix_unit_sums` looks at, so that it needs no more than 6 GB."""
 
 LN2 = math.log(2)
 
@@ -212,38 +205,6 @@ def noise_of(bits: int, call: Fp8Call, exact: Tensor) -> Noise:
         return Noise(of_out, tipped, cut, torch.cat(lses, 1))
     of_out, tipped, cut = (torch.stack(x).transpose(1, 2) for x in (outs, tips, cuts))
     return Noise(of_out, tipped, cut, torch.stack(lses))
-
-
-def matrix_unit_sums(a: Tensor, b: Tensor, bits: int = MATRIX_UNIT_BITS) -> Tensor:
-    """a b^T of `[H, m, K]` and `[H, n, K]`, e4m3 values times powers of two, as matrix units sum it.
-
-    32 terms and the sum so far are cut off, towards 0, so many bits behind the largest exponent: that of the sum, and
-    of a term the sum of its factors' exponents. The new sum keeps so many bits behind its first. Factors are 0 or
-    between 2^-240 and 2^240; how units take the exponent of a subnormal code is not known, and makes no difference that
-    was visible.
-    """
-    assert a.shape[::2] == b.shape[::2], f"expected [H, m, K] and [H, n, K]; got {list(a.shape)}, {list(b.shape)}"
-    a, b = a.double(), b.double()
-    of_a, of_b = _exponent(a), _exponent(b)
-    total = a.new_zeros(*a.shape[:2], b.shape[1])
-    rows = max(1, AT_ONCE // max(1, a.shape[0] * b.shape[1]))
-    for row in range(0, a.shape[1], rows):
-        here, part = slice(row, row + rows), total[:, row : row + rows]
-        for first in range(0, a.shape[2], TERMS):
-            now = slice(first, first + TERMS)
-            terms = a[:, here, None, now] * b[:, None, :, now]
-            largest = (of_a[:, here, None, now] + of_b[:, None, :, now]).amax(-1)
-            unit = torch.exp2(torch.maximum(largest, _exponent(part)) - bits)
-            part = (terms.div_(unit[..., None]).trunc_().sum(-1) + (part / unit).trunc()) * unit
-            unit = torch.exp2(_exponent(part) - bits)
-            part = (part / unit).trunc() * unit
-        total[:, here] = part
-    return total
-
-
-def _exponent(x: Tensor) -> Tensor:
-    """Of the first bit; that of 0 is below all others."""
-    return torch.where(x == 0, -500, torch.frexp(x)[1] - 1).double()
 
 
 def _sequences(call: Fp8Call, exact: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
