@@ -39,7 +39,7 @@ RANK = {name: -depth for depth, name in enumerate(LAYERS)}
 TOOL_LAYERS = (
     # The same of stream_attention_tools.
     ("cli",),
-    ("cluster", "count_lines", "report", "tune", "walk"),
+    ("cluster", "report", "tune", "walk"),
     ("baseline",),
     ("module_tools",),
     ("bench",),

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stream_attention_tools import count_lines
-from stream_attention_tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, totals
+from tools import count_lines
+from tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, totals
 
 LIBRARY_TODAY = 19_110
 BOTH_TODAY = 26_855

@@ -1,7 +1,7 @@
 """Count the lines of code of `stream_attention` and `stream_attention_tools`: no blank lines, comments or docstrings.
 
-python -m stream_attention_tools.count_lines             by package and folder, and what is beyond the goals
-python -m stream_attention_tools.count_lines --files     each file too
+python -m tools.count_lines             by package and folder, and what is beyond the goals
+python -m tools.count_lines --files     each file too
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-SRC = Path(__file__).resolve().parents[1]
+SRC = Path(__file__).resolve().parents[1] / "src"
 LIBRARY, TOOLS = "stream_attention", "stream_attention_tools"
 
 MOST_IN_LIBRARY = 16_000
@@ -66,7 +66,7 @@ def totals(counts: dict[str, Count]) -> Counter[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m stream_attention_tools.count_lines", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.count_lines", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--files", action="store_true", help="list every file, the longest first")
     flags = parser.parse_args(argv)
