@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from tools import count_lines
 from tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, totals
 
-LIBRARY_TODAY = 19_110
-BOTH_TODAY = 26_855
+from tools import count_lines
+
+LIBRARY_TODAY = 19_054
+BOTH_TODAY = 26_143
 """Of lines of code, until the goals are reached. Lower them with what they count."""
 
 LONG_FILES: set[str] = set()

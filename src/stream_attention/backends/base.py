@@ -44,7 +44,7 @@ class Backend(ABC):
     name: ClassVar[str]
     kernels: ClassVar[str | None] = None  # module with prepare and prepare_backward
     decode_kernels: ClassVar[str | None] = None  # module with prepare_decode
-    fp8_kernels: ClassVar[str | None] = None  # module with prepare_fp8 and forward_fp8
+    fp8_kernels: ClassVar[str | None] = None  # module with prepare_fp8
     compiles: ClassVar[bool] = False  # launches kernels that it compiles; else it calls torch's ops
     forceable: ClassVar[Mapping[str, tuple[int, ...]]] = {}  # fields of a forward's tiles that a caller may set
     dim_multiple: ClassVar[int] = 1  # head dims are padded with zeros to a multiple of this before the kernel sees them
@@ -95,10 +95,6 @@ class Backend(ABC):
         """`prepare` in FP8, of inputs whose keys and values may be codes. `call`: problem, inputs, config, and whether
         queries and keys are rotated."""
         return load(self.fp8_kernels).prepare_fp8(*call)
-
-    def forward_fp8(self, *call: Any) -> tuple[Tensor, Tensor]:
-        """Compute a call whose codes are there: problem, queries, keys, cu_seqlens of both, and config."""
-        return load(self.fp8_kernels).forward_fp8(*call)
 
     def forward(self, problem: Problem, inputs: Inputs, config: Any) -> tuple[Tensor, Tensor]:
         """Prepare and compute `(out, lse)`."""

@@ -168,12 +168,8 @@ def _compute(backend: Backend, problem: Problem, inputs: Any, saved: tuple[Tenso
     if problem.cached:
         return tuple(backend.prepare_decode(problem, inputs, config)(inputs))
     if problem.fp8:
-        from ..gpu.quantize_fp8 import quantize as quantize_fp8
-
-        ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        query, key, value = inputs[:3]
-        codes = quantize_fp8(query, key, value, *ends, problem.q_len, problem.k_len)
-        return backend.forward_fp8(problem, *codes, *ends, config)
+        out, lse = backend.prepare_fp8(problem, inputs, config, False)(inputs, True)
+        return (out,) if lse is None else (out, lse)
     if problem.backward:
         grads = backend.backward(problem, inputs, config, *saved, wanted=Wanted())
         return tuple(grad for grad in grads[:3] if grad is not None)

@@ -16,7 +16,7 @@ from ..base.problem import Forward, Inputs, Problem
 from . import driver
 from .arguments import sample
 from .launch import Launch, Sizes
-from .quantize_fp8 import Quantization, codes_in_order
+from .quantize_fp8 import Quantization
 from .scratch import Outputs, Sample, Scratch
 
 
@@ -47,24 +47,6 @@ class Fp8Kernel(NamedTuple):
         memory = *outputs.samples(), self.counter(problem)
         attend = self.bind(problem, made.queries, keys, *made.ends, config, *memory, inputs.query.device)
         return _Forward(self, made, made.bind(rotate), attend, outputs, memory[-1])
-
-    def forward(
-        self,
-        problem: Problem,
-        queries: QueryCodes,
-        keys: KeyCodes,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        config: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """`(out, lse)` of codes that are there."""
-        like, ends = queries.scales, (cu_seqlens_q, cu_seqlens_k)
-        out, lse = Outputs.of(problem, queries.rows).allocate(like)
-        if not problem.empty:
-            memory = out, lse, self.counter(problem).empty(like).zero_()
-            launch = self.bind(problem, queries, keys, *ends, config, *memory)
-            launch(*codes_in_order(queries, keys), *ends, *memory)
-        return out, lse
 
 
 def _quantization(problem: Problem, inputs: Inputs | CodedInputs) -> tuple[Quantization, KeyCodes]:

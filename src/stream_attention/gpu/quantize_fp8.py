@@ -335,29 +335,8 @@ class Quantization(NamedTuple):
         constants = {"UNIT": unit, "HAS_LEFT": packed and left != UNBOUNDED}
         return batch * q_tiles * q_heads + 2 * k_programs, Sizes(_SIZES, numbers, constants, {})
 
-    def run(self, rotate: bool = False) -> Any:
-        """Write the codes, and return them."""
-        self.bind(rotate)(*self.rows, *codes_in_order(self.queries, self.keys), *self.ends)
-        return self.queries, self.keys
-
 
 _SIZES = f"{QKV_STRIDES} q_len k_len q_heads kv_heads q_tiles k_tiles q_blocks k_blocks k_programs k_floor left"
-
-
-def quantize(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    q_longest: int = 0,
-    k_longest: int = 0,
-    rotate: bool = False,
-    left: int = UNBOUNDED,
-) -> tuple[QueryCodes, KeyCodes]:
-    """Codes of all three, in one launch."""
-    ends, longest = (cu_seqlens_q, cu_seqlens_k), (q_longest, k_longest)
-    return Quantization.of(query, key, value, ends, longest, left).run(rotate)
 
 
 def _blocks_in(rows: Tensor, cu_seqlens: Tensor | None) -> int:

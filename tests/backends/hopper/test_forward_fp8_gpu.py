@@ -15,14 +15,16 @@ pytest.importorskip("triton")
 from fp8_cases import CAUSAL, Fp8Call, compile_call, draw_call, kernel_of
 from fp8_tolerance import check_fp8
 from gpu_tools import BF16, captured, compile_ahead, give_memory_back, keep, without_synchronising
+from quantize_fp8_cases import quantize
 
 from stream_attention import attention, attention_fp8, explain, quantize_fp8, varlen_attention
+from stream_attention.backends import BY_NAME
 from stream_attention.backends.hopper import forward_fp8_sm90
 from stream_attention.backends.hopper.fp8_tuning import GLUON, configure
 from stream_attention.backends.reference import attention as reference
 from stream_attention.backends.reference import fp8 as reference_fp8
-from stream_attention.gpu import quantize_fp8 as pre_pass
 from stream_attention.gpu.scratch import Outputs
+from stream_attention_tools.testing.fp8 import attend_to_codes
 
 __all__ = ["give_memory_back"]
 
@@ -73,7 +75,7 @@ def compare(call: Fp8Call, backend: str) -> float:
     else:
         out, lse = attention(query, key, value, precision="fp8", rotate=call.rotate, **options)
     asked = problem.q_len, problem.k_len, call.rotate, problem.left
-    queries, keys = pre_pass.quantize(query, key, value, *cu, *asked)
+    queries, keys = quantize(query, key, value, *cu, *asked)
     return check_fp8(out, lse, problem, queries, keys, *cu).worst
 
 
@@ -114,13 +116,13 @@ def test_sums_over_64k_keys_are_exact(D: int) -> None:
     query, key, value, *_ = call.tensors()
     value = value + 2.0
     problem = call.stated(query, key, value, None, None)
-    queries, keys = pre_pass.quantize(query, key, value)
+    queries, keys = quantize(query, key, value)
     exact, _ = reference_fp8.attention(problem, queries, keys, rounded=False)
 
     def bias(two_level: bool) -> float:
         alone = GLUON[D]._replace(two_level=False, apart=False, parts=1, conditional_rescale=False, sums_first=False)
         config = GLUON[D] if two_level else alone
-        out, _ = forward_fp8_sm90.forward_fp8(problem, queries, keys, None, None, config)
+        out, _ = attend_to_codes(BY_NAME["gluon"], problem, queries, keys, None, None, config)
         return ((out.double() - exact).mean() / exact.mean()).item()
 
     two, one = bias(True), bias(False)
@@ -136,7 +138,7 @@ def lost_tiles(call: Fp8Call, *tensors: Tensor, **config: Any) -> tuple[int, Ten
     query, key, value, *cu = tensors or call.tensors()
     cu = cu or [None, None]
     problem = call.stated(query, key, value, *cu)
-    queries, keys = pre_pass.quantize(query, key, value, *cu, problem.q_len, problem.k_len)
+    queries, keys = quantize(query, key, value, *cu, problem.q_len, problem.k_len)
     out, lse = Outputs.of(problem, queries.rows).allocate(queries.scales)
     words = lse.new_zeros(1 + problem.num_sms, dtype=torch.int32)
     chosen = configure(problem)._replace(**config)

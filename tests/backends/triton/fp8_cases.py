@@ -18,6 +18,7 @@ from stream_attention.base.fp8_layout import KeyCodes, QueryCodes, alloc_key_cod
 from stream_attention.base.problem import UNBOUNDED, Inputs, Positions, Problem, state_problem
 from stream_attention_tools.offline import launching_for
 from stream_attention_tools.testing import poisoned_memory
+from stream_attention_tools.testing.fp8 import attend_to_codes
 
 F16, BF16 = torch.float16, torch.bfloat16
 CAUSAL, FULL = (UNBOUNDED, 0), (UNBOUNDED, UNBOUNDED)
@@ -272,7 +273,7 @@ def launch_offline(call: Fp8Call, backend: str) -> None:
     queries = alloc_query_codes(query, blocks_of(query.shape[-3], batch, packed))
     keys = alloc_key_codes(key, blocks_of(key.shape[-3], batch, packed))
     row = BY_NAME[backend]
-    row.forward_fp8(problem, queries, keys, *cu, row.configure(problem))
+    attend_to_codes(row, problem, queries, keys, *cu, row.configure(problem))
 
 
 def kernel_of(call: Fp8Call) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from stream_attention.backends.reference import fp8 as reference_fp8
 from stream_attention.base.fp8_layout import BLOCK, KeyCodes, QueryCodes, first_block
 from stream_attention.base.problem import UNBOUNDED
-from stream_attention.gpu import quantize_fp8
+from stream_attention.gpu.quantize_fp8 import Quantization, codes_in_order
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -95,11 +95,34 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 Tensors = tuple[Tensor, Tensor, Tensor]
 
 
+def written(made: Quantization, rotate: bool = False) -> Any:
+    """Launch it: the codes of queries and of keys."""
+    made.bind(rotate)(*made.rows, *codes_in_order(made.queries, made.keys), *made.ends)
+    return made.queries, made.keys
+
+
+def quantize(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    q_longest: int = 0,
+    k_longest: int = 0,
+    rotate: bool = False,
+    left: int = UNBOUNDED,
+) -> tuple[QueryCodes, KeyCodes]:
+    """Codes of all three, in one launch."""
+    ends, longest = (cu_seqlens_q, cu_seqlens_k), (q_longest, k_longest)
+    made: tuple[QueryCodes, KeyCodes] = written(Quantization.of(query, key, value, ends, longest, left), rotate)
+    return made
+
+
 def check(case: Case, device: str = "cpu", seed: int = 0, inputs: Tensors | None = None) -> tuple[QueryCodes, KeyCodes]:
     """The codes of a case, from one launch, that are those of the specification."""
     query, key, value = inputs or case.inputs(device, seed)
     offsets, longest = case.offsets(device), case.longest()
-    got = quantize_fp8.quantize(query, key, value, *offsets, *longest, case.rotate, case.left)
+    got = quantize(query, key, value, *offsets, *longest, case.rotate, case.left)
     want = reference_fp8.quantize_queries(query, offsets[0], case.rotate)
     same_queries(case, got[0], want, case.rotate)
     seen = seen_keys(case, key)
@@ -113,11 +136,11 @@ def check_alone(case: Case, device: str = "cpu") -> None:
     """Each side in a launch of its own has the codes that it has in one for all."""
     query, key, value = case.inputs(device)
     offsets, longest = case.offsets(device), case.longest()
-    queries, keys = quantize_fp8.quantize(query, key, value, *offsets, *longest, case.rotate)
-    alone = quantize_fp8.Quantization.of(query, None, None, offsets, longest).run(case.rotate)
+    queries, keys = quantize(query, key, value, *offsets, *longest, case.rotate)
+    alone = written(Quantization.of(query, None, None, offsets, longest), case.rotate)
     assert alone[1] is None
     same_queries(case, alone[0], queries, False)
-    alone = quantize_fp8.Quantization.of(None, key, value, offsets, longest).run(case.rotate)
+    alone = written(Quantization.of(None, key, value, offsets, longest), case.rotate)
     assert alone[0] is None
     same_keys(case, alone[1], keys, False)
 

@@ -15,9 +15,10 @@ from compile_gate import RELEASE, SHARED_KIB, atomics, beyond, with_tables
 from fp8_cases import BASE, CAUSAL, F16, Fp8Call
 from gates import GATED_TRITON
 
-from stream_attention.backends.triton.forward_fp8 import forward_fp8
+from stream_attention.backends import BY_NAME
 from stream_attention.backends.triton.fp8_tuning import TRITON
 from stream_attention.base.fp8_layout import HEAD_DIMS
+from stream_attention_tools.testing.fp8 import attend_to_codes
 from stream_attention_tools.testing.offline import Report, compiling_for, report
 
 LONG = replace(BASE, Tq=256, Tk=512, Hq=2, Hkv=1)
@@ -57,7 +58,7 @@ SPILLS: dict[str, dict[str, int]] = {
 def compiled(arch: int, call: Fp8Call) -> Report:
     problem, queries, keys, cu_q, cu_k = call.codes()
     with compiling_for(arch) as kernels:
-        forward_fp8(problem.replace(arch=arch), queries, keys, cu_q, cu_k, TRITON[call.D])
+        attend_to_codes(BY_NAME["triton"], problem.replace(arch=arch), queries, keys, cu_q, cu_k, TRITON[call.D])
     assert len(kernels) == 1
     return report(kernels[0])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
@@ -21,10 +22,12 @@ import triton
 import triton.language as tl
 from fp8_cases import BASE, CASES, CAUSAL, check, random_case
 
+from stream_attention.backends import BY_NAME
 from stream_attention.backends.reference import fp8 as reference_fp8
-from stream_attention.backends.triton.forward_fp8 import forward_fp8, place_of_key
+from stream_attention.backends.triton.forward_fp8 import place_of_key
 from stream_attention.backends.triton.tuning import Tile
 from stream_attention.base.fp8_layout import E4M3, LARGEST, ORDER
+from stream_attention_tools.testing.fp8 import attend_to_codes
 
 # An empty row takes log2(0) and infinities meet in products, on the way to a result that does not hold them.
 pytestmark = pytest.mark.filterwarnings(
@@ -32,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 CONFIG = Tile(64, 64, 4, 1)
+forward_fp8 = partial(attend_to_codes, BY_NAME["triton"])
 
 
 # What it stands on

@@ -17,9 +17,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter specialises nothing; run without TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
+from quantize_fp8_cases import quantize
+
 from stream_attention import gpu
 from stream_attention.backends import triton as backend
-from stream_attention.gpu import driver, launch, quantize_fp8
+from stream_attention.gpu import driver, launch
 from stream_attention.gpu.launch import Kernel, Parameters
 from stream_attention_tools.offline import launching_for
 
@@ -96,7 +98,7 @@ def test_parameters_lie_as_ptx_declares_them() -> None:
     forms: list[Any] = []
     with launching_for(90, forms.append):
         x = torch.empty(1, 128, 1, 64, dtype=torch.float16)
-        quantize_fp8.quantize(x, x, x)
+        quantize(x, x, x)
     (form,) = forms
     declared = re.findall(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w)(\d+)", form.compile().asm["ptx"].partition(")")[0])
     sizes = [int(bits) // 8 for _, _, bits in declared]
@@ -165,5 +167,5 @@ def test_a_launch_names_its_kernel_first(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(launch, "name_steadily", noted)
     with launching_for(90, lambda form: None):
         x = torch.empty(1, 128, 1, 64, dtype=torch.float16)
-        quantize_fp8.quantize(x, x, x)
+        quantize(x, x, x)
     assert named[0] == "_quantize_kernel"

@@ -14,9 +14,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton")
 
 from compile_gate import SHARED_KIB, atomics, serialised
-from quantize_fp8_cases import F16, Case
+from quantize_fp8_cases import F16, Case, quantize
 
-from stream_attention.gpu import quantize_fp8
 from stream_attention_tools.testing.offline import compiling_for, disassemble, report
 
 KERNELS = {
@@ -31,7 +30,7 @@ KERNELS = {
 
 def launched(arch: int, case: Case) -> Any:
     with compiling_for(arch) as compiled:
-        quantize_fp8.quantize(*case.inputs(), *case.offsets(), *case.longest(), case.rotate, case.left)
+        quantize(*case.inputs(), *case.offsets(), *case.longest(), case.rotate, case.left)
     (one,) = compiled  # one launch for all three
     return one
 
@@ -69,5 +68,5 @@ def test_a_tensor_off_16_bytes_is_read_all_the_same() -> None:
 def test_what_is_empty_launches_nothing() -> None:
     none = torch.zeros(2, 0, 4, 64, dtype=F16)
     with compiling_for(90) as compiled:
-        quantize_fp8.quantize(none, none, none)
+        quantize(none, none, none)
     assert not compiled

@@ -10,11 +10,21 @@ import torch
 pytest.importorskip("triton")
 
 from gpu_tools import captured, give_memory_back, keep, without_synchronising
-from quantize_fp8_cases import BF16, F16, LAYOUTS, Case, check, check_alone, draw_case, every_number, seen_keys
+from quantize_fp8_cases import (
+    BF16,
+    F16,
+    LAYOUTS,
+    Case,
+    check,
+    check_alone,
+    draw_case,
+    every_number,
+    quantize,
+    seen_keys,
+)
 
 from stream_attention.backends.reference import fp8 as reference_fp8
 from stream_attention.base.problem import UNBOUNDED
-from stream_attention.gpu import quantize_fp8
 
 __all__ = ["give_memory_back"]
 
@@ -119,7 +129,7 @@ def test_what_no_query_sees_is_zero_whatever_it_is(D: int) -> None:
 def test_a_graph_is_replayed() -> None:
     case = Case(D=128, B=2, Tq=300, Tk=500, Hq=4, Hkv=2)
     inputs = case.inputs("cuda")
-    graph, got = captured(lambda: quantize_fp8.quantize(*inputs))
+    graph, got = captured(lambda: quantize(*inputs))
     for x, fresh in zip(inputs, case.inputs("cuda", seed=10), strict=True):
         x.copy_(fresh)
     graph.replay()
@@ -131,9 +141,9 @@ def test_a_graph_is_replayed() -> None:
 def test_the_host_never_waits() -> None:
     for case in (Case(D=128, B=2), Case(D=128, packed=((130, 70), (3, 200)), seen=(10, 0))):
         inputs, offsets = case.inputs("cuda"), case.offsets("cuda")
-        quantize_fp8.quantize(*inputs, *offsets, *case.longest(), left=case.left)  # compiles
+        quantize(*inputs, *offsets, *case.longest(), left=case.left)  # compiles
         with without_synchronising():
-            quantize_fp8.quantize(*inputs, *offsets, *case.longest(), left=case.left)
+            quantize(*inputs, *offsets, *case.longest(), left=case.left)
 
 
 # Layouts
@@ -150,11 +160,11 @@ def test_tensors_of_more_than_2_to_the_31_elements(packed: bool) -> None:
     begin = rows - last
     if packed:
         cu = torch.tensor([0, begin, rows], dtype=torch.int64, device="cuda")
-        queries, keys = quantize_fp8.quantize(x, x, x, cu, cu, begin, begin)
+        queries, keys = quantize(x, x, x, cu, cu, begin, begin)
         first = begin // 128 + 1
     else:  # of the last row's block on, those of zeros before it
         tail = torch.cat([tail.new_zeros(begin % 128, 8, 128), tail])
-        queries, keys = quantize_fp8.quantize(x[None], x[None], x[None])
+        queries, keys = quantize(x[None], x[None], x[None])
         first = begin // 128
     del x
     want, want_keys = reference_fp8.quantize_queries(tail[None]), reference_fp8.quantize_keys(tail[None], tail[None])

@@ -15,11 +15,21 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton")
 
-from quantize_fp8_cases import BF16, F16, LAYOUTS, Case, check, check_alone, draw_case, every_number, seen_keys
+from quantize_fp8_cases import (
+    BF16,
+    F16,
+    LAYOUTS,
+    Case,
+    check,
+    check_alone,
+    draw_case,
+    every_number,
+    quantize,
+    seen_keys,
+)
 
 from stream_attention.base.fp8_layout import E4M3, ORDER
 from stream_attention.base.problem import UNBOUNDED
-from stream_attention.gpu import quantize_fp8
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
@@ -30,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 def test_scales_of_64_queries_and_of_128_keys() -> None:
     x = torch.zeros(1, 130, 1, 64, dtype=BF16)
     x[0, 0, 0, 0], x[0, 63, 0, 1], x[0, 64, 0, 2], x[0, 129, 0, 3] = 448, 1, 450, -7  # 450 becomes 225 = 224 beside 2
-    queries, keys = quantize_fp8.quantize(x, x, x)
+    queries, keys = quantize(x, x, x)
     assert queries.query.shape == (1, 256, 64) and keys.value.shape == (1, 64, 256)
     assert queries.scales.tolist() == [[1, 2, 2**-6, 1]]
     assert keys.scales.tolist() == [[[2, 2], [2**-6, 2**-6]]]
@@ -43,7 +53,7 @@ def test_values_lie_transposed_and_in_order() -> None:
     value = torch.zeros(1, 64, 1, 64, dtype=BF16)
     value[0, :32, 0, 5] = torch.arange(32, dtype=torch.uint8).view(E4M3).bfloat16()  # key n has code n
     value[0, 0, 0, 0] = 448
-    _, keys = quantize_fp8.quantize(value, value, value)
+    _, keys = quantize(value, value, value)
     assert keys.value.view(torch.uint8)[0, 5, :32].tolist() == list(ORDER)
     assert int(keys.value.view(torch.uint8)[0, 5, 32:].count_nonzero()) == 0
 
@@ -51,7 +61,7 @@ def test_values_lie_transposed_and_in_order() -> None:
 def test_a_rotated_channel_is_spread_over_all() -> None:
     x = torch.zeros(1, 1, 1, 64, dtype=BF16)
     x[0, 0, 0, 1] = 3.0
-    queries, keys = quantize_fp8.quantize(x, x, x, rotate=True)
+    queries, keys = quantize(x, x, x, rotate=True)
     spread = 3.0 * torch.tensor([1.0, -1.0]).repeat(32)
     assert torch.equal(queries.query[0, 0].float() * queries.scales[0, 0], spread)
     assert torch.equal(keys.key[0, 0].float() * keys.scales[0, 0, 0], spread / 64)
@@ -134,7 +144,7 @@ def test_a_pack_has_the_codes_of_its_sequences_one_by_one() -> None:
     queries, keys = check(case)
     for n in range(3):
         rows, key_rows = slice(*cu_q[n : n + 2].tolist()), slice(*cu_k[n : n + 2].tolist())
-        alone, alone_keys = quantize_fp8.quantize(query[None, rows], key[None, key_rows], value[None, key_rows])
+        alone, alone_keys = quantize(query[None, rows], key[None, key_rows], value[None, key_rows])
         first, first_key = (int(cu[n]) // 128 + n for cu in (cu_q, cu_k))
         codes = queries.query[:, first * 128 :][:, : alone.query.shape[1]]
         assert torch.equal(codes.view(torch.uint8), alone.query.view(torch.uint8))
@@ -148,7 +158,7 @@ def test_offsets_that_are_wrong_are_held_within_the_pack(offsets: list[int]) -> 
     case = Case(packed=((100, 100), (100, 100)), Hq=1)
     query, key, value = case.inputs()
     cu = torch.tensor(offsets, dtype=torch.int32)
-    queries, keys = quantize_fp8.quantize(query, key, value, cu, cu, 128, 128)
+    queries, keys = quantize(query, key, value, cu, cu, 128, 128)
     assert queries.query.shape == (1, 3 * 128, 64) and keys.key.shape == (1, 3 * 128, 64)
 
 
@@ -184,5 +194,5 @@ def test_nothing(case: Case) -> None:
 
 def test_a_pack_of_no_sequence() -> None:
     none, cu = torch.zeros(0, 2, 64, dtype=BF16), torch.zeros(1, dtype=torch.int32)
-    queries, keys = quantize_fp8.quantize(none, none, none, cu, cu)
+    queries, keys = quantize(none, none, none, cu, cu)
     assert queries.query.shape == (2, 0, 64) and keys.value.shape == (2, 64, 0) and keys.scales.shape == (2, 0, 2)

@@ -246,5 +246,5 @@ def _counter(problem: Problem) -> Sample:
 
 _POINTERS = "out_ptr lse_ptr query_scales_ptr scales_ptr cu_q_ptr cu_k_ptr count_ptr"
 _kernel = Kernel(_forward_fp8_kernel, **COMPILE_OPTIONS)
-_fp8 = Fp8Kernel(bind_fp8, _sizes, _counter)
-prepare_fp8, forward_fp8 = _fp8.prepare, _fp8.forward
+fp8_kernel = Fp8Kernel(bind_fp8, _sizes, _counter)
+prepare_fp8 = fp8_kernel.prepare

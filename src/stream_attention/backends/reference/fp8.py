@@ -143,26 +143,14 @@ def prepare_fp8(problem: Problem, inputs: Inputs | CodedInputs, config: str, rot
         ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         keys = inputs.kv.codes if isinstance(inputs, CodedInputs) else _visible_codes(problem, inputs, rotate)
         queries = quantize_queries(inputs.query, ends[0], rotate)
-        return forward_fp8(problem, queries, keys, *ends, config)
+        out, lse = Outputs.of(problem, queries.rows).allocate(inputs.query)
+        rows, row_lses = attention(problem, queries, keys, *ends)
+        count = rows.shape[-3]  # rows of a pack behind its last sequence see no key
+        out[..., :count, :, :] = rows
+        lse[..., :count] = row_lses
+        return out, lse
 
     return forward
-
-
-def forward_fp8(
-    problem: Problem,
-    queries: QueryCodes,
-    keys: KeyCodes,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    config: str,
-) -> tuple[Tensor, Tensor]:
-    """`attention` as backends return it. Of a pack behind whose last sequence there are rows, those see no key."""
-    out, lse = Outputs.of(problem, queries.rows).allocate(queries.scales)
-    rows, row_lses = attention(problem, queries, keys, cu_seqlens_q, cu_seqlens_k)
-    count = rows.shape[-3]
-    out[..., :count, :, :] = rows
-    lse[..., :count] = row_lses
-    return out, lse
 
 
 def _visible_codes(problem: Problem, inputs: Inputs, rotate: bool) -> KeyCodes:

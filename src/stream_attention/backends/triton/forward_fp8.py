@@ -195,5 +195,5 @@ def _sizes(problem: Problem, queries: QueryCodes, keys: KeyCodes, config: Tile, 
 
 
 _kernel = Kernel(_forward_fp8_kernel)
-_fp8 = Fp8Kernel(bind_fp8, _sizes)
-prepare_fp8, forward_fp8 = _fp8.prepare, _fp8.forward
+fp8_kernel = Fp8Kernel(bind_fp8, _sizes)
+prepare_fp8 = fp8_kernel.prepare

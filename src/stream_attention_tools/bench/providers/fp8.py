@@ -16,6 +16,7 @@ from stream_attention.base.fp8_layout import BLOCK, SHIFT, first_block
 from stream_attention.base.problem import UNBOUNDED
 from stream_attention.dispatch.plan import plan
 
+from ...testing.fp8 import attend_to_codes
 from ...testing.inputs import Tensors, draw
 from ..suites import Cell, shortened
 from .base import without_modifiers
@@ -77,8 +78,8 @@ class Fp8Kernel(Fp8):
             offsets = x.options.get("cu_seqlens_q"), x.options.get("cu_seqlens_k")
             queries = reference_fp8.quantize_queries(x.query, offsets[0])
             keys = reference_fp8.quantize_keys(x.key, x.value, offsets[1])
-            attend = BY_NAME[planned.backend].forward_fp8
-            self._coded[x.query] = partial(attend, planned.problem, queries, keys, *offsets, planned.config)
+            call = BY_NAME[planned.backend], planned.problem, queries, keys, *offsets, planned.config
+            self._coded[x.query] = partial(attend_to_codes, *call)
         out: Tensor = self._coded[x.query]()[0]
         return out
 

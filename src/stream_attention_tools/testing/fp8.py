@@ -1,0 +1,31 @@
+"""FP8 kernels on codes that are there: what a call computes between its quantisation and its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from stream_attention.backends.base import Backend, load
+from stream_attention.backends.reference import fp8 as reference
+from stream_attention.base.fp8_layout import KeyCodes, QueryCodes
+from stream_attention.base.problem import Problem
+from stream_attention.gpu.scratch import Outputs
+
+
+def attend_to_codes(
+    backend: Backend, problem: Problem, queries: QueryCodes, keys: KeyCodes, *ends_and_config: Any
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)`, given codes, cu_seqlens of both and the backend's configuration."""
+    *ends, config = ends_and_config
+    kernel = getattr(load(backend.fp8_kernels), "fp8_kernel", None)
+    if kernel is None:
+        return reference.attention(problem, queries, keys, *ends)
+    out, lse = Outputs.of(problem, queries.rows).allocate(queries.scales)
+    if not problem.empty:
+        from stream_attention.gpu.quantize_fp8 import codes_in_order
+
+        memory = out, lse, kernel.counter(problem).empty(queries.scales).zero_()
+        launch = kernel.bind(problem, queries, keys, *ends, config, *memory)
+        launch(*codes_in_order(queries, keys), *ends, *memory)
+    return out, lse
