@@ -8,7 +8,7 @@ from pathlib import Path
 import gates
 import pytest
 
-from stream_attention.backends import HOPPER_TRITON
+from stream_attention.backends.installed import HOPPER_TRITON
 
 
 @pytest.fixture

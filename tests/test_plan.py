@@ -22,11 +22,13 @@ from stream_attention import (
     force_backend,
     quantize_kv,
 )
-from stream_attention.backends import AUTO, BACKENDS, BY_NAME, HOPPER_TRITON, triton_release
+from stream_attention.backends import BACKENDS, BY_NAME
 from stream_attention.backends.eager.tuning import EagerConfig
 from stream_attention.backends.hopper import fp8_tuning as hopper_fp8_tuning
+from stream_attention.backends.installed import HOPPER_TRITON, triton_release
 from stream_attention.backends.triton import fp8_tuning as triton_fp8_tuning
 from stream_attention.base.problem import (
+    AUTO,
     KV,
     UNBOUNDED,
     Hardware,

@@ -284,7 +284,7 @@ def other(package):
 importlib.metadata.version = other
 sys.path.insert(0, sys.argv[1])
 from stream_attention import attention
-from stream_attention.backends import triton_release
+from stream_attention.backends.installed import triton_release
 from stream_attention_tools.cli.info import main
 
 q = torch.randn(1, 9, 2, 8)

@@ -33,7 +33,7 @@ SOURCES = (
     ROOT / "benchmarks" / "results" / "h200",
 )
 RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
-"""Each is gated. The Hopper kernels are enabled for those that ran on a GPU: `backends.HOPPER_TRITON`."""
+"""Each is gated. The Hopper kernels are enabled for those that ran on a GPU: `backends.installed.HOPPER_TRITON`."""
 GATED_TRITON = tuple(triton.rpartition(".")[0] for triton in RELEASES)
 """The same as releases: 3.6, not 3.6.0."""
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from benchmarks.releases import __main__ as releases
 
-from stream_attention.backends import HOPPER_TRITON
+from stream_attention.backends.installed import HOPPER_TRITON
 from stream_attention_tools.bench.suites import flops
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from sass_gate import fingerprint, ran
 
 import pretend_gpu
-from stream_attention.backends import interpreting
+from stream_attention.backends.installed import interpreting
 
 if interpreting():
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stream_attention.backends import interpreting
+from stream_attention.backends.installed import interpreting
 from stream_attention.base.problem import Inputs, Problem, state_problem
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="TRITON_INTERPRET=1 is not set: `make test` runs these")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stream_attention import UnsupportedProblem, attention, attention_fp8, quantize_fp8, varlen_attention
-from stream_attention.backends import interpreting
+from stream_attention.backends.installed import interpreting
 from stream_attention.dispatch import launch_cache
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="TRITON_INTERPRET=1 is not set: `make test` runs these")

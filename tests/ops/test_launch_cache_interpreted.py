@@ -17,7 +17,7 @@ from launch_cases import CALLS, DENSE, GROUPS, Sizes, difference, expected, run,
 from torch import Tensor
 
 from stream_attention import attention
-from stream_attention.backends import interpreting
+from stream_attention.backends.installed import interpreting
 from stream_attention.dispatch import launch_cache
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="TRITON_INTERPRET=1 is not set: `make test` runs these")

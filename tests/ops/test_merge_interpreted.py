@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stream_attention import merge_states
-from stream_attention.backends import interpreting
+from stream_attention.backends.installed import interpreting
 from stream_attention.ops.merge import fold_state
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="TRITON_INTERPRET=1 is not set: `make test` runs these")

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..backends import AUTO
 from ..base.device import allows_tf32
-from ..base.problem import UNBOUNDED, Inputs
+from ..base.problem import AUTO, UNBOUNDED, Inputs
 from . import plan as planning
 
 _INPUTS = len(Inputs._fields)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx import Proxy
 
-from ..backends import FP8_HEAD_DIMS
 from ..base.errors import refuse
+from ..base.fp8_layout import HEAD_DIMS as FP8_HEAD_DIMS
 from ..base.kv_layouts import ContiguousKV, Fp8KV, KVCache, PagedKV, QuantizedKV, checks
 from ..base.problem import UNBOUNDED, CallOptions, DecodeInputs, Inputs
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import runs_triton
+from ..backends.installed import runs_triton
 from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, Rotary, checks
 from ..base.kv_layouts.base import Cache
 from ..dispatch import launch_cache

@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from ..backends import AUTO
-from ..base.problem import UNBOUNDED, CallOptions, Inputs, gradient_of
+from ..base.problem import AUTO, UNBOUNDED, CallOptions, Inputs, gradient_of
 from ..dispatch import launch_cache, validate
 from ..dispatch.call_key import FAR_SIDE
 from ..dispatch.flops import register_flop_formulas

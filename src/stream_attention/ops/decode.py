@@ -8,10 +8,11 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from ..backends import AUTO, BY_NAME
+from ..backends import BY_NAME
 from ..base.graph_break import graph_break
 from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV, checks
 from ..base.problem import (
+    AUTO,
     UNBOUNDED,
     CallOptions,
     DecodeInputs,

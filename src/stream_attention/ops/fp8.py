@@ -12,7 +12,8 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from ..backends import BY_NAME, makes_fp8_codes
+from ..backends import BY_NAME
+from ..backends.installed import makes_fp8_codes
 from ..base.fp8_layout import CodedInputs, KeyCodes
 from ..base.graph_break import graph_break
 from ..base.kv_layouts.fp8 import Fp8KV

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..backends import runs_triton
+from ..backends.installed import runs_triton
 from ..base.state import merge
 from ..dispatch import validate
 

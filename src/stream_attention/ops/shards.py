@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backends import AUTO, BY_NAME
-from ..base.problem import Backward, Gradients, Inputs, Positions, Problem, Wanted, state_problem
+from ..backends import BY_NAME
+from ..base.problem import AUTO, Backward, Gradients, Inputs, Positions, Problem, Wanted, state_problem
 from ..dispatch import launch_cache
 from ..dispatch.plan import Plan, plan, requested
 from ..dispatch.prepare import prepare_backward, prepare_forward, run_forward

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from stream_attention import __version__
-from stream_attention.backends import BACKENDS, BY_NAME, SEE_INFO, installed, probe, triton_release
+from stream_attention.backends import BACKENDS, BY_NAME, installed, probe
 from stream_attention.backends import self_check as hopper_check
+from stream_attention.backends.installed import SEE_INFO, triton_release
 from stream_attention.base.device import arch, num_sms
 from stream_attention.base.problem import Problem
 from stream_attention.dispatch.plan import plan

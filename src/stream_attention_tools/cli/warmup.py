@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from stream_attention import __version__
-from stream_attention.backends import interpreting
+from stream_attention.backends.installed import interpreting
 from stream_attention.base.device import arch, num_sms
 
 from .. import warmup

@@ -11,7 +11,7 @@ import torch
 from gates import GATED_TRITON
 from torch import Tensor
 
-from stream_attention.backends import triton_release
+from stream_attention.backends.installed import triton_release
 from stream_attention.backends.triton.tuning import Row, configure_backward, configure_forward
 from stream_attention.base.problem import KV, Hardware, Inputs, Operands, Problem, Shape, state_problem
 from stream_attention_tools.testing.offline import Report

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from stream_attention.backends import AUTO, BACKENDS, BY_NAME
+from stream_attention.backends import BACKENDS, BY_NAME
 from stream_attention.backends.reference import fp8 as reference_fp8
 from stream_attention.base.fp8_layout import BLOCK, SHIFT, first_block
-from stream_attention.base.problem import UNBOUNDED
+from stream_attention.base.problem import AUTO, UNBOUNDED
 from stream_attention.dispatch.plan import plan
 
 from ...testing.fp8 import attend_to_codes

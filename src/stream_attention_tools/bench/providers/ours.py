@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from stream_attention.backends import AUTO, BY_NAME
+from stream_attention.backends import BY_NAME
 from stream_attention.backends.eager import tuning as eager_tuning
-from stream_attention.base.problem import Problem
+from stream_attention.base.problem import AUTO, Problem
 from stream_attention.dispatch.plan import Plan, plan
 from stream_attention.dispatch.prepare import run_forward
 from stream_attention.ops.attention import attention
