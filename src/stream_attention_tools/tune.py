@@ -11,15 +11,13 @@ against SDPA (with a modifier: against each other) and timed beside it in one ru
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from itertools import product
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
@@ -30,8 +28,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stream_attention.backends.triton.tuning import Tile, TritonConfig, configure_backward, configure_forward
 from stream_attention.base.problem import Inputs, Problem
 from stream_attention.base.state import Saved
-from stream_attention_tools.files import write_file
 
+from .bench.results import conditions, save
 from .bench.timing import Latency, interleaved
 from .testing.inputs import Case, draw, stated
 
@@ -331,17 +329,12 @@ def main(arguments: list[str] | None = None) -> int:
     cells = [Cell(dim, length, is_causal, dtype, modifier) for dim, modifier, is_causal, length in problems]
     configs = {(name, dim): candidates(name, dim, dtype) for name in options.kernels for dim in options.head_dims}
     rows = sweep(cells, options.kernels, options.repeats, configs)
-    conditions = {
-        "gpu": torch.cuda.get_device_name(),
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": version("triton"),
-    }
+    found = conditions("cuda") | {"rows": rows}
     for row in [row for row in rows if row["error"]][:10]:
         print("failed", row)
-    print("\n".join(propose(rows, "{gpu}, {date}, torch {torch}, Triton {triton}".format_map(conditions))))
-    write_file(options.out, json.dumps({**conditions, "rows": rows}))
+    where = f"{found['machine']['name']}, {found['date'][:10]}, torch {found['versions']['torch']}"
+    print("\n".join(propose(rows, f"{where}, Triton {found['versions']['triton']}")))
+    save(found, Path(options.out))
     return 0
 
 

@@ -25,14 +25,27 @@ def no_counter(problem: Problem) -> Sample:
     return Sample((0,), torch.int32)
 
 
+class Fp8Call(NamedTuple):
+    """What a kernel attends to and what it writes, in memory or as samples."""
+
+    problem: Problem
+    queries: QueryCodes
+    keys: KeyCodes
+    ends: tuple[Tensor | None, Tensor | None]  # cu_seqlens of both
+    config: Any
+    outputs: Outputs
+    counter: Any
+    device: torch.device
+
+
 class Fp8Kernel(NamedTuple):
     """How a backend attends to codes."""
 
-    bind: Callable[..., Launch]
-    """Of problem, queries, keys, cu_seqlens of both, config, out, lse, counter, device: the kernel as a function of
-    codes of queries, keys and values, scales of queries and keys, cu_seqlens of both, out, lse and counter."""
+    bind: Callable[[Fp8Call], Launch]
+    """The kernel as a function of codes of queries, keys and values, scales of queries and keys, cu_seqlens of both,
+    out, lse and counter."""
 
-    sizes: Callable[[Problem, QueryCodes, KeyCodes, Any, Outputs], tuple[int, Sizes]]
+    sizes: Callable[[Fp8Call], tuple[int, Sizes]]
     """The grid, and the arguments that depend on lengths."""
 
     counter: Callable[[Problem], Sample] = no_counter
@@ -44,9 +57,9 @@ class Fp8Kernel(NamedTuple):
         if problem.empty:
             return lambda inputs, with_lse: outputs.allocate(inputs.query)
         made, keys = _quantization(problem, inputs)
-        memory = *outputs.samples(), self.counter(problem)
-        attend = self.bind(problem, made.queries, keys, *made.ends, config, *memory, inputs.query.device)
-        return _Forward(self, made, made.bind(rotate), attend, outputs, memory[-1])
+        counter = self.counter(problem)
+        call = Fp8Call(problem, made.queries, keys, made.ends, config, outputs, counter, inputs.query.device)
+        return _Forward(self, made, made.bind(rotate), self.bind(call), outputs, counter)
 
 
 def _quantization(problem: Problem, inputs: Inputs | CodedInputs) -> tuple[Quantization, KeyCodes]:
@@ -105,7 +118,9 @@ class _Forward:
         outputs = self._outputs.resized(inputs.query.shape[-3])
         kernel, (made, keys) = self._kernel, _quantization(problem, inputs)
         quantize = self._quantize.resized(*made.sizes())
-        attend = self._attend.resized(*kernel.sizes(problem, made.queries, keys, config, outputs))
+        counter, device = kernel.counter(problem), inputs.query.device
+        call = Fp8Call(problem, made.queries, keys, made.ends, config, outputs, counter, device)
+        attend = self._attend.resized(*kernel.sizes(call))
         if quantize is None or attend is None:
             return None
-        return _Forward(kernel, made, quantize, attend, outputs, kernel.counter(problem))
+        return _Forward(kernel, made, quantize, attend, outputs, counter)

@@ -23,9 +23,10 @@ def attend_to_codes(
         return reference.attention(problem, queries, keys, *ends)
     out, lse = Outputs.of(problem, queries.rows).allocate(queries.scales)
     if not problem.empty:
+        from stream_attention.gpu.fp8_call import Fp8Call
         from stream_attention.gpu.quantize_fp8 import codes_in_order
 
-        memory = out, lse, kernel.counter(problem).empty(queries.scales).zero_()
-        launch = kernel.bind(problem, queries, keys, *ends, config, *memory)
-        launch(*codes_in_order(queries, keys), *ends, *memory)
+        counter, outputs = kernel.counter(problem).empty(out).zero_(), Outputs(out, lse, False)
+        call = Fp8Call(problem, queries, keys, tuple(ends), config, outputs, counter, out.device)
+        kernel.bind(call)(*codes_in_order(queries, keys), *ends, out, lse, counter)
     return out, lse

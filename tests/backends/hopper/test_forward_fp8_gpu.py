@@ -23,6 +23,7 @@ from stream_attention.backends.hopper import forward_fp8_sm90
 from stream_attention.backends.hopper.fp8_tuning import GLUON, configure
 from stream_attention.backends.reference import attention as reference
 from stream_attention.backends.reference import fp8 as reference_fp8
+from stream_attention.gpu.fp8_call import Fp8Call as codes_call
 from stream_attention.gpu.scratch import Outputs
 from stream_attention_tools.testing.fp8 import attend_to_codes
 
@@ -142,7 +143,8 @@ def lost_tiles(call: Fp8Call, *tensors: Tensor, **config: Any) -> tuple[int, Ten
     out, lse = Outputs.of(problem, queries.rows).allocate(queries.scales)
     words = lse.new_zeros(1 + problem.num_sms, dtype=torch.int32)
     chosen = configure(problem)._replace(**config)
-    launch = forward_fp8_sm90.bind_fp8(problem, queries, keys, *cu, chosen, out, lse, words)
+    ends, outputs = (cu[0], cu[1]), Outputs(out, lse, False)
+    launch = forward_fp8_sm90.bind_fp8(codes_call(problem, queries, keys, ends, chosen, outputs, words, out.device))
     scales = keys.scales.view(torch.int64)
     launch(queries.query, keys.key, keys.value, queries.scales, scales, *cu, out, lse, words)
     assert not (words[1:] % 16).any(), "a tile is lost still"

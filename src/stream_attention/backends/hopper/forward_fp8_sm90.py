@@ -28,18 +28,15 @@ tests/backends/hopper/test_forward_fp8_gpu.py.
 from typing import Any
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...base.fp8_layout import KeyCodes, QueryCodes
 from ...base.problem import Problem, distinct
 from ...gpu.arguments import named, sample
-from ...gpu.fp8_call import Fp8Kernel
+from ...gpu.fp8_call import Fp8Call, Fp8Kernel
 from ...gpu.launch import Descriptor, Kernel, Launch, Sizes
-from ...gpu.scratch import Outputs, Sample
+from ...gpu.scratch import Sample
 from .forward_fp8_consumer import RECOMPUTE, Fp8Scales, bit, consume, declare_vote, first_row, overflowed_tiles
-from .fp8_tuning import GluonFp8Config
 from .launch import forward_sizes, jit, rows_descriptor, shared_layout
 from .parameters import Epilogue, SeqlenInfo
 from .pipeline import make_pipelines
@@ -181,28 +178,16 @@ def _forward_fp8_kernel(
     )
 
 
-def bind_fp8(
-    problem: Problem,
-    queries: QueryCodes,
-    keys: KeyCodes,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    config: GluonFp8Config,
-    out: Any,
-    lse: Any,
-    counter: Any,
-    device: torch.device | None = None,
-) -> Launch:
+def bind_fp8(call: Fp8Call) -> Launch:
     """The kernel as a function of quantised queries, keys and values, scales of queries and keys, cu_seqlens, out, lse
     and the counter of tiles. Where there is no tensor, the LSE stands in for it, unread."""
-    dim = problem.head_dim
-    grid, sizes = _sizes(problem, queries, keys, config, Outputs(out, lse, False))
+    problem, queries, keys, ends, config, (out, lse, _), counter, device = call
+    (grid, sizes), dim, offsets = _sizes(call), problem.head_dim, distinct(*ends)
     scales = sample(keys.scales.shape[:2], torch.int64)  # of a block's keys and of its values, as one word
-    cu_seqlens_q, cu_seqlens_k = distinct(cu_seqlens_q, cu_seqlens_k)
-    pointers = out, lse, queries.scales, scales, cu_seqlens_q, cu_seqlens_k, counter
+    pointers = out, lse, queries.scales, scales, *offsets, counter
     return _kernel.bind(
         grid,
-        (queries.query, keys.key, keys.value, queries.scales, scales, cu_seqlens_q, cu_seqlens_k, out, lse, counter),
+        (queries.query, keys.key, keys.value, queries.scales, scales, *offsets, out, lse, counter),
         {"num_warps": 4},
         device,
         described=sizes.described,
@@ -223,10 +208,9 @@ def bind_fp8(
     )
 
 
-def _sizes(
-    problem: Problem, queries: QueryCodes, keys: KeyCodes, config: GluonFp8Config, outputs: Outputs
-) -> tuple[int, Sizes]:
+def _sizes(call: Fp8Call) -> tuple[int, Sizes]:
     """The grid and the arguments that depend on lengths."""
+    problem, queries, keys, _, config, outputs, *_ = call
     described = {"q_desc": queries.query, "k_desc": keys.key, "v_desc": keys.value, "o_desc": outputs.out}
     rows, strides = (queries.rows, keys.rows), outputs.strides(problem.packed)
     scales = queries.scales.shape[1], keys.scales.shape[1]

@@ -19,19 +19,14 @@ Not here: splits of keys, and whatever is more than positions and a scale.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...base.fp8_layout import BLOCK, QUERY_BLOCK, SHIFT, KeyCodes, QueryCodes
-from ...base.problem import UNBOUNDED, Problem, distinct
+from ...base.fp8_layout import BLOCK, QUERY_BLOCK, SHIFT
+from ...base.problem import UNBOUNDED, distinct
 from ...gpu.arguments import FAR, cdiv, named, scale_of
-from ...gpu.fp8_call import Fp8Kernel
+from ...gpu.fp8_call import Fp8Call, Fp8Kernel
 from ...gpu.launch import Kernel, Launch, Sizes, jit
-from ...gpu.scratch import Outputs
 from ...gpu.tiles import (
     LN2,
     LOG2E,
@@ -43,7 +38,6 @@ from ...gpu.tiles import (
     tile_of_program,
     visible_by_position,
 )
-from .tuning import Tile
 
 ROWS = tl.constexpr(BLOCK)
 QUERY_ROWS = tl.constexpr(QUERY_BLOCK)
@@ -144,31 +138,19 @@ def _forward_fp8_kernel(
     tl.store(lse_ptr + offs_m, lse * LN2, mask=mask_m)
 
 
-def bind_fp8(
-    problem: Problem,
-    queries: QueryCodes,
-    keys: KeyCodes,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    config: Tile,
-    out: Any,
-    lse: Any,
-    counter: Any,
-    device: torch.device | None = None,
-) -> Launch:
+def bind_fp8(call: Fp8Call) -> Launch:
     """The kernel as a function of query, key and value codes, scales of queries and keys, cu_seqlens, out, lse and a
     counter, which it does not need."""
-    scale = scale_of(problem)
-    grid, sizes = _sizes(problem, queries, keys, config, Outputs(out, lse, False))
-    ends = distinct(cu_seqlens_q, cu_seqlens_k)
+    problem, queries, keys, ends, config, (out, lse, _), counter, device = call
+    (grid, sizes), scale, offsets = _sizes(call), scale_of(problem), distinct(*ends)
     codes = queries.query, keys.key, keys.value, queries.scales, keys.scales
     return _kernel.bind(
         grid,
-        (*codes, *ends, out, lse, counter),
+        (*codes, *offsets, out, lse, counter),
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
         device,
         **named("q_ptr k_ptr v_ptr q_scales_ptr k_scales_ptr", codes),
-        **named("cu_q_ptr cu_k_ptr", ends),
+        **named("cu_q_ptr cu_k_ptr", offsets),
         out_ptr=out,
         lse_ptr=lse,
         **sizes.arguments(),
@@ -183,8 +165,9 @@ def bind_fp8(
     )
 
 
-def _sizes(problem: Problem, queries: QueryCodes, keys: KeyCodes, config: Tile, outputs: Outputs) -> tuple[int, Sizes]:
+def _sizes(call: Fp8Call) -> tuple[int, Sizes]:
     """The grid and the arguments that depend on lengths."""
+    problem, queries, keys, _, config, *_ = call
     numbers = (
         *(queries.query.shape[1] // BLOCK, keys.key.shape[1] // BLOCK, problem.q_len, problem.k_len),
         *(queries.rows, keys.rows, min(problem.left, FAR), min(problem.right, FAR), problem.q_start - problem.k_start),
