@@ -11,6 +11,7 @@ import os
 import random
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from pretend_gpu import Launched, pretend_gpu
 from stream_attention import UnsupportedProblem, attention, varlen_attention
 from stream_attention.dispatch import launch_cache
 from stream_attention.dispatch.call_key import are_aligned
-from stream_attention.gpu import driver
+from stream_attention.gpu import driver, launch
 from stream_attention.ops import varlen
 from stream_attention.ops.attention import prepare_attention
 
@@ -231,19 +232,19 @@ def test_tensor_maps_are_written_where_the_driver_would_write_them() -> None:
             assert driver.map_words(rank) is not None
 
 
-def test_where_sizes_are_no_words_of_their_own_a_map_is_encoded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretend_gpu() as launches:
-        dense((1900, 2000))
-        launches.clear()
-        dense((1901, 2001))
-        written = launches[:]
-        launch_cache.clear()
+def test_where_sizes_are_no_words_of_a_map_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of descriptors are written into the words of a map, so a driver whose maps have none is not asked."""
+    maps, signature = [{"block_size": [1, 64], "swizzle": 3}], {"q_desc": "tensordesc<bf16[1, 64]>"}
+    plain = {"global_scratch_size": 0, "profile_scratch_size": 0, "num_ctas": 1, "launch_cooperative_grid": False}
+    metadata = SimpleNamespace(**plain, tensordesc_meta=maps)
+    compiled = SimpleNamespace(metadata=metadata, src=SimpleNamespace(signature=signature), function=5)
+    with pretend_gpu():
+        offsets = launch.Parameters(signature, maps).offsets
+        monkeypatch.setattr(driver, "parameters_of", lambda function: offsets)
+        assert launch._parameters_of(compiled) is not None
         with monkeypatch.context() as patch:
             patch.setattr(driver, "map_words", lambda rank: None)
-            dense((1900, 2000))
-            launches.clear()
-            dense((1901, 2001))
-        assert launches == written
+            assert launch._parameters_of(compiled) is None
 
 
 def test_strides_that_a_word_of_a_tensor_map_does_not_hold_are_not_written() -> None:
@@ -325,3 +326,49 @@ def test_a_pack_without_keys_is_no_template(monkeypatch: pytest.MonkeyPatch) -> 
         filled.clear()
         packed((200, 100), causal=True)
         assert not filled
+
+
+def kernels(launches: list[Launched]) -> dict[str, int]:
+    """The compiled form of each kernel that was launched: dtypes of pointers tell forms apart."""
+    return {one.kernel: one.function for one in launches}
+
+
+@pytest.mark.parametrize("length", [200, 201], ids=["kept", "from a template"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["the LSE", "inputs and output"])
+def test_what_hooks_save_in_another_dtype_is_read_as_that(length: int, dtype: torch.dtype) -> None:
+    """A kernel for fp32 would read beyond the end of what was saved in half of its bytes."""
+
+    def narrow(t: Tensor) -> Tensor:
+        return t.half() if t.dtype is dtype else t
+
+    with pretend_gpu() as launches:
+        dense((200, 200), causal=True, grad=True)
+        ordinary = kernels(launches)
+        with torch.autograd.graph.saved_tensors_hooks(narrow, lambda t: t):
+            dense((length, length), causal=True, grad=True)
+        assert kernels(launches)["_query_kernel"] != ordinary["_query_kernel"]
+
+
+def test_a_gradient_of_another_dtype_is_read_as_that() -> None:
+    def backward(length: int, dtype: torch.dtype) -> None:
+        query, wanted = empty(2, length, 8, 64), [True] * 3 + [False] * 3
+        arguments = prepare_attention(query, query, query, **DEFAULTS)
+        out, lse = torch.ops.stream_attention.forward(*arguments)
+        torch.ops.stream_attention.backward(out.to(dtype), None, out, lse, wanted, *arguments)
+
+    with pretend_gpu() as launches:
+        backward(200, BF16)
+        ordinary = kernels(launches)
+        backward(201, BF16)
+        assert kernels(launches) == ordinary
+        backward(202, torch.float32)
+        found = kernels(launches)
+        assert found["_query_kernel"] != ordinary["_query_kernel"] and found["_key_kernel"] != ordinary["_key_kernel"]
+
+
+def test_a_cleared_cache_has_no_call_though_a_thread_puts_a_family_back() -> None:
+    with pretend_gpu():
+        dense((300, 300))
+        (family,) = launch_cache._families.values()
+        launch_cache.clear()
+        assert not family.calls and family.template is None

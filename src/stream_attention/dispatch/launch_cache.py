@@ -165,8 +165,10 @@ class PreparedCall:
 
     def _prepare_backward(self, inputs: Inputs, given: Results, wanted: Wanted) -> Backward:
         templates, (out, lse, grad_out, grad_lse) = self._templates, given
-        is_plain = grad_lse is None and lse.is_contiguous()
-        if not is_plain or not all(map(_is_aligned, (*inputs[:3], out, grad_out))):
+        read = *inputs[:3], out, grad_out
+        is_plain = grad_lse is None and lse.is_contiguous() and lse.data_ptr() % 16 == 0
+        of_template = [t.dtype for t in (*read, lse)] == [*[self._problem.dtype] * len(read), torch.float32]
+        if not (is_plain and of_template and all(map(_is_aligned, read))):
             templates = None
         if templates is not None:
             found = templates.backward(self, inputs, given, wanted)
@@ -197,8 +199,8 @@ def places_of(inputs: Iterable[Tensor | None]) -> tuple[int, ...]:
 def _backward_key(
     inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: tuple[bool, ...]
 ) -> Hashable:
-    """What a backward depends on beside the key of its forward: how its tensors lie. Those that were saved may lie
-    anew, by hooks on saved tensors."""
+    """What a backward depends on beside the key of its forward: how its tensors lie, and their dtypes. Hooks on saved
+    tensors may return others than the forward had."""
     query, key, value = inputs[:3]
     addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr() | lse.data_ptr()
     if (addresses | grad_out.data_ptr()) % 16 or grad_lse is not None or query.dtype is torch.float32:
@@ -211,7 +213,7 @@ def _backward_key(
     if not are_aligned(strides[5]):
         strides.append(grad_out.shape)
     others = [layout_of(t) for t in inputs[3:] if t is not None]  # which ones they are, the forward's key says
-    return (wanted, grad_out.dtype, *strides, *devices, *others)
+    return (wanted, *[t.dtype for t in read], *strides, *devices, *others)
 
 
 class _Templates:
@@ -495,8 +497,8 @@ def _add(family: _Family, lengths: Hashable, call: Any) -> None:
         while len(_order) >= LIMIT:
             oldest, dropped = _order.popleft()
             del oldest.calls[dropped]
-            if not oldest.calls and oldest is not family:
-                _families.pop(oldest.key, None)
+            if not oldest.calls and oldest is not family and _families.get(oldest.key) is oldest:
+                del _families[oldest.key]
         if lengths not in family.calls:
             _order.append((family, lengths))
         family.calls[lengths] = call
@@ -511,5 +513,7 @@ def size() -> int:
 def clear() -> None:
     """Forget all calls."""
     with _lock:
+        for family in _families.values():  # which a thread may have found, and put back
+            family.calls, family.template, family.latest = {}, None, ()
         _families.clear()
         _order.clear()

@@ -476,18 +476,17 @@ class Parameters:
         """Write the sizes of descriptors."""
         halves, rows = _halves_of(block), self._rows
         for name, size in described.items():
-            if type(size) is int and (words := rows.get(name) or self._words_of_rows(name)):
-                halves[words[0]], halves[words[1]] = size, size - 1
+            if type(size) is int:
+                in_shape, in_map = rows.get(name) or self._words_of_rows(name)
+                halves[in_shape], halves[in_map] = size, size - 1
             else:
                 self._maps[name].resize(block, halves, bound[name], size)
 
-    def _words_of_rows(self, name: str) -> tuple[int, int] | None:
-        """The 32-bit words of a block that hold a descriptor's rows, and its rows less one; None if they have none."""
+    def _words_of_rows(self, name: str) -> tuple[int, int]:
+        """The 32-bit words of a block that hold a descriptor's rows, and its rows less one."""
         field = self._maps[name]
-        words, place = driver.map_words(len(field.box)), rows_dim(len(field.box))
-        if words is None:
-            return None
-        self._rows[name] = found = field.shape_at // 4 + place, field.at // 4 + words.sizes[place]
+        place = rows_dim(len(field.box))
+        self._rows[name] = found = field.shape_at // 4 + place, field.at // 4 + field.words.sizes[place]
         return found
 
 
@@ -521,38 +520,36 @@ class _MapField(NamedTuple):
     shape_at: int
     strides_at: int
 
+    @property
+    def words(self) -> driver.MapWords:
+        """Of the map. A kernel whose maps have none is launched by Triton."""
+        words = driver.map_words(len(self.box))
+        assert words is not None
+        return words
+
     def encoded(self, descriptor: Descriptor) -> bytes:
         """The tensor map, of a tensor that lies anywhere."""
         dtype, shape, strides = descriptor[:3]
         return driver.tensor_map(1 << 20, dtype, shape, strides, self.box, self.swizzle)
 
     def resize(self, block: array[int], halves: memoryview, bound: Descriptor, size: Any) -> None:
-        """Write what `bound.resized(size)` changes."""
-        words = driver.map_words(len(self.box))
-        if words is None:
-            struct.pack_into("128s", block, self.at, self.encoded(bound.resized(size)))
+        """Write what `bound.resized(size)` changes; `bound` is the descriptor that the block has."""
+        words, (lengths, strides) = self.words, size
         map_at, shape_at, strides_at = self.at // 4, self.shape_at // 4, self.strides_at // 8
-        if type(size) is int:  # where it has no word of its own in the map: that was encoded anew
-            halves[shape_at + rows_dim(len(self.box))] = size
-            return
-        lengths, strides = size
         dtype, shape, old_strides = bound[:3]
         if len(shape) == 3:
             for place, (length, stride) in enumerate(zip(lengths, strides, strict=True)):
                 halves[shape_at + place], block[strides_at + place] = length, stride
-                if words is not None:
-                    halves[map_at + words.sizes[place]] = length - 1
-                    if place < 2:
-                        halves[map_at + words.strides[place]] = stride * dtype.itemsize >> 4
+                halves[map_at + words.sizes[place]] = length - 1
+                if place < 2:
+                    halves[map_at + words.strides[place]] = stride * dtype.itemsize >> 4
             return
         halves[shape_at + 1] = length = lengths[-3]
-        if words is not None:
-            halves[map_at + words.sizes[1]] = length - 1
+        halves[map_at + words.sizes[1]] = length - 1
         for place, old in enumerate(old_strides[:3]):
             if (place == 1 or shape[place] > 1) and (stride := strides[place - 4]) != old:
                 block[strides_at + place] = stride
-                if words is not None:
-                    halves[map_at + words.strides[place]] = stride * dtype.itemsize >> 4
+                halves[map_at + words.strides[place]] = stride * dtype.itemsize >> 4
 
 
 _STRUCT_CODES = {
@@ -573,6 +570,8 @@ def _parameters_of(compiled: Any) -> Parameters | None:
     maps = getattr(metadata, "tensordesc_meta", None) or ()
     descriptors = sum(kind.startswith("tensordesc") for kind in kinds)
     if len(kinds) < len(signature) or descriptors != len(maps) or (maps and driver.address_word() is None):
+        return None
+    if any(driver.map_words(len(made["block_size"])) is None for made in maps):
         return None
     # Where a parameter is aligned to 64 bytes, the driver begins further on: at byte 48 on Hopper.
     offsets = driver.parameters_of(compiled.function)
