@@ -12,15 +12,19 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import sys
 from os.path import relpath
 from pathlib import Path
 
 import measured
 
-from stream_attention_tools.count_lines import code_lines
 from stream_attention_tools.files import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+from tools.count_lines import code_lines  # noqa: E402  in the repository's root, which a script has to add
+
 PAGE = ROOT / "learn" / "languages.md"
 GLUON = "src/stream_attention/backends/hopper/"
 TRITON = "src/stream_attention/backends/triton/"

@@ -18,7 +18,6 @@ from stream_attention.base.errors import UnsupportedProblem, check_int, refuse
 from stream_attention.base.problem import KV, Operands, Problem, Scores, Shape, Window, hardware_of
 from stream_attention.core import StreamAttention, StreamAttentionConfig
 from stream_attention.core._checks import check_counts
-from stream_attention.core.config import tiled_backend
 from stream_attention.dispatch.plan import plan
 
 from .bench.suites import Cell, flops, tensor_bytes
@@ -124,7 +123,7 @@ def optimal_tile_sizes(config: StreamAttentionConfig, seq_len: int) -> tuple[int
     check_int("seq_len", seq_len, 1)
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-        forced = tiled_backend(**config._tiles())
+        forced = "auto" if config.backend == "reference" else config.backend
         try:
             planned = plan(causal_problem(config, seq_len, device), "triton" if forced == "auto" else forced).config
         except UnsupportedProblem:

@@ -13,7 +13,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 from stream_attention.integration.forward import stream_attention_forward  # noqa: E402
 from stream_attention.integration.hf import NAME, register  # noqa: E402
-from stream_attention.integration.masks import SHORT, filled, matrix, packed, visible  # noqa: E402
+from stream_attention.integration.masks import SHORT, decoded, matrix  # noqa: E402
 
 masking_utils = transformers.masking_utils
 pytestmark = pytest.mark.xdist_group("transformers")
@@ -151,7 +151,7 @@ def test_by_sequences_a_query_attends_to_what_the_matrix_says(window: int) -> No
         padding = torch.stack([(at >= begin) & (at < end) for begin, end in batch])
         said = {"batch": len(batch), "kind": "window" if window else "causal", "window": window or None}
         ours = mask(NAME, length, padding, **said)
-        assert ours is not None and visible(ours).unpadded is not None
+        assert ours is not None and decoded(ours).unpadded is not None
         expected = as_matrix(mask("sdpa", length, padding, **said), length, length, len(batch))[:, 0]
         weights = attended(ours, length)
         assert torch.equal(weights > 0, expected)
@@ -164,7 +164,7 @@ def test_by_sequences_a_query_attends_to_what_the_matrix_says(window: int) -> No
 def test_padding_is_in_no_sequence_of_tokens() -> None:
     padding = torch.ones(3, 300, dtype=torch.bool)
     padding[0, :290], padding[1, 200:] = False, False
-    unpadded = visible(mask(NAME, 300, padding, batch=3)).unpadded
+    unpadded = decoded(mask(NAME, 300, padding, batch=3)).unpadded
     assert unpadded is not None and unpadded.right is not None
     assert unpadded.queries.cu_seqlens.tolist() == [0, 290, 290, 300, 500, 600, 600, 900]
     assert unpadded.keys.cu_seqlens.tolist() == [0, 0, 290, 300, 500, 500, 600, 900]
@@ -178,7 +178,7 @@ def test_a_compiled_layer_reads_a_mask_that_was_made_outside() -> None:
     padding = torch.ones(2, SHORT, dtype=torch.bool)
     padding[0, 50:], padding[1, :30] = False, False
     ours = mask(NAME, SHORT, padding)
-    assert ours is not None and visible(ours).unpadded is not None
+    assert ours is not None and decoded(ours).unpadded is not None
     compiled = torch.compile(attended, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(ours, SHORT), attended(ours, SHORT))
 
@@ -191,7 +191,7 @@ def test_what_stays_a_mask(case: str) -> None:
     if case == "between tokens":
         padding[1, 7] = False
     ours = mask(NAME, length, padding, past=past)
-    assert ours is not None and visible(ours).unpadded is None and torch.equal(visible(ours).rows, padding)
+    assert ours is not None and decoded(ours).unpadded is None and torch.equal(decoded(ours).padding, padding)
 
 
 # In few numbers
@@ -221,20 +221,20 @@ def test_what_the_host_must_know_is_in_the_shape() -> None:
     whole = mask(NAME, 8)
     assert whole is None
     windowed = mask(NAME, 8, kind="window")
-    assert windowed is not None and visible(windowed)[:3] == (WINDOW, False, 8) and visible(windowed).padding is None
+    assert windowed is not None and decoded(windowed)[:3] == (WINDOW, False, 8) and decoded(windowed).padding is None
     static = mask(NAME, 8, past=Past(0, 12))
-    assert static is not None and visible(static)[:3] == (0, False, 8) and visible(static).slots == 12
+    assert static is not None and decoded(static)[:3] == (0, False, 8) and decoded(static).slots == 12
     step = mask(NAME, 1, past=Past(7, 12), kind="window")
-    assert step is not None and step.shape == (2, 1 + WINDOW, 1, 1) and filled(step)[0].tolist() == [8, 8]
+    assert step is not None and step.shape == (2, 1 + WINDOW, 1, 1) and decoded(step)[0].tolist() == [8, 8]
     cut = mask(NAME, 8, position_ids=PACKED)
-    assert cut is not None and packed(cut).cu_seqlens.tolist() == [0, 4, 8, 9, 16] and packed(cut).longest == 7
+    assert cut is not None and decoded(cut).cu_seqlens.tolist() == [0, 4, 8, 9, 16] and decoded(cut).longest == 7
     holes = mask(NAME, 8, HOLES)
-    assert holes is not None and torch.equal(visible(holes).padding[:, 0, 0], HOLES.bool())
+    assert holes is not None and torch.equal(decoded(holes).padding, HOLES.bool())
 
 
 @pytest.mark.parametrize("kind", ["causal", "window"])
 def test_what_a_mask_says_at_once_is_what_its_numbers_say(kind: str) -> None:
-    readers = {torch.uint8: visible, torch.int32: filled, torch.int64: packed}
+    readers = {torch.uint8: decoded, torch.int32: decoded, torch.int64: decoded}
     made = [mask(NAME, kind=kind, **case) for case in CASES.values()]
     ours = [one for one in made if one is not None and one.dtype in readers]
     assert {one.dtype for one in ours} == set(readers)

@@ -274,7 +274,7 @@ GOOD: dict[str, Any] = {"keys": torch.zeros(2, 8, 2, 4), "values": torch.zeros(2
         ({"keys": torch.zeros(2, 8, 4)}, ValueError, r"keys: expected shape \[B, T, Hkv, D\]; got \[2, 8, 4\]"),
         ({"keys": torch.zeros(2, 8, 2, 4).int()}, TypeError, "keys: expected dtype float16, .*; got torch.int32"),
         ({"values": torch.zeros(2, 7, 2, 4)}, ValueError, r"values: expected the keys' batch.*\[2, 8, 2\] \+ \[Dv\]"),
-        ({"values": torch.zeros(2, 8, 2, 4, device="meta")}, ValueError, "values: expected the keys' device cpu"),
+        ({"values": torch.zeros(2, 8, 2, 4, device="meta")}, ValueError, "values: expected the key's device cpu"),
         ({"lengths": torch.tensor([8, 9])}, ValueError, r"lengths: expected from 0 to the 8 slots.*\[8, 9\]"),
         ({"lengths": torch.tensor([8.0, 3.0])}, TypeError, "lengths: expected dtype torch.int32"),
         ({"lengths": torch.tensor([8])}, ValueError, r"lengths: expected shape \[B=2\]; got \[1\]"),

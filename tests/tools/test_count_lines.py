@@ -9,8 +9,8 @@ from tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, t
 
 from tools import count_lines
 
-LIBRARY_TODAY = 19_054
-BOTH_TODAY = 26_143
+LIBRARY_TODAY = 18_894
+BOTH_TODAY = 25_977
 """Of lines of code, until the goals are reached. Lower them with what they count."""
 
 LONG_FILES: set[str] = set()

@@ -33,20 +33,6 @@ _FIELD_OF = {"tile_size_q": "block_m", "tile_size_k": "block_n", "num_warps": "n
 """Names in the kernels' configuration."""
 
 
-def tiled_backend(**tiles: int) -> str:
-    """The backend for these values of tile_size_q, tile_size_k, num_warps and num_stages: "auto" if all are planned."""
-    forced = {_FIELD_OF[name]: value for name, value in tiles.items() if value != PLANNED[name]}
-    return spell("triton", **forced) if forced else "auto"
-
-
-def check_tiles(**tiles: int) -> None:
-    """Refuse values of tile_size_q, tile_size_k, num_warps and num_stages that no kernel takes."""
-    for name, value in tiles.items():
-        legal = FORCEABLE[_FIELD_OF[name]]
-        if check_int(name, value) not in legal:
-            refuse(name, f"one of {', '.join(map(str, legal))}", value)
-
-
 def _with_retired(cls: type[Any]) -> type[Any]:
     """A dataclass whose constructor also takes `RETIRED` names."""
     generated = cls.__init__
@@ -144,7 +130,9 @@ class StreamAttentionConfig:
         _check_type(name, value, kind)
         least = 0 if name in MAY_BE_0 else 1
         if name in PLANNED:
-            check_tiles(**{name: value})
+            legal = FORCEABLE[_FIELD_OF[name]]
+            if check_int(name, value) not in legal:
+                refuse(name, f"one of {', '.join(map(str, legal))}", value)
         elif name == "dropout":
             if not 0 <= value < 1:
                 refuse("dropout", "a probability in [0, 1)", value)
@@ -162,7 +150,9 @@ class StreamAttentionConfig:
     @property
     def backend(self) -> str:
         """The `backend` of `stream_attention.attention` that these fields ask for."""
-        return tiled_backend(**self._tiles()) if self.enable_flash_attention else "reference"
+        forced = {_FIELD_OF[name]: value for name, value in self._tiles().items() if value != PLANNED[name]}
+        tiled = spell("triton", **forced) if forced else "auto"
+        return tiled if self.enable_flash_attention else "reference"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StreamAttentionConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -18,10 +17,10 @@ from ..dispatch import validate
 from ..dispatch.plan import Plan, check_backend, plan, requested
 from ..ops.attention import attention
 from ..ops.explain import problems_of_call
-from ._checks import check_counts, check_heads
+from ._checks import check_heads
 from ._instruments import instruments
 from ._masks import split_mask
-from .config import PLANNED, check_tiles, tiled_backend
+from .config import PLANNED, StreamAttentionConfig
 
 
 class _Call(NamedTuple):
@@ -88,19 +87,14 @@ class FusedOnlineAttention(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        check_counts(num_heads=num_heads, head_dim=head_dim)
-        for name, number in (("dropout", dropout), ("scale", 0.0 if scale is None else scale)):
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
-                refuse(name, "a finite number", f"{number!r} ({type(number).__name__})", error=TypeError)
-        if not 0 <= dropout < 1:
-            refuse("dropout", "a probability in [0, 1)", dropout)
+        tiles: dict[str, Any] = dict(zip(PLANNED, (tile_size_q, tile_size_k, num_warps, num_stages), strict=True))
+        config = StreamAttentionConfig(num_heads=num_heads, head_dim=head_dim, dropout=dropout, **tiles)  # checks them
+        validate.real("scale", 0.0 if scale is None else scale)
         if dtype not in validate.DTYPES:
             refuse("dtype", "float16, bfloat16, float32 or float64", dtype, error=TypeError)
-        tiles = dict(zip(PLANNED, (tile_size_q, tile_size_k, num_warps, num_stages), strict=True))
-        check_tiles(**tiles)
         if check_backend(backend) == "auto":
-            backend = tiled_backend(**tiles)
-        elif tiled_backend(**tiles) != "auto":
+            backend = config.backend
+        elif config.backend != "auto":
             refuse("backend", "'auto' where tiles are forced", f"{backend!r} beside {tiles}")
         self.num_heads, self.head_dim = num_heads, head_dim
         self.tile_size_q, self.tile_size_k, self.num_warps, self.num_stages = tiles.values()

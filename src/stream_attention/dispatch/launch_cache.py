@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cache
 from operator import itemgetter
 from threading import Lock
 from typing import Any
@@ -31,33 +30,9 @@ from torch.autograd.function import _SingleLevelFunction
 from ..base.device import allows_tf32
 from ..base.problem import Backward, Forward, Gradients, Inputs, Problem, Results, Wanted, gradient_of, resized
 from . import validate
-from .call_key import (
-    NO_LAYOUT,
-    PLAIN_TYPES,
-    Key,
-    are_aligned,
-    is_elsewhere,
-    is_profiled,
-    is_watched,
-    key_of,
-    layout_of,
-    options_of,
-)
+from .call_key import Key, are_aligned, is_profiled, is_watched, key_of, layout_of
 from .plan import Plan, plan, rounded_length
 from .prepare import plan_backward, prepare_backward, prepare_forward, problem_of
-
-__all__ = [
-    "NO_LAYOUT",
-    "PLAIN_TYPES",
-    "Key",
-    "is_elsewhere",
-    "is_profiled",
-    "is_watched",
-    "key_of",
-    "layout_of",
-    "options_of",
-]
-"""Of the key, what callers take from here."""
 
 LIMIT = 256
 """Calls that are kept. One more drops the oldest: lengths that never come back must not pile up, and every object that
@@ -75,30 +50,20 @@ _MOST_BACKWARDS = 64
 
 _INPUTS = len(Inputs._fields)
 _DIFFERENTIABLE = tuple(Inputs._fields.index(name) for name in Wanted._fields)
+_wanted_of = itemgetter(*[1 + place for place in _DIFFERENTIABLE])
 
 
 class PreparedCall:
     """How calls with one key are computed."""
 
     __slots__ = (
-        "_backwards", "_checked", "_options", "_pick_gradients", "_pick_inputs", "_pick_tensors", "_pick_wanted",
-        "_places", "_planned", "_problem", "_templates", "anew", "forward", "looks_transposed",
+        "_backwards", "_checked", "_options", "_planned", "_problem", "_templates", "anew", "forward",
+        "looks_transposed",
     )  # fmt: skip
 
     def __init__(
-        self,
-        planned: Plan,
-        problem: Any,
-        forward: Forward,
-        places: tuple[int, ...],
-        options: tuple[Any, ...],
-        anew: Any = None,
+        self, planned: Plan, problem: Any, forward: Forward, options: tuple[Any, ...], anew: Any = None
     ) -> None:
-        self._places = places  # of the inputs that are there
-        self._pick_tensors = itemgetter(*places)
-        self._pick_inputs = _picker(range(_INPUTS), places)
-        self._pick_wanted = _picker(_DIFFERENTIABLE, places)
-        self._pick_gradients = _picker(places, _DIFFERENTIABLE)
         self.anew: Callable[..., PreparedCall] = anew or prepare  # prepares a call with these arguments, for `COMPARE`
         self._planned = planned  # of these lengths, or of some that share their plan
         self._problem = problem
@@ -116,10 +81,8 @@ class PreparedCall:
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         """`(out, lse)`, with gradients if they are on and some input wants one."""
-        if is_profiled():
-            with torch.profiler.record_function("stream_attention::forward"):
-                return self._compute(inputs, with_lse)
-        return self._compute(inputs, with_lse)
+        result: tuple[Tensor, Tensor | None] = labelled("forward", self._compute, inputs, with_lse)
+        return result
 
     def _compute(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         if torch.is_grad_enabled():
@@ -127,7 +90,7 @@ class PreparedCall:
             if True in wanted:
                 if wanted not in self._checked:
                     self._check_backward(inputs, wanted)
-                return _apply(self, *self._pick_tensors(inputs))
+                return _apply(self, *inputs)
         result = self.forward(inputs, with_lse)
         if COMPARE:
             compare(result, self.anew(self.arguments(inputs)).forward(inputs, with_lse))
@@ -141,14 +104,6 @@ class PreparedCall:
     def arguments(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         """Those of the op."""
         return (*tensors, *self._options)
-
-    def inputs_of(self, tensors: Sequence[Tensor]) -> Inputs:
-        """All inputs, given those that are there."""
-        return Inputs._make(self._pick_inputs((*tensors, None)))
-
-    def wanted(self, needed: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Which gradients are needed, in the order of `Wanted`, given those of the inputs that are there."""
-        return self._pick_wanted((*needed, False))
 
     def backward(self, inputs: Inputs, given: Results, wanted: tuple[bool, ...]) -> Gradients:
         """The gradients that are wanted, contiguous."""
@@ -177,23 +132,8 @@ class PreparedCall:
         planned, tensors = plan_backward(self.arguments(inputs), grad_lse, wanted)
         made = prepare_backward(planned, tensors, given, wanted)
         if templates is not None and hasattr(made, "resized"):
-            templates.add_backward(wanted, planned, made)
+            templates.add(made, planned, wanted, planned.problem.tf32)
         return made
-
-    def gradients_of(self, grads: Sequence[Tensor | None], needed: tuple[bool, ...]) -> list[Tensor | None]:
-        """Those of the inputs that are there, None where one is not needed, given all in the order of `Wanted`."""
-        in_place = self._pick_gradients((*grads, None))
-        return [grad if need else None for grad, need in zip(in_place, needed, strict=True)]
-
-
-@cache
-def _picker(wanted: Iterable[int], given: tuple[int, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """What puts things of the places `given`, with None behind them, into the places `wanted`."""
-    return itemgetter(*[given.index(place) if place in given else len(given) for place in wanted])
-
-
-def places_of(inputs: Iterable[Tensor | None]) -> tuple[int, ...]:
-    return tuple([place for place, t in enumerate(inputs) if t is not None])
 
 
 def _backward_key(
@@ -228,9 +168,10 @@ class _Templates:
         self._plans: dict[Hashable, tuple[Plan, list[Any]]] = {}  # by rounded lengths, each with its templates
         self._found: dict[Hashable, list[Any]] = {}  # calls by backend and configuration; backwards likewise
 
-    def add(self, call: PreparedCall) -> None:
-        call._templates = self
-        self._add((call._planned.backend, call._planned.config), call)
+    def add(self, one: Any, planned: Plan, *kind: Hashable) -> None:
+        """Put a template before the others, and drop the oldest; `kind` is what tells backwards apart."""
+        templates = self._found.setdefault((planned.backend, planned.config, *kind), [])
+        templates[:] = [one, *templates[: _MOST_TEMPLATES - 1]]
 
     def resized(self, inputs: Any, lengths: Any, options: tuple[Any, ...]) -> PreparedCall | None:
         """The call with these inputs, whose key has these lengths; None where there is no template."""
@@ -245,7 +186,7 @@ class _Templates:
         for template in templates:
             forward = template.forward.resized(problem, inputs, planned.config)
             if forward is not None:
-                call = PreparedCall(planned, problem, forward, template._places, (*longest, *options), template.anew)
+                call = PreparedCall(planned, problem, forward, (*longest, *options), template.anew)
                 call._templates, call._checked = self, template._checked
                 if not like.packed and like.q_heads > min(q_len, validate.MOST_HEADS):
                     call.looks_transposed = validate.looks_transposed(inputs.query, inputs.key)
@@ -263,14 +204,6 @@ class _Templates:
             if found is not None:
                 return found
         return None
-
-    def add_backward(self, wanted: Wanted, planned: Plan, made: Any) -> None:
-        self._add((planned.backend, planned.config, wanted, planned.problem.tf32), made)
-
-    def _add(self, key: Hashable, one: Any) -> None:
-        """Put a template before the others, and drop the oldest."""
-        templates = self._found.setdefault(key, [])
-        templates[:] = [one, *templates[: _MOST_TEMPLATES - 1]]
 
     def _plan(self, problem: Problem, backend: str, *kind: Hashable) -> tuple[Plan, list[Any]]:
         """The plan of a problem and the templates that have it; `kind` is what tells backwards apart."""
@@ -309,8 +242,8 @@ class _Attention(_SingleLevelFunction):
     which takes the op; `ctx` in forward: a separate setup_context would cost 20 us more."""
 
     @staticmethod
-    def forward(ctx: Any, call: PreparedCall, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
-        inputs = call.inputs_of(tensors)
+    def forward(ctx: Any, call: PreparedCall, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        inputs = Inputs._make(tensors)
         # Below what tracks views: torch's CPU op returns one, of which autograd would refuse a change in place at once.
         with torch._C._AutoDispatchBelowADInplaceOrView():
             out, lse = call.forward(inputs, True)
@@ -323,12 +256,11 @@ class _Attention(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]
         if grad_out is None and grad_lse is None:
-            return (None,) * (len(needed) + 1)
+            return (None,) * (1 + _INPUTS)
         call = ctx.call
         *tensors, out, lse = ctx.saved_tensors
-        inputs, wanted = call.inputs_of(tensors), call.wanted(needed)
+        inputs, wanted = Inputs._make(tensors), _wanted_of(ctx.needs_input_grad)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         has_memory = layout_of(grad_out) and (grad_lse is None or layout_of(grad_lse))
@@ -340,7 +272,8 @@ class _Attention(_SingleLevelFunction):
             grads = call.backward(inputs, given, wanted)
             if COMPARE and call.is_deterministic:
                 compare(grads, call.anew(call.arguments(inputs)).backward(inputs, given, wanted))
-        return None, *call.gradients_of(grads, needed)
+        query, key, value, *others = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
+        return None, query, key, value, None, *others, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -407,7 +340,7 @@ def prepare(arguments: tuple[Any, ...]) -> PreparedCall:
     problem, inputs, backend = problem_of(arguments)
     planned = plan(problem, backend)
     forward = prepare_forward(planned, inputs)
-    call = PreparedCall(planned, planned.problem, forward, places_of(inputs), arguments[_INPUTS:])
+    call = PreparedCall(planned, planned.problem, forward, arguments[_INPUTS:])
     call.looks_transposed = not problem.packed and validate.looks_transposed(inputs.query, inputs.key)
     return call
 
@@ -485,8 +418,8 @@ def keep_prepared(key: Key, call: PreparedCall, inputs: Inputs) -> None:
     if _is_template(call, inputs):
         takes_any_rows = getattr(call.forward, "takes_any_rows", False)
         with _lock:
-            templates = template_of(key) or _Templates(call._problem)
-            templates.add(call)
+            templates = call._templates = template_of(key) or _Templates(call._problem)
+            templates.add(call, call._planned)
     if takes_any_rows:
         key = Key(key.family, key.lengths[3:])
     keep(key, call, templates, takes_any_rows)

@@ -40,12 +40,11 @@ def prepare_forward(planned: Plan, inputs: Inputs) -> Forward:
     """The planned forward of every call whose tensors lie as these `inputs` do."""
     warn_if_lacking(planned)
     problem, value_dim = planned.problem, inputs.value.shape[-1]
-    is_padded = planned.padded_from is not None
     backend = BY_NAME[planned.backend]
-    forward = backend.prepare(problem, _padded(inputs, problem) if is_padded else inputs, planned.config)
+    forward = backend.prepare(problem, _padded(inputs, problem), planned.config)
     if not backend.compiles:
         forward = without_autocast(forward, problem.device.type)
-    if not is_padded:
+    if planned.padded_from is None:
         return forward
 
     def run(inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -103,24 +102,19 @@ def prepare_backward(planned: Plan, inputs: Inputs, given: Results, wanted: Want
     element after element; an expanded gradient, such as that of sum(), is copied."""
     warn_if_lacking(planned)
     problem = planned.problem
-    saved = _as_kernels_read(planned, *given)
-    padded = _padded(inputs, problem) if planned.padded_from else inputs
+    read, saved = _padded(inputs, problem), _as_kernels_read(planned, *given)
     backend = BY_NAME[planned.backend]
-    backward = backend.prepare_backward(problem, padded, planned.config, *saved, wanted=wanted)
+    backward = backend.prepare_backward(problem, read, planned.config, *saved, wanted=wanted)
     if not backend.compiles:
         backward = _contiguous(without_autocast(backward, problem.device.type))
-    if not planned.padded_from and all(one is read for one, read in zip(given, saved, strict=True)):
+    if all(one is other for one, other in zip((*inputs, *given), (*read, *saved), strict=True)):
         return backward
 
     def run(inputs: Inputs, *given: Any) -> Gradients:
-        saved = _as_kernels_read(planned, *given)
-        if not planned.padded_from:
-            return backward(inputs, *saved)
-        grads = backward(_padded(inputs, problem), *saved)
-        head_dim, value_dim = planned.padded_from
+        grads = backward(_padded(inputs, problem), *_as_kernels_read(planned, *given))
         query, key, value = (
-            None if grad is None else grad[..., :dim].contiguous()
-            for grad, dim in zip(grads[:3], (head_dim, head_dim, value_dim), strict=True)
+            None if grad is None else grad[..., : t.shape[-1]].contiguous()
+            for grad, t in zip(grads[:3], inputs[:3], strict=True)
         )
         return grads._replace(query=query, key=key, value=value)
 
@@ -144,8 +138,7 @@ def _as_kernels_read(planned: Plan, out: Tensor, lse: Tensor, grad_out: Tensor, 
         out = out.contiguous()
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
-    if planned.padded_from:
-        out, grad_out = (padded_to(t, planned.problem.value_dim) for t in (out, grad_out))
+    out, grad_out = (padded_to(t, planned.problem.value_dim) for t in (out, grad_out))
     return out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
 
 

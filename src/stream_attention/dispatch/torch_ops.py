@@ -19,7 +19,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from ..base.problem import Inputs, Wanted
 from ..gpu.scratch import empty
-from . import launch_cache
+from . import call_key, launch_cache
 from .flops import register_flop_formulas
 
 _ARGUMENTS = (
@@ -41,10 +41,8 @@ forward_op = torch.ops.stream_attention.forward.default
 backward_op = torch.ops.stream_attention.backward.default
 
 
-def _forward(call: launch_cache.PreparedCall, *arguments: Any) -> tuple[Tensor, Tensor]:
-    out, lse = call.forward(Inputs._make(arguments[:_INPUTS]), True)
-    assert lse is not None
-    return out, lse
+def _forward(call: launch_cache.PreparedCall, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+    return call.forward(Inputs._make(arguments[:_INPUTS]), True)
 
 
 def _backward(
@@ -169,7 +167,7 @@ def _autograd_kernel(op: Any, function: Any, compute: Any, inputs_at: int) -> Ca
             with torch._C._AutoDispatchBelowAutograd():
                 call = None
                 given = (t for t in arguments[:inputs_at] if isinstance(t, Tensor))
-                if not launch_cache.is_watched() and all(map(launch_cache.layout_of, given)):
+                if not call_key.is_watched() and all(map(call_key.layout_of, given)):
                     call = launch_cache.kept(arguments[inputs_at:])
                 return op(*arguments) if call is None else compute(call, *arguments)
         if not torch._C._are_functorch_transforms_active():

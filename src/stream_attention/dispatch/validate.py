@@ -148,14 +148,13 @@ def attention_tensors(inputs: Inputs, may_be_empty: bool = False) -> None:
         found = f"key B={key.shape[0]}, value B={value.shape[0]}"
         refuse("key and value", f"the query's batch size B={batch}", found)
     if mask is not None:
-        _tensor("mask", mask, query)
+        tensor_beside("mask", mask, query)
         if mask.dtype is not torch.bool:
             hint = "Pass an additive float mask as `bias`."
             refuse("mask", "dtype torch.bool (True = attend)", mask.dtype, hint, TypeError)
         _broadcastable("mask", mask, (batch, q_heads, q_len, k_len))
     if bias is not None:
-        _tensor("bias", bias, query)
-        _floating("bias", bias, "Pass a boolean mask as `mask`.")
+        floating("bias", bias, query, "Pass a boolean mask as `mask`.")
         _broadcastable("bias", bias, (batch, q_heads, q_len, k_len))
     _per_head(alibi_slopes, sink, query, batch, q_heads)
 
@@ -245,7 +244,7 @@ def options(given: CallOptions, query: Tensor) -> None:
     if not 0 <= dropout_p < 1:
         refuse("dropout_p", "a probability in [0, 1)", dropout_p)
     if isinstance(seed, Tensor):
-        _tensor("seed", seed, query)
+        tensor_beside("seed", seed, query)
         if seed.dtype is not torch.int64 or seed.shape != (2,):
             refuse("seed", "an int, or an int64 tensor of shape [2]: (seed, offset)", _describe(seed), error=TypeError)
     else:
@@ -366,7 +365,7 @@ def decoding(inputs: DecodeInputs) -> None:
     if not isinstance(cache, (ContiguousKV, PagedKV, QuantizedKV)):
         hint = FP8_HINT if isinstance(cache, Fp8KV) else "To make one, call ContiguousKV(key, value)."
         refuse("cache", "a ContiguousKV, PagedKV or QuantizedKV", type(cache).__name__, hint, TypeError)
-    _tensor("query", query, query)
+    tensor_beside("query", query, query)
     if query.dim() != 4:
         refuse("query", "shape [B, Tq, Hq, D]", list(query.shape))
     batch, q_len, q_heads, dim = query.shape
@@ -379,7 +378,7 @@ def decoding(inputs: DecodeInputs) -> None:
         refuse("query", f"[B={cache.batch}, Tq, Hq, D={cache.head_dim}] to match the cache", list(query.shape))
     _grouped(query, cache.kv_heads)
     if tree_mask is not None:
-        _tensor("tree_mask", tree_mask, query)
+        tensor_beside("tree_mask", tree_mask, query)
         if tree_mask.dtype is not torch.bool:
             refuse("tree_mask", "dtype torch.bool (True = attend)", tree_mask.dtype, error=TypeError)
         if tree_mask.shape != (batch, q_len, q_len):
@@ -387,7 +386,7 @@ def decoding(inputs: DecodeInputs) -> None:
             refuse("tree_mask", f"shape [B={batch}, Tq={q_len}, Tq={q_len}]", list(tree_mask.shape), hint)
     _per_head(alibi_slopes, sink, query, batch, q_heads)
     if out is not None:
-        _tensor("out", out, query)
+        tensor_beside("out", out, query)
         shape = (batch, q_len, q_heads, cache.value_dim)
         if out.shape != shape or out.dtype is not query.dtype:
             refuse("out", f"{query.dtype} of shape {list(shape)}", f"{out.dtype} of shape {list(out.shape)}")
@@ -439,7 +438,7 @@ def workspace(given: Tensor | None, query: Tensor, numbers: int) -> None:
     """Check the workspace of a call on a cache that needs so many fp32 numbers."""
     if given is None:
         return
-    _tensor("workspace", given, query)
+    tensor_beside("workspace", given, query)
     hint = "To make one, call decode_workspace(query, cache) with the same num_splits, batch_invariant and backend."
     if given.dtype is not torch.float32 or given.dim() != 1 or not given.is_contiguous():
         refuse("workspace", "a contiguous 1-D float32 tensor", f"{given.dtype}, {list(given.shape)}", hint)
@@ -462,8 +461,7 @@ def states(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
         refuse("outs and lses", "as many outs as lses, at least one", f"{len(outs)} and {len(lses)}")
     for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         for name, tensor in ((f"outs[{index}]", out), (f"lses[{index}]", lse)):
-            _tensor(name, tensor, outs[0])
-            _floating(name, tensor)
+            floating(name, tensor, outs[0])
         if out.dim() not in (3, 4) or out.shape != outs[0].shape:
             refuse(f"outs[{index}]", "[B, Tq, Hq, Dv] or [Nq, Hq, Dv], the same for all", list(out.shape))
         *lead, rows, heads, _ = out.shape
@@ -472,7 +470,7 @@ def states(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
 
 
 def _offsets(name: str, cu_seqlens: Any, beside: Tensor) -> Tensor:
-    _tensor(name, cu_seqlens, beside)
+    tensor_beside(name, cu_seqlens, beside)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         refuse(name, "dtype torch.int32 or torch.int64", cu_seqlens.dtype, error=TypeError)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
@@ -519,27 +517,25 @@ def _grouped(query: Tensor, kv_heads: int) -> None:
 
 def _per_head(alibi_slopes: Tensor | None, sink: Tensor | None, query: Tensor, batch: int, heads: int) -> None:
     if alibi_slopes is not None:
-        _tensor("alibi_slopes", alibi_slopes, query)
-        _floating("alibi_slopes", alibi_slopes)
+        floating("alibi_slopes", alibi_slopes, query)
         if alibi_slopes.shape not in ((heads,), (batch, heads)):
             refuse("alibi_slopes", f"shape [Hq={heads}] or [B={batch}, Hq={heads}]", list(alibi_slopes.shape))
     if sink is not None:
-        _tensor("sink", sink, query)
-        _floating("sink", sink)
+        floating("sink", sink, query)
         if sink.shape != (heads,):
             refuse("sink", f"shape [Hq={heads}]", list(sink.shape))
 
 
 def _rows(name: str, tensor: Any, shape: str, beside: Tensor, whose: str = "query") -> None:
     """Check a query, key or value of a shape such as "[B, Tk, Hkv, D]"."""
-    _tensor(name, tensor, beside, whose)
+    tensor_beside(name, tensor, beside, whose)
     if tensor.dim() != 1 + shape.count(","):
         refuse(name, f"shape {shape}", list(tensor.shape))
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
         refuse(name, "a contiguous last dim", f"strides {tensor.stride()}", "Call .contiguous() on it first.")
 
 
-def _tensor(name: str, tensor: Any, beside: Tensor, whose: str = "query") -> None:
+def tensor_beside(name: str, tensor: Any, beside: Tensor, whose: str = "query") -> None:
     is_tensor(name, tensor)
     if tensor.is_nested:
         hint = "Pass query, key and value all jagged, or pack them and call varlen_attention."
@@ -552,7 +548,8 @@ def _tensor(name: str, tensor: Any, beside: Tensor, whose: str = "query") -> Non
         refuse(name, f"the {whose}'s device {beside.device}", tensor.device)
 
 
-def _floating(name: str, tensor: Tensor, hint: str = "") -> None:
+def floating(name: str, tensor: Any, beside: Tensor, hint: str = "") -> None:
+    tensor_beside(name, tensor, beside)
     if tensor.dtype not in DTYPES:
         refuse(name, "a floating dtype (float16, bfloat16, float32 or float64)", tensor.dtype, hint, TypeError)
 

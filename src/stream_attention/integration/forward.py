@@ -12,7 +12,7 @@ from ..base.errors import refuse
 from ..ops.attention import attention
 from ..ops.decode import decode_contiguous
 from ..ops.varlen import varlen_attention
-from .masks import Side, Unpadded, filled, matrix, packed, visible
+from .masks import Side, Unpadded, decoded, matrix
 from .placeholder import cached_by, check_new, read
 
 Tensors = tuple[Tensor, Tensor, Tensor]  # query, key and value, [B, T, H, D]
@@ -121,7 +121,7 @@ def _masked(
     window = _window(sliding_window, causal)
     if others.get("cu_seq_lens_q") is not None:
         if mask is not None and mask.dtype is torch.uint8 and mask.shape[0] == 0:
-            window = _window(visible(mask).window, causal)
+            window = _window(decoded(mask).window, causal)
         elif (mask is not None and mask.dtype is not torch.int64) or bias is not None:
             refuse("cu_seq_lens_q", "sequences without a padding mask or a bias beside them", "both")
         queries, keys = (Side(others[f"cu_seq_lens_{side}"], int(others[f"max_length_{side}"])) for side in "qk")
@@ -129,14 +129,14 @@ def _masked(
     if mask is None:
         return attention(*qkv, causal=causal, window=window, bias=bias, **options)
     if mask.dim() == 4 and mask.dtype is torch.int64 and bias is None:
-        cu_seqlens, longest, width = packed(mask)
+        cu_seqlens, longest, width = decoded(mask)
         key, value = key[:, : query.shape[1]], value[:, : query.shape[1]]
         both = Side(cu_seqlens, longest)
         return _by_sequence((query, key, value), both, both, True, _window(width, True), options)
     if mask.dtype is torch.int32 and (mask.dim() != 4 or mask.shape[2:] != (1, 1)):
         refuse("attention_mask", "a mask of bool or of floats", mask.dtype, error=TypeError)
     if mask.dim() == 4 and mask.dtype is torch.int32 and bias is None and _decodes(qkv, options):
-        lengths, width = filled(mask)
+        lengths, width = decoded(mask)
         scale = query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
         return decode_contiguous(query, key, value, lengths, options["sink"], width, options["softcap"], scale)
     if mask.dim() == 4 and mask.dtype in (torch.int32, torch.int64):
@@ -146,7 +146,8 @@ def _masked(
     if mask.dim() == 2:
         read, count = mask.bool()[:, None, None], mask.shape[1]
     elif mask.dtype is torch.uint8:
-        width, both_sides, count, read, slots, _, unpadded = visible(mask)
+        width, both_sides, count, slots, padding, unpadded = decoded(mask)
+        read = None if padding is None else padding[:, None, None]
         if key.shape[1] < slots:
             refuse("attention_mask", f"a mask of the {key.shape[1]} keys", slots)
         if key.shape[1] > slots:
@@ -213,10 +214,10 @@ def _padding_alone(mask: Tensor | None) -> Tensor | None:
     """The padding mask for our caches: bool `[B, Tk]`, or None. They support no other mask."""
     if mask is None or mask.dtype is not torch.uint8:
         return mask
-    keys = visible(mask)
+    keys = decoded(mask)
     if keys.window or keys.both_sides:
         refuse("past_key_values", "a plain cache for a layer with a sliding window", "one of ours")
-    return keys.rows
+    return keys.padding
 
 
 def _by_sdpa(

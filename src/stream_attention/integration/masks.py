@@ -67,9 +67,8 @@ class Visible(NamedTuple):
     window: int  # visible keys, the own included, or keys on each side; 0: all
     both_sides: bool  # else causal
     filled: int  # keys that are filled
-    padding: Tensor | None  # bool [B, 1, 1, filled], True = a token
     slots: int  # keys of the layer, filled or not
-    rows: Tensor | None  # the padding as bool [B, filled]
+    padding: Tensor | None  # bool [B, filled], True = a token
     unpadded: Unpadded | None  # None where there is padding between tokens, or the host may not read the mask
 
 
@@ -114,44 +113,31 @@ class Filled(NamedTuple):
     window: int  # visible keys, the own included; 0: all
 
 
-def visible(mask: Tensor) -> Visible:
-    if (decoded := _decoded(mask)) is not None:
-        return decoded
-    batch, window, slots, filled = mask.shape
-    unfilled, kind = divmod(slots - 1, len(Kind))
-    padding = mask[:, :1, :1].view(torch.bool) if batch else None
-    rows = None if padding is None else padding[:, 0, 0]
+def decoded(mask: Tensor) -> Any:
+    """What a mask of ours says: `Visible` of uint8, `Packed` of int64, `Filled` of int32.
+
+    It is an attribute of the mask, unless that was moved to another device, or a compiled graph made it: every layer of
+    a step decodes the same one, and each view costs the host microseconds. Its tensors are those that the mask is a
+    view of, never views of the mask, which would be a reference cycle."""
+    if not torch.compiler.is_compiling() and (known := getattr(mask, "stream_decoded", None)) is not None:
+        return known
+    batch, window, rows, last = mask.shape
+    if mask.dtype is torch.int64:
+        return Packed(mask[0, 0, 0], rows, window - 1)
+    if mask.dtype is torch.int32:
+        return Filled(mask[:, 0, 0, 0].contiguous(), window - 1)
+    unfilled, kind = divmod(rows - 1, len(Kind))
+    padding = mask[:, 0, 0].view(torch.bool) if batch else None
     unpadded = None
-    if kind == Kind.UNPADDED and rows is not None and not _host_may_not_read(mask.device):
-        unpadded = _unpadded(rows, window - 1)
-    return Visible(window - 1, kind == Kind.BOTH_SIDES, filled, padding, filled + unfilled, rows, unpadded)
+    if kind == Kind.UNPADDED and padding is not None and not _host_may_not_read(mask.device):
+        unpadded = _unpadded(padding, window - 1)
+    return Visible(window - 1, kind == Kind.BOTH_SIDES, last, last + unfilled, padding, unpadded)
 
 
-def packed(mask: Tensor) -> Packed:
-    if (decoded := _decoded(mask)) is not None:
-        return decoded
-    _, window, longest, _ = mask.shape
-    return Packed(mask[0, 0, 0], longest, window - 1)
-
-
-def filled(mask: Tensor) -> Filled:
-    if (decoded := _decoded(mask)) is not None:
-        return decoded
-    return Filled(mask[:, 0, 0, 0].contiguous(), mask.shape[1] - 1)
-
-
-def _with_decoded(mask: Tensor, decoded: Visible | Packed | Filled) -> Tensor:
-    """The mask, with its decoded form as an attribute: every layer of a step decodes the same one, and each view costs
-    the host microseconds. Its tensors are those that the mask is a view of, never views of the mask, which would be a
-    reference cycle."""
+def _with_decoded(mask: Tensor, what: Visible | Packed | Filled) -> Tensor:
     if not torch.compiler.is_compiling():
-        mask.stream_decoded = decoded  # type: ignore[attr-defined]
+        mask.stream_decoded = what  # type: ignore[attr-defined]
     return mask
-
-
-def _decoded(mask: Tensor) -> Any:
-    """None where the mask was moved to another device, or a compiled graph made it."""
-    return None if torch.compiler.is_compiling() else getattr(mask, "stream_decoded", None)
 
 
 def matrix(mask: Tensor, batch: int, q_len: int, k_len: int) -> Tensor:
@@ -160,14 +146,14 @@ def matrix(mask: Tensor, batch: int, q_len: int, k_len: int) -> Tensor:
     there = torch.ones(1, 1, 1, k_len, dtype=torch.bool, device=mask.device)
     if mask.dtype is torch.int64:
         tokens = torch.arange(batch * q_len, device=mask.device)
-        of = torch.searchsorted(packed(mask).cu_seqlens, tokens, right=True).view(batch, 1, q_len)
+        of = torch.searchsorted(decoded(mask).cu_seqlens, tokens, right=True).view(batch, 1, q_len)
         there = F.pad(of.unsqueeze(-1) == of.unsqueeze(-2), (0, k_len - q_len))
     elif mask.dtype is torch.int32:
-        first = filled(mask)[0].view(-1, 1, 1) - q_len
+        first = decoded(mask).lengths.view(-1, 1, 1) - q_len
     else:
-        _, both_sides, count, padding, *_ = visible(mask)
+        _, both_sides, count, _, padding, _ = decoded(mask)
         first = first + (count - q_len)
-        there = F.pad(there[..., :count] if padding is None else padding, (0, k_len - count))
+        there = F.pad(there[..., :count] if padding is None else padding[:, None, None], (0, k_len - count))
     queries = first + torch.arange(q_len, device=mask.device)  # [Tq] or [B, 1, Tq]
     distance = queries.unsqueeze(-1) - torch.arange(k_len, device=mask.device)
     if both_sides:
@@ -361,11 +347,10 @@ def _visible_mask(
     both_sides = kind == Kind.BOTH_SIDES
     if padding is None:
         mask = torch.empty(0, *shape, count, dtype=torch.uint8, device=_device(call))
-        return _with_decoded(mask, Visible(window, both_sides, count, None, slots, None, None))
+        return _with_decoded(mask, Visible(window, both_sides, count, slots, None, None))
     padding = padding.contiguous()
     mask = padding.view(torch.uint8)[:, None, None].expand(-1, *shape, -1)
-    decoded = Visible(window, both_sides, count, padding[:, None, None], slots, checked_once(padding), unpadded)
-    return _with_decoded(mask, decoded)
+    return _with_decoded(mask, Visible(window, both_sides, count, slots, checked_once(padding), unpadded))
 
 
 def _packed_mask(offsets: list[int], window: int, device: torch.device) -> Tensor:

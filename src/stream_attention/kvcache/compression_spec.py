@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import refuse
-from ..dispatch.validate import DTYPES, is_tensor, real
+from ..dispatch.validate import DTYPES, real, tensor_beside
 
 
 class CompressionSpec(NamedTuple):
@@ -101,9 +101,7 @@ def checked(spec: CompressionSpec, lengths: Tensor | None, votes: bool) -> Compr
 
 def _check(name: str, tensor: Any, keys: Tensor, dtypes: Collection[torch.dtype] = (), expected: str = "") -> None:
     """Refuse what is no tensor on the keys' device, or of another dtype, where `dtypes` are named."""
-    is_tensor(name, tensor)
-    if tensor.device != keys.device:
-        refuse(name, f"the keys' device {keys.device}", tensor.device)
+    tensor_beside(name, tensor, keys, "key")
     if dtypes and tensor.dtype not in dtypes:
         refuse(name, expected, tensor.dtype, error=TypeError)
 

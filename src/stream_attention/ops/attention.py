@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base.problem import AUTO, UNBOUNDED, CallOptions, Inputs, gradient_of
-from ..dispatch import launch_cache, validate
-from ..dispatch.call_key import FAR_SIDE
+from ..dispatch import call_key, launch_cache, validate
 from ..dispatch.flops import register_flop_formulas
 from ..dispatch.plan import plan, requested
 from ..dispatch.prepare import problem_of
@@ -128,7 +127,7 @@ def attention(
     tensors = query, key, value, mask, bias, alibi_slopes, sink
     options = causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, backend, precision, rotate
     found = None
-    if launch_cache.ENABLED and not launch_cache.is_watched():
+    if launch_cache.ENABLED and not call_key.is_watched():
         found = look_up(tensors, options)
         if found is not None and found.call is not None:
             if found.call.looks_transposed and not _warned_of_layout:
@@ -149,7 +148,7 @@ def attention(
 class Found(NamedTuple):
     """A call in the launch cache: its key, what was prepared for it before, if anything, and its tensors."""
 
-    key: launch_cache.Key
+    key: call_key.Key
     call: launch_cache.PreparedCall | None
     inputs: Inputs
     seed_number: int | None  # of a call with dropout whose seed is no tensor
@@ -194,7 +193,7 @@ def look_up(
     query, key, value, mask, bias, slopes, sink = tensors
     if not isinstance(query, Tensor) or query.is_nested or query.dim() < 3:
         return None
-    others = launch_cache.options_of(query.shape[-1], options)
+    others = call_key.options_of(query.shape[-1], options)
     if others is None:
         return None
     if torch._C._is_any_autocast_enabled():
@@ -220,7 +219,7 @@ def look_up(
         key_options = *others, precision, rotate
     elif cu_seqlens[0] is not None:
         lengths = launch_cache.planned_lengths(lengths)
-    cache_key = launch_cache.key_of(inputs, lengths, key_options)
+    cache_key = call_key.key_of(inputs, lengths, key_options)
     if cache_key is None:
         return None
     call = launch_cache.find(cache_key, inputs, cache_key.lengths, others)
@@ -282,7 +281,7 @@ def op_arguments(inputs: Inputs, options: CallOptions, q_len: int = 0, k_len: in
     The small tensors are contiguous from here on: kernels read them without strides.
     """
     causal, window, softcap, scale, dropout_p, seed, deterministic, _, backend, _, _ = options
-    left, right = (min(side, FAR_SIDE) for side in window or (UNBOUNDED, UNBOUNDED))
+    left, right = (min(side, call_key.FAR_SIDE) for side in window or (UNBOUNDED, UNBOUNDED))
     scale = max(inputs.query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backends import BY_NAME
 from ..base.graph_break import graph_break
-from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV, checks
+from ..base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV
 from ..base.problem import (
     AUTO,
     UNBOUNDED,
@@ -23,7 +23,7 @@ from ..base.problem import (
     resized_decode,
     sides_of,
 )
-from ..dispatch import launch_cache, validate
+from ..dispatch import call_key, launch_cache, validate
 from ..dispatch import plan as planning
 from ..dispatch.plan import Plan, parse, requested
 from ..dispatch.plan import plan as make_plan
@@ -144,18 +144,12 @@ def decode_contiguous(
     if torch.compiler.is_compiling():
         return torch.ops.stream_attention.decode_static(query, key, value, lengths, sink, window, softcap, scale)
     sides = (window - 1, 0) if window else None
-    if launch_cache.ENABLED and not launch_cache.is_watched():
-        cache = object.__new__(ContiguousKV)
-        fields = cache.__dict__
-        fields["key"], fields["value"], fields["lengths"] = key, value, lengths
-        inputs = DecodeInputs(query, cache, None, None, sink, None, False, None)
-        options = True, sides, softcap, scale, None, False, AUTO
-        found, addresses = _key_of(inputs, options)
-        if found is not None and (call := launch_cache.find(found, found[1], inputs, options)) is not None:
-            result: Tensor = _run(call, addresses, inputs, options, None)
-            return result
-    cache = ContiguousKV(key, value, lengths)
-    return decode_attention(query, cache, window=sides, sink=sink, softcap=softcap, scale=scale)
+    cache = object.__new__(ContiguousKV)  # checked where the call is not in the launch cache
+    fields = cache.__dict__
+    fields["key"], fields["value"], fields["lengths"] = key, value, lengths
+    inputs = DecodeInputs(query, cache, None, None, sink, None, False, None)
+    result: Tensor = _decode(inputs, (True, sides, softcap, scale, None, False, AUTO), None, False)
+    return result
 
 
 _library = torch.library.Library("stream_attention", "FRAGMENT")
@@ -173,13 +167,15 @@ _library.impl("decode_static", decode_contiguous, "CompositeExplicitAutograd")
 torch.library.register_fake("stream_attention::decode_static", _fake_decode, lib=_library)
 
 
-def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Any:
-    """Compute a call: as it was prepared before, or prepared now."""
+def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None, is_checked: bool = True) -> Any:
+    """Compute a call: as it was prepared before, or prepared now, after a check of its cache if need be."""
     key = None
-    if launch_cache.ENABLED and not launch_cache.is_watched():
+    if launch_cache.ENABLED and not call_key.is_watched():
         key, addresses = _key_of(inputs, options)
         if key is not None and (call := launch_cache.find(key, key[1], inputs, options)) is not None:
             return _run(call, addresses, inputs, options, look)
+    if not is_checked:
+        inputs.cache.__post_init__()
     _refuse_gradients(inputs.query, inputs.cache, inputs.alibi_slopes, inputs.sink)
     with torch.no_grad():  # as a decorator it takes 10 us more
         plan = _planned(inputs, options, look)
@@ -187,8 +183,12 @@ def _decode(inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -
             return _decode_outside(inputs, options, False)
         compute = _prepare(plan, inputs)
         if key is not None:
-            call = compute, checks.should_validate(None, inputs.query)
-            launch_cache.keep(key, call, _templates_with(key, plan, call, inputs))
+            templates: _Templates | None = launch_cache.template_of(key)
+            own_lengths = inputs.tree, inputs.out, inputs.workspace  # a call with one of these is no template
+            if hasattr(compute, "resized") and all(t is None for t in own_lengths):
+                templates = templates or _Templates()
+                templates.add(key[1], plan, compute)
+            launch_cache.keep(key, compute, templates)
         result, lse = compute(inputs)
         return result if lse is None else (result, lse)
 
@@ -202,17 +202,13 @@ Key = tuple["_Layout", tuple[Any, ...]]
 Call = Callable[..., tuple[Tensor, Tensor | None]]
 """A prepared call: of its inputs and, where they are known, the addresses of its cache's tensors."""
 
-Kept = tuple[Call, bool]
-"""A cached call, and whether it reads the values of lengths and pages unless asked not to: on a CPU."""
 
-
-def _run(call: Kept, addresses: list[int], inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Any:
+def _run(call: Call, addresses: list[int], inputs: DecodeInputs, options: tuple[Any, ...], look: bool | None) -> Any:
     """Compute a cached call, labelled for a profiler, and compare it with one that is prepared anew if asked to."""
-    compute, reads_values = call
-    if look is not False and (look is not None or reads_values):
+    if look is not False and (look is not None or inputs.query.is_cpu):
         left = UNBOUNDED if options[1] is None else options[1][0]
         validate.lengths_and_pages(inputs.cache, inputs.query.shape[1], left, look)
-    found = launch_cache.labelled("decode", compute, inputs, addresses)
+    found = launch_cache.labelled("decode", call, inputs, addresses)
     if launch_cache.COMPARE:
         given = inputs.out
         fresh = inputs._replace(out=None if given is None else torch.empty_like(given), workspace=None)
@@ -226,12 +222,12 @@ class _Templates:
     made: a growing cache has another capacity in each step, and draft tokens come in other numbers."""
 
     def __init__(self) -> None:
-        self._calls: tuple[tuple[Hashable, Plan, Kept], ...] = ()  # the newest first, each with its kind
+        self._calls: tuple[tuple[Hashable, Plan, Call], ...] = ()  # the newest first, each with its kind
 
-    def add(self, lengths: tuple[Any, ...], plan: Plan, call: Kept) -> None:
+    def add(self, lengths: tuple[Any, ...], plan: Plan, call: Call) -> None:
         self._calls = (_kind_of(lengths), plan, call), *self._calls[: _MOST_TEMPLATES - 1]
 
-    def resized(self, lengths: tuple[Any, ...], inputs: DecodeInputs, options: tuple[Any, ...]) -> Kept | None:
+    def resized(self, lengths: tuple[Any, ...], inputs: DecodeInputs, options: tuple[Any, ...]) -> Call | None:
         """The call whose key has these lengths; None where it is to be checked and prepared in full."""
         kind = _kind_of(lengths)
         templates = [one for one in self._calls if one[0] == kind]
@@ -246,10 +242,10 @@ class _Templates:
         request = Request(num_splits=num_splits, batch_invariant=batch_invariant)
         config = BY_NAME[plan.backend].configure(problem, request)
         template: Any
-        for _, _, (template, reads_values) in templates:
-            call = template.resized(problem, inputs, config)
+        for _, _, template in templates:
+            call: Call | None = template.resized(problem, inputs, config)
             if call is not None:
-                return call, reads_values
+                return call
         return None
 
 
@@ -262,17 +258,6 @@ def _kind_of(lengths: tuple[Any, ...]) -> Hashable:
     """What decides a call on a cache beside lengths and what its family has."""
     _, (dtype, shape, strides, device, offset), *others = lengths
     return dtype, shape[:1], shape[2:], strides[3:], device, offset, *others
-
-
-def _templates_with(key: Key, plan: Plan, call: Kept, inputs: DecodeInputs) -> _Templates | None:
-    """Those of the calls with a key that differ in lengths, and this call; those as they are where it is no template: a
-    tree, and memory that is given, have lengths of their own."""
-    templates: _Templates | None = launch_cache.template_of(key)
-    if not hasattr(call[0], "resized") or any(t is not None for t in (inputs.tree, inputs.out, inputs.workspace)):
-        return templates
-    templates = templates or _Templates()
-    templates.add(key[1], plan, call)
-    return templates
 
 
 class _Layout:
@@ -340,16 +325,16 @@ def _key_of(inputs: DecodeInputs, options: tuple[Any, ...]) -> tuple[Key | None,
     ):
         return _NO_KEY
     addresses, layout, lengths = _layout_of(cache)
-    queries = launch_cache.layout_of(query)
-    if layout is None or not queries or (queries[3] >= 0 and launch_cache.is_elsewhere(queries[3])):
+    queries = call_key.layout_of(query)
+    if layout is None or not queries or (queries[3] >= 0 and call_key.is_elsewhere(queries[3])):
         return _NO_KEY
     outs: Any = None
     scratch: Any = None
-    if out is not None and not (outs := launch_cache.layout_of(out)):
+    if out is not None and not (outs := call_key.layout_of(out)):
         return _NO_KEY
     if type(workspace) is Tensor and not workspace.numel():
         scratch = _NO_SPLITS
-    elif workspace is not None and not (scratch := launch_cache.layout_of(workspace)):
+    elif workspace is not None and not (scratch := call_key.layout_of(workspace)):
         return _NO_KEY
     if backend == AUTO:
         backend = planning._forced
@@ -358,8 +343,8 @@ def _key_of(inputs: DecodeInputs, options: tuple[Any, ...]) -> tuple[Key | None,
         scratch,
     )  # fmt: skip
     if tree is not None or slopes is not None or sink is not None:
-        others = [None if t is None else launch_cache.layout_of(t) for t in (tree, slopes, sink)]
-        if launch_cache.NO_LAYOUT in others:
+        others = [None if t is None else call_key.layout_of(t) for t in (tree, slopes, sink)]
+        if call_key.NO_LAYOUT in others:
             return _NO_KEY
         rest += (*others,)
     if torch.is_grad_enabled() and (

@@ -18,8 +18,9 @@ from ..base.fp8_layout import CodedInputs, KeyCodes
 from ..base.graph_break import graph_break
 from ..base.kv_layouts.fp8 import Fp8KV
 from ..base.problem import CallOptions, Inputs, Problem
-from ..dispatch import launch_cache, validate
-from ..dispatch.launch_cache import Key, PreparedCall, layout_of
+from ..dispatch import call_key, launch_cache, validate
+from ..dispatch.call_key import Key, layout_of
+from ..dispatch.launch_cache import PreparedCall
 from ..dispatch.plan import Plan, plan
 from ..dispatch.prepare import no_autocast, problem_of, warn_if_lacking, without_autocast
 from . import varlen
@@ -28,6 +29,7 @@ from .attention import in_autocast_dtype, op_arguments
 REASON = "FP8 kernels are launched, not traced"
 
 
+@graph_break(REASON)
 def quantize_fp8(
     key: Tensor,
     value: Tensor,
@@ -57,14 +59,9 @@ def quantize_fp8(
     >>> quantize_fp8(*torch.randn(2, 1, 300, 4, 64).bfloat16())
     <Fp8KV: 1 rows of 300 keys, 4 heads of 64, of bfloat16 on cpu>
     """
-    return _quantized(key, value, rotate, cu_seqlens, max_seqlen)
-
-
-@graph_break(REASON)
-def _quantized(key: Tensor, value: Tensor, rotate: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Fp8KV:
     key, value = _as_they_lie(key, value)
     found = call = None
-    if launch_cache.ENABLED and not launch_cache.is_watched():
+    if launch_cache.ENABLED and not call_key.is_watched():
         found = _key_of_keys(key, value, rotate, cu_seqlens, max_seqlen)
         if found is not None:
             cache_key, most = found
@@ -90,13 +87,10 @@ def _codes_by_kernel(
     call: Any, cache_key: Key | None, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, most: int, rotate: bool
 ) -> KeyCodes:
     """What a launch writes: as it was prepared before, or prepared and kept now."""
-    prepare = None
-    if call is None or launch_cache.COMPARE:
-        from ..gpu.quantize_fp8 import QuantizeKeys
+    from ..gpu.quantize_fp8 import QuantizeKeys
 
-        prepare = partial(QuantizeKeys.prepare, key, value, cu_seqlens, most, rotate)
+    prepare = partial(QuantizeKeys.prepare, key, value, cu_seqlens, most, rotate)
     if call is None:
-        assert prepare is not None
         call = prepare()
         if cache_key is not None:
             launch_cache.keep(cache_key, call, template=call)
@@ -107,7 +101,6 @@ def _codes_by_kernel(
         fresh = codes._replace(key=codes.key.clone(), value=codes.value.clone(), scales=codes.scales.clone())
     launch_cache.labelled("quantize_fp8", call, key, value, cu_seqlens, codes)
     if launch_cache.COMPARE:
-        assert prepare is not None
         prepare()(key, value, cu_seqlens, fresh)
         launch_cache.compare(codes[:3], fresh[:3])
     return codes
@@ -126,7 +119,7 @@ def _key_of_keys(key: Any, value: Any, rotate: Any, cu_seqlens: Any, max_seqlen:
         most, offsets = varlen.longest("cu_seqlens", cu_seqlens, most, max_seqlen), layout_of(cu_seqlens)
     elif max_seqlen is not None:
         return None
-    return Key((_quantized, rotate, of_key, of_value, offsets), (lengths, value_lengths, most)), most
+    return Key((quantize_fp8, rotate, of_key, of_value, offsets), (lengths, value_lengths, most)), most
 
 
 def _split(t: Any) -> tuple[tuple[Any, ...], tuple[int, tuple[int, ...]]] | None:
@@ -138,7 +131,7 @@ def _split(t: Any) -> tuple[tuple[Any, ...], tuple[int, tuple[int, ...]]] | None
     if not layout:
         return None
     dtype, shape, strides, device, offset = layout
-    if device >= 0 and launch_cache.is_elsewhere(device):
+    if device >= 0 and call_key.is_elsewhere(device):
         return None
     return (dtype, shape[:-3], shape[-2:], device, offset), (shape[-3], strides)
 
@@ -164,6 +157,7 @@ def attention_fp8(
 def attention_fp8(
     query: Tensor, kv: Fp8KV, *, return_lse: bool, **options: Unpack[Fp8Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@graph_break(REASON)
 def attention_fp8(
     query: Tensor,
     kv: Fp8KV,
@@ -201,8 +195,21 @@ def attention_fp8(
     >>> attention_fp8(query, quantize_fp8(key, value), causal=True, backend="reference").shape
     torch.Size([1, 300, 4, 64])
     """
+    (query,) = _as_they_lie(query)
     options = causal, window, 0.0, scale, 0.0, None, None, return_lse, backend, None, False
-    out, lse = _attended(query, kv, cu_seqlens_q, max_seqlen_q, options)
+    found = call = None
+    inputs: Any = None
+    if launch_cache.ENABLED and not call_key.is_watched():
+        found = _look_up(query, kv, cu_seqlens_q, max_seqlen_q, options)
+        if found is not None:
+            key, inputs, op_options = found
+            call = launch_cache.find(key, inputs, key.lengths, op_options)
+    if call is None:
+        arguments = _checked(query, kv, cu_seqlens_q, max_seqlen_q, CallOptions(*options))
+        call, inputs = prepare(arguments, kv.rotate), CodedInputs._make(arguments[: _INPUTS + 1])
+        if found is not None:
+            launch_cache.keep_prepared(key, call, inputs)
+    out, lse = call(inputs, return_lse)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
@@ -222,26 +229,6 @@ def explain_fp8(query: Tensor, kv: Fp8KV, **arguments: Any) -> Plan:
     return planned
 
 
-@graph_break(REASON)
-def _attended(
-    query: Tensor, kv: Fp8KV, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, options: tuple[Any, ...]
-) -> tuple[Tensor, Tensor | None]:
-    (query,) = _as_they_lie(query)
-    found, return_lse = None, options[7]
-    if launch_cache.ENABLED and not launch_cache.is_watched():
-        found = _look_up(query, kv, cu_seqlens_q, max_seqlen_q, options)
-        if found is not None:
-            key, coded, op_options = found
-            if (prepared := launch_cache.find(key, coded, key.lengths, op_options)) is not None:
-                return prepared(coded, return_lse)
-    arguments = _checked(query, kv, cu_seqlens_q, max_seqlen_q, CallOptions(*options))
-    call = prepare(arguments, kv.rotate)
-    inputs: Any = CodedInputs._make(arguments[: _INPUTS + 1])
-    if found is not None:
-        launch_cache.keep_prepared(found[0], call, inputs)
-    return call(inputs, return_lse)
-
-
 def _look_up(
     query: Any, kv: Any, cu_seqlens_q: Any, max_seqlen_q: Any, given: tuple[Any, ...]
 ) -> tuple[Key, CodedInputs, tuple[Any, ...]] | None:
@@ -249,9 +236,9 @@ def _look_up(
     split = _split(query)
     if split is None or type(kv) is not Fp8KV or query.dim() != len(kv.shape):
         return None
-    options = launch_cache.options_of(query.shape[-1], given)
+    options = call_key.options_of(query.shape[-1], given)
     codes, k_ends = [layout_of(t) for t in kv.codes[:3]], kv.cu_seqlens
-    if options is None or launch_cache.NO_LAYOUT in codes:
+    if options is None or call_key.NO_LAYOUT in codes:
         return None
     q_len, offsets = 0, None
     if cu_seqlens_q is not None:
@@ -264,7 +251,7 @@ def _look_up(
     kind, (rows, strides) = split
     others = [(dtype, device, offset) for dtype, _, _, device, offset in codes]
     *lead, k_rows, heads, dim = kv.shape
-    family = _attended, options, kind, kv.rotate, kv.dtype, *lead, heads, dim, offsets, *others
+    family = attention_fp8, options, kind, kv.rotate, kv.dtype, *lead, heads, dim, offsets, *others
     lengths = rows, k_rows, k_rows, strides, codes[0][2], codes[1][2], (q_len, kv.max_seqlen)
     inputs = CodedInputs(query, *kv.codes[:2], cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=k_ends, kv=kv)
     return Key(family, lengths), inputs, options
@@ -300,14 +287,12 @@ def _planned(arguments: tuple[Any, ...]) -> tuple[Plan, Any]:
 
 
 @graph_break(REASON)
-def call(arguments: tuple[Any, ...], rotate: bool) -> tuple[Tensor, Tensor]:
+def call(arguments: tuple[Any, ...], rotate: bool) -> tuple[Tensor, Tensor | None]:
     """Compute `(out, lse)` in FP8, of a call that was checked as one of the library op."""
     inputs = Inputs._make(arguments[:_INPUTS])
     query, key, value = (t.resolve_neg() for t in inputs[:3])
     inputs = inputs._replace(query=query, key=key, value=value)
-    out, lse = prepare((*inputs, *arguments[_INPUTS:]), rotate).forward(inputs, True)
-    assert lse is not None
-    return out, lse
+    return prepare((*inputs, *arguments[_INPUTS:]), rotate).forward(inputs, True)
 
 
 def prepare(arguments: tuple[Any, ...], rotate: bool) -> PreparedCall:
@@ -318,8 +303,7 @@ def prepare(arguments: tuple[Any, ...], rotate: bool) -> PreparedCall:
     forward = backend.prepare_fp8(problem, inputs, planned.config, rotate)
     if not backend.compiles:
         forward = without_autocast(forward, problem.device.type)
-    places, options = launch_cache.places_of(inputs), arguments[len(inputs) :]
-    return PreparedCall(planned, problem, forward, places, options, partial(prepare, rotate=rotate))
+    return PreparedCall(planned, problem, forward, arguments[len(inputs) :], partial(prepare, rotate=rotate))
 
 
 def in_fp8(problem: Problem) -> Problem:

@@ -97,11 +97,7 @@ def _check_rows(
     for name, tensor, shapes in (("lse", lse, [per_row]), ("row_weights", row_weights, [(batch, q_len), per_row])):
         if tensor is None:
             continue
-        dtype = getattr(tensor, "dtype", type(tensor).__name__)
-        if dtype not in validate.DTYPES:
-            refuse(name, "a floating tensor", dtype, error=TypeError)
-        if tensor.device != query.device:
-            refuse(name, f"the query's device {query.device}", tensor.device)
+        validate.floating(name, tensor, query)
         if tensor.shape not in shapes:
             refuse(name, f"shape {' or '.join(str(list(shape)) for shape in shapes)}", list(tensor.shape))
     validate.optional_int("window_queries", window_queries, 1)

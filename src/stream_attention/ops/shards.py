@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..backends import BY_NAME
 from ..base.problem import AUTO, Backward, Gradients, Inputs, Positions, Problem, Wanted, state_problem
-from ..dispatch import launch_cache
+from ..dispatch import call_key, launch_cache
 from ..dispatch.plan import Plan, plan, requested
 from ..dispatch.prepare import prepare_backward, prepare_forward, run_forward
 from .merge import fold_state
@@ -64,9 +64,9 @@ def _prepared(
     options: tuple[Any, ...], inputs: Inputs, others: tuple[Tensor | None, ...], prepare: Callable[[], Any]
 ) -> Any:
     """What was prepared for a call whose tensors lie as these do, or is prepared now. `others` are not inputs."""
-    key, layouts = None, [None if t is None else launch_cache.layout_of(t) for t in others]
-    if launch_cache.ENABLED and not launch_cache.is_watched() and launch_cache.NO_LAYOUT not in layouts:
-        key = launch_cache.key_of(inputs, (0, 0), ("shard", *options, *layouts))
+    key, layouts = None, [None if t is None else call_key.layout_of(t) for t in others]
+    if launch_cache.ENABLED and not call_key.is_watched() and call_key.NO_LAYOUT not in layouts:
+        key = call_key.key_of(inputs, (0, 0), ("shard", *options, *layouts))
     call = None if key is None else launch_cache.find(key)
     if call is None:
         call = prepare()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..base.problem import CallOptions, Inputs
-from ..dispatch import launch_cache, validate
+from ..dispatch import call_key, launch_cache, validate
 from .attention import OPTIONS, TENSORS, Options, checked, compute, look_up, op_arguments
 
 
@@ -102,7 +102,7 @@ def varlen_attention(
         return dtensor_attention(varlen_attention, tensors, others)
     found = None
     cu_seqlens = cu_seqlens_q, cu_seqlens_k
-    if mask is None and bias is None and launch_cache.ENABLED and not launch_cache.is_watched():
+    if mask is None and bias is None and launch_cache.ENABLED and not call_key.is_watched():
         lengths = _lengths(query, key, value, cu_seqlens, max_seqlen_q, max_seqlen_k)
         if lengths is not None:
             found = look_up(dense, options, cu_seqlens, lengths)

@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton")
 
-from append_cases import BF16, F16, F32, F64, Case, angles, caches, check, draw_case, int32, normal
+from append_cases import BF16, F16, F32, F64, Case, angles, caches, check, draw_case, int32, launched, normal
 
 from stream_attention.base.kv_layouts import ContiguousKV, PagedKV, Rotary
 from stream_attention.dispatch import launch_cache
@@ -44,7 +44,7 @@ def test_new_tokens_stand_behind_those_of_their_row() -> None:
     key = torch.zeros(2, 4, 1, 1)
     cache = ContiguousKV(key, torch.zeros(2, 4, 1, 1), int32(0, 2))
     new = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).view(2, 2, 1, 1)
-    assert cache._launch(new, -new, None)
+    assert launched(cache, new, -new, None)
     assert key[..., 0, 0].tolist() == [[1, 2, 0, 0], [0, 0, 3, 4]] and torch.equal(cache.value, -key)
     assert cache.lengths is not None and cache.lengths.tolist() == [2, 4]
 
@@ -54,7 +54,7 @@ def test_a_quarter_turn_of_the_first_pair(interleaved: bool, turned: list[float]
     new = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(1, 1, 1, 5)
     cache = ContiguousKV(torch.zeros(1, 3, 1, 5), torch.zeros(1, 3, 1, 5), int32(2))
     rotary = Rotary(torch.tensor([[9.0, 9.0], [0.0, 1.0]]), torch.tensor([[9.0, 9.0], [1.0, 0.0]]), interleaved)
-    assert cache._launch(new, new, rotary)  # at position 2, behind the table: its last row
+    assert launched(cache, new, new, rotary)  # at position 2, behind the table: its last row
     assert cache.key[0, 2, 0].tolist() == turned and torch.equal(cache.value[0, 2, 0], new.flatten())
 
 
@@ -118,7 +118,7 @@ def test_what_has_no_page_is_dropped_and_counted(entry: int, cut: str) -> None:
 
 def test_nothing_to_write_and_nowhere_to_write_it() -> None:
     none = normal(0, 3, 2, 8)
-    assert ContiguousKV(none, none, int32())._launch(none, none, None)
+    assert launched(ContiguousKV(none, none, int32()), none, none, None)
     for n in (0, 3):
         cache = ContiguousKV(normal(2, 0, 2, 8), normal(2, 0, 2, 8), int32(0, 4))
         check(Case(cache, normal(2, n, 2, 8), normal(2, n, 2, 8)))
@@ -144,8 +144,8 @@ def test_what_the_kernel_is_not_for() -> None:
         (cache, new, Rotary(*(table.to(torch.float8_e5m2) for table in tables))),
         (cache, torch.nn.Parameter(new), None),
     ):
-        assert not other._launch(key, key, rotary)
-    assert cache._launch(new, new, Rotary(*tables))
+        assert not launched(other, key, key, rotary)
+    assert launched(cache, new, new, Rotary(*tables))
 
 
 def test_an_append_is_an_operation_in_place() -> None:
@@ -153,5 +153,5 @@ def test_an_append_is_an_operation_in_place() -> None:
     for cache in caches(0, 3):
         held = *cache._plain(), cache.lengths
         versions = [t._version for t in held if t is not None]
-        assert cache._launch(normal(2, 1, 2, 8), normal(2, 1, 2, 8), None)
+        assert launched(cache, normal(2, 1, 2, 8), normal(2, 1, 2, 8), None)
         assert [t._version for t in held if t is not None] == [version + 1 for version in versions]

@@ -26,11 +26,8 @@ class Cache(ABC):
     STORES: ClassVar[tuple[str, str]]
     """The fields with keys and values in `dtype`, all or some."""
 
-    append_kernel: ClassVar[Callable[..., bool] | None] = None
-    """`(cache, key, value, rotary)`: appends by a kernel and returns True, or returns False. Set by ops/append.py."""
-
-    cached_append: ClassVar[Callable[..., Callable[[], None] | None] | None] = None
-    """Likewise: the append of tensors that lie as some did that were checked, or None. Set there too."""
+    prepared_append: ClassVar[Callable[..., Callable[[], None] | None]] = lambda *_: None
+    """`(cache, key, value, rotary, is_checked)`: the append by a kernel, or None. Set by ops/append.py."""
 
     @property
     @abstractmethod
@@ -61,11 +58,6 @@ class Cache(ABC):
         where = places(positions, stores[0], getattr(self, "page_table", None))
         for store, new in zip(stores, (key, value), strict=True):
             put(store, where, new)
-
-    def _launch(self, key: Tensor, value: Tensor, rotary: Rotary | None) -> bool:
-        """Append by a kernel and return True; False where none supports these tensors, and nothing was done."""
-        kernel = Cache.append_kernel
-        return kernel is not None and kernel(self, key, value, rotary)
 
     def _paged(self, lengths: Tensor, new: int) -> tuple[Tensor, Tensor, Tensor, int, int] | None:
         """(page table, tokens of each row in pages now, and with `new` more, page size, pages)."""
@@ -151,17 +143,18 @@ class Cache(ABC):
         bits as the torch operations that do it elsewhere: for a `QuantizedKV`, in fp64, under `torch.compile`, on other
         devices and without Triton. It is not differentiable; key and value may not overlap the cache.
         """
-        cached = None if Cache.cached_append is None else Cache.cached_append(self, key, value, rotary)
-        lengths = self._check_append(key, value, rotary) if cached is None else self.lengths
+        call = Cache.prepared_append(self, key, value, rotary, False)
+        lengths = self._check_append(key, value, rotary) if call is None else self.lengths
         assert lengths is not None
         if checks.should_validate(validate, lengths):
             self.validate(key.shape[1], first=lengths)
             if rotary is not None and key.shape[1]:
                 checks.capacity(lengths, key.shape[1], rotary.cos.shape[0], "the rotary table's positions")
-        if cached is not None:
-            cached()
-        elif not self._launch(key, value, rotary):
+        call = call or Cache.prepared_append(self, key, value, rotary, True)
+        if call is None:
             self._operate(key, value, rotary, lengths)
+        else:
+            call()
         return self
 
     def _check_append(self, key: Tensor, value: Tensor, rotary: Rotary | None) -> Tensor:
