@@ -1,10 +1,11 @@
 """Run the GPU tests side by side on one GPU, and keep a results file for each of their files.
 
-    python3 tools/gpu_tests.py [--out DIR] [--only WORD]... [--skip WORD]... [--limit SECONDS] [-- PYTEST ARGUMENTS]
+    python3 tools/gpu_tests.py [--out DIR] [--only WORD]... [--skip WORD]... [--jobs N] [--workers N] [--limit SECONDS]
+                               [-- PYTEST ARGUMENTS]
 
 Most of their time goes to compiling kernels on the CPU. So `--jobs` processes run at once, each on one file of tests,
-and compile in `WORKERS` more; a GPU is shared by all. What is not done after `--limit` seconds is interrupted, and its
-results tell how far it came. `RANDOM_PROBLEMS=300` in the environment draws fewer random problems. Only the Python
+and compile in `--workers` more; a GPU is shared by all. What is not done after `--limit` seconds is interrupted, and
+its results tell how far it came. `RANDOM_PROBLEMS=300` in the environment draws fewer random problems. Only the Python
 standard library is needed here: pytest, torch and triton are those of the Python that runs this.
 """
 
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,7 +40,7 @@ LONGEST = (
 PARTS = {
     "tests/ops/test_launch_cache_gpu.py": (
         "packed or packs or rows_off or tf32",
-        "of_a_cache or decode or public or capture",
+        "(of_a_cache or decode or public or capture) and not (packed or packs or rows_off or tf32)",
     ),
 }
 """Files that several processes share: each takes the tests of an expression, one more takes the rest."""
@@ -79,7 +81,7 @@ def jobs(only: list[str]) -> list[Job]:
 
 def start(job: Job, out: Path, workers: int, also: list[str]) -> None:
     folder = out / job.name
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)
     command = [
         sys.executable,
         "-m",
@@ -112,7 +114,7 @@ def stop(job: Job, how: signal.Signals) -> None:
 
 
 def run(waiting: list[Job], out: Path, at_once: int, workers: int, limit: float, also: list[str]) -> list[Job]:
-    """All of them, those that were never started too, when the last has ended or was stopped."""
+    """Run the jobs; returns when every started one has ended, or was stopped. The list has those not started too."""
     everything, running = list(waiting), []
     end = time.monotonic() + limit
     interrupted = False
@@ -182,12 +184,21 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [job for job in jobs(options.only) if not any(word in job.path for word in options.skip)]
     if not chosen:
-        parser.error(f"no file with GPU tests has {' or '.join(options.only)} in its path")
+        parser.error(f"no file with GPU tests is left by --only {options.only} --skip {options.skip}")
     if options.list:
         print(*(f"{job.path} {job.expression}".rstrip() for job in chosen), sep="\n")
         return 0
     out = options.out.resolve()
-    everything = run(list(chosen), out, options.jobs, options.workers, options.limit, options.pytest)
+    for job in chosen:  # what an earlier run found is not gathered with this one's
+        shutil.rmtree(out / job.name, ignore_errors=True)
+    everything: list[Job] = []
+    try:
+        everything = run(list(chosen), out, options.jobs, options.workers, options.limit, options.pytest)
+    except KeyboardInterrupt:
+        for job in chosen:
+            if job.process is not None:
+                stop(job, signal.SIGKILL)  # each is in a session of its own, and hears no interrupt
+        raise
     gather(everything, out)
     failed = False
     for job in everything:

@@ -4,9 +4,9 @@
     python -m benchmarks.releases --source ddc84db=/tmp/old/src --decode --out commits.json
 
 The first is what this Python has; each `--triton VERSION=FOLDER` adds a release, unpacked in a folder, and each
-`--source COMMIT=FOLDER` the library as it is in another `src`. They take turns, a fresh process each, `--rounds` times.
-A cell's time is the median over all rounds. Ratios mean speed: above 1.00 what was added is faster. Every cell is first
-checked against SDPA in fp32, on one batch entry and two heads of the same random inputs.
+`--source COMMIT=FOLDER` both packages as they are in another `src`. They take turns, a fresh process each, `--rounds`
+times. A cell's time is the median over all rounds. Ratios mean speed: above 1.00 what was added is faster. Every cell
+is first checked against SDPA in fp32, on one batch entry and two heads of the same random inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stream_attention_tools.bench.results import conditions, save
 from stream_attention_tools.bench.suites import SUITES, Cell, flops
 
 SHORT = (1024, 8192)
-"""Lengths of the 24 cells of `--short`."""
+"""Lengths of the 24 cells of `--short`, forward and backward."""
 
 
 DIRECTIONS = ("forward", "backward", "decode")
@@ -71,6 +71,8 @@ def main() -> int:
             parser.error(f"--source: expected COMMIT=FOLDER with the package stream_attention; got {one!r}")
     if wrong := [one for one in options.triton if not re.fullmatch(r"[\d.]+=.+", one)]:
         parser.error(f"--triton: expected VERSION=FOLDER; got {wrong[0]!r}")
+    if not options.triton and not options.source:
+        parser.error("say what to compare with: --triton VERSION=FOLDER or --source COMMIT=FOLDER")
     releases = dict(one.split("=", 1) for one in options.triton)
     for version, folder in releases.items():
         if not list(Path(folder).glob(f"triton-{version}.dist-info")):
@@ -230,8 +232,9 @@ def markdown(result: dict[str, Any]) -> str:
     """Speed of every release over the first, lowest to highest over the lengths."""
     lines = []
     for release, speed in result["speed"].items():
-        lines += [f"| Triton {release} over {result['baseline']} | forward | backward |", "|---|---|---|"]
-        for kind in dict.fromkeys(" ".join(name.split()[:2]) for name in speed):
+        what = f"Triton {release}" if re.fullmatch(r"[\d.]+", release) else release
+        lines += [f"| {what} over {result['baseline']} | forward | backward |", "|---|---|---|"]
+        for kind in dict.fromkeys(" ".join(name.split()[:2]) for name in speed if not name.endswith("decode")):
             spans = []
             for direction in ("forward", "backward"):
                 its = [

@@ -81,12 +81,13 @@ class Key(NamedTuple):
     """All that decides how a call is computed. Calls that differ in `lengths` alone are a family."""
 
     family: Hashable
-    lengths: Any  # a tuple
+    lengths: Any  # a tuple: rows and strides of query, key and value, and the longest sequences of a pack
 
 
 def key_of(inputs: tuple[Tensor | None, ...], lengths: tuple[int, int], options: tuple[Any, ...]) -> Key | None:
     """The key of a call: of its tensors, as the op takes them, the longest sequences of a pack (else 0), and its other
-    arguments. None where a tensor is more than its memory, has none, or lies on another device than the current one."""
+    arguments. None where a tensor is more than its memory, has none, or the query is on a GPU that is not the current
+    one."""
     query, key, value = inputs[:3]
     if type(query) not in PLAIN_TYPES or type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
         return None
@@ -143,11 +144,11 @@ def layout_of(t: Tensor) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=4096)
 def are_aligned(strides: tuple[int, ...]) -> bool:
-    """Whether rows that begin on 16 bytes are apart, and lie on 16 bytes, element after element. Of strides beyond 64
-    GB a tensor map has more than the word that is written for a new length."""
+    """Whether the last dim is contiguous and all other strides are positive multiples of 8 elements, so that rows which
+    begin on 16 bytes all do. Strides of 64 GB and more do not fit the word of a tensor map that is written."""
     if strides[-1] != 1:
         return False
     return not any([stride % 8 or not 0 < stride < _FAR_STRIDE for stride in strides[:-1]])  # noqa: C419
 
 
-_FAR_STRIDE = 1 << 33  # elements: 64 GB of the widest dtype
+_FAR_STRIDE = 1 << 33  # elements: 64 GB at 8 bytes each

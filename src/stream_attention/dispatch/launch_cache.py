@@ -5,8 +5,11 @@ takes a GPU, and depends on nothing but the metadata of its tensors, its options
 the key. A call whose key was seen before goes straight to its launches; with gradients inside one autograd.Function,
 which finds the backward by the forward and the layout of the incoming gradient.
 
+A call of new lengths is made from a template: a prepared call of the same family whose kernels and constexprs fit. Its
+integers and descriptors are written anew, nothing else.
+
 Where something must see an op, the call passes the dispatcher and comes back here below it: torch.compile, torch.func,
-dispatch and function modes, tracing, forward-mode AD and tensor subclasses. A profiler sees the same road, labelled.
+dispatch and function modes, tracing, forward-mode AD and tensor subclasses. A profiler sees the same path, labelled.
 
 Entries hold no tensor and no address. What depends on values (offsets of a pack on a CPU) is checked in every call.
 
@@ -36,7 +39,8 @@ from .prepare import plan_backward, prepare_backward, prepare_forward, problem_o
 
 LIMIT = 256
 """Calls that are kept. One more drops the oldest: lengths that never come back must not pile up, and every object that
-lives on is one more for the garbage collector. A call that was dropped is made from another of its family."""
+lives on is one more for the garbage collector. The first kept is the first dropped; it is made from a template again if
+its family still has one, else prepared in full."""
 
 _setting = os.environ.get("STREAM_ATTENTION_LAUNCH_CACHE", "1").lower()
 ENABLED = _setting not in ("0", "false", "off", "no")
@@ -71,12 +75,12 @@ class PreparedCall:
         self.looks_transposed = False  # whether a caller is to be warned of the layout
         self._options = options  # of the op, behind its tensors
         self._backwards: dict[Hashable, Backward] = {}
-        self._templates: _Templates | None = None  # that it is one of, or was made from
+        self._templates: _Templates | None = None  # of its family; None: no call of other lengths is made from it
         self._checked: set[Hashable] = set()
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether gradients have the same bits in every run. Those of a GPU need not, unless it was asked for."""
+        """Whether gradients are bit-equal from run to run: on a CPU always, on a GPU if that was asked for."""
         return self._problem.device.type == "cpu" or self._problem.deterministic
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -97,12 +101,12 @@ class PreparedCall:
         return result
 
     def _check_backward(self, inputs: Inputs, wanted: Hashable) -> None:
-        """Refuse now, not in the backward, where the backend that was named has none."""
+        """Raise in the forward, not in the backward, if the named backend has no backward for this call."""
         plan(gradient_of(self._problem, inputs), self._options[-1])
         self._checked.add(wanted)
 
     def arguments(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-        """Those of the op."""
+        """The flat arguments of the op: tensors, then options."""
         return (*tensors, *self._options)
 
     def backward(self, inputs: Inputs, given: Results, wanted: tuple[bool, ...]) -> Gradients:
@@ -194,7 +198,7 @@ class _Templates:
         return None
 
     def backward(self, call: PreparedCall, inputs: Inputs, given: Results, wanted: Wanted) -> Backward | None:
-        """The backward of a call that is one of them, or was made from one; None where there is no template for it."""
+        """A backward made from a template, for a call of this family; None if no template fits."""
         problem = call._problem.replace(backward=True, row_grad=wanted.alibi_slopes or wanted.sink)
         if problem.dtype is torch.float32:
             problem = problem.replace(tf32=allows_tf32())
@@ -308,7 +312,7 @@ def prepared(arguments: tuple[Any, ...]) -> PreparedCall:
 
 
 def kept(arguments: tuple[Any, ...]) -> PreparedCall | None:
-    """The same, of a call that has a key, and is kept; else None."""
+    """The same for a call that has a key: looked up, or prepared and kept. None for one without a key."""
     inputs = Inputs._make(arguments[:_INPUTS])
     lengths, options = planned_lengths(arguments[_INPUTS : _INPUTS + 2]), arguments[_INPUTS + 2 :]
     key = key_of(inputs, lengths, options) if ENABLED else None
@@ -322,8 +326,8 @@ def kept(arguments: tuple[Any, ...]) -> PreparedCall | None:
 
 
 def planned_lengths(longest: Sequence[int]) -> tuple[int, int]:
-    """The longest sequences of a pack as plans round them. Kernels then compute as many tiles of each sequence, whose
-    own length they look at, and packs share a prepared call."""
+    """The longest sequences of a pack, rounded up as plans round them, so that packs share a prepared call. Kernels
+    read each sequence's own length: tiles behind its end return at once. (0, 0) of a dense call."""
     q_len, k_len = longest
     return rounded_length(q_len), rounded_length(k_len)
 
@@ -355,7 +359,7 @@ class _Family:
         self.calls: dict[Hashable, Any] = {}  # by lengths and strides
         self.template: Any = None  # whose `resized` makes calls of other lengths; None: nothing does
         self.latest: tuple[tuple[Hashable, Any], ...] = ()  # lengths and calls that it made last
-        self.takes_any_rows = False  # calls of packs that take any number of rows are kept by all else
+        self.takes_any_rows = False  # keys of packs leave out how many rows they have (keep_prepared)
 
 
 _MOST_LATEST = 4
@@ -370,11 +374,11 @@ if hasattr(os, "register_at_fork"):  # a child would wait for ever for what anot
 
 
 def find(key: tuple[Hashable, Any], *given: Any) -> Any:
-    """The call that was kept with a key or, where its lengths are new, that its family's template makes of what is
-    given; else None.
+    """The call that was kept with a key; for new lengths, one that the family's template makes of what is given; else
+    None.
 
-    One that was made is kept from its second use on, as in the next layer of a model, also where layers take turns.
-    Lengths that never come back leave nothing behind."""
+    The last few calls that were made are remembered, and kept at their second use, as in the next layer of a model:
+    lengths that never come back do not fill the cache."""
     of, lengths = key
     family = _families.get(of)
     if family is None:

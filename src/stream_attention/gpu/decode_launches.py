@@ -1,4 +1,4 @@
-"""A call on a cache, prepared: the launch that computes and the one that merges parts. Keeps no tensor."""
+"""A call on a cache, prepared: the launch that computes and the one that merges splits. Keeps no tensor."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class PreparedDecode:
         return out, lse
 
     def resized(self, problem: Problem, inputs: DecodeInputs, config: DecodeConfig) -> PreparedDecode | None:
-        """The same call of other lengths, without a tree, whose results are new tensors; None where it is not to be
-        made from this one: calls on a quantised cache are prepared one by one."""
+        """The same call with other lengths, no tree and new results; None for a quantised cache, for a tensor that
+        kernels read a copy of, or if another kernel computes it."""
         query, cache, _, slopes, sink, *_ = inputs
         if self._launch is None or self._is_copied or isinstance(cache, QuantizedKV):
             return None

@@ -1,9 +1,10 @@
 """Launching Triton and Gluon kernels with little work on the host.
 
 Triton's own launch path binds, types and specialises every argument at each call, which costs more than a short kernel
-runs. Kernels here specialise on nothing but their constexprs and on the dtypes and 16-byte alignment of their pointers
-(integers have fixed types and no specialisation), so a compiled kernel is found by those. Its arguments are bound by
-name once. A launch then copies a block of parameters, writes the addresses of its tensors and calls the driver:
+runs. Kernels here specialise on nothing but their constexprs, on which pointers are there, and on the dtypes and
+16-byte alignment of those (integers have fixed types and no specialisation), so a compiled kernel is found by that. Its
+arguments are bound by name once. A launch then copies a block of parameters, writes the addresses of its tensors and
+calls the driver:
 
     launch = kernel.bind(grid, (query, out), {"num_warps": 4}, q_ptr=query, out_ptr=out, rows=rows, BLOCK=64)
     launch(another_query, another_out)  # tensors of the same dtypes and alignment, on the same device
@@ -102,7 +103,7 @@ class Kernel:
     def bind_addresses(
         self, grid: int, options: Mapping[str, Any], /, device: torch.device | None = None, **arguments: Any
     ) -> Launch:
-        """`bind`, of a kernel without descriptors: a launch is given every address, in the order of the parameters."""
+        """`bind`, of a kernel without descriptors: a launch takes one tensor for each pointer, in their order."""
         tensors = distinct(*[arguments[name] for name in self.addresses])
         arguments |= zip(self.addresses, tensors, strict=True)
         return self.bind(grid, tensors, options, device, **arguments)
@@ -180,9 +181,9 @@ class _Binding:
         """Whether its machine code came with the wheel: Triton has no kernel to call its hooks with."""
         return self.compiled is not None and isinstance(self.compiled.kernel, prebuilt.Loaded)
 
-    def packed(self, all_sizes: Sequence[Sizes]) -> Any:
-        """The block that the driver launches, with other sizes; None where the kernel is not compiled yet, or only
-        Triton can launch it."""
+    def block_with(self, all_sizes: Sequence[Sizes]) -> Any:
+        """A copy of the block that the driver launches, with these sizes; None where the kernel is not compiled yet, or
+        only Triton can launch it."""
         if not self.is_compiled():
             return None
         assert self.compiled is not None
@@ -266,13 +267,13 @@ class Launch:
         return self._binding.options
 
     def __call__(self, *tensors: Any, sizes: Sizes | None = None) -> None:
-        """Launch in the current stream of the device. A tensor may be given by its address, except in a first call.
-        `sizes` are those of this launch alone, and change no constexpr."""
+        """Launch in the current stream of the device. A tensor may be given by its address where the launch
+        `is_compiled`. `sizes` are of this launch alone, and change no constexpr."""
         binding = self._binding
         if not self._grid:
             return
         if self._block is None:
-            block = binding.packed(self._sizes)
+            block = binding.block_with(self._sizes)
             if block is not None:
                 driver.write_grid(block, self._grid)
                 self._block = block
@@ -291,7 +292,8 @@ class Launch:
         driver.launch(words, binding.function, _stream_of(binding.device), binding.launch_kernel)
 
     def resized(self, grid: int, sizes: Sizes) -> Launch | None:
-        """The same launch of tensors with other lengths; None where they change a constexpr."""
+        """The same launch of tensors with other lengths; None where they change a constexpr. Integers that were
+        `replaced` are those that were bound again."""
         bound = self._binding.arguments
         for name, value in sizes.constants.items():
             if bound[name] != value:
@@ -307,7 +309,7 @@ class Launch:
 
 
 class Sizes(NamedTuple):
-    """The arguments of a kernel that depend on the lengths of its tensors."""
+    """The arguments of a kernel that depend on how its tensors lie: lengths and strides, the window, and flags."""
 
     names: str  # of integers, separated by spaces
     numbers: tuple[int, ...]
@@ -370,8 +372,7 @@ class Descriptor(NamedTuple):
 
 
 def rows_dim(dims: int) -> int:
-    """Of a descriptor, the dim that counts rows: the first, but behind the batch in `[B, T, H, D]`, as which a pack is
-    read too."""
+    """The row dim of a descriptor: 1 of `[B, T, H, D]`, as which a pack is read with B = 1, else 0."""
     return 1 if dims == 4 else 0
 
 

@@ -14,7 +14,7 @@ from ..base.state import EMPTY
 from . import driver
 
 UNIT = 8
-"""Elements in a wide word: 16 bytes of the narrowest dtype."""
+"""Elements in a wide word: 16 bytes of a dtype of two."""
 
 _ALIGNMENT = 128
 _WORDS = {0.0: 0, float("-inf"): 0xFF800000}
@@ -86,7 +86,7 @@ class Sample:
 
 
 def empty_like(rows: Tensor, query: Tensor, sample: Sample) -> Tensor:
-    """A tensor as contiguous as `sample`, but of the shape of `rows`, of a pack: strides do not tell how many."""
+    """A tensor with the shape of `rows` and the strides of `sample`, which do not depend on the rows of a pack."""
     return empty(query, (*rows.shape,), sample.stride(), sample.dtype)
 
 
@@ -98,7 +98,7 @@ class Outputs(NamedTuple):
 
     out: Any  # samples
     lse: Any
-    has_unwritten_rows: bool  # rows that no program writes: they hold the state of no key
+    has_unwritten_rows: bool  # there may be rows that no program writes: results are filled with 0 and -inf first
 
     @classmethod
     def of(cls, problem: Problem, rows: int, clears_tail: bool = False) -> Outputs:

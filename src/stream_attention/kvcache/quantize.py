@@ -1,4 +1,4 @@
-"""Quantisation of caches: `quantize_kv`, and what the compressors use of `cache_views.quantized_tensor`."""
+"""Quantisation of caches: `quantize_kv`, and what the compressors use of `kv_layouts.quantized_tensor`."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ class _Backward:
         if resized_rows is None or None in resized:
             return None
         found = [(resized_rows, [launch for launch in resized if launch is not None])]
-        return _Backward(call, found, self._wanted, (False, False))  # of tensors that are aligned
+        return _Backward(call, found, self._wanted, (False, False))  # aligned, so not copied
 
 
 _SIZES = (

@@ -227,7 +227,8 @@ class _Forward:
         return out, lse
 
     def resized(self, problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward | None:
-        """The same call on tensors of other lengths; None where another kernel computes it."""
+        """The same call on tensors of other lengths; None if a constexpr would differ, or something is computed before
+        the kernel."""
         if self._before.steps:
             return None
         outputs = self._outputs.resized(inputs.query.shape[-3])

@@ -1,7 +1,7 @@
 """Few queries against many keys: the decode kernel, over keys and values as they lie.
 
-What `decode_attention` does for a cache, for a call of `attention` whose keys are a cache to the one who calls: new
-tensors in every step, of one more token. Which calls these are, `tuning.decode.on_a_cache` says.
+For calls of `attention` whose caller keeps a cache of its own: each step brings new tensors, one token longer. Which
+calls these are, `on_a_cache` in gpu/decode_tuning.py says.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class _Forward:
         return out, lse
 
     def resized(self, problem: Problem, inputs: Inputs, config: Any) -> Forward | None:
-        """The same call on keys of another length, a step of a model that generates; None where more differs."""
+        """The same call on another number of keys, as in the next step of a model that generates; None if anything
+        else differs."""
         if (config, problem.shape, problem.window) != self._alike:
             return None
         strides, made = qkv_strides(inputs, False, UNIT), copy(self)
