@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stream_attention.base.kv_layouts import ContiguousKV, PagedKV, QuantizedKV
+from stream_attention.base.kv_layouts import ContiguousKV, KVCache, PagedKV, QuantizedKV
 from stream_attention.base.kv_layouts.quantized_tensor import CHANNELS, TOKENS, Coding, quantize
 from stream_attention.kvcache import quantize_kv
 
@@ -338,3 +338,16 @@ def test_a_cache_says_in_a_line_what_it_is() -> None:
     plain = ContiguousKV(KEY, VALUE, LENGTHS)
     assert repr(plain).startswith("<ContiguousKV: 2 rows of up to ") and repr(plain).endswith("float32 on cpu>")
     assert "rows in int4, " in repr(quantize_kv(plain, "int4", group=4, residual=4))
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_an_append_compiles_whole(paged: bool) -> None:
+    def cache() -> KVCache:
+        store, lengths = torch.zeros(2, 2, 8, 2, 4), torch.tensor([0, 3], dtype=torch.int32)
+        table = torch.tensor([[0], [1]], dtype=torch.int32)
+        return PagedKV(*store, table, lengths) if paged else ContiguousKV(*store, lengths)
+
+    compiled, plain, new = cache(), cache(), torch.randn(2, 2, 2, 4)
+    torch.compile(lambda kv, x: kv.append(x, -x), fullgraph=True, backend="aot_eager")(compiled, new)
+    plain.append(new, -new)
+    assert all(torch.equal(*pair) for pair in zip(compiled.tensors, plain.tensors, strict=True) if pair[0] is not None)

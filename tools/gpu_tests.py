@@ -186,7 +186,7 @@ def main() -> int:
     if not chosen:
         parser.error(f"no file with GPU tests is left by --only {options.only} --skip {options.skip}")
     if options.list:
-        print(*(f"{job.path} {job.expression}".rstrip() for job in chosen), sep="\n")
+        print(*(f"{job.path}  -k '{job.expression}'" if job.expression else job.path for job in chosen), sep="\n")
         return 0
     out = options.out.resolve()
     for job in chosen:  # what an earlier run found is not gathered with this one's

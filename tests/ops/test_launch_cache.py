@@ -980,6 +980,13 @@ def test_the_environment_sets_the_switches(value: str, enabled: bool, compare: b
     assert done.stdout.split() == [str(enabled), str(compare), str(enabled)], done.stderr
 
 
+def test_a_misspelt_switch_is_refused() -> None:
+    environment = os.environ | {"STREAM_ATTENTION_LAUNCH_CACHE": "copmare"}
+    command = [sys.executable, "-c", "import stream_attention"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode and "STREAM_ATTENTION_LAUNCH_CACHE: expected 1, 0 or compare; got 'copmare'" in done.stderr
+
+
 # Saved tensors that come back otherwise
 
 

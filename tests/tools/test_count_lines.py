@@ -9,8 +9,8 @@ from tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, t
 
 from tools import count_lines
 
-LIBRARY_TODAY = 18_894
-BOTH_TODAY = 25_977
+LIBRARY_TODAY = 18_893
+BOTH_TODAY = 25_976
 """Of lines of code, until the goals are reached. Lower them with what they count."""
 
 LONG_FILES: set[str] = set()
@@ -44,6 +44,7 @@ def test_the_command_prints_both_packages_and_the_long_files(capsys: pytest.Capt
     assert count_lines.main([]) == 0
     printed = capsys.readouterr().out
     assert f"{totals(count())[LIBRARY]:,}  {LIBRARY}; goal: at most 16,000" in printed
+    assert count_lines.missed_by(3) == ", missed by 3" and count_lines.missed_by(0) == ", met"
     assert all(name in printed for name in LONG_FILES)
 
 

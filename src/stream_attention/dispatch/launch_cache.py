@@ -31,11 +31,12 @@ from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
 from ..base.device import allows_tf32
+from ..base.errors import refuse
 from ..base.problem import Backward, Forward, Gradients, Inputs, Problem, Results, Wanted, gradient_of, resized
 from . import validate
 from .call_key import Key, are_aligned, is_profiled, is_watched, key_of, layout_of
 from .plan import Plan, plan, rounded_length
-from .prepare import plan_backward, prepare_backward, prepare_forward, problem_of
+from .prepare import prepare_backward, prepare_forward, problem_of
 
 LIMIT = 256
 """Calls that are kept. One more drops the oldest: lengths that never come back must not pile up, and every object that
@@ -43,6 +44,8 @@ lives on is one more for the garbage collector. The first kept is the first drop
 its family still has one, else prepared in full."""
 
 _setting = os.environ.get("STREAM_ATTENTION_LAUNCH_CACHE", "1").lower()
+if _setting not in ("1", "true", "on", "yes", "0", "false", "off", "no", "compare"):
+    refuse("STREAM_ATTENTION_LAUNCH_CACHE", "1, 0 or compare", repr(_setting))
 ENABLED = _setting not in ("0", "false", "off", "no")
 """Whether calls are looked up at all."""
 
@@ -133,7 +136,9 @@ class PreparedCall:
             found = templates.backward(self, inputs, given, wanted)
             if found is not None:
                 return found
-        planned, tensors = plan_backward(self.arguments(inputs), grad_lse, wanted)
+        problem, tensors, backend = problem_of(self.arguments(inputs))
+        asked = {"lse_grad": grad_lse is not None, "row_grad": wanted.alibi_slopes or wanted.sink}
+        planned = plan(problem.replace(backward=True, **asked), backend)
         made = prepare_backward(planned, tensors, given, wanted)
         if templates is not None and hasattr(made, "resized"):
             templates.add(made, planned, wanted, planned.problem.tf32)

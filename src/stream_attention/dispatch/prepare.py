@@ -23,7 +23,7 @@ from ..base.problem import (
     padded_to,
     state_problem,
 )
-from .plan import Plan, plan
+from .plan import Plan
 
 _INPUTS = len(Inputs._fields)
 
@@ -88,13 +88,6 @@ def run_forward(planned: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     out, lse = prepare_forward(planned, inputs)(inputs, True)
     assert lse is not None
     return out, lse
-
-
-def plan_backward(arguments: tuple[Any, ...], grad_lse: Tensor | None, wanted: Wanted) -> tuple[Plan, Inputs]:
-    """The plan of the backward of an op with these arguments."""
-    problem, inputs, backend = problem_of(arguments)
-    row_grad = wanted.alibi_slopes or wanted.sink
-    return plan(problem.replace(backward=True, lse_grad=grad_lse is not None, row_grad=row_grad), backend), inputs
 
 
 def prepare_backward(planned: Plan, inputs: Inputs, given: Results, wanted: Wanted) -> Backward:

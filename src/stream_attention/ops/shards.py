@@ -15,20 +15,15 @@ from ..backends import BY_NAME
 from ..base.problem import AUTO, Backward, Gradients, Inputs, Positions, Problem, Wanted, state_problem
 from ..dispatch import call_key, launch_cache
 from ..dispatch.plan import Plan, plan, requested
-from ..dispatch.prepare import prepare_backward, prepare_forward, run_forward
+from ..dispatch.prepare import prepare_backward, prepare_forward
 from .merge import fold_state
-
-
-def forward_state(inputs: Inputs, *, backend: str = AUTO, **options: Any) -> tuple[Tensor, Tensor]:
-    """One shard's state `(fp32 out, lse)`."""
-    return run_forward(plan(_problem(inputs, **options), requested(backend)), inputs)
 
 
 def forward_into(
     inputs: Inputs, out: Tensor, lse: Tensor, *, resumes: bool, backend: str = AUTO, **options: Any
 ) -> None:
-    """`forward_state`, written where `out [B, Tq, Hq, Dv]` and `lse [B, Hq, Tq]` lie, rows of larger tensors; if it
-    resumes, merged into the state of other keys that is there. Without gradients."""
+    """A shard's state, written where `out [B, Tq, Hq, Dv]`, fp32, and `lse [B, Hq, Tq]` lie, rows of larger tensors;
+    if it resumes, merged into the state of other keys that is there. Without gradients."""
     backend, states = requested(backend), (out, lse)
 
     def prepare() -> Callable[[Inputs, Tensor, Tensor], None]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from shard_state import forward_state
 from torch import Tensor
 
 from cpu_time import least_cpu_time
@@ -23,7 +24,7 @@ from stream_attention.backends.reference import attention as reference
 from stream_attention.base.problem import UNBOUNDED, Gradients, Inputs, Positions, Problem, Wanted, state_problem
 from stream_attention.base.state import add_sink, merge
 from stream_attention.dispatch.plan import plan
-from stream_attention.ops.shards import backward_step, forward_state
+from stream_attention.ops.shards import backward_step
 from stream_attention_tools.testing import Case, check_case, make, peak_bytes, poisoned_memory
 
 F64 = torch.float64

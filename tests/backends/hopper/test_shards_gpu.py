@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from shard_state import forward_state
 from stream_attention.base.problem import Inputs, Positions, Wanted
 from stream_attention.base.state import merge
-from stream_attention.ops.shards import backward_step, forward_into, forward_state
+from stream_attention.ops.shards import backward_step, forward_into
 
 pytest.importorskip("triton")
 

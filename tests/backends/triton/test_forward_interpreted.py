@@ -27,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_cases import random_case, why_not
 
+from shard_state import forward_state
 from stream_attention import attention, explain, varlen_attention
 from stream_attention.backends import BY_NAME
 from stream_attention.backends.eager import dropout as dropout_rule
@@ -36,7 +37,6 @@ from stream_attention.base.problem import Inputs, Positions, state_problem
 from stream_attention.base.state import add_sink, merge
 from stream_attention.gpu.merge import bind_merge
 from stream_attention.gpu.prepass import Prepass
-from stream_attention.ops.shards import forward_state
 from stream_attention_tools.testing import Case, check_case, poisoned_memory
 from stream_attention_tools.testing.inputs import Layout
 

@@ -19,7 +19,7 @@ def tensor(name: str, given: Any, device: torch.device | None = None) -> None:
         refuse(name, "a torch.Tensor", type(given).__name__, error=TypeError)
     if device is not None and given.device != device:
         refuse(name, f"the cache's device {device}", given.device)
-    if given.is_neg():
+    if not torch.compiler.is_compiling() and given.is_neg():
         refuse(name, "a materialised tensor", "a negated view", "Call .resolve_neg() on it first.")
 
 
@@ -94,7 +94,7 @@ def writable(name: str, given: Tensor) -> None:
     """A tensor that can be written to in place, without overlapping elements."""
     if 0 in given.stride() and has_shared_places(given):
         refuse(name, "no overlapping elements", f"an expanded tensor, strides {given.stride()}", HINT_TO_COPY)
-    if given.is_inference() and not torch.is_inference_mode_enabled():
+    if not torch.compiler.is_compiling() and given.is_inference() and not torch.is_inference_mode_enabled():
         refuse(name, "a writable tensor", "one made under torch.inference_mode()", HINT_TO_COPY)
 
 
