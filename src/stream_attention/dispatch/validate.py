@@ -221,10 +221,10 @@ def options(given: CallOptions, query: Tensor) -> None:
     causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, *_ = given
     flags(causal=causal, return_lse=return_lse)
     if deterministic is not None and not isinstance(deterministic, bool):
-        refuse("deterministic", "a bool, or None for torch's own setting", deterministic, error=TypeError)
+        refuse("deterministic", "a bool, or None for torch's own setting", _describe(deterministic), error=TypeError)
     if window is not None:
         if not isinstance(window, tuple) or len(window) != 2 or not all(_is_int(side) for side in window):
-            hint = "For the last n keys including the query's own, pass (n - 1, 0)."
+            hint = "For the last n keys including the query's own, pass (n - 1, 0); -1 leaves a side open."
             refuse("window", "a tuple of two ints (left, right), or None", _describe(window), hint, TypeError)
         if window[0] < -1 or window[1] < -1:
             refuse("window", "sides of at least -1 (-1 = unbounded)", window)
@@ -559,7 +559,7 @@ def _broadcastable(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:
         size == 1 or size == full for size, full in zip(reversed(tensor.shape), reversed(target), strict=False)
     )
     if not aligned:
-        hint = f"A padding mask is {name}[:, None, None, :]." if tensor.shape == (target[0], target[3]) else ""
+        hint = f"Pass [B, Tk] as {name}[:, None, None, :], [B, Tq, Tk] as {name}[:, None]." if tensor.dim() < 4 else ""
         refuse(name, f"broadcastable to [B, Hq, Tq, Tk] = {list(target)}", list(tensor.shape), hint)
 
 
