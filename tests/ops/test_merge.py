@@ -14,8 +14,8 @@ pytest.importorskip("hypothesis")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from shard_state import forward_state
+
 from stream_attention import attention, merge_states, varlen_attention
 from stream_attention.backends.reference import attention as reference
 from stream_attention.base.problem import Inputs, Positions

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from shard_state import forward_state
 from torch import Tensor
 
-from shard_state import forward_state
 from stream_attention.base.problem import Inputs, Positions, Wanted
 from stream_attention.base.state import merge
 from stream_attention.ops.shards import backward_step, forward_into

@@ -26,8 +26,8 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_cases import random_case, why_not
-
 from shard_state import forward_state
+
 from stream_attention import attention, explain, varlen_attention
 from stream_attention.backends import BY_NAME
 from stream_attention.backends.eager import dropout as dropout_rule
