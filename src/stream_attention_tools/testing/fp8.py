@@ -1,4 +1,4 @@
-"""FP8 kernels on codes that are there: what a call computes between its quantisation and its end."""
+"""FP8 kernels on values that were quantised before: a call without its quantisation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stream_attention.gpu.scratch import Outputs
 def attend_to_codes(
     backend: Backend, problem: Problem, queries: QueryCodes, keys: KeyCodes, *ends_and_config: Any
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)`, given codes, cu_seqlens of both and the backend's configuration."""
+    """`(out, lse)`, given quantised values, cu_seqlens of queries and keys, and the backend's configuration."""
     *ends, config = ends_and_config
     kernel = getattr(load(backend.fp8_kernels), "fp8_kernel", None)
     if kernel is None:
