@@ -133,7 +133,7 @@ def test_steps_after_a_prompt(model: Any, kind: str, side: str) -> None:
 
 def test_a_step_does_not_synchronise(model: Any) -> None:
     from stream_attention.integration.forward import stream_attention_forward
-    from stream_attention.integration.masks import filled
+    from stream_attention.integration.masks import decoded
 
     query = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
     key, value = torch.randn(2, 2, 2, SLOTS, 128, device="cuda", dtype=torch.bfloat16)
@@ -148,7 +148,7 @@ def test_a_step_does_not_synchronise(model: Any) -> None:
             outs.append(stream_attention_forward(module, query, key, value, mask)[0])
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert filled(lengths)[0].tolist() == [300, 300]
+    assert decoded(lengths)[0].tolist() == [300, 300]
     for out in outs[1:]:
         assert (out - outs[0]).abs().max() <= 4 * torch.finfo(out.dtype).eps * outs[0].abs().max()
 
