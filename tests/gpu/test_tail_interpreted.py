@@ -6,6 +6,7 @@ The portable kernels clear these rows themselves: tests/backends/triton/test_*_i
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -44,25 +45,27 @@ def problem_of(inputs: Inputs, longest: int) -> Problem:
 def test_what_starts_a_packed_forward(name: str, dtype: torch.dtype) -> None:
     """Only the tail is written; the counter of tiles is 0; without an LSE none is written."""
     from stream_attention.gpu.tail import bind_start, resized_start
+    from stream_attention.gpu.tile_list import words_of
 
     lengths, rows = PACKS[name]
     inputs = packed(lengths, rows, dtype)
     out, lse = torch.full((rows, 3, 40), NAN, dtype=dtype), torch.full((3, rows), NAN)
-    counter = torch.full((1,), 7, dtype=torch.int32)
-    launch = bind_start(problem_of(inputs, max(lengths)), inputs.cu_seqlens_q, 128, out, lse, counter)
-    launch(inputs.cu_seqlens_q, out, lse, counter)
+    tiles = torch.full((words_of(rows + 5, len(lengths), 128),), 7, dtype=torch.int32)
+    problem, ends = problem_of(inputs, max(lengths)), inputs[-2:]
+    launch = bind_start(problem, inputs, 128, out, lse, tiles)
+    launch(*ends, out, lse, tiles)
     tail = min(sum(lengths), rows)
     assert out[:tail].isnan().all() and (out[tail:] == 0).all()
     assert lse[:, :tail].isnan().all() and (lse[:, tail:] == -torch.inf).all()
-    assert counter.item() == 0
+    assert tiles[0] == 0
     for t in (out, lse):
         t.fill_(NAN)
-    launch.replaced("write_lse", 0)(inputs.cu_seqlens_q, out, lse, counter)
+    launch.replaced("write_lse", 0)(*ends, out, lse, tiles)
     assert (out[tail:] == 0).all() and lse.isnan().all()
     more = torch.full((rows + 5, 3, 40), NAN, dtype=dtype), torch.full((3, rows + 5), NAN)
-    resized = resized_start(launch, 128, rows + 5)
+    resized = resized_start(launch, problem, 128, rows + 5, rows + 5)
     assert resized is not None
-    resized(inputs.cu_seqlens_q, *more, counter)
+    resized(*ends, *more, tiles)
     tail = min(sum(lengths), rows + 5)
     assert (more[0][tail:] == 0).all() and (more[1][:, tail:] == -torch.inf).all()
     assert more[0][:tail].isnan().all() and more[1][:, :tail].isnan().all()
@@ -112,62 +115,70 @@ def _same(found: Tensor, expected: Tensor) -> None:
 
 def test_rows_of_a_sequence_that_no_tile_covers() -> None:
     """Where a caller said that the longest sequence is shorter than it is."""
-    from stream_attention.gpu.tail import bind_start, resized_start
+    from stream_attention.gpu.tail import resized_start
 
     lengths = (5, 0, 9, 3)
     inputs = packed(lengths, 20, torch.float16)
-    out, lse = torch.full((20, 3, 40), NAN, dtype=torch.float16), torch.full((3, 20), NAN)
-    counter = torch.zeros(1, dtype=torch.int32)
-    launch = bind_start(problem_of(inputs, 4), inputs.cu_seqlens_q, 4, out, lse, counter)
-    launch(inputs.cu_seqlens_q, out, lse, counter)
+    out, lse, tiles = results(inputs)
+    launch = started(inputs, 4, 4, out, lse, tiles)
     cleared = [4, *range(9, 14), *range(17, 20)]
     assert [row for row in range(20) if not out[row].any()] == cleared
     assert [row for row in range(20) if (lse[:, row] == -torch.inf).all()] == cleared
-    resized = resized_start(launch, 16, 20)
+    resized = resized_start(launch, problem_of(inputs, 16), 4, 20, 20)
     assert resized is not None
     out.fill_(NAN)
-    resized(inputs.cu_seqlens_q, out, lse, counter)
+    resized(*inputs[-2:], out, lse, tiles)
     assert [row for row in range(20) if not out[row].any()] == [17, 18, 19]
+
+
+def results(inputs: Inputs, tile: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for out and the LSE, full of NaN, and for a list of tiles."""
+    from stream_attention.gpu.tile_list import words_of
+
+    rows, heads, _ = inputs.query.shape
+    words = words_of(rows, inputs.cu_seqlens_q.numel() - 1, tile)
+    return torch.full_like(inputs.query, NAN), torch.full((heads, rows), NAN), torch.zeros(words, dtype=torch.int32)
+
+
+def started(inputs: Inputs, longest: int, tile: int, *written: Tensor) -> Any:
+    """The launch before a forward, after it ran."""
+    from stream_attention.gpu.tail import bind_start
+
+    launch = bind_start(problem_of(inputs, longest), inputs, tile, *written)
+    launch(*inputs[-2:], *written)
+    return launch
 
 
 def test_programs_beyond_those_that_clear_do_nothing() -> None:
     """A launch may have millions: the products of their numbers would not fit 32 bits."""
     from stream_attention.gpu.launch import Sizes
-    from stream_attention.gpu.tail import PROGRAMS, bind_start
+    from stream_attention.gpu.tail import PROGRAMS
 
     inputs = packed((1, 2), 3 * PROGRAMS, torch.float16)
-    out, lse = torch.full((3 * PROGRAMS, 3, 40), NAN, dtype=torch.float16), torch.full((3, 3 * PROGRAMS), NAN)
-    counter = torch.zeros(1, dtype=torch.int32)
-    launch = bind_start(problem_of(inputs, 2), inputs.cu_seqlens_q, 2, out, lse, counter)
+    out, lse, tiles = results(inputs)
+    launch = started(inputs, 2, 4, out, lse, tiles)
+    for t in (out, lse):
+        t.fill_(NAN)
     many = launch.resized(PROGRAMS + 3, Sizes("rows", (3 * PROGRAMS,), {}, {}))
     assert many is not None
-    many(inputs.cu_seqlens_q, out, lse, counter)
+    many(*inputs[-2:], out, lse, tiles)
     assert out[:3].isnan().all() and (out[3:] == 0).all() and (lse[:, 3:] == -torch.inf).all()
 
 
 def test_rows_before_the_first_sequence_are_cleared() -> None:
     """Offsets that do not begin at 0 are refused on a CPU; on a GPU nobody looks."""
-    from stream_attention.gpu.tail import bind_start
-
     inputs = packed((1, 2), 9, torch.float16)._replace(cu_seqlens_q=torch.tensor([2, 5, 6]))
-    out, lse = torch.full((9, 3, 40), NAN, dtype=torch.float16), torch.full((3, 9), NAN)
-    counter = torch.zeros(1, dtype=torch.int32)
-    launch = bind_start(problem_of(inputs, 3), inputs.cu_seqlens_q, 3, out, lse, counter)
-    launch(inputs.cu_seqlens_q, out, lse, counter)
+    out, lse, tiles = results(inputs)
+    started(inputs, 3, 4, out, lse, tiles)
     assert [row for row in range(9) if not out[row].any()] == [0, 1, 6, 7, 8]
 
 
 def test_rows_behind_more_elements_than_32_bits_are_cleared() -> None:
-    from stream_attention.gpu.tail import bind_start
-
     rows, heads, dim = (1 << 16) + 1, 128, 256
     ends = torch.tensor([0, rows - 1], dtype=torch.int32)
     # Memory that nobody touches takes no room, and of out and lse only the last row is touched.
     query, key = (torch.empty(rows, count, dim, dtype=torch.float16) for count in (heads, 1))
-    out, lse = torch.empty_like(query), torch.empty(heads, rows)
+    out, lse, tiles = torch.empty_like(query), torch.empty(heads, rows), torch.zeros(1 << 16, dtype=torch.int32)
     out[-1], lse[:, -1] = NAN, NAN
-    inputs = Inputs(query, key, key, cu_seqlens_q=ends, cu_seqlens_k=ends)
-    counter = torch.zeros(1, dtype=torch.int32)
-    launch = bind_start(problem_of(inputs, rows), ends, rows, out, lse, counter)
-    launch(ends, out, lse, counter)
+    started(Inputs(query, key, key, cu_seqlens_q=ends, cu_seqlens_k=ends.clone()), rows, 1 << 14, out, lse, tiles)
     assert not out[-1].any() and (lse[:, -1] == -torch.inf).all()

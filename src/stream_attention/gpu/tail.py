@@ -3,7 +3,7 @@
 They lie before the first sequence, behind the last, and in one that is longer than the caller said, behind what tiles
 cover. There are none as a rule, and to ask costs a program a few reads. To fill whole results beforehand would cost the
 host a launch for each, and the device a write of all their memory. Triton's kernels clear these rows of what they
-write; before the Gluon forward a small one does, and in its backward the kernel that prepares rows.
+write; before the Gluon forward the small one does that lists its tiles, and in its backward the one that prepares rows.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..base.problem import Problem
+from ..base.problem import UNBOUNDED, Inputs, Problem
+from .arguments import FAR, cdiv, named
 from .launch import Kernel, Launch, Sizes, jit
+from .tile_list import list_tiles, most_tiles
 from .tiles import packed_rows
 
 BLOCK = tl.constexpr(1024)
@@ -65,38 +66,58 @@ def clear_uncomputed_output(out_ptr, lse_ptr, write_lse, cu_ptr, sequences, cove
 
 @jit
 def _start_pack_kernel(
-    out_ptr, lse_ptr, cu_ptr, counter_ptr,
-    write_lse: tl.int32, sequences: tl.int32, covered: tl.int32, rows: tl.int32, heads: tl.int32,
-    DV: tl.constexpr,
+    out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, list_ptr,
+    write_lse: tl.int32, sequences: tl.int32, covered: tl.int32, rows: tl.int32, k_rows: tl.int32, heads: tl.int32,
+    most_tiles: tl.int32, most_seen: tl.int32, right: tl.int32,
+    DV: tl.constexpr, TILE: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    if tl.program_id(0) == 0:
-        tl.store(counter_ptr, 0)
-    clear_uncomputed_output(out_ptr, lse_ptr, write_lse, cu_ptr, sequences, covered, rows, heads, DV)
+    list_tiles(
+        list_ptr, cu_q_ptr, cu_k_ptr, sequences, rows, k_rows, covered, most_tiles, most_seen, right, TILE, HAS_RIGHT
+    )
+    clear_uncomputed_output(out_ptr, lse_ptr, write_lse, cu_q_ptr, sequences, covered, rows, heads, DV)
 
 
-def bind_start(problem: Problem, cu_seqlens: Tensor | None, covered: int, out: Any, lse: Any, counter: Any) -> Launch:
-    """What runs before a forward of a pack whose tiles cover so many rows of each sequence: a function of cu_seqlens_q,
-    out, lse and the counter of tiles, which it sets to 0."""
+def bind_start(problem: Problem, inputs: Inputs, tile: int, out: Any, lse: Any, tiles: Any) -> Launch:
+    """What runs before a forward of a pack with tiles of so many rows: a function of cu_seqlens_q, cu_seqlens_k, out,
+    lse and the list of tiles, which it writes."""
+    tensors = inputs.cu_seqlens_q, inputs.cu_seqlens_k, out, lse, tiles
+    grid, sizes = _start_sizes(problem, tile, out.shape[0], inputs.key.shape[0])
     return _start_pack.bind(
-        PROGRAMS,
-        (cu_seqlens, out, lse, counter),
+        grid,
+        tensors,
         {"num_warps": 4},
-        out_ptr=out,
-        lse_ptr=lse,
-        cu_ptr=cu_seqlens,
-        counter_ptr=counter,
+        **named("cu_q_ptr cu_k_ptr out_ptr lse_ptr list_ptr", tensors),
+        **sizes.arguments(),
         write_lse=1,
         sequences=problem.batch,
-        covered=covered,
-        rows=out.shape[0],
         heads=problem.q_heads,
         DV=problem.value_dim,
+        TILE=tile,
     )
 
 
-def resized_start(start: Launch, covered: int, rows: int) -> Launch | None:
-    """The same launch for other lengths, and another number of queries."""
-    return start.resized(PROGRAMS, Sizes("covered rows", (covered, rows), {}, {}))
+def resized_start(start: Launch, problem: Problem, tile: int, rows: int, k_rows: int) -> Launch | None:
+    """The same launch for other lengths, and other numbers of queries and keys."""
+    return start.resized(*_start_sizes(problem, tile, rows, k_rows))
 
+
+def _start_sizes(problem: Problem, tile: int, rows: int, k_rows: int) -> tuple[int, Sizes]:
+    left, right = problem.window
+    most_seen = FAR if UNBOUNDED in (left, right) else min(left + right + tile, FAR)
+    pack = start_sizes_of_pack(problem, tile, rows, k_rows)
+    names = "covered most_seen right " + pack.names
+    numbers = cdiv(problem.q_len, tile) * tile, most_seen, min(right, FAR), *pack.numbers
+    return min(max(PROGRAMS, problem.batch), _MOST_PROGRAMS), Sizes(
+        names, numbers, {"HAS_RIGHT": right != UNBOUNDED}, {}
+    )
+
+
+def start_sizes_of_pack(problem: Problem, tile: int, rows: int, k_rows: int) -> Sizes:
+    """What depends on how many rows a pack has."""
+    return Sizes("rows k_rows most_tiles", (rows, k_rows, most_tiles(rows, problem.batch, tile)), {}, {})
+
+
+_MOST_PROGRAMS = 1024
+"""That list tiles: about as many as run at a time."""
 
 _start_pack = Kernel(_start_pack_kernel)

@@ -109,7 +109,7 @@ def _step(WARPGROUP: gl.constexpr, seqlen, score_mod, pipelines, rows, state, pl
     s = score_mod.apply(s, rows.slope, rows.positions - start)
     if seqlen.MASKS_BLOCKS:
         s = rows.visible.mask_where_cut(s, start, columns)
-    if seqlen.LOADS_MASKED_ROWS:
+    if seqlen.LOADS_MASKED_ROWS and seqlen.MASKS_BLOCKS:  # else all rows see all of every block but the first
         clear_rows_of_slot(values, kv_iter + 1, start, rows.floor, rows.limit)
     row_max = gl.maximum(state.row_max, gl.max(s, 1))
     max_scaled = row_max * factor

@@ -36,16 +36,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...base.problem import Forward, Inputs, Problem
-from ...gpu.arguments import UNIT, line_strides, named, row_strides, sample
+from ...gpu.arguments import UNIT, line_strides, named, row_strides
 from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
-from ...gpu.scratch import Outputs, Sample
-from ...gpu.tail import bind_start, resized_start
+from ...gpu.scratch import Outputs, Sample, empty
+from ...gpu.tail import bind_start, resized_start, start_sizes_of_pack
+from ...gpu.tile_list import words_of
 from .forward_consumer import consume
-from .launch import forward_sizes, jit, rows_descriptor, score_arguments
+from .launch import forward_sizes, head_group, jit, rows_descriptor, score_arguments
 from .parameters import Epilogue, ScoreMod, SeqlenInfo
 from .pipeline import load_rows, make_pipelines, make_ring
-from .scheduler import TileScheduler, fetch_next, make_channel, resolve
+from .scheduler import TileList, TileScheduler, fetch_next, make_channel, resolve
 from .tiles import ROWS
 from .tuning import GluonConfig, joining, loads_masked_kv, tile_widths
 from .versions import COMPILE_OPTIONS, as_tile_of, tma_load
@@ -82,52 +83,48 @@ def _producer(seqlen, epilogue, scheduler, counter, channel, pipelines, states, 
     kv_iter = 0  # slots of K and V filled so far
     tile_iter = 0  # tiles
     tile = gl.program_id(0)
-    while tile < scheduler.tiles:
-        batch_head, m = scheduler.place(tile)
-        work = seqlen.work_tile(m, batch_head)
-        first = m * TILE_ROWS
-        pending_tile = tile
-        if first < work.q_len:
-            channel.send(tile_iter, work)
-            kv_head = work.head // seqlen.group
-            entry = seqlen.entry(work)
-            offset = seqlen.offset_of(work)
-            low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), work.k_len, offset, BLOCK_N)
-            blocks = high - low
-            row = work.k_first + (high - 1) * BLOCK_N  # of the last block
-            k_iter = kv_iter + tile_iter * BORROWED
-            load_rows(keys, k_desc, k_iter, entry, row, kv_head)
-            queries.wait_empty(tile_iter)
-            landing = queries.expect(tile_iter, WARPGROUPS * q_desc.block_type.nbytes)
-            place = queries.place(tile_iter)
-            for w in gl.static_range(WARPGROUPS):
-                q_row = work.q_first + first + w * ROWS
-                tma_load(q_desc, [entry, q_row, work.head, 0], landing, queries.tiles.index(place + w))
-            near_end = gl.maximum(blocks - AHEAD, 1)
-            loaded = 1
-            if epilogue.STATES > 0:
-                # Not before the keys that a consumer waits for until it lets go of the state of the tile before.
-                middle = gl.minimum(gl.maximum(blocks // 2, SKIPPED + 1), blocks)
-                near_end = gl.maximum(near_end, middle)
-                _load_pairs(1, middle, k_iter, kv_iter, pipelines, k_desc, v_desc, entry, row, kv_head)
-                states.wait_empty(tile_iter)
-                landing = states.expect(tile_iter, epilogue.STATES * epilogue.o_desc.block_type.nbytes)
-                for w in gl.static_range(epilogue.STATES):
-                    tma_load(epilogue.o_desc, [entry, first + w * ROWS, work.head, 0], landing, states.tiles.index(w))
-                loaded = middle
-            _load_pairs(loaded, near_end, k_iter, kv_iter, pipelines, k_desc, v_desc, entry, row, kv_head)
-            pending_tile = fetch_next(counter)
-            _load_pairs(near_end, blocks, k_iter, kv_iter, pipelines, k_desc, v_desc, entry, row, kv_head)
-            if BORROWED > 0:
-                keys.wait_empty(k_iter + blocks)
-                landing = keys.expect(k_iter + blocks, epilogue.o_desc.block_type.nbytes)
-                place = as_tile_of(epilogue.o_desc, keys.tiles.index(keys.place(k_iter + blocks)))
-                tma_load(epilogue.o_desc, [entry, first + epilogue.STATES * ROWS, work.head, 0], landing, place)
-            load_rows(values, v_desc, kv_iter + blocks - 1, entry, work.k_first + low * BLOCK_N, kv_head)
-            kv_iter += blocks
-            tile_iter += 1
-        else:  # a sequence of the pack that is shorter
-            pending_tile = fetch_next(counter)
+    tiles = scheduler.count()
+    while tile < tiles:
+        work = scheduler.work_tile(seqlen, tile, tiles)
+        first = work.index * TILE_ROWS
+        channel.send(tile_iter, work)
+        kv_head = work.head // seqlen.group
+        entry = seqlen.entry(work)
+        offset = seqlen.offset_of(work)
+        low, high = seqlen.blocks(first, first + (TILE_ROWS - 1), work.k_len, offset, BLOCK_N)
+        blocks = high - low
+        row = work.k_first + (high - 1) * BLOCK_N  # of the last block
+        k_iter = kv_iter + tile_iter * BORROWED
+        load_rows(keys, k_desc, k_iter, entry, row, kv_head)
+        queries.wait_empty(tile_iter)
+        landing = queries.expect(tile_iter, WARPGROUPS * q_desc.block_type.nbytes)
+        place = queries.place(tile_iter)
+        for w in gl.static_range(WARPGROUPS):
+            q_row = work.q_first + first + w * ROWS
+            tma_load(q_desc, [entry, q_row, work.head, 0], landing, queries.tiles.index(place + w))
+        near_end = gl.maximum(blocks - AHEAD, 1)
+        loaded = 1
+        if epilogue.STATES > 0:
+            # Not before the keys that a consumer waits for until it lets go of the state of the tile before.
+            middle = gl.minimum(gl.maximum(blocks // 2, SKIPPED + 1), blocks)
+            near_end = gl.maximum(near_end, middle)
+            _load_pairs(1, middle, k_iter, kv_iter, pipelines, k_desc, v_desc, entry, row, kv_head)
+            states.wait_empty(tile_iter)
+            landing = states.expect(tile_iter, epilogue.STATES * epilogue.o_desc.block_type.nbytes)
+            for w in gl.static_range(epilogue.STATES):
+                tma_load(epilogue.o_desc, [entry, first + w * ROWS, work.head, 0], landing, states.tiles.index(w))
+            loaded = middle
+        _load_pairs(loaded, near_end, k_iter, kv_iter, pipelines, k_desc, v_desc, entry, row, kv_head)
+        pending_tile = fetch_next(counter)
+        _load_pairs(near_end, blocks, k_iter, kv_iter, pipelines, k_desc, v_desc, entry, row, kv_head)
+        if BORROWED > 0:
+            keys.wait_empty(k_iter + blocks)
+            landing = keys.expect(k_iter + blocks, epilogue.o_desc.block_type.nbytes)
+            place = as_tile_of(epilogue.o_desc, keys.tiles.index(keys.place(k_iter + blocks)))
+            tma_load(epilogue.o_desc, [entry, first + epilogue.STATES * ROWS, work.head, 0], landing, place)
+        load_rows(values, v_desc, kv_iter + blocks - 1, entry, work.k_first + low * BLOCK_N, kv_head)
+        kv_iter += blocks
+        tile_iter += 1
         tile = resolve(pending_tile)
     channel.close(tile_iter)
 
@@ -153,7 +150,10 @@ def _forward_kernel(
     if STATES > 0:
         states = make_ring(o_desc, 1, STATES, STATES)
     channel = make_channel(WARPGROUPS)
-    scheduler = TileScheduler(batch_heads, tiles_m, head_group, tiles)
+    if IS_PACKED:
+        scheduler = TileList(counter_ptr, q_heads, head_group)
+    else:
+        scheduler = TileScheduler(batch_heads, tiles_m, head_group, tiles)  # type: ignore[assignment]
     seqlen = SeqlenInfo(
         q_heads, group, q_len, k_len, offset, left, right, cu_q_ptr, cu_k_ptr, q_rows, k_rows,
         HAS_LEFT, HAS_RIGHT, IS_PACKED, MASKS_BEYOND_FIRST_BLOCK, LOADS_MASKED_KV,
@@ -183,33 +183,42 @@ def prepare(problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward:
     """The forward of calls whose tensors lie as these `inputs` do, as a function of their inputs: `(out, lse)`."""
     outputs = Outputs.of(problem, inputs.query.shape[-3], clears_tail=True)
     before, (out, lse) = Prepass.of(problem, inputs), outputs.samples()
-    covered = _covered(problem, config)
-    start = bind_start(problem, inputs.cu_seqlens_q, covered, out, lse, _COUNTER) if problem.packed else None
-    return _Forward(outputs, before, start, _bind(problem, inputs, config, before, out, lse))
+    start, counter = None, _COUNTER
+    if problem.packed:
+        counter = Sample((_words_of_list(problem, config, inputs.query.shape[0]),), torch.int32)
+        start = bind_start(problem, inputs, config.tile, out, lse, counter)
+    launch = _bind(problem, inputs, config, before, out, lse, counter)
+    return _Forward(problem, config, outputs, before, start, launch)
 
 
-def _covered(problem: Problem, config: GluonConfig) -> int:
-    """How many queries of each sequence tiles cover."""
-    tile = config.warpgroups * ROWS.value
-    return -(-problem.q_len // tile) * tile
+def _words_of_list(problem: Problem, config: GluonConfig, rows: int) -> int:
+    return words_of(rows, problem.batch, config.tile)
 
 
 _COUNTER = Sample((1,), torch.int32)
 
 
 class _Forward:
-    def __init__(self, outputs: Outputs, before: Prepass, start: Launch | None, launch: Launch) -> None:
-        self._outputs, self._before, self._start, self._launch = outputs, before, start, launch
+    def __init__(
+        self,
+        problem: Problem,
+        config: GluonConfig,
+        outputs: Outputs,
+        before: Prepass,
+        start: Launch | None,
+        launch: Launch,
+    ) -> None:
+        self._problem, self._config, self._outputs, self._before = problem, config, outputs, before
+        self._start, self._launch = start, launch  # of a pack, `start` lists the tiles
         self.takes_any_rows = start is not None and not before.steps and not outputs.has_unwritten_rows
         self._without_lse: tuple[Launch | None, Launch] | None = None
 
     def __call__(self, inputs: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         outputs, start, launch, query = self._outputs, self._start, self._launch, inputs.query
         is_compiled = launch.is_compiled and (start is None or start.is_compiled)
-        with_lse, sizes, rows_sizes = with_lse or not is_compiled, None, None
+        with_lse, sizes, start_sizes = with_lse or not is_compiled, None, None
         if self.takes_any_rows:
-            (rows, *_), (k_rows, *_) = query.shape, inputs.key.shape
-            sizes, rows_sizes = _sizes_of_pack(rows, k_rows), Sizes("rows", (rows,), {}, {})
+            start_sizes, sizes = self._sizes_of_pack(query.shape[0], inputs.key.shape[0])
             out, lse = outputs.allocate_pack(query, with_lse)
         else:
             out, lse = outputs.allocate(query, is_compiled, with_lse)
@@ -221,10 +230,18 @@ class _Forward:
         if start is None:
             counter = _COUNTER.filled(query, 0.0, is_compiled)  # may be freed once the launch is queued
         else:
-            counter = _COUNTER.empty(query)
-            start(inputs.cu_seqlens_q, out, to_lse, counter, sizes=rows_sizes)
+            words = _words_of_list(self._problem, self._config, query.shape[0])
+            counter = empty(query, (words,), (1,), torch.int32)
+            start(inputs.cu_seqlens_q, inputs.cu_seqlens_k, out, to_lse, counter, sizes=start_sizes)
         launch(*inputs, *computed, out, to_lse, counter, sizes=sizes)
         return out, lse
+
+    def _sizes_of_pack(self, rows: int, k_rows: int) -> tuple[Sizes, Sizes]:
+        """What depends on how many rows a pack has, of both launches."""
+        described = {"q_desc": rows, "k_desc": k_rows, "v_desc": k_rows, "o_desc": rows}
+        numbers = rows, k_rows, rows, _heads_in_cache(self._problem, k_rows)
+        start = start_sizes_of_pack(self._problem, self._config.tile, rows, k_rows)
+        return start, Sizes("q_rows k_rows stride_lh head_group", numbers, {}, described)
 
     def resized(self, problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward | None:
         """The same call on tensors of other lengths; None if a constexpr would differ, or something is computed before
@@ -233,9 +250,10 @@ class _Forward:
             return None
         outputs = self._outputs.resized(inputs.query.shape[-3])
         o_desc, strides = outputs.out if config.by_tma else inputs.query, outputs.strides(problem.packed)
-        launch = self._launch.resized(*_sizes(problem, inputs, config, o_desc, strides))
-        start = self._start and resized_start(self._start, _covered(problem, config), inputs.query.shape[0])
-        return None if launch is None else _Forward(outputs, self._before, start, launch)
+        launch, start = self._launch.resized(*_sizes(problem, inputs, config, o_desc, strides)), self._start
+        if start is not None:
+            start = resized_start(start, problem, config.tile, inputs.query.shape[0], inputs.key.shape[0])
+        return None if launch is None else _Forward(problem, config, outputs, self._before, start, launch)
 
 
 def prepare_into(
@@ -247,7 +265,7 @@ def prepare_into(
         return None
     config, states = joining(problem, config) if resumes else (config, 0)
     before = Prepass.of(problem, inputs)
-    launch = _bind(problem, inputs, config, before, out, lse, states)
+    launch = _bind(problem, inputs, config, before, out, lse, _COUNTER, states)
 
     def run(inputs: Inputs, out: Tensor, lse: Tensor) -> None:
         counter = _COUNTER.filled(lse, 0.0, launch.is_compiled)
@@ -262,16 +280,20 @@ def _sizes(
     """The grid and the arguments that depend on lengths."""
     query, key, value = inputs[:3]
     described = {"q_desc": query, "k_desc": key, "v_desc": value, "o_desc": o_desc}
-    cached = (8 if problem.kv.k_len <= 1024 else 16) << 20  # 16 MB: 7 % faster at 512 keys of D 128, slower from 2k on
-    grid, sizes = forward_sizes(problem, config, (query.shape[-3], key.shape[-3]), cached, strides, described)
+    rows = query.shape[-3], key.shape[-3]
+    grid, sizes = forward_sizes(problem, config, rows, _cached(problem), strides, described, listed=True)
     sizes.constants["LOADS_MASKED_KV"] = problem.packed or loads_masked_kv(problem)
     return grid, sizes
 
 
-def _sizes_of_pack(q_rows: int, k_rows: int) -> Sizes:
-    """Those of `_sizes` that depend on how many rows a pack has."""
-    described = {"q_desc": q_rows, "k_desc": k_rows, "v_desc": k_rows, "o_desc": q_rows}
-    return Sizes("q_rows k_rows stride_lh", (q_rows, k_rows, q_rows), {}, described)
+def _heads_in_cache(problem: Problem, k_rows: int) -> int:
+    """Heads of a pack that are worked on together, as `forward_sizes` has it."""
+    return head_group(problem, problem.q_heads, k_rows, _cached(problem))
+
+
+def _cached(problem: Problem) -> int:
+    """Elements of keys and values that are worked on together."""
+    return (8 if problem.kv.k_len <= 1024 else 16) << 20  # 16 MB: 7 % faster at 512 keys of D 128, slower from 2k on
 
 
 def _bind(
@@ -279,15 +301,16 @@ def _bind(
     inputs: Inputs,
     config: GluonConfig,
     before: Prepass,
-    out: Tensor,
-    lse: Tensor,
+    out: Any,
+    lse: Any,
+    counter: Any,
     states: int = 0,
 ) -> Launch:
-    """The kernel as a function of inputs, of what is computed before, of results and a counter of tiles, which is 0.
+    """The kernel as a function of inputs, of what is computed before, of results and a counter of tiles, which is 0;
+    for a pack the list of them.
 
     Where there is no tensor, the LSE stands in for it, unread."""
     sink, packed = inputs.sink, problem.packed
-    counter = sample((1,), torch.int32)
     by_tma = config.by_tma or states > 0
     strides = *row_strides(out, packed, UNIT), *line_strides(lse, packed)
     grid, sizes = _sizes(problem, inputs, config, out if by_tma else inputs.query, strides)

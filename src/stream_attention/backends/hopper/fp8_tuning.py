@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...base.problem import Problem
-from .tuning import forward_words, masks_beyond_first_block
+from .tuning import ROWS, forward_words, masks_beyond_first_block
 
 
 class GluonFp8Config(NamedTuple):
@@ -24,6 +24,11 @@ class GluonFp8Config(NamedTuple):
     sums_first: bool  # products are added before the next P is computed, not after: faster at D 64, not at 128
     consumer_registers: int
     producer_registers: int
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile of queries."""
+        return self.warpgroups * ROWS
 
     def __str__(self) -> str:
         sums = "blocks accumulated in fp32" if self.two_level else "accumulated by the tensor cores"

@@ -14,7 +14,7 @@ from ...gpu.arguments import FAR, line_strides, named, scale_of, score_params, s
 from ...gpu.launch import Descriptor, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.scratch import OUTPUT_STRIDES
-from .tuning import ROWS, masks_beyond_first_block
+from .tuning import masks_beyond_first_block
 
 
 def jit(function: Any) -> Any:
@@ -70,22 +70,22 @@ def forward_sizes(
     described: dict[str, Any],
     names: str = "",
     numbers: tuple[int, ...] = (),
+    listed: bool = False,
 ) -> tuple[int, Sizes]:
     """The grid, and the arguments of a forward that depend on lengths: those of every forward, of so many `rows` of
-    queries and keys in all, whose outputs have such `strides`, and what else `names` has.
-
-    Where tiles see different keys, heads (of all batch entries) are worked on together that have `cached` elements of
-    keys and values, and stay in the L2 cache.
+    queries and keys in all, whose outputs have such `strides`, and what else `names` has. `listed`: the tiles of a pack
+    are, those of one head.
     """
-    (batch, q_len, q_heads, kv_heads, head_dim, value_dim), (_, k_len, *_) = problem.shape, problem.kv
+    (batch, q_len, q_heads, *_), (_, k_len, *_) = problem.shape, problem.kv
     (left, right), positions = problem.window, problem.positions
-    batch_heads, tiles_m, head_group = batch * q_heads, -(-q_len // (config.warpgroups * ROWS)), 1
-    if right != UNBOUNDED:
-        fitting = max(1, cached // max(1, k_len * (head_dim + value_dim)))
-        head_group = even_group(batch_heads, fitting * (q_heads // kv_heads))
+    batch_heads, tiles_m = batch * q_heads, -(-q_len // config.tile)
     tiles = batch_heads * tiles_m
+    if problem.packed and listed:
+        together = head_group(problem, q_heads, rows[1], cached)
+    else:
+        together = head_group(problem, batch_heads, k_len, cached)
     common = (
-        *(batch_heads, tiles_m, head_group, tiles, q_len, k_len, positions.q_start - positions.k_start),
+        *(batch_heads, tiles_m, together, tiles, q_len, k_len, positions.q_start - positions.k_start),
         *(min(left, FAR), min(right, FAR), *rows, *strides, *numbers),
     )
     constants = {
@@ -94,6 +94,15 @@ def forward_sizes(
         "MASKS_BEYOND_FIRST_BLOCK": masks_beyond_first_block(problem, config.block_n),
     }
     return min(problem.hardware.num_sms, tiles), Sizes(_FORWARD + names, common, constants, described)
+
+
+def head_group(problem: Problem, lines: int, k_len: int, cached: int) -> int:
+    """Heads (of all batch entries) that are worked on together, of `lines` in all. Where tiles see different keys they
+    have `cached` elements of keys and values, and stay in the L2 cache."""
+    if problem.right == UNBOUNDED:
+        return 1
+    fitting = max(1, cached // max(1, k_len * (problem.head_dim + problem.value_dim)))
+    return even_group(lines, fitting * problem.group)
 
 
 _FORWARD = "batch_heads tiles_m head_group tiles q_len k_len offset left right q_rows k_rows "

@@ -7,7 +7,7 @@ that have none, which cost 9 % of a launch with few tiles for each (causal, D 25
 
 Tiles that see many keys come first (causal: the last rows), so that the end of the launch is made of short ones, and
 heads are taken in groups whose keys and values stay in the L2 cache together. Where all tiles see the same keys a group
-is one head, and its tiles read the same keys at the same time.
+is one head, and its tiles read the same keys at the same time. Those of a pack are listed (gpu/tile_list.py).
 """
 
 # No `from __future__ import annotations`: aggregates check the types of their fields by these very annotations.
@@ -16,6 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ...gpu.tile_list import HEADER as LIST_HEADER
+from ...gpu.tile_list import WORDS as LIST_WORDS
 from .tiles import run_asm
 from .versions import aggregate
 
@@ -37,6 +39,50 @@ class TileScheduler:
         size = gl.minimum(self.group, self.batch_heads - section * self.group)
         row = rest // size
         return section * self.group + (rest - row * size), self.tiles_m - 1 - row
+
+    @gluon.jit
+    def count(self):
+        """How many there are in all."""
+        return self.tiles
+
+    @gluon.jit
+    def work_tile(self, seqlen, tile, tiles):
+        """The tile with a number, of so many."""
+        line, index = self.place(tile)
+        return seqlen.work_tile(index, line)
+
+
+_LIST_HEADER = gl.constexpr(LIST_HEADER)
+_LIST_WORDS = gl.constexpr(LIST_WORDS)
+
+
+@aggregate
+class TileList:
+    """The tiles of a pack, longest first, for each of `heads`."""
+
+    pointer: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor  # heads that are worked on together, the longest tiles of all of them first
+
+    @gluon.jit
+    def count(self):
+        """How many there are in all."""
+        return gl.load(self.pointer + 1) * self.heads
+
+    @gluon.jit
+    def work_tile(self, seqlen, tile, tiles):
+        """The tile with a number, of so many."""
+        of_head = tiles // self.heads
+        section = tile // (self.group * of_head)
+        rest = tile - section * (self.group * of_head)
+        size = gl.minimum(self.group, self.heads - section * self.group)
+        place = rest // size
+        head = section * self.group + (rest - place * size)
+        words = self.pointer + _LIST_HEADER + place * _LIST_WORDS
+        q_first, q_len = gl.load(words + 2), gl.load(words + 3)
+        return WorkTile(
+            gl.load(words), gl.load(words + 1), head, q_first, q_len, gl.load(words + 4), gl.load(words + 5)
+        )
 
 
 @gluon.jit

@@ -37,6 +37,11 @@ class GluonConfig(NamedTuple):
     consumer_registers: int
     producer_registers: int
 
+    @property
+    def tile(self) -> int:
+        """Rows of a tile of queries."""
+        return self.warpgroups * ROWS
+
     def __str__(self) -> str:
         return f"{forward_words(self)}, output stored {'by TMA' if self.by_tma else 'from registers'}"
 
