@@ -74,7 +74,7 @@ def test_what_starts_a_packed_forward(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", [name for name in PACKS if name != "offsets beyond the pack"])
 def test_what_starts_a_packed_backward(name: str) -> None:
     """Gradients are cleared in the tail alone, and rows hold the LSE and dO . O of each sequence."""
-    from stream_attention.backends.hopper.backward_rows import BackwardCall, bind_rows
+    from stream_attention.backends.hopper.backward_rows import BackwardCall, bind_rows, lists_of
     from stream_attention.backends.hopper.tuning import BACKWARD_D64
     from stream_attention.base.state import Saved
     from stream_attention.gpu.prepass import Prepass
@@ -91,8 +91,9 @@ def test_what_starts_a_packed_backward(name: str) -> None:
     scratch = torch.full((3 * padded * 64,), NAN)
     counts = torch.full((scratch.numel() // 64**2,), 9, dtype=torch.int32)
     counter = torch.full((2,), 9, dtype=torch.int32)
+    lists = [torch.zeros(words, dtype=torch.int32) for words in lists_of(problem, BACKWARD_D64, rows, rows)]
     grads = [torch.full_like(t, NAN) for t in inputs[:3]]
-    saved, workspace = Saved(out, lse, grad_out, None), (scratch, counts, counter)
+    saved, workspace = Saved(out, lse, grad_out, None), (scratch, counts, counter, *lists)
     share = range(problem.batch * problem.kv_heads), 132
     call = BackwardCall.of(problem, inputs, BACKWARD_D64, Prepass.of(problem, inputs), saved)
     launch = bind_rows(call._replace(rows=found, workspace=workspace, grads=grads, saved=saved), *share)
@@ -100,6 +101,7 @@ def test_what_starts_a_packed_backward(name: str) -> None:
     for grad in grads:
         assert grad[: sum(lengths)].isnan().all() and (grad[sum(lengths) :] == 0).all()
     assert counter.tolist() == [-132, -132]
+    assert [int(one[1]) for one in lists] == [sum(length > 0 for length in lengths)] * 2
     first = 0
     for sequence, length in enumerate(lengths):
         at = (first + 128 * sequence) // 128 * 128

@@ -72,8 +72,9 @@ def _start_pack_kernel(
     DV: tl.constexpr, TILE: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     list_tiles(
-        list_ptr, cu_q_ptr, cu_k_ptr, sequences, rows, k_rows, covered, most_tiles, most_seen, right, TILE, HAS_RIGHT
-    )
+        list_ptr, cu_q_ptr, cu_k_ptr, sequences, rows, k_rows, covered, most_tiles, most_seen, right,
+        TILE, "queries", False, HAS_RIGHT,
+    )  # fmt: skip
     clear_uncomputed_output(out_ptr, lse_ptr, write_lse, cu_q_ptr, sequences, covered, rows, heads, DV)
 
 
@@ -102,14 +103,18 @@ def resized_start(start: Launch, problem: Problem, tile: int, rows: int, k_rows:
 
 
 def _start_sizes(problem: Problem, tile: int, rows: int, k_rows: int) -> tuple[int, Sizes]:
-    left, right = problem.window
-    most_seen = FAR if UNBOUNDED in (left, right) else min(left + right + tile, FAR)
+    right = problem.right
     pack = start_sizes_of_pack(problem, tile, rows, k_rows)
     names = "covered most_seen right " + pack.names
-    numbers = cdiv(problem.q_len, tile) * tile, most_seen, min(right, FAR), *pack.numbers
+    numbers = cdiv(problem.q_len, tile) * tile, most_seen(problem, tile), min(right, FAR), *pack.numbers
     return min(max(PROGRAMS, problem.batch), _MOST_PROGRAMS), Sizes(
         names, numbers, {"HAS_RIGHT": right != UNBOUNDED}, {}
     )
+
+
+def most_seen(problem: Problem, tile: int) -> int:
+    """How many keys a tile of queries sees at most, or the other way round."""
+    return FAR if UNBOUNDED in problem.window else min(sum(problem.window) + tile, FAR)
 
 
 def start_sizes_of_pack(problem: Problem, tile: int, rows: int, k_rows: int) -> Sizes:

@@ -45,10 +45,15 @@ def finisher(
     q_heads = seqlen.q_heads * seqlen.group  # what it calls heads of queries are those of keys here
     q_iter = 0
     item = gl.program_id(0) + FINISHER * gl.num_programs(0)
-    while item < scheduler.tiles:
-        batch_head, m = scheduler.place(item)
-        block = (scheduler.tiles_m - 1 - m) * BLOCK_M  # causal: the first rows are finished first
-        work = seqlen.work_tile(m, scratch.first_batch_head + batch_head)
+    items = scheduler.count()
+    while item < items:
+        if seqlen.IS_PACKED:
+            work = scheduler.work_tile(seqlen, item, items)
+            block = work.index * BLOCK_M
+        else:
+            batch_head, m = scheduler.place(item)
+            block = (scheduler.tiles_m - 1 - m) * BLOCK_M  # causal: the first rows are finished first
+            work = seqlen.work_tile(m, scratch.first_batch_head + batch_head)
         if block < work.q_len:
             low, high = key_tiles(seqlen, block, work, BLOCK_M)
             first = work.q_first.to(gl.int64)

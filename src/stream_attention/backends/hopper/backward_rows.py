@@ -1,8 +1,8 @@
 """Before the Hopper backward, in Triton: what belongs to a query row.
 
 Delta = dO . O - dLSE and the LSE in log2 units, padded (gpu/rows.py), and a cleared scratch with its
-counters. One read of O and dO, one write of the scratch: what it costs is memory traffic. `BackwardCall` is what all
-launches of a backward are bound from.
+counters. One read of O and dO, one write of the scratch: what it costs is memory traffic. Of a pack, tiles of keys and
+blocks of queries are listed here too. `BackwardCall` is what all launches of a backward are bound from.
 
 Grid: one program per (batch, head, block of rows).
 """
@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from ...base.problem import Inputs, Problem, tma_compatible
+from ...base.problem import UNBOUNDED, Inputs, Problem, tma_compatible
 from ...base.state import Saved
-from ...gpu.arguments import UNIT, cdiv, line_strides, row_strides, sample
+from ...gpu.arguments import FAR, UNIT, cdiv, line_strides, row_strides, sample
 from ...gpu.launch import Kernel, Launch, Sizes, jit
 from ...gpu.prepass import Prepass
 from ...gpu.rows import PAD, Rows, padded_row
-from ...gpu.tail import clear_uncomputed
+from ...gpu.tail import clear_uncomputed, most_seen
+from ...gpu.tile_list import list_tiles, most_tiles, words_of
 from ...gpu.tiles import LOG2E, packed_rows
 from .tuning import KEYS, GluonBackwardConfig, tile_widths
 
@@ -33,18 +34,29 @@ SCRATCH_BYTES = 256 << 20
 @jit
 def _prepare_kernel(
     out_ptr, grad_out_ptr, lse_ptr, grad_lse_ptr, cu_q_ptr, cu_k_ptr,
-    rows_lse_ptr, rows_delta_ptr, scratch_ptr, counts_ptr, counter_ptr, dq_ptr, dk_ptr, dv_ptr,
+    rows_lse_ptr, rows_delta_ptr, scratch_ptr, counts_ptr, counter_ptr, key_list_ptr, query_list_ptr,
+    dq_ptr, dk_ptr, dv_ptr,
     stride_ob: tl.int64, stride_om: tl.int64, stride_oh: tl.int64,
     stride_gb: tl.int64, stride_gm: tl.int64, stride_gh: tl.int64,
     stride_lb: tl.int64, stride_lh: tl.int64, stride_eb: tl.int64, stride_eh: tl.int64,
     sequences: tl.int32, heads: tl.int32, kv_heads: tl.int32, q_len: tl.int32, q_rows: tl.int32, k_rows: tl.int32,
     q_covered: tl.int32, k_covered: tl.int32, rows: tl.int32, blocks: tl.int32,
     first_head: tl.int32, first_count: tl.int32,
+    most_tiles: tl.int32, most_blocks: tl.int32, most_seen: tl.int32, right: tl.int32,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     IS_PACKED: tl.constexpr, HAS_LSE_GRAD: tl.constexpr,
+    KEY_TILE: tl.constexpr, QUERY_BLOCK: tl.constexpr, HAS_RIGHT: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     if IS_PACKED:
+        list_tiles(
+            key_list_ptr, cu_q_ptr, cu_k_ptr, sequences, q_rows, k_rows, k_covered, most_tiles, most_seen, right,
+            KEY_TILE, "keys", ORDERED, HAS_RIGHT,
+        )  # fmt: skip
+        list_tiles(
+            query_list_ptr, cu_q_ptr, cu_k_ptr, sequences, q_rows, k_rows, q_covered, most_blocks, most_seen, right,
+            QUERY_BLOCK, "blocks", ORDERED, HAS_RIGHT,
+        )  # fmt: skip
         clear_uncomputed(dq_ptr, cu_q_ptr, sequences, q_covered, q_rows, heads * D, 0.0)
         clear_uncomputed(dk_ptr, cu_k_ptr, sequences, k_covered, k_rows, kv_heads * D, 0.0)
         clear_uncomputed(dv_ptr, cu_k_ptr, sequences, k_covered, k_rows, kv_heads * DV, 0.0)
@@ -106,7 +118,7 @@ class BackwardCall(NamedTuple):
     before: Prepass
     saved: Saved  # as kernels read them
     rows: Rows
-    workspace: tuple[Any, Any, Any]  # in which dQ grows, its counts, the counter of tiles
+    workspace: tuple[Any, ...]  # in which dQ grows, its counts, the counters of tiles; of a pack, lists of tiles
     grads: list[Any]  # dq, dk and dv
     shares: list[tuple[range, int]]  # KV heads of all batch entries that are computed together, by how many programs
 
@@ -127,12 +139,31 @@ class BackwardCall(NamedTuple):
             shares.append((some, min(problem.num_sms, len(some) * cdiv(problem.k_len, 2 * KEYS))))
         grads = [sample(t.shape, problem.out_dtype) for t in inputs[:3]]
         counts = sample((numbers // CHUNK.value**2,), torch.int32)
-        workspace = sample((numbers,), torch.float32), counts, sample((COUNTERS,), torch.int32)
+        lists = lists_of(problem, config, inputs.query.shape[0], inputs.key.shape[0])
+        counters = sample((COUNTERS,), torch.int32)
+        workspace = (
+            *(sample((numbers,), torch.float32), counts, counters),
+            *[sample((words,), torch.int32) for words in lists],
+        )
         return cls(problem, inputs, config, before, saved, rows, workspace, grads, shares)
 
 
 COUNTERS = 2
 """Of tiles: one of each kernel part."""
+
+_KEY_TILE = 2 * KEYS
+
+
+def lists_of(problem: Problem, config: GluonBackwardConfig, q_rows: int, k_rows: int) -> tuple[int, int]:
+    """Words of the list of tiles of keys, and of that of blocks of queries."""
+    if not problem.packed:
+        return 0, 0
+    return words_of(k_rows, problem.batch, _KEY_TILE), words_of(q_rows, problem.batch, config.block_m)
+
+
+def most_of_pack(problem: Problem, config: GluonBackwardConfig, q_rows: int, k_rows: int) -> tuple[int, int]:
+    """How many tiles and blocks these have at most."""
+    return most_tiles(k_rows, problem.batch, _KEY_TILE), most_tiles(q_rows, problem.batch, config.block_m)
 
 
 def rows_sizes(call: BackwardCall, lines: range, programs: int) -> tuple[int, Sizes]:
@@ -146,15 +177,18 @@ def rows_sizes(call: BackwardCall, lines: range, programs: int) -> tuple[int, Si
         *line_strides(lse, packed),
         *line_strides(grad_lse, packed),
         *(problem.q_len, query.shape[-3], key.shape[-3]),
-        *(cdiv(problem.q_len, block_m) * block_m, cdiv(problem.k_len, 2 * KEYS) * 2 * KEYS),
+        *(cdiv(problem.q_len, block_m) * block_m, cdiv(problem.k_len, _KEY_TILE) * _KEY_TILE),
         *(call.rows.lse.shape[-1], blocks, -programs),
+        *most_of_pack(problem, call.config, query.shape[0], key.shape[0]),
+        *(most_seen(problem, _KEY_TILE), min(problem.right, FAR)),
     )
-    return len(lines) * problem.group * blocks, Sizes(_SIZES, numbers, {}, {})
+    constants = {"HAS_RIGHT": problem.packed and problem.right != UNBOUNDED}
+    return len(lines) * problem.group * blocks, Sizes(_SIZES, numbers, constants, {})
 
 
 _SIZES = (
     "stride_ob stride_om stride_oh stride_gb stride_gm stride_gh stride_lb stride_lh stride_eb stride_eh "
-    "q_len q_rows k_rows q_covered k_covered rows blocks first_count"
+    "q_len q_rows k_rows q_covered k_covered rows blocks first_count most_tiles most_blocks most_seen right"
 )
 
 
@@ -192,6 +226,9 @@ def bind_rows(call: BackwardCall, lines: range, programs: int) -> Launch:
         BLOCK_M=_block_m(problem),
         IS_PACKED=problem.packed,
         HAS_LSE_GRAD=grad_lse is not None,
+        KEY_TILE=_KEY_TILE,
+        QUERY_BLOCK=call.config.block_m,
+        ORDERED=problem.packed and problem.deterministic,
     )
 
 

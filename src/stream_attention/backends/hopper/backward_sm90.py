@@ -47,7 +47,7 @@ from ...gpu.scratch import Scratch as ScratchMemory
 from ...gpu.scratch import empty_like
 from .backward_block import CHUNK, Part, Scratch, SharedStorage, Sum, consume, query_blocks
 from .backward_query_grad import finisher, reducer
-from .backward_rows import COUNTERS, BackwardCall, as_read, bind_rows, rows_sizes
+from .backward_rows import COUNTERS, BackwardCall, as_read, bind_rows, lists_of, most_of_pack, rows_sizes
 from .backward_wide import consume_for_key, consume_for_value
 from .launch import (
     chunks_descriptor,
@@ -59,7 +59,7 @@ from .launch import (
 )
 from .parameters import ScoreMod, SeqlenInfo
 from .pipeline import make_ring
-from .scheduler import TileScheduler, fetch_next, make_channel, resolve
+from .scheduler import TileList, TileScheduler, fetch_next, make_channel, resolve
 from .tiles import KEYS
 from .tuning import BackwardPart, GluonBackwardConfig, has_edges, has_idle_queries, loads_masked_kv, tile_widths
 from .versions import COMPILE_OPTIONS, aggregate, tma_load
@@ -90,6 +90,18 @@ def _load_keys(part, smem, sources, entry, row, head, tile_iter):
 
 
 @gluon.jit
+def _tile_of_keys(part, seqlen, scheduler, scratch, tile, tiles):
+    """The tile with a number, of so many. Causal: key tile 0 is seen by most queries, and comes first."""
+    if seqlen.IS_PACKED:
+        return scheduler.work_tile(seqlen, tile, tiles)
+    else:
+        batch_head, n = scheduler.place(tile)
+        if not part.ORDERED:
+            n = scheduler.tiles_m - 1 - n
+        return seqlen.work_tile(n, scratch.first_batch_head + batch_head)
+
+
+@gluon.jit
 def _producer(part, seqlen, scheduler, counter, channel, smem, scratch, sources):
     BLOCK_M: gl.constexpr = sources.query.block_type.shape[1]
     OF_QUERIES: gl.constexpr = sources.query.block_type.nbytes + sources.lse.block_type.nbytes
@@ -100,45 +112,39 @@ def _producer(part, seqlen, scheduler, counter, channel, smem, scratch, sources)
     q_iter = 0
     tile_iter = 0
     tile = resolve(fetch_next(counter))
-    while tile < scheduler.tiles:
-        batch_head, m = scheduler.place(tile)
-        n = m
-        if not part.ORDERED:
-            n = scheduler.tiles_m - 1 - m  # causal: key tile 0 is seen by most queries, and comes first
-        work = seqlen.work_tile(n, scratch.first_batch_head + batch_head)
-        first = n * (2 * KEYS)
+    tiles = scheduler.count()
+    while tile < tiles:
+        work = _tile_of_keys(part, seqlen, scheduler, scratch, tile, tiles)
+        first = work.index * (2 * KEYS)
         pending_tile = tile
-        if first < work.k_len:
-            channel.send(tile_iter, work)
-            entry = seqlen.entry(work)
-            low, high = query_blocks(seqlen, work, BLOCK_M)
-            for g in range(seqlen.group):
-                head = work.head * seqlen.group + g
-                at = scratch.first_row(seqlen, work, head)
-                for i in range(low, high):
-                    row = i * BLOCK_M
-                    queries.wait_empty(q_iter)
-                    landing = queries.expect(q_iter, OF_QUERIES)
-                    slot = queries.place(q_iter)
-                    place = queries.tiles.index(slot)
-                    tma_load(sources.query, [entry, work.q_first + row, head, 0], landing, place)
-                    tma_load(sources.lse, [at + row], landing, smem.lses.index(slot))
-                    if (g == 0) & (i == low):  # behind the first queries, which need not wait for the tile before
-                        _load_keys(part, smem, sources, entry, work.k_first + first, work.head, tile_iter)
-                    if (g == seqlen.group - 1) & (i == gl.maximum(high - AHEAD, low)):
-                        pending_tile = fetch_next(counter)
-                    grads.wait_empty(q_iter)
-                    landing = grads.expect(q_iter, OF_GRADS)
-                    place = grads.tiles.index(slot)
-                    tma_load(sources.grad, [entry, work.q_first + row, head, 0], landing, place)
-                    tma_load(sources.delta, [at + row], landing, smem.deltas.index(slot))
-                    q_iter += 1
-            if low == high:  # nobody sees these keys
-                _load_keys(part, smem, sources, entry, work.k_first + first, work.head, tile_iter)
-                pending_tile = fetch_next(counter)
-            tile_iter += 1
-        else:
+        channel.send(tile_iter, work)
+        entry = seqlen.entry(work)
+        low, high = query_blocks(seqlen, work, BLOCK_M)
+        for g in range(seqlen.group):
+            head = work.head * seqlen.group + g
+            at = scratch.first_row(seqlen, work, head)
+            for i in range(low, high):
+                row = i * BLOCK_M
+                queries.wait_empty(q_iter)
+                landing = queries.expect(q_iter, OF_QUERIES)
+                slot = queries.place(q_iter)
+                place = queries.tiles.index(slot)
+                tma_load(sources.query, [entry, work.q_first + row, head, 0], landing, place)
+                tma_load(sources.lse, [at + row], landing, smem.lses.index(slot))
+                if (g == 0) & (i == low):  # behind the first queries, which need not wait for the tile before
+                    _load_keys(part, smem, sources, entry, work.k_first + first, work.head, tile_iter)
+                if (g == seqlen.group - 1) & (i == gl.maximum(high - AHEAD, low)):
+                    pending_tile = fetch_next(counter)
+                grads.wait_empty(q_iter)
+                landing = grads.expect(q_iter, OF_GRADS)
+                place = grads.tiles.index(slot)
+                tma_load(sources.grad, [entry, work.q_first + row, head, 0], landing, place)
+                tma_load(sources.delta, [at + row], landing, smem.deltas.index(slot))
+                q_iter += 1
+        if low == high:  # nobody sees these keys
+            _load_keys(part, smem, sources, entry, work.k_first + first, work.head, tile_iter)
             pending_tile = fetch_next(counter)
+        tile_iter += 1
         tile = resolve(pending_tile)
     channel.close(tile_iter)
 
@@ -146,8 +152,8 @@ def _producer(part, seqlen, scheduler, counter, channel, smem, scratch, sources)
 @jit
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_desc, delta_desc, scratch_desc,
-    dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counts_ptr, counter_ptr, slopes_ptr, row_words_ptr, col_words_ptr,
-    cu_q_ptr, cu_k_ptr,
+    dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counts_ptr, counter_ptr, key_list_ptr, query_list_ptr, slopes_ptr,
+    row_words_ptr, col_words_ptr, cu_q_ptr, cu_k_ptr,
     batch_heads: gl.int32, tiles_n: gl.int32, group_n: gl.int32, blocks_m: gl.int32,
     kv_heads: gl.int32, group: gl.int32, q_len: gl.int32, k_len: gl.int32, offset: gl.int32,
     left: gl.int32, right: gl.int32, q_rows: gl.int32, k_rows: gl.int32,
@@ -210,8 +216,12 @@ def _backward_kernel(
     scratch = Scratch(scratch_desc, scratch_ptr, counts_ptr, rows, first_batch_head, skipped)
     dk_sum = Sum(dk_desc, dk_ptr, kv_heads, D)
     dv_sum = Sum(dv_desc, dv_ptr, kv_heads, DV)
-    by_keys = TileScheduler(batch_heads, tiles_n, group_n, batch_heads * tiles_n)
-    by_queries = TileScheduler(batch_heads, blocks_m, group_n, batch_heads * blocks_m)
+    if IS_PACKED:
+        by_keys = TileList(key_list_ptr, kv_heads, group_n)
+        by_queries = TileList(query_list_ptr, kv_heads, group_n)
+    else:
+        by_keys = TileScheduler(batch_heads, tiles_n, group_n, batch_heads * tiles_n)  # type: ignore[assignment]
+        by_queries = TileScheduler(batch_heads, blocks_m, group_n, batch_heads * blocks_m)  # type: ignore[assignment]
     # A tuple bound to a variable would turn its constants into tensors, so the roles are spelt here.
     if IS_ALL:
         gl.warp_specialize(
@@ -270,6 +280,7 @@ class _Backward:
     ) -> None:
         problem, before = call.problem, call.before
         self._pack = problem if problem.packed and not before.steps else None  # which may have any number of rows
+        self._config = call.config
         self._before, self._launches, self._wanted = before, launches, wanted
         self._copies, self._grads = copies, call.grads
         self._scratch = ScratchMemory.of(*call.rows, *call.workspace)
@@ -286,7 +297,7 @@ class _Backward:
         is_compiled = all([launch.is_compiled for launch in self._all])  # noqa: C419
         scratch, rows_sizes, sizes = self._scratch, None, None
         if self._pack is not None:
-            needed, rows_sizes, sizes = _sizes_of_pack(self._pack, query, inputs.key.shape[0])
+            needed, rows_sizes, sizes = _sizes_of_pack(self._pack, self._config, query, inputs.key.shape[0])
             scratch = ScratchMemory.of_sizes(needed, scratch.dtypes)
             dq, dk, dv = [empty_like(t, query, grad) for t, grad in zip(inputs[:3], self._grads, strict=True)]
         else:
@@ -332,7 +343,7 @@ def _sizes(call: BackwardCall, batch_heads: range) -> Sizes:
     numbers = (
         len(batch_heads),
         cdiv(k_len, 2 * KEYS.value),
-        _heads_in_cache(problem, len(batch_heads)),
+        _heads_in_cache(problem, len(batch_heads), query.shape[0]),
         cdiv(q_len, call.config.block_m),
         *(q_len, k_len, problem.positions.q_start - problem.positions.k_start, min(left, FAR), min(right, FAR)),
         *(query.shape[-3], key.shape[-3], padded, first, first * problem.group * padded),
@@ -357,25 +368,30 @@ def _sizes(call: BackwardCall, batch_heads: range) -> Sizes:
     return Sizes(_SIZES, numbers, constants, described)
 
 
-def _sizes_of_pack(problem: Problem, query: Tensor, k_rows: int) -> tuple[tuple[int, ...], Sizes, Sizes]:
+def _sizes_of_pack(
+    problem: Problem, config: GluonBackwardConfig, query: Tensor, k_rows: int
+) -> tuple[tuple[int, ...], Sizes, Sizes]:
     """What depends on how many rows a pack has: bytes of scratch memory, sizes of the launch by rows, and of the
     others."""
     padded, q_rows = padded_rows(problem, query), query.shape[0]
     count = problem.q_heads * padded
     numbers = count * tile_widths(problem)[0]
-    pieces = 4 * count, 4 * count, 4 * numbers, 4 * numbers // CHUNK.value**2, 4 * COUNTERS
+    lists = [4 * words for words in lists_of(problem, config, q_rows, k_rows)]
+    pieces = 4 * count, 4 * count, 4 * numbers, 4 * numbers // CHUNK.value**2, 4 * COUNTERS, *lists
     described = {"q_desc": q_rows, "k_desc": k_rows, "v_desc": k_rows, "do_desc": q_rows, "dk_desc": k_rows}
     described |= {"dv_desc": k_rows, "lse_desc": count, "delta_desc": count, "scratch_desc": numbers // CHUNK.value}
-    of_rows = Sizes("stride_lh stride_eh q_rows k_rows rows", (q_rows, q_rows, q_rows, k_rows, padded), {}, {})
-    sizes = Sizes("q_rows k_rows rows", (q_rows, k_rows, padded), {}, described)
-    return pieces, of_rows, sizes
+    of_rows = q_rows, q_rows, q_rows, k_rows, padded, *most_of_pack(problem, config, q_rows, k_rows)
+    rows_sizes = Sizes("stride_lh stride_eh q_rows k_rows rows most_tiles most_blocks", of_rows, {}, {})
+    together = _heads_in_cache(problem, 0, q_rows)
+    sizes = Sizes("q_rows k_rows rows group_n", (q_rows, k_rows, padded, together), {}, described)
+    return pieces, rows_sizes, sizes
 
 
 def _bind(call: BackwardCall, part: BackwardPart, batch_heads: range, programs: int) -> Launch:
     """The kernel as a function of inputs, of what is computed before, of grad_out, the pieces of scratch memory, dq, dk
     and dv. Where there is no tensor, the counter stands in for it, unread."""
     problem, inputs, config, before = call[:4]
-    scratch, _, counter = call.workspace
+    scratch, _, counter, *_ = call.workspace
     sizes = _sizes(call, batch_heads)
     dim, value_dim = tile_widths(problem)
     boxes = {
@@ -399,7 +415,7 @@ def _bind(call: BackwardCall, part: BackwardPart, batch_heads: range, programs: 
         described=described,
         **sizes.arguments() | descriptors,
         **named("dq_ptr dk_ptr dv_ptr", call.grads),
-        **named("scratch_ptr counts_ptr counter_ptr", call.workspace),
+        **named("scratch_ptr counts_ptr counter_ptr key_list_ptr query_list_ptr", call.workspace),
         kv_heads=problem.kv_heads,
         CONFIG=config,
         PART=part,
@@ -410,18 +426,20 @@ def _bind(call: BackwardCall, part: BackwardPart, batch_heads: range, programs: 
     )
 
 
-def _heads_in_cache(problem: Problem, batch_heads: int) -> int:
-    """KV heads (of all batch entries) that are worked on together, in groups of about the same size."""
+def _heads_in_cache(problem: Problem, batch_heads: int, q_rows: int) -> int:
+    """KV heads (of all batch entries; of a pack with so many rows, of it) that are worked on together, in groups of
+    about the same size."""
+    lines, length = (problem.kv_heads, q_rows) if problem.packed else (batch_heads, problem.q_len)
     if problem.right == UNBOUNDED:
         # In one order, key tiles of a head that run at the same time wait for each other: fewer of them do.
         tiles_n = cdiv(problem.k_len, 2 * KEYS.value)
         together = (256 if problem.head_dim <= 64 else 128) // tiles_n if problem.deterministic else 1
-        return min(max(together, 1), batch_heads)
+        return min(max(together, 1), lines)
     wide = max(problem.head_dim, problem.value_dim) > 128
     cached = (16 if problem.q_len > 1024 else 8) << (21 if wide else 20)  # the best of 8, 16 and 32 MB
-    size = problem.q_len * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize * problem.group
+    size = length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize * problem.group
     fitting = max(1, cached // max(1, size))
-    return even_group(batch_heads, fitting)
+    return even_group(lines, fitting)
 
 
 _kernel = Kernel(_backward_kernel, **COMPILE_OPTIONS)
