@@ -45,12 +45,12 @@ def problem_of(inputs: Inputs, longest: int) -> Problem:
 def test_what_starts_a_packed_forward(name: str, dtype: torch.dtype) -> None:
     """Only the tail is written; the counter of tiles is 0; without an LSE none is written."""
     from stream_attention.gpu.tail import bind_start, resized_start
-    from stream_attention.gpu.tile_list import words_of
+    from stream_attention.gpu.tile_list import most_tiles, words_of
 
     lengths, rows = PACKS[name]
     inputs = packed(lengths, rows, dtype)
     out, lse = torch.full((rows, 3, 40), NAN, dtype=dtype), torch.full((3, rows), NAN)
-    tiles = torch.full((words_of(rows + 5, len(lengths), 128),), 7, dtype=torch.int32)
+    tiles = torch.full((words_of(most_tiles(rows + 5, len(lengths), 128)),), 7, dtype=torch.int32)
     problem, ends = problem_of(inputs, max(lengths)), inputs[-2:]
     launch = bind_start(problem, inputs, 128, out, lse, tiles)
     launch(*ends, out, lse, tiles)
@@ -74,11 +74,12 @@ def test_what_starts_a_packed_forward(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", [name for name in PACKS if name != "offsets beyond the pack"])
 def test_what_starts_a_packed_backward(name: str) -> None:
     """Gradients are cleared in the tail alone, and rows hold the LSE and dO . O of each sequence."""
-    from stream_attention.backends.hopper.backward_rows import BackwardCall, bind_rows, lists_of
+    from stream_attention.backends.hopper.backward_rows import BackwardCall, bind_rows, most_of_pack
     from stream_attention.backends.hopper.tuning import BACKWARD_D64
     from stream_attention.base.state import Saved
     from stream_attention.gpu.prepass import Prepass
     from stream_attention.gpu.rows import Rows
+    from stream_attention.gpu.tile_list import words_of
 
     lengths, rows = PACKS[name]
     inputs = packed(lengths, rows, torch.float16)
@@ -91,7 +92,8 @@ def test_what_starts_a_packed_backward(name: str) -> None:
     scratch = torch.full((3 * padded * 64,), NAN)
     counts = torch.full((scratch.numel() // 64**2,), 9, dtype=torch.int32)
     counter = torch.full((2,), 9, dtype=torch.int32)
-    lists = [torch.zeros(words, dtype=torch.int32) for words in lists_of(problem, BACKWARD_D64, rows, rows)]
+    most = most_of_pack(problem.batch, BACKWARD_D64.block_m, rows, rows)
+    lists = [torch.zeros(words_of(tiles), dtype=torch.int32) for tiles in most]
     grads = [torch.full_like(t, NAN) for t in inputs[:3]]
     saved, workspace = Saved(out, lse, grad_out, None), (scratch, counts, counter, *lists)
     share = range(problem.batch * problem.kv_heads), 132
@@ -135,10 +137,10 @@ def test_rows_of_a_sequence_that_no_tile_covers() -> None:
 
 def results(inputs: Inputs, tile: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for out and the LSE, full of NaN, and for a list of tiles."""
-    from stream_attention.gpu.tile_list import words_of
+    from stream_attention.gpu.tile_list import most_tiles, words_of
 
     rows, heads, _ = inputs.query.shape
-    words = words_of(rows, inputs.cu_seqlens_q.numel() - 1, tile)
+    words = words_of(most_tiles(rows, inputs.cu_seqlens_q.numel() - 1, tile))
     return torch.full_like(inputs.query, NAN), torch.full((heads, rows), NAN), torch.zeros(words, dtype=torch.int32)
 
 

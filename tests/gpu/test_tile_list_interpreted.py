@@ -44,7 +44,8 @@ def listed(
 
     cu_q, cu_k = ends or [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (q_lens, k_lens)]
     rows = sum(k_lens if of == "keys" else q_lens)
-    tiles = torch.full((words_of(rows, len(q_lens), TILE) + WORDS,), -1, dtype=torch.int32)
+    most = most_tiles(rows, len(q_lens), TILE)
+    tiles = torch.full((words_of(most) + WORDS,), -1, dtype=torch.int32)
     kernel().launch(
         PROGRAMS,
         {"num_warps": 4},
@@ -55,7 +56,7 @@ def listed(
         q_rows=sum(q_lens),
         k_rows=sum(k_lens),
         covered=covered,
-        most_tiles=most_tiles(rows, len(q_lens), TILE),
+        most_tiles=most,
         most_seen=most_seen(window),
         right=min(window[1], FAR),
         TILE=TILE,

@@ -37,7 +37,11 @@ class Rows(NamedTuple):
 
 def padded_rows(problem: Problem, query: Tensor) -> int:
     """How many rows of a head there are, with padding."""
-    rows = query.shape[-3] + _PAD * (problem.batch if problem.packed else 1)
+    return padded_rows_of_pack(query.shape[-3], problem.batch if problem.packed else 1)
+
+
+def padded_rows_of_pack(rows: int, sequences: int) -> int:
+    rows += _PAD * sequences
     return rows - rows % _PAD
 
 

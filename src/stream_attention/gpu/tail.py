@@ -104,7 +104,7 @@ def resized_start(start: Launch, problem: Problem, tile: int, rows: int, k_rows:
 
 def _start_sizes(problem: Problem, tile: int, rows: int, k_rows: int) -> tuple[int, Sizes]:
     right = problem.right
-    pack = start_sizes_of_pack(problem, tile, rows, k_rows)
+    pack = start_sizes_of_pack(rows, k_rows, most_tiles(rows, problem.batch, tile))
     names = "covered most_seen right " + pack.names
     numbers = cdiv(problem.q_len, tile) * tile, most_seen(problem, tile), min(right, FAR), *pack.numbers
     return min(max(PROGRAMS, problem.batch), _MOST_PROGRAMS), Sizes(
@@ -117,9 +117,9 @@ def most_seen(problem: Problem, tile: int) -> int:
     return FAR if UNBOUNDED in problem.window else min(sum(problem.window) + tile, FAR)
 
 
-def start_sizes_of_pack(problem: Problem, tile: int, rows: int, k_rows: int) -> Sizes:
-    """What depends on how many rows a pack has."""
-    return Sizes("rows k_rows most_tiles", (rows, k_rows, most_tiles(rows, problem.batch, tile)), {}, {})
+def start_sizes_of_pack(rows: int, k_rows: int, tiles: int) -> Sizes:
+    """What depends on how many rows a pack has, and so on how many tiles at most."""
+    return Sizes("rows k_rows most_tiles", (rows, k_rows, tiles), {}, {})
 
 
 _MOST_PROGRAMS = 1024

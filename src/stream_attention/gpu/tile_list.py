@@ -26,14 +26,14 @@ _OTHERS = tl.constexpr(128)
 _TILES = tl.constexpr(16)
 
 
-def words_of(rows: int, sequences: int, tile: int) -> int:
-    """The size of a list of tiles of so many rows."""
-    return HEADER + WORDS * most_tiles(rows, sequences, tile)
-
-
 def most_tiles(rows: int, sequences: int, tile: int) -> int:
     """How many tiles a pack may have: each sequence has one that is not full."""
     return rows // tile + sequences
+
+
+def words_of(tiles: int) -> int:
+    """The size of a list of so many tiles."""
+    return HEADER + WORDS * tiles
 
 
 @triton.jit

@@ -45,6 +45,8 @@ class Hopper(Backend):
             return ("calls with few queries and many keys use the split-KV kernel of Triton",)
         if tuning.short(problem):
             return ("the call is short: CPU overhead dominates, and the Triton kernel has less of it",)
+        if problem.packed and not problem.backward and problem.q_len <= tuning.ROWS:
+            return (f"tiles of sequences of up to {tuning.ROWS} tokens are half empty: the Triton forward is faster",)
         if problem.backward and (problem.softcap or problem.dropout_p) and tuning.tile_widths(problem)[0] <= 64:
             return ("with softcap or dropout at D <= 64 the Triton backward is faster",)
         return ()

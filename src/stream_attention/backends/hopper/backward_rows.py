@@ -139,11 +139,12 @@ class BackwardCall(NamedTuple):
             shares.append((some, min(problem.num_sms, len(some) * cdiv(problem.k_len, 2 * KEYS))))
         grads = [sample(t.shape, problem.out_dtype) for t in inputs[:3]]
         counts = sample((numbers // CHUNK.value**2,), torch.int32)
-        lists = lists_of(problem, config, inputs.query.shape[0], inputs.key.shape[0])
+        rows_of = inputs.query.shape[0], inputs.key.shape[0]
+        lists = [words_of(most) for most in most_of_pack(problem.batch, config.block_m, *rows_of)]
         counters = sample((COUNTERS,), torch.int32)
         workspace = (
             *(sample((numbers,), torch.float32), counts, counters),
-            *[sample((words,), torch.int32) for words in lists],
+            *[sample((words if problem.packed else 0,), torch.int32) for words in lists],
         )
         return cls(problem, inputs, config, before, saved, rows, workspace, grads, shares)
 
@@ -154,16 +155,9 @@ COUNTERS = 2
 _KEY_TILE = 2 * KEYS
 
 
-def lists_of(problem: Problem, config: GluonBackwardConfig, q_rows: int, k_rows: int) -> tuple[int, int]:
-    """Words of the list of tiles of keys, and of that of blocks of queries."""
-    if not problem.packed:
-        return 0, 0
-    return words_of(k_rows, problem.batch, _KEY_TILE), words_of(q_rows, problem.batch, config.block_m)
-
-
-def most_of_pack(problem: Problem, config: GluonBackwardConfig, q_rows: int, k_rows: int) -> tuple[int, int]:
-    """How many tiles and blocks these have at most."""
-    return most_tiles(k_rows, problem.batch, _KEY_TILE), most_tiles(q_rows, problem.batch, config.block_m)
+def most_of_pack(batch: int, block_m: int, q_rows: int, k_rows: int) -> tuple[int, int]:
+    """How many tiles of keys and blocks of queries a pack has at most."""
+    return most_tiles(k_rows, batch, _KEY_TILE), most_tiles(q_rows, batch, block_m)
 
 
 def rows_sizes(call: BackwardCall, lines: range, programs: int) -> tuple[int, Sizes]:
@@ -179,7 +173,7 @@ def rows_sizes(call: BackwardCall, lines: range, programs: int) -> tuple[int, Si
         *(problem.q_len, query.shape[-3], key.shape[-3]),
         *(cdiv(problem.q_len, block_m) * block_m, cdiv(problem.k_len, _KEY_TILE) * _KEY_TILE),
         *(call.rows.lse.shape[-1], blocks, -programs),
-        *most_of_pack(problem, call.config, query.shape[0], key.shape[0]),
+        *most_of_pack(problem.batch, block_m, query.shape[0], key.shape[0]),
         *(most_seen(problem, _KEY_TILE), min(problem.right, FAR)),
     )
     constants = {"HAS_RIGHT": problem.packed and problem.right != UNBOUNDED}

@@ -29,6 +29,7 @@ backward has them (`why_not`). Parity with the reference:
 tests/backends/hopper/test_backward_gpu.py.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,12 +43,13 @@ from ...base.state import Saved
 from ...gpu.arguments import FAR, cdiv, named
 from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
-from ...gpu.rows import padded_rows
+from ...gpu.rows import padded_rows_of_pack
 from ...gpu.scratch import Scratch as ScratchMemory
 from ...gpu.scratch import empty_like
+from ...gpu.tile_list import words_of
 from .backward_block import CHUNK, Part, Scratch, SharedStorage, Sum, consume, query_blocks
 from .backward_query_grad import finisher, reducer
-from .backward_rows import COUNTERS, BackwardCall, as_read, bind_rows, lists_of, most_of_pack, rows_sizes
+from .backward_rows import COUNTERS, BackwardCall, as_read, bind_rows, most_of_pack, rows_sizes
 from .backward_wide import consume_for_key, consume_for_value
 from .launch import (
     chunks_descriptor,
@@ -279,8 +281,8 @@ class _Backward:
         self, call: BackwardCall, launches: list[tuple[Launch, list[Launch]]], wanted: Wanted, copies: tuple[bool, bool]
     ) -> None:
         problem, before = call.problem, call.before
-        self._pack = problem if problem.packed and not before.steps else None  # which may have any number of rows
-        self._config = call.config
+        is_any = problem.packed and not before.steps  # it may have any number of rows
+        self._pack = _PackSizes(problem, call.config) if is_any else None
         self._before, self._launches, self._wanted = before, launches, wanted
         self._copies, self._grads = copies, call.grads
         self._scratch = ScratchMemory.of(*call.rows, *call.workspace)
@@ -297,7 +299,7 @@ class _Backward:
         is_compiled = all([launch.is_compiled for launch in self._all])  # noqa: C419
         scratch, rows_sizes, sizes = self._scratch, None, None
         if self._pack is not None:
-            needed, rows_sizes, sizes = _sizes_of_pack(self._pack, self._config, query, inputs.key.shape[0])
+            needed, rows_sizes, sizes = self._pack(query.shape[0], inputs.key.shape[0])
             scratch = ScratchMemory.of_sizes(needed, scratch.dtypes)
             dq, dk, dv = [empty_like(t, query, grad) for t, grad in zip(inputs[:3], self._grads, strict=True)]
         else:
@@ -340,10 +342,11 @@ def _sizes(call: BackwardCall, batch_heads: range) -> Sizes:
     (_, q_len, *_), (_, k_len, *_), (left, right) = problem.shape, problem.kv, problem.window
     (_, dk, dv), is_partial = call.grads, problem.partial
     padded, count, first = call.rows.lse.shape[-1], call.rows.lse.numel(), batch_heads.start
+    lines, length = (problem.kv_heads, query.shape[0]) if problem.packed else (len(batch_heads), q_len)
     numbers = (
         len(batch_heads),
         cdiv(k_len, 2 * KEYS.value),
-        _heads_in_cache(problem, len(batch_heads), query.shape[0]),
+        _heads_together(problem, lines)(length),
         cdiv(q_len, call.config.block_m),
         *(q_len, k_len, problem.positions.q_start - problem.positions.k_start, min(left, FAR), min(right, FAR)),
         *(query.shape[-3], key.shape[-3], padded, first, first * problem.group * padded),
@@ -368,23 +371,32 @@ def _sizes(call: BackwardCall, batch_heads: range) -> Sizes:
     return Sizes(_SIZES, numbers, constants, described)
 
 
-def _sizes_of_pack(
-    problem: Problem, config: GluonBackwardConfig, query: Tensor, k_rows: int
-) -> tuple[tuple[int, ...], Sizes, Sizes]:
-    """What depends on how many rows a pack has: bytes of scratch memory, sizes of the launch by rows, and of the
-    others."""
-    padded, q_rows = padded_rows(problem, query), query.shape[0]
-    count = problem.q_heads * padded
-    numbers = count * tile_widths(problem)[0]
-    lists = [4 * words for words in lists_of(problem, config, q_rows, k_rows)]
-    pieces = 4 * count, 4 * count, 4 * numbers, 4 * numbers // CHUNK.value**2, 4 * COUNTERS, *lists
-    described = {"q_desc": q_rows, "k_desc": k_rows, "v_desc": k_rows, "do_desc": q_rows, "dk_desc": k_rows}
-    described |= {"dv_desc": k_rows, "lse_desc": count, "delta_desc": count, "scratch_desc": numbers // CHUNK.value}
-    of_rows = q_rows, q_rows, q_rows, k_rows, padded, *most_of_pack(problem, config, q_rows, k_rows)
-    rows_sizes = Sizes("stride_lh stride_eh q_rows k_rows rows most_tiles most_blocks", of_rows, {}, {})
-    together = _heads_in_cache(problem, 0, q_rows)
-    sizes = Sizes("q_rows k_rows rows group_n", (q_rows, k_rows, padded, together), {}, described)
-    return pieces, rows_sizes, sizes
+class _PackSizes:
+    """What depends on how many rows a pack has."""
+
+    def __init__(self, problem: Problem, config: GluonBackwardConfig) -> None:
+        self._batch, self._heads, self._block_m = problem.batch, problem.q_heads, config.block_m
+        self._width = tile_widths(problem)[0]
+        self._together = _heads_together(problem, problem.kv_heads)
+
+    def __call__(self, q_rows: int, k_rows: int) -> tuple[tuple[int, ...], Sizes, Sizes]:
+        """Bytes of scratch memory, sizes of the launch by rows, and of the others."""
+        padded = padded_rows_of_pack(q_rows, self._batch)
+        count = self._heads * padded
+        numbers = count * self._width
+        tiles, blocks = most_of_pack(self._batch, self._block_m, q_rows, k_rows)
+        lists = 4 * words_of(tiles), 4 * words_of(blocks)
+        pieces = 4 * count, 4 * count, 4 * numbers, 4 * numbers // _CHUNK_SIZE, 4 * COUNTERS, *lists
+        described = {"q_desc": q_rows, "k_desc": k_rows, "v_desc": k_rows, "do_desc": q_rows, "dk_desc": k_rows}
+        described |= {"dv_desc": k_rows, "lse_desc": count, "delta_desc": count, "scratch_desc": numbers // _CHUNK}
+        of_rows = q_rows, q_rows, q_rows, k_rows, padded, tiles, blocks
+        rows_sizes = Sizes("stride_lh stride_eh q_rows k_rows rows most_tiles most_blocks", of_rows, {}, {})
+        of_pack = q_rows, k_rows, padded, self._together(q_rows)
+        return pieces, rows_sizes, Sizes("q_rows k_rows rows group_n", of_pack, {}, described)
+
+
+_CHUNK: int = CHUNK.value
+_CHUNK_SIZE = _CHUNK**2
 
 
 def _bind(call: BackwardCall, part: BackwardPart, batch_heads: range, programs: int) -> Launch:
@@ -426,20 +438,18 @@ def _bind(call: BackwardCall, part: BackwardPart, batch_heads: range, programs: 
     )
 
 
-def _heads_in_cache(problem: Problem, batch_heads: int, q_rows: int) -> int:
-    """KV heads (of all batch entries; of a pack with so many rows, of it) that are worked on together, in groups of
-    about the same size."""
-    lines, length = (problem.kv_heads, q_rows) if problem.packed else (batch_heads, problem.q_len)
+def _heads_together(problem: Problem, lines: int) -> Callable[[int], int]:
+    """How many KV heads (of all batch entries) are worked on together, of `lines` in all, in groups of about the same
+    size, given how many queries they have."""
     if problem.right == UNBOUNDED:
         # In one order, key tiles of a head that run at the same time wait for each other: fewer of them do.
         tiles_n = cdiv(problem.k_len, 2 * KEYS.value)
         together = (256 if problem.head_dim <= 64 else 128) // tiles_n if problem.deterministic else 1
-        return min(max(together, 1), lines)
+        return lambda q_len: min(max(together, 1), lines)
     wide = max(problem.head_dim, problem.value_dim) > 128
     cached = (16 if problem.q_len > 1024 else 8) << (21 if wide else 20)  # the best of 8, 16 and 32 MB
-    size = length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize * problem.group
-    fitting = max(1, cached // max(1, size))
-    return even_group(lines, fitting)
+    of_query = (problem.head_dim + problem.value_dim) * problem.dtype.itemsize * problem.group
+    return lambda q_len: even_group(lines, max(1, cached // max(1, q_len * of_query)))
 
 
 _kernel = Kernel(_backward_kernel, **COMPILE_OPTIONS)

@@ -22,6 +22,9 @@ from .tiles import (
 )
 from .versions import aggregate, as_tile_of, opaque_in_loop
 
+LOWEST = gl.constexpr(-3.0e38)
+"""The row max, in log2 units, of a row that has seen no key: finite, as -inf less itself would be NaN."""
+
 
 @aggregate
 class Rows:
@@ -107,14 +110,13 @@ def _step(WARPGROUP: gl.constexpr, seqlen, score_mod, pipelines, rows, state, pl
     if score_mod.HAS_DROPOUT:
         words = gl.load(rows.key_words + start + columns)
     s = score_mod.apply(s, rows.slope, rows.positions - start)
-    if seqlen.MASKS_BLOCKS:
-        s = rows.visible.mask_where_cut(s, start, columns)
-    if seqlen.LOADS_MASKED_ROWS and seqlen.MASKS_BLOCKS:  # else all rows see all of every block but the first
-        clear_rows_of_slot(values, kv_iter + 1, start, rows.floor, rows.limit)
+    if seqlen.MASKS_BLOCKS:  # else all rows see all of every block but the first
+        if rows.visible.cuts(start, BLOCK_N):
+            s = rows.visible.mask(s, start, columns)
+            if seqlen.LOADS_MASKED_ROWS:
+                clear_rows_of_slot(values, kv_iter + 1, start, rows.floor, rows.limit)
     row_max = gl.maximum(state.row_max, gl.max(s, 1))
     max_scaled = row_max * factor
-    if seqlen.MASKS_BLOCKS:
-        max_scaled = gl.where(row_max == -float("inf"), 0.0, max_scaled)
     rescale = gl.exp2(state.row_max * factor - max_scaled)
     if not CONFIG.keys_first:
         # Here, as ptxas moves no maximum behind this wait, and the next one not before it.
@@ -184,9 +186,9 @@ def consume(WARPGROUP: gl.constexpr, seqlen, score_mod, epilogue, channel, pipel
         s = score_mod.apply(s, rows.slope, rows.positions - start)
         s = rows.visible.mask_where_cut(s, start, columns)
         row_max = gl.max(s, 1)
-        max_scaled = row_max * factor
         if GUARD:
-            max_scaled = gl.where(row_max == -float("inf"), 0.0, max_scaled)
+            row_max = gl.maximum(row_max, LOWEST / gl.maximum(factor, 1.0))
+        max_scaled = row_max * factor
         p = gl.exp2(s * factor - max_scaled[:, None])
         row_sum = row_sums(p)
         words = columns

@@ -41,9 +41,9 @@ from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.scratch import Outputs, Sample, empty
 from ...gpu.tail import bind_start, resized_start, start_sizes_of_pack
-from ...gpu.tile_list import words_of
+from ...gpu.tile_list import most_tiles, words_of
 from .forward_consumer import consume
-from .launch import forward_sizes, head_group, jit, rows_descriptor, score_arguments
+from .launch import forward_sizes, heads_together, jit, rows_descriptor, score_arguments
 from .parameters import Epilogue, ScoreMod, SeqlenInfo
 from .pipeline import load_rows, make_pipelines, make_ring
 from .scheduler import TileList, TileScheduler, fetch_next, make_channel, resolve
@@ -185,31 +185,40 @@ def prepare(problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward:
     before, (out, lse) = Prepass.of(problem, inputs), outputs.samples()
     start, counter = None, _COUNTER
     if problem.packed:
-        counter = Sample((_words_of_list(problem, config, inputs.query.shape[0]),), torch.int32)
+        counter = Sample((words_of(most_tiles(inputs.query.shape[0], problem.batch, config.tile)),), torch.int32)
         start = bind_start(problem, inputs, config.tile, out, lse, counter)
     launch = _bind(problem, inputs, config, before, out, lse, counter)
-    return _Forward(problem, config, outputs, before, start, launch)
-
-
-def _words_of_list(problem: Problem, config: GluonConfig, rows: int) -> int:
-    return words_of(rows, problem.batch, config.tile)
+    return _Forward(outputs, before, start, launch, _PackSizes(problem, config))
 
 
 _COUNTER = Sample((1,), torch.int32)
 
 
+class _PackSizes:
+    """What depends on how many rows a pack has."""
+
+    def __init__(self, problem: Problem, config: GluonConfig) -> None:
+        self._batch, self._tile = problem.batch, config.tile
+        self._together = heads_together(problem, problem.q_heads, _cached(problem))
+
+    def words(self, rows: int) -> int:
+        """Of the list of tiles."""
+        return words_of(most_tiles(rows, self._batch, self._tile))
+
+    def of(self, rows: int, k_rows: int) -> tuple[Sizes, Sizes]:
+        """Of the launch before, and of the kernel."""
+        described = {"q_desc": rows, "k_desc": k_rows, "v_desc": k_rows, "o_desc": rows}
+        numbers = rows, k_rows, rows, self._together(k_rows)
+        start = start_sizes_of_pack(rows, k_rows, most_tiles(rows, self._batch, self._tile))
+        return start, Sizes("q_rows k_rows stride_lh head_group", numbers, {}, described)
+
+
 class _Forward:
     def __init__(
-        self,
-        problem: Problem,
-        config: GluonConfig,
-        outputs: Outputs,
-        before: Prepass,
-        start: Launch | None,
-        launch: Launch,
+        self, outputs: Outputs, before: Prepass, start: Launch | None, launch: Launch, pack: _PackSizes
     ) -> None:
-        self._problem, self._config, self._outputs, self._before = problem, config, outputs, before
-        self._start, self._launch = start, launch  # of a pack, `start` lists the tiles
+        self._outputs, self._before, self._start, self._launch = outputs, before, start, launch
+        self._pack = pack
         self.takes_any_rows = start is not None and not before.steps and not outputs.has_unwritten_rows
         self._without_lse: tuple[Launch | None, Launch] | None = None
 
@@ -218,7 +227,7 @@ class _Forward:
         is_compiled = launch.is_compiled and (start is None or start.is_compiled)
         with_lse, sizes, start_sizes = with_lse or not is_compiled, None, None
         if self.takes_any_rows:
-            start_sizes, sizes = self._sizes_of_pack(query.shape[0], inputs.key.shape[0])
+            start_sizes, sizes = self._pack.of(query.shape[0], inputs.key.shape[0])
             out, lse = outputs.allocate_pack(query, with_lse)
         else:
             out, lse = outputs.allocate(query, is_compiled, with_lse)
@@ -230,18 +239,10 @@ class _Forward:
         if start is None:
             counter = _COUNTER.filled(query, 0.0, is_compiled)  # may be freed once the launch is queued
         else:
-            words = _words_of_list(self._problem, self._config, query.shape[0])
-            counter = empty(query, (words,), (1,), torch.int32)
+            counter = empty(query, (self._pack.words(query.shape[0]),), (1,), torch.int32)
             start(inputs.cu_seqlens_q, inputs.cu_seqlens_k, out, to_lse, counter, sizes=start_sizes)
         launch(*inputs, *computed, out, to_lse, counter, sizes=sizes)
         return out, lse
-
-    def _sizes_of_pack(self, rows: int, k_rows: int) -> tuple[Sizes, Sizes]:
-        """What depends on how many rows a pack has, of both launches."""
-        described = {"q_desc": rows, "k_desc": k_rows, "v_desc": k_rows, "o_desc": rows}
-        numbers = rows, k_rows, rows, _heads_in_cache(self._problem, k_rows)
-        start = start_sizes_of_pack(self._problem, self._config.tile, rows, k_rows)
-        return start, Sizes("q_rows k_rows stride_lh head_group", numbers, {}, described)
 
     def resized(self, problem: Problem, inputs: Inputs, config: GluonConfig) -> Forward | None:
         """The same call on tensors of other lengths; None if a constexpr would differ, or something is computed before
@@ -253,7 +254,8 @@ class _Forward:
         launch, start = self._launch.resized(*_sizes(problem, inputs, config, o_desc, strides)), self._start
         if start is not None:
             start = resized_start(start, problem, config.tile, inputs.query.shape[0], inputs.key.shape[0])
-        return None if launch is None else _Forward(problem, config, outputs, self._before, start, launch)
+        pack = _PackSizes(problem, config)
+        return None if launch is None else _Forward(outputs, self._before, start, launch, pack)
 
 
 def prepare_into(
@@ -284,11 +286,6 @@ def _sizes(
     grid, sizes = forward_sizes(problem, config, rows, _cached(problem), strides, described, listed=True)
     sizes.constants["LOADS_MASKED_KV"] = problem.packed or loads_masked_kv(problem)
     return grid, sizes
-
-
-def _heads_in_cache(problem: Problem, k_rows: int) -> int:
-    """Heads of a pack that are worked on together, as `forward_sizes` has it."""
-    return head_group(problem, problem.q_heads, k_rows, _cached(problem))
 
 
 def _cached(problem: Problem) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -81,9 +82,9 @@ def forward_sizes(
     batch_heads, tiles_m = batch * q_heads, -(-q_len // config.tile)
     tiles = batch_heads * tiles_m
     if problem.packed and listed:
-        together = head_group(problem, q_heads, rows[1], cached)
+        together = heads_together(problem, q_heads, cached)(rows[1])
     else:
-        together = head_group(problem, batch_heads, k_len, cached)
+        together = heads_together(problem, batch_heads, cached)(k_len)
     common = (
         *(batch_heads, tiles_m, together, tiles, q_len, k_len, positions.q_start - positions.k_start),
         *(min(left, FAR), min(right, FAR), *rows, *strides, *numbers),
@@ -96,13 +97,13 @@ def forward_sizes(
     return min(problem.hardware.num_sms, tiles), Sizes(_FORWARD + names, common, constants, described)
 
 
-def head_group(problem: Problem, lines: int, k_len: int, cached: int) -> int:
-    """Heads (of all batch entries) that are worked on together, of `lines` in all. Where tiles see different keys they
-    have `cached` elements of keys and values, and stay in the L2 cache."""
+def heads_together(problem: Problem, lines: int, cached: int) -> Callable[[int], int]:
+    """How many heads (of all batch entries) are worked on together, of `lines` in all, given how many keys they have.
+    Where tiles see different keys they have `cached` elements of keys and values, and stay in the L2 cache."""
     if problem.right == UNBOUNDED:
-        return 1
-    fitting = max(1, cached // max(1, k_len * (problem.head_dim + problem.value_dim)))
-    return even_group(lines, fitting * problem.group)
+        return lambda k_len: 1
+    width, group = problem.head_dim + problem.value_dim, problem.group
+    return lambda k_len: even_group(lines, max(1, cached // max(1, k_len * width)) * group)
 
 
 _FORWARD = "batch_heads tiles_m head_group tiles q_len k_len offset left right q_rows k_rows "
