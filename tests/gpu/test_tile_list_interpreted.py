@@ -25,9 +25,9 @@ Tile = tuple[int, ...]
 
 @cache
 def kernel() -> Any:
-    import tile_list_kernel  # not before it is known that there is an interpreter
+    import work_kernels  # not before it is known that there is an interpreter
 
-    return tile_list_kernel.kernel
+    return work_kernels.tiles_of_a_pack
 
 
 def listed(

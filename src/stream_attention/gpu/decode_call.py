@@ -47,8 +47,14 @@ class DecodeCall(NamedTuple):
         return {"launch_pdl": True} if self.early else {}
 
     @property
+    def by_length(self) -> bool:
+        """Whether rows have as many splits as their lengths need. Without lengths all rows are alike."""
+        return self.config.by_length and self.lengths is not None
+
+    @property
     def grid(self) -> int:
-        return batch_heads(self.problem) * self.config.num_splits * tiles_r(self.problem)
+        splits = self.config.num_splits + self.by_length
+        return batch_heads(self.problem) * splits * tiles_r(self.problem)
 
     def arguments(self, table: Tensor | None) -> dict[str, Any]:
         """Of the kernel that computes, those that depend neither on the format of the cache nor on lengths."""
@@ -101,7 +107,8 @@ class DecodeCall(NamedTuple):
         aligned = is_aligned(self.query, key, value)
         strides = qkv_strides(Inputs(self.query, key, value), False, UNIT if aligned else 1)
         names, numbers, constants, _ = self.sizes(key.shape[0])
-        return Sizes(f"{QKV_STRIDES} {names}", (*strides, *numbers), constants | {"ALIGNED": aligned}, {})
+        constants |= {"ALIGNED": aligned, "BY_LENGTH": self.by_length}
+        return Sizes(f"{QKV_STRIDES} {names}", (*strides, *numbers), constants, {})
 
     @property
     def merge_grid(self) -> int:
@@ -109,8 +116,12 @@ class DecodeCall(NamedTuple):
 
     def merge_sizes(self) -> Sizes:
         """Arguments of the kernel that merges parts which depend on lengths."""
-        numbers = *self.out.stride(), self.problem.q_len, self.config.num_splits
-        return Sizes(f"{_OUT_STRIDES} q_len num_splits", numbers, {}, {})
+        problem, config, left = self.problem, self.config, self.problem.left
+        numbers = *self.out.stride(), problem.k_len, problem.q_len, config.num_splits, min(left, FAR)
+        # Of rows that are alike, the merge depends on neither.
+        block, is_cut = (config.block_n, left != UNBOUNDED) if self.by_length else (0, False)
+        constants = {"BY_LENGTH": self.by_length, "BLOCK_N": block, "HAS_LEFT": is_cut}
+        return Sizes(f"{_OUT_STRIDES} capacity q_len num_splits left", numbers, constants, {})
 
     def resized(self, launch: Launch, merge: Launch | None, sizes: Sizes) -> tuple[Launch, Launch | None] | None:
         """The launches of a call of other lengths as those of this one, which has these `sizes`; None where other
@@ -123,8 +134,8 @@ class DecodeCall(NamedTuple):
         return resized, None if merge is None else merge.resized(self.merge_grid, self.merge_sizes())
 
     def bind(self, kernel: Kernel, arguments: dict[str, Any]) -> tuple[Launch, Launch | None]:
-        """The kernel that computes and, if keys are in splits, the one that merges, as a function of workspace, sink,
-        out and lse."""
+        """The kernel that computes and, if keys are in splits, the one that merges, a function of workspace, lengths,
+        sink, out and lse."""
         launch = kernel.bind_addresses(self.grid, self.options, **arguments)
         return launch, None if self.workspace is None else self._bind_merge()
 
@@ -135,6 +146,7 @@ class DecodeCall(NamedTuple):
             {"num_warps": 4, **self._launched_early},
             self.query.device,
             workspace_ptr=self.workspace,
+            lengths_ptr=self.lengths if self.by_length else None,
             sink_ptr=self.sink,
             out_ptr=self.out,
             lse_ptr=self.lse,

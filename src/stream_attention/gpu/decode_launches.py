@@ -85,14 +85,17 @@ class PreparedDecode:
         elif workspace is None:
             assert self._workspace is not None
             workspace = empty(query, *self._workspace)
+        lengths: Any
         if self._is_direct:
-            launch(query, *(addresses or cache.tensors), tree, slopes, sink, out, lse, workspace)
+            stored = addresses or cache.tensors
+            lengths = stored[-1]
+            launch(query, *stored, tree, slopes, sink, out, lse, workspace)
         else:
-            *read, sink = _pointers(inputs)
-            launch(*read, sink, out, lse, workspace)
+            *read, lengths, tree, slopes, sink = _pointers(inputs)
+            launch(*read, lengths, tree, slopes, sink, out, lse, workspace)
             self._is_direct = launch.is_compiled and not self._is_copied
         if merge is not None:
-            merge(workspace, sink, out, lse)
+            merge(workspace, lengths, sink, out, lse)
         return out, lse
 
     def resized(self, problem: Problem, inputs: DecodeInputs, config: DecodeConfig) -> PreparedDecode | None:

@@ -8,8 +8,10 @@ Parts of a line's keys that run side by side leave their states in a workspace, 
     lses [lines, splits, rows], log2 units | outs [lines, splits, rows, DV]
 
 the second from a multiple of four numbers on. A second kernel merges them, in their order, a fixed number at a time, so
-that empty parts at the end change no bit. (The last program of a line could do it in the first launch: measured, that
-took 1 to 2 us longer on an H200, where the second kernel has started before the first one ends.)
+that empty parts at the end change no bit. Where splits are shared `BY_LENGTH`, lines have as many as their keys need:
+then a state belongs to an item, one split of one batch entry, and `[lines, splits]` is `[items, KV heads]`. (The last
+program of a line could do it in the first launch: measured, that took 1 to 2 us longer on an H200, where the second
+kernel has started before the first one ends.)
 
 From Hopper on (`EARLY`), kernels of a stream are launched before those ahead of them end, and wait on the device:
 everything that a kernel reads or writes it touches after that wait.
@@ -41,6 +43,67 @@ def rows_of_program(kv_heads, num_splits, q_len, GROUP: tl.constexpr, BLOCK_R: t
     tile_r = pid // kv_heads // num_splits % tiles_r
     b = (pid // kv_heads // num_splits // tiles_r).to(tl.int64)
     return pid % kv_heads, split, b, tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
+
+
+@triton.jit
+def _blocks_of_entries(
+    b, lengths_ptr, batch, capacity, q_len, left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr
+):  # fmt: skip
+    """Blocks of keys that some row of batch entries sees; 0 of one that does not exist."""
+    length = tl.minimum(tl.load(lengths_ptr + tl.minimum(b, batch - 1)), capacity)
+    seen = tl.maximum(length - first_visible(length, q_len, left, HAS_LEFT), 0)
+    return tl.where(b < batch, tl.cdiv(seen, BLOCK_N), 0)
+
+
+_ENTRIES = tl.constexpr(128)
+"""Batch entries whose lengths are looked at together."""
+
+
+@triton.jit
+def _share_of_splits(
+    lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr
+):
+    """Blocks of a split where `num_splits` for each batch entry are shared by their lengths. Each has one more."""
+    total = 0
+    for first in range(0, batch, _ENTRIES):
+        b = first + tl.arange(0, _ENTRIES)
+        total += tl.sum(_blocks_of_entries(b, lengths_ptr, batch, capacity, q_len, left, BLOCK_N, HAS_LEFT), 0)
+    return tl.maximum(tl.cdiv(total, batch * num_splits), 1)
+
+
+@triton.jit
+def split_of_item(
+    item, lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr
+):
+    """(batch entry, split, keys of a split) of an item; entry `batch` if there are fewer items."""
+    share = _share_of_splits(lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N, HAS_LEFT)
+    entry, first_item, items = 0, 0, 0
+    for first in range(0, batch, _ENTRIES):
+        b = first + tl.arange(0, _ENTRIES)
+        blocks = _blocks_of_entries(b, lengths_ptr, batch, capacity, q_len, left, BLOCK_N, HAS_LEFT)
+        splits = tl.where(b < batch, tl.maximum(tl.cdiv(blocks, share), 1), 0)  # one without keys has an answer too
+        ends = items + tl.cumsum(splits, 0)
+        before = (ends <= item) & (b < batch)
+        entry += tl.sum(before.to(tl.int32), 0)
+        first_item = tl.maximum(first_item, tl.max(tl.where(before, ends, 0), 0))
+        items += tl.sum(splits, 0)
+    return entry, item - first_item, share * BLOCK_N
+
+
+@triton.jit
+def _items_of_entry(
+    entry, lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr
+):
+    """(first item, how many) of a batch entry."""
+    share = _share_of_splits(lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N, HAS_LEFT)
+    first_item, count = 0, 0
+    for first in range(0, entry + 1, _ENTRIES):
+        b = first + tl.arange(0, _ENTRIES)
+        blocks = _blocks_of_entries(b, lengths_ptr, batch, capacity, q_len, left, BLOCK_N, HAS_LEFT)
+        splits = tl.maximum(tl.cdiv(blocks, share), 1)
+        first_item += tl.sum(tl.where(b < entry, splits, 0), 0)
+        count += tl.sum(tl.where(b == entry, splits, 0), 0)
+    return first_item, count
 
 
 @triton.jit
@@ -124,27 +187,27 @@ def _store_lse(lse, lse_ptr, b, t, head, heads, q_len, mask_r):
 
 
 @triton.jit
-def _outs(workspace_ptr, lines, num_splits, rows):
-    """Where outputs begin in a workspace, behind the LSEs."""
-    return workspace_ptr + tl.cdiv(lines.to(tl.int64) * num_splits * rows, 4) * 4
+def _outs(workspace_ptr, states, rows):
+    """Where outputs begin in a workspace, behind the LSEs of so many states of a tile."""
+    return workspace_ptr + tl.cdiv(states.to(tl.int64) * rows, 4) * 4
 
 
 @triton.jit
 def leave_state(
     out, lse, column: tl.constexpr, columns, out_ptr, lse_ptr, sink_ptr, workspace_ptr,
     stride_ob, stride_om, stride_oh, stride_od,
-    batch, kv_heads, q_len, num_splits, split, b, kv_head, offs_r,
+    kv_heads, q_len, state, states, b, kv_head, offs_r,
     GROUP: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Leave `columns` of a program's outputs, from `column` on, as the answer or as a part of it, and with the first of
-    them its LSEs."""
+    """Leave `columns` of a program's outputs, from `column` on, as the answer or as a part of it, number `state` of
+    `states`, and with the first of them its LSEs."""
     rows = GROUP * q_len
     mask_r, head, t = queries_of_rows(offs_r, kv_head, q_len, GROUP)
     if IS_SPLIT:
-        at = ((b * kv_heads + kv_head) * num_splits + split) * rows + offs_r
+        at = state.to(tl.int64) * rows + offs_r
         offs = tl.arange(0, BLOCK)
         inside = mask_r[:, None] & (offs < columns)[None, :]
-        to = _outs(workspace_ptr, batch * kv_heads, num_splits, rows) + at[:, None] * DV + (column + offs)[None, :]
+        to = _outs(workspace_ptr, states, rows) + at[:, None] * DV + (column + offs)[None, :]
         tl.store(to, out, mask=inside)
         if column == 0:
             tl.store(workspace_ptr + at, lse, mask=mask_r)
@@ -160,24 +223,34 @@ def leave_state(
 
 @jit
 def _merge_parts_kernel(
-    workspace_ptr, sink_ptr, out_ptr, lse_ptr,
+    workspace_ptr, lengths_ptr, sink_ptr, out_ptr, lse_ptr,
     stride_ob: tl.int64, stride_om: tl.int64, stride_oh: tl.int64, stride_od: tl.int64,
-    batch: tl.int32, kv_heads: tl.int32, q_len: tl.int32, num_splits: tl.int32,
-    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
-    EARLY: tl.constexpr,
+    batch: tl.int32, kv_heads: tl.int32, capacity: tl.int32, q_len: tl.int32, num_splits: tl.int32, left: tl.int32,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, BY_LENGTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per row."""
     if EARLY:
         wait_for_kernels_ahead()
     rows = GROUP * q_len
     line, row = tl.program_id(0) // rows, tl.program_id(0) % rows
-    outs = _outs(workspace_ptr, batch * kv_heads, num_splits, rows)
+    first_state, step, parts, states = line * num_splits, 1, num_splits, batch * kv_heads * num_splits
+    if BY_LENGTH:
+        first_item, parts = _items_of_entry(
+            line // kv_heads, lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N, HAS_LEFT
+        )
+        first_state, step, states = (
+            first_item * kv_heads + line % kv_heads,
+            kv_heads,
+            batch * kv_heads * (num_splits + 1),
+        )
+    outs = _outs(workspace_ptr, states, rows)
     offs_dv = tl.arange(0, BLOCK_DV)
     row_max, row_sum, acc = initial_state(1, BLOCK_DV)
-    for first in range(0, num_splits, AT_ONCE):
+    for first in range(0, parts, AT_ONCE):
         part = first + tl.arange(0, AT_ONCE)
-        there = part < num_splits
-        at = (line.to(tl.int64) * num_splits + part) * rows + row
+        there = part < parts
+        at = (first_state + part * step).to(tl.int64) * rows + row
         lse = tl.load(workspace_ptr + at, mask=there, other=float("-inf"))
         inside = there[:, None] & (offs_dv < DV)[None, :]
         out = tl.load(outs + at[:, None] * DV + offs_dv[None, :], mask=inside, other=0.0)

@@ -1,7 +1,8 @@
 """How few queries against a cache are computed: the tile, and in how many parts a row's keys are split.
 
 Rows are the queries of all heads that share a KV head. Nothing is known here of a row's length: parts share it on the
-device, so a short row in a large cache is split as finely as a long one.
+device, so a short row in a large cache is split as finely as a long one. Rows of a batch share the parts of all of
+them by their lengths, else the longest would be the last to end.
 """
 
 from __future__ import annotations
@@ -89,10 +90,11 @@ class DecodeConfig(NamedTuple):
     num_splits: int = 1
     split_keys: int = 0  # keys of a split; 0: each has its share of the row
     window_splits: int = 0  # of the splits, those that have the latest tokens of a quantised cache, which are no codes
+    by_length: bool = False  # num_splits is a mean: long rows have more splits than short ones
 
     def __str__(self) -> str:
         splits = f", keys in {self.num_splits} splits" if self.num_splits > 1 else ""
-        each = f" of {self.split_keys}" if self.split_keys else ""
+        each = f" of {self.split_keys}" if self.split_keys else " a row, by length" if self.by_length else ""
         if self.window_splits > 1:
             each += f", {self.window_splits} of them for the unquantised recent tokens"
         return f"blocks of {self.block_n} keys, {self.num_warps} warps, {self.num_stages} stages{splits}{each}"
@@ -102,7 +104,7 @@ def workspace_numbers(problem: Problem, config: object) -> int:
     """fp32 numbers in the workspace of a call (decode_tiles.py); 0 where nothing is merged."""
     if not isinstance(config, DecodeConfig) or config.num_splits == 1:
         return 0
-    states = batch_heads(problem) * config.num_splits * rows(problem)
+    states = batch_heads(problem) * (config.num_splits + config.by_length) * rows(problem)
     return -(-states // 4) * 4 + states * problem.value_dim
 
 
@@ -161,7 +163,8 @@ def _configure(
     splits = splits_of(problem, tile, blocks)
     if span(problem) < problem.k_len:  # no more than without a window, so that a workspace serves with and without
         splits = min(splits, splits_of(problem, tile, max(1, -(-problem.k_len // tile.block_n))))
-    return config._replace(num_splits=splits + window_splits)
+    by_length = problem.coding is None and problem.batch > 1 and splits > 1
+    return config._replace(num_splits=splits + window_splits, by_length=by_length)
 
 
 STARTING = 256

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -35,10 +36,21 @@ from decode_problems import (
     same_bits,
     template_for,
 )
+from work_kernels import splits_by_length
 
-from stream_attention import ContiguousKV, PagedKV, decode_attention, decode_workspace, quantize_kv
+from stream_attention import (
+    ContiguousKV,
+    PagedKV,
+    decode_attention,
+    decode_workspace,
+    explain_decode,
+    quantize_kv,
+)
 from stream_attention.base.errors import UnsupportedProblem
 from stream_attention.base.kv_layouts import KVCache
+from stream_attention.dispatch import launch_cache
+from stream_attention.dispatch.plan import forget_plans
+from stream_attention.gpu import decode_tuning
 from stream_attention.gpu.decode_tuning import INVARIANT_KEYS
 
 # An empty row takes log2(0) and infinities meet in products, on the way to a result that does not hold them.
@@ -315,6 +327,65 @@ def test_random_problems(seed: int) -> None:
     rng = Random(seed)
     template = template_for("triton", rng, dims=(32, 40, 64), max_rows=3)
     check(in_some_size(template, rng, 60, max_batch=2, max_heads=rng.choice((1, 1, 2)), splits=(None, None, 1, 2, 3)))
+
+
+# Splits that rows of a batch share by their lengths
+
+
+@pytest.fixture
+def three_splits_a_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A plan for a GPU: the interpreter has none to fill, so nothing would be split."""
+    monkeypatch.setattr(decode_tuning, "_splits", lambda *_: 3)
+    forget_plans()
+    launch_cache.clear()
+    yield
+    forget_plans()
+    launch_cache.clear()
+
+
+RAGGED = replace(PLAIN, lengths=(700, 0, 33, 1, 260, 32), capacity=900)
+BY_LENGTH = {
+    "rows": RAGGED,
+    "pages": replace(RAGGED, page=16, Hq=4, Hkv=2),
+    "as long as they can be": replace(RAGGED, lengths=(320,) * 4, capacity=320),
+    "nothing but empty rows": replace(RAGGED, lengths=(0, 0, 0)),
+    "window and workspace": replace(RAGGED, Tq=3, window=(50, 0), workspace=True),
+    "tree, sink and slopes": replace(RAGGED, Tq=4, tree=True, sink=True, alibi="BH", page=8),
+    "more rows of queries than a tile": replace(RAGGED, Tq=40, Hq=4, Hkv=2),
+    "more rows than are looked at together": replace(RAGGED, lengths=(40, 7, 0, 99) * 33, capacity=100),
+}
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_agreement_where_splits_are_shared_by_length(name: str, three_splits_a_row: None) -> None:
+    case = BY_LENGTH[name]
+    query, cache, options = make(case)
+    assert "3 splits a row, by length" in str(explain_decode(query, cache, **options, backend="triton"))
+    check(case)
+
+
+def test_of_rows_that_may_differ_in_length_the_long_ones_have_more_splits() -> None:
+    """Three times as many as rows, of equal shares; one more for each that is not full."""
+    lengths, found = int32(1, 700, 1, 1, 0, 5000), torch.full((6 * 4 + 1, 3), -1, dtype=torch.int32)
+    splits_by_length.launch(
+        6 * 4,
+        {"num_warps": 4},
+        lengths_ptr=lengths,
+        found_ptr=found,
+        batch=6,
+        capacity=900,
+        num_splits=3,
+        q_len=1,
+        left=0,
+        BLOCK_N=32,
+        HAS_LEFT=False,
+    )
+    keys = found[0, 2].item()
+    assert keys == 32 * -(-(1 + 22 + 1 + 1 + 0 + 29) // 18) and (found[:-1, 2] == keys).all()
+    splits = {entry: found[found[:, 0] == entry, 1].tolist() for entry in range(6)}
+    visible = [1, 700, 1, 1, 0, 900]
+    assert splits == {entry: [*range(max(1, -(-count // keys)))] for entry, count in enumerate(visible)}
+    assert (found[sum(map(len, splits.values())) : -1, 0] == 6).all()
 
 
 def test_what_is_wrong_is_found() -> None:

@@ -1,8 +1,9 @@
 """Few queries against a cache of 16- or 32-bit elements in Triton, contiguous or paged, with the keys in splits.
 
 Grid: one program per (KV head, split of the keys, tile of rows, batch entry), heads first: those of a token lie side by
-side in memory. The rows of a tile are the queries of all heads that share a KV head, so that keys and values are read
-once for all of them. A program streams its keys with the online softmax of forward.py.
+side in memory. Where rows may have different lengths, splits of all of them are one number, an item: long rows have
+more. The rows of a tile are the queries of all heads that share a KV head, so that keys and values are read once for
+all of them. A program streams its keys with the online softmax of forward.py.
 
 A row's length and its pages are read on the device, so nothing here waits for them. Blocks that reach beyond the last
 key read that one again, and nothing that is masked for every row: it may be NaN.
@@ -30,6 +31,7 @@ from ...gpu.decode_tiles import (
     leave_state,
     queries_of_rows,
     rows_of_program,
+    split_of_item,
     wait_for_kernels_ahead,
 )
 from ...gpu.decode_tuning import DecodeConfig
@@ -52,7 +54,7 @@ def _decode_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    IS_SPLIT: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr, TANH: tl.constexpr,
+    IS_SPLIT: tl.constexpr, BY_LENGTH: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
     if ALIGNED:
         stride_qb, stride_qm, stride_qh = stride_qb * 8, stride_qm * 8, stride_qh * 8
@@ -64,7 +66,18 @@ def _decode_kernel(
     HAS_ALIBI: tl.constexpr = slopes_ptr is not None
 
     # Where am I.
-    kv_head, split, b, offs_r = rows_of_program(kv_heads, num_splits, q_len, GROUP, BLOCK_R)
+    if BY_LENGTH:
+        items = batch * (num_splits + 1)
+        kv_head, item, _, offs_r = rows_of_program(kv_heads, items, q_len, GROUP, BLOCK_R)
+        entry, split, split_keys = split_of_item(
+            item, lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N, HAS_LEFT
+        )
+        if entry == batch:
+            return
+        b, state, states = entry.to(tl.int64), item * kv_heads + kv_head, items * kv_heads
+    else:
+        kv_head, split, b, offs_r = rows_of_program(kv_heads, num_splits, q_len, GROUP, BLOCK_R)
+        state, states = (b * kv_heads + kv_head) * num_splits + split, batch * kv_heads * num_splits
     mask_r, head, t = queries_of_rows(offs_r, kv_head, q_len, GROUP)
     length = capacity
     if lengths_ptr is not None:
@@ -132,7 +145,7 @@ def _decode_kernel(
     out, lse = normalised(acc, row_max, row_sum)
     leave_state(
         out, lse, 0, DV, out_ptr, lse_ptr, sink_ptr, workspace_ptr, stride_ob, stride_om, stride_oh, stride_od,
-        batch, kv_heads, q_len, num_splits, split, b, kv_head, offs_r, GROUP, DV, BLOCK_DV, IS_SPLIT,
+        kv_heads, q_len, state, states, b, kv_head, offs_r, GROUP, DV, BLOCK_DV, IS_SPLIT,
     )  # fmt: skip
 
 

@@ -384,7 +384,8 @@ def _decode_quantized_kernel(
         leave_state(
             out, lse, plane * WV, WV, out_ptr, lse_ptr, sink_ptr, workspace_ptr,
             stride_ob, stride_om, stride_oh, stride_od,
-            batch, kv_heads, q_len, num_splits, split, b, kv_head, offs_r, GROUP, DV, BLOCK_WV, IS_SPLIT,
+            kv_heads, q_len, (b * kv_heads + kv_head) * num_splits + split, batch * kv_heads * num_splits,
+            b, kv_head, offs_r, GROUP, DV, BLOCK_WV, IS_SPLIT,
         )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class _Forward:
         to_lse, workspace = to_lse if lse is None else lse, rest[0] if rest else None
         self._launch(query, key, value, None, None, None, slopes, sink, out, to_lse, workspace)
         if self._merge is not None:
-            self._merge(workspace, sink, out, to_lse)
+            self._merge(workspace, None, sink, out, to_lse)
         del memory  # all that reads it is queued
         return out, lse
 
