@@ -117,11 +117,12 @@ class DecodeCall(NamedTuple):
     def merge_sizes(self) -> Sizes:
         """Arguments of the kernel that merges parts which depend on lengths."""
         problem, config, left = self.problem, self.config, self.problem.left
-        numbers = *self.out.stride(), problem.k_len, problem.q_len, config.num_splits, min(left, FAR)
-        # Of rows that are alike, the merge depends on neither.
-        block, is_cut = (config.block_n, left != UNBOUNDED) if self.by_length else (0, False)
+        lengths, block, is_cut = (0, 0), 0, False  # on which the merge of rows that are alike does not depend
+        if self.by_length:
+            lengths, block, is_cut = (problem.k_len, min(left, FAR)), config.block_n, left != UNBOUNDED
         constants = {"BY_LENGTH": self.by_length, "BLOCK_N": block, "HAS_LEFT": is_cut}
-        return Sizes(f"{_OUT_STRIDES} capacity q_len num_splits left", numbers, constants, {})
+        numbers = *self.out.stride(), problem.q_len, config.num_splits, *lengths
+        return Sizes(f"{_OUT_STRIDES} q_len num_splits capacity left", numbers, constants, {})
 
     def resized(self, launch: Launch, merge: Launch | None, sizes: Sizes) -> tuple[Launch, Launch | None] | None:
         """The launches of a call of other lengths as those of this one, which has these `sizes`; None where other

@@ -202,10 +202,8 @@ KERNELS = {str(kernel): kernel for kernel in (*PLAIN, *MODIFIED, *FROM_REGISTERS
 SPILLS = {
     "3.6": {
         "sm_90 bfloat16 d256 causal 4096 window": Spills(136),
-        "sm_90 bfloat16 d256 causal 4096 alibi": Spills(28),
         "sm_90 bfloat16 d256 causal 4096 packed": Spills(8),
-        "sm_90 float16 d128 causal 4096 packed window alibi sink softcap dropout": Spills(16),
-        "sm_90 float16 d256 causal 4096 packed window alibi sink softcap dropout": Spills(32),
+        "sm_90 float16 d256 causal 4096 packed window alibi sink softcap dropout": Spills(140, 3),
     },
     "3.7": {
         "sm_90 bfloat16 d256 causal 4096 window": Spills(108, 2),

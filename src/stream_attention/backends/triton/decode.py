@@ -68,7 +68,7 @@ def _decode_kernel(
     # Where am I.
     if BY_LENGTH:
         items = batch * (num_splits + 1)
-        kv_head, item, _, offs_r = rows_of_program(kv_heads, items, q_len, GROUP, BLOCK_R)
+        kv_head, item, b, offs_r = rows_of_program(kv_heads, items, q_len, GROUP, BLOCK_R)
         entry, split, split_keys = split_of_item(
             item, lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N, HAS_LEFT
         )
