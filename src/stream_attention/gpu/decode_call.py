@@ -49,7 +49,7 @@ class DecodeCall(NamedTuple):
     @property
     def by_length(self) -> bool:
         """Whether rows have as many splits as their lengths need. Without lengths all rows are alike."""
-        return self.config.by_length and self.lengths is not None
+        return self.config.at_a_time > 0 and self.lengths is not None
 
     @property
     def grid(self) -> int:
@@ -108,7 +108,8 @@ class DecodeCall(NamedTuple):
         strides = qkv_strides(Inputs(self.query, key, value), False, UNIT if aligned else 1)
         names, numbers, constants, _ = self.sizes(key.shape[0])
         constants |= {"ALIGNED": aligned, "BY_LENGTH": self.by_length}
-        return Sizes(f"{QKV_STRIDES} {names}", (*strides, *numbers), constants, {})
+        numbers = *strides, *numbers, self.config.at_a_time
+        return Sizes(f"{QKV_STRIDES} {names} at_a_time", numbers, constants, {})
 
     @property
     def merge_grid(self) -> int:
@@ -117,12 +118,13 @@ class DecodeCall(NamedTuple):
     def merge_sizes(self) -> Sizes:
         """Arguments of the kernel that merges parts which depend on lengths."""
         problem, config, left = self.problem, self.config, self.problem.left
-        lengths, block, is_cut = (0, 0), 0, False  # on which the merge of rows that are alike does not depend
+        lengths, blocks, is_cut = (0, 0, 0), (0, 0), False  # on which the merge of rows that are alike does not depend
         if self.by_length:
-            lengths, block, is_cut = (problem.k_len, min(left, FAR)), config.block_n, left != UNBOUNDED
-        constants = {"BY_LENGTH": self.by_length, "BLOCK_N": block, "HAS_LEFT": is_cut}
+            lengths = problem.k_len, min(left, FAR), config.at_a_time
+            blocks, is_cut = (config.block_n, block_r(problem)), left != UNBOUNDED
+        constants = {"BY_LENGTH": self.by_length, "HAS_LEFT": is_cut} | named("BLOCK_N BLOCK_R", blocks)
         numbers = *self.out.stride(), problem.q_len, config.num_splits, *lengths
-        return Sizes(f"{_OUT_STRIDES} q_len num_splits capacity left", numbers, constants, {})
+        return Sizes(f"{_OUT_STRIDES} q_len num_splits capacity left at_a_time", numbers, constants, {})
 
     def resized(self, launch: Launch, merge: Launch | None, sizes: Sizes) -> tuple[Launch, Launch | None] | None:
         """The launches of a call of other lengths as those of this one, which has these `sizes`; None where other

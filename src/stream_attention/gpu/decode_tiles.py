@@ -59,24 +59,32 @@ _ENTRIES = tl.constexpr(128)
 """Batch entries whose lengths are looked at together."""
 
 
+_GRAIN = tl.constexpr(1024)
+"""Keys of a split at least, where the GPU is full without shorter ones: to start a program takes as long as 256."""
+
+
 @triton.jit
 def _share_of_splits(
-    lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr
-):
-    """Blocks of a split where `num_splits` for each batch entry are shared by their lengths. Each has one more."""
+    lengths_ptr, batch, capacity, num_splits, q_len, left, tiles, at_a_time, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+):  # fmt: skip
+    """Blocks of a split where `num_splits` for each batch entry are shared by their lengths. Each has one more. A split
+    is computed for so many `tiles`, and `at_a_time` of these run side by side."""
     total = 0
     for first in range(0, batch, _ENTRIES):
         b = first + tl.arange(0, _ENTRIES)
         total += tl.sum(_blocks_of_entries(b, lengths_ptr, batch, capacity, q_len, left, BLOCK_N, HAS_LEFT), 0)
-    return tl.maximum(tl.cdiv(total, batch * num_splits), 1)
+    of_one_round = tl.cdiv(total * tiles, at_a_time)
+    return tl.maximum(tl.cdiv(total, batch * num_splits), tl.maximum(tl.minimum(of_one_round, _GRAIN // BLOCK_N), 1))
 
 
 @triton.jit
 def split_of_item(
-    item, lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr
-):
+    item, lengths_ptr, batch, capacity, num_splits, q_len, left, tiles, at_a_time, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+):  # fmt: skip
     """(batch entry, split, keys of a split) of an item; entry `batch` if there are fewer items."""
-    share = _share_of_splits(lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N, HAS_LEFT)
+    share = _share_of_splits(lengths_ptr, batch, capacity, num_splits, q_len, left, tiles, at_a_time, BLOCK_N, HAS_LEFT)
     entry, first_item, items = 0, 0, 0
     for first in range(0, batch, _ENTRIES):
         b = first + tl.arange(0, _ENTRIES)
@@ -92,10 +100,11 @@ def split_of_item(
 
 @triton.jit
 def _items_of_entry(
-    entry, lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr
-):
+    entry, lengths_ptr, batch, capacity, num_splits, q_len, left, tiles, at_a_time, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+):  # fmt: skip
     """(first item, how many) of a batch entry."""
-    share = _share_of_splits(lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N, HAS_LEFT)
+    share = _share_of_splits(lengths_ptr, batch, capacity, num_splits, q_len, left, tiles, at_a_time, BLOCK_N, HAS_LEFT)
     first_item, count = 0, 0
     for first in range(0, entry + 1, _ENTRIES):
         b = first + tl.arange(0, _ENTRIES)
@@ -226,7 +235,9 @@ def _merge_parts_kernel(
     workspace_ptr, lengths_ptr, sink_ptr, out_ptr, lse_ptr,
     stride_ob: tl.int64, stride_om: tl.int64, stride_oh: tl.int64, stride_od: tl.int64,
     batch: tl.int32, kv_heads: tl.int32, capacity: tl.int32, q_len: tl.int32, num_splits: tl.int32, left: tl.int32,
-    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr,
+    at_a_time: tl.int32,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     HAS_LEFT: tl.constexpr, BY_LENGTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per row."""
@@ -237,8 +248,9 @@ def _merge_parts_kernel(
     first_state, step, parts, states = line * num_splits, 1, num_splits, batch * kv_heads * num_splits
     if BY_LENGTH:
         first_item, parts = _items_of_entry(
-            line // kv_heads, lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N, HAS_LEFT
-        )
+            line // kv_heads, lengths_ptr, batch, capacity, num_splits, q_len, left,
+            kv_heads * tl.cdiv(rows, BLOCK_R), at_a_time, BLOCK_N, HAS_LEFT,
+        )  # fmt: skip
         first_state, step, states = (
             first_item * kv_heads + line % kv_heads,
             kv_heads,

@@ -90,11 +90,11 @@ class DecodeConfig(NamedTuple):
     num_splits: int = 1
     split_keys: int = 0  # keys of a split; 0: each has its share of the row
     window_splits: int = 0  # of the splits, those that have the latest tokens of a quantised cache, which are no codes
-    by_length: bool = False  # num_splits is a mean: long rows have more splits than short ones
+    at_a_time: int = 0  # programs; not 0: num_splits is a mean, of which long rows have more than short ones
 
     def __str__(self) -> str:
         splits = f", keys in {self.num_splits} splits" if self.num_splits > 1 else ""
-        each = f" of {self.split_keys}" if self.split_keys else " a row, by length" if self.by_length else ""
+        each = f" of {self.split_keys}" if self.split_keys else " a row, by length" if self.at_a_time else ""
         if self.window_splits > 1:
             each += f", {self.window_splits} of them for the unquantised recent tokens"
         return f"blocks of {self.block_n} keys, {self.num_warps} warps, {self.num_stages} stages{splits}{each}"
@@ -104,7 +104,7 @@ def workspace_numbers(problem: Problem, config: object) -> int:
     """fp32 numbers in the workspace of a call (decode_tiles.py); 0 where nothing is merged."""
     if not isinstance(config, DecodeConfig) or config.num_splits == 1:
         return 0
-    states = batch_heads(problem) * (config.num_splits + config.by_length) * rows(problem)
+    states = batch_heads(problem) * (config.num_splits + (config.at_a_time > 0)) * rows(problem)
     return -(-states // 4) * 4 + states * problem.value_dim
 
 
@@ -164,7 +164,8 @@ def _configure(
     if span(problem) < problem.k_len:  # no more than without a window, so that a workspace serves with and without
         splits = min(splits, splits_of(problem, tile, max(1, -(-problem.k_len // tile.block_n))))
     by_length = problem.coding is None and problem.batch > 1 and splits > 1
-    return config._replace(num_splits=splits + window_splits, by_length=by_length)
+    at_a_time = tile.resident * max(1, problem.num_sms) if by_length else 0
+    return config._replace(num_splits=splits + window_splits, at_a_time=at_a_time)
 
 
 STARTING = 256

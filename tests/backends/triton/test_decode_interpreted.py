@@ -364,8 +364,23 @@ def test_agreement_where_splits_are_shared_by_length(name: str, three_splits_a_r
     check(case)
 
 
-def test_of_rows_that_may_differ_in_length_the_long_ones_have_more_splits() -> None:
+@pytest.mark.parametrize(
+    ("at_a_time", "blocks"),
+    [
+        (10_000, 3),  # 54 blocks in 18 splits
+        (20, 8),  # 54 blocks of 3 tiles in 20 programs would be 9 blocks each; 8 are 256 keys, the least
+        (60, 3),  # likewise 3
+    ],
+)
+def test_of_rows_that_may_differ_in_length_the_long_ones_have_more_splits(
+    at_a_time: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three times as many as rows, of equal shares; one more for each that is not full."""
+    import triton.language as tl
+
+    from stream_attention.gpu import decode_tiles
+
+    monkeypatch.setattr(decode_tiles, "_GRAIN", tl.constexpr(256))
     lengths, found = int32(1, 700, 1, 1, 0, 5000), torch.full((6 * 4 + 1, 3), -1, dtype=torch.int32)
     splits_by_length.launch(
         6 * 4,
@@ -377,15 +392,17 @@ def test_of_rows_that_may_differ_in_length_the_long_ones_have_more_splits() -> N
         num_splits=3,
         q_len=1,
         left=0,
+        tiles=3,
+        at_a_time=at_a_time,
         BLOCK_N=32,
         HAS_LEFT=False,
     )
-    keys = found[0, 2].item()
-    assert keys == 32 * -(-(1 + 22 + 1 + 1 + 0 + 29) // 18) and (found[:-1, 2] == keys).all()
+    keys = 32 * blocks
+    assert (found[:-1, 2] == keys).all()
     splits = {entry: found[found[:, 0] == entry, 1].tolist() for entry in range(6)}
     visible = [1, 700, 1, 1, 0, 900]
     assert splits == {entry: [*range(max(1, -(-count // keys)))] for entry, count in enumerate(visible)}
-    assert (found[sum(map(len, splits.values())) : -1, 0] == 6).all()
+    assert (found[sum(map(len, splits.values())) : -1, 0] == 6).all() and (found[-1] == -1).all()
 
 
 def test_what_is_wrong_is_found() -> None:

@@ -25,11 +25,13 @@ def _list_kernel(
 @jit
 def _split_kernel(
     lengths_ptr, found_ptr, batch: tl.int32, capacity: tl.int32, num_splits: tl.int32, q_len: tl.int32, left: tl.int32,
-    BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
+    tiles: tl.int32, at_a_time: tl.int32, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
     """Grid: the items. Batch entry, split and keys of a split of each."""
     item = tl.program_id(0)
-    entry, split, keys = split_of_item(item, lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N, HAS_LEFT)
+    entry, split, keys = split_of_item(
+        item, lengths_ptr, batch, capacity, num_splits, q_len, left, tiles, at_a_time, BLOCK_N, HAS_LEFT
+    )
     tl.store(found_ptr + 3 * item, entry)
     tl.store(found_ptr + 3 * item + 1, split)
     tl.store(found_ptr + 3 * item + 2, keys)

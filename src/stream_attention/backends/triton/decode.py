@@ -49,7 +49,7 @@ def _decode_kernel(
     stride_tb: tl.int64, stride_rb: tl.int64, stride_rm: tl.int64, stride_ab: tl.int64,
     stride_ob: tl.int64, stride_om: tl.int64, stride_oh: tl.int64, stride_od: tl.int64,
     batch: tl.int32, kv_heads: tl.int32, capacity: tl.int32, pages: tl.int32, q_len: tl.int32,
-    num_splits: tl.int32, split_keys: tl.int32,
+    num_splits: tl.int32, split_keys: tl.int32, at_a_time: tl.int32,
     left: tl.int32, right: tl.int32, scale, softcap,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr,
@@ -70,8 +70,9 @@ def _decode_kernel(
         items = batch * (num_splits + 1)
         kv_head, item, b, offs_r = rows_of_program(kv_heads, items, q_len, GROUP, BLOCK_R)
         entry, split, split_keys = split_of_item(
-            item, lengths_ptr, batch, capacity, num_splits, q_len, left, BLOCK_N, HAS_LEFT
-        )
+            item, lengths_ptr, batch, capacity, num_splits, q_len, left,
+            kv_heads * tl.cdiv(GROUP * q_len, BLOCK_R), at_a_time, BLOCK_N, HAS_LEFT,
+        )  # fmt: skip
         if entry == batch:
             return
         b, state, states = entry.to(tl.int64), item * kv_heads + kv_head, items * kv_heads
