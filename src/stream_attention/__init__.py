@@ -23,6 +23,7 @@ from .ops.explain import explain
 from .ops.fp8 import attention_fp8, explain_fp8, quantize_fp8
 from .ops.mass import attention_mass
 from .ops.merge import merge_states
+from .ops.paged import paged_attention
 from .ops.varlen import varlen_attention
 from .utils.checkpoint import gradient_checkpoint_sequential
 
@@ -67,6 +68,7 @@ __all__ = [
     "force_backend",
     "gradient_checkpoint_sequential",
     "merge_states",
+    "paged_attention",
     "quantize_fp8",
     "quantize_kv",
     "ring_attention",

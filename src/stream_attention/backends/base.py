@@ -19,6 +19,7 @@ from ..base.problem import (
     Forward,
     Gradients,
     Inputs,
+    PagedInputs,
     Problem,
     Request,
     Wanted,
@@ -44,6 +45,7 @@ class Backend(ABC):
     name: ClassVar[str]
     kernels: ClassVar[str | None] = None  # module with prepare and prepare_backward
     decode_kernels: ClassVar[str | None] = None  # module with prepare_decode
+    paged_kernels: ClassVar[str | None] = None  # module with prepare_paged
     fp8_kernels: ClassVar[str | None] = None  # module with prepare_fp8
     compiles: ClassVar[bool] = False  # launches kernels that it compiles; else it calls torch's ops
     forceable: ClassVar[Mapping[str, tuple[int, ...]]] = {}  # fields of a forward's tiles that a caller may set
@@ -90,6 +92,12 @@ class Backend(ABC):
         """The call on every cache whose tensors, like the others of the call, lie as these do: a function of its inputs
         and, where they are known, of the addresses of the cache's tensors. Keeps none of them."""
         return load(self.decode_kernels).prepare_decode(problem, inputs, config)
+
+    def prepare_paged(self, problem: Problem, inputs: PagedInputs, config: Any) -> Any:
+        """The call on every pool of pages that lies as this one does, a function of its inputs. Keeps none of them."""
+        return load(self.paged_kernels).prepare_paged(
+            problem, PagedInputs._make((*distinct(*inputs[:-1]), inputs[-1])), config
+        )
 
     def prepare_fp8(self, *call: Any) -> Forward:
         """`prepare` in FP8, of inputs whose keys and values may be codes. `call`: problem, inputs, config, and whether

@@ -85,6 +85,22 @@ class DecodeInputs(NamedTuple):
     workspace: Tensor | None = None  # of `workspace_numbers` in gpu/decode_tuning.py; None: a new one
 
 
+class PagedInputs(NamedTuple):
+    """The tensors of a call of ragged queries on paged keys, with what its results are written to."""
+
+    query: Tensor  # [Nq, Hq, D]
+    key_pages: Tensor  # [P, page, Hkv, D]
+    value_pages: Tensor  # [P, page, Hkv, Dv]
+    cu_seqlens_q: Tensor  # int32 [B + 1]
+    seqused_k: Tensor  # int32 [B]: keys of each request
+    page_table: Tensor  # int32 [B, W], or with kv_indptr int32 or int64 [entries]
+    kv_indptr: Tensor | None = None  # int32 [B + 1]: where each request's entries begin
+    alibi_slopes: Tensor | None = None  # [B, Hq] or [1, Hq]
+    sink: Tensor | None = None  # [Hq]
+    out: Tensor | None = None  # [Nq, Hq, Dv]; None: a new one
+    return_lse: bool = False
+
+
 class Wanted(NamedTuple):
     """Which gradients a backward computes."""
 
@@ -135,6 +151,7 @@ class KV(NamedTuple):
     k_len: int  # packed: the longest; of a cache: what a row can hold
     page: int = 0  # tokens of a page of a cache; 0: none
     coding: Coding | None = None  # of a quantised cache
+    ragged: bool = False  # requests have as many queries each as offsets say; q_len is the most
 
 
 class Operands(NamedTuple):
@@ -235,6 +252,7 @@ class Problem(_Parts):
     coding: Coding | None = _read(attrgetter("kv.coding"))
     packed: bool = _read(lambda self: self.kv.layout == "packed")
     cached: bool = _read(lambda self: self.kv.layout == "cache")
+    ragged: bool = _read(attrgetter("kv.ragged"))
     dtype: torch.dtype = _read(attrgetter("operands.dtype"))
     tma_compatible, tf32, fp8 = _fields_of(bool, "operands", "tma_compatible", "tf32", "fp8")
     device: torch.device = _read(attrgetter("hardware.device"))
@@ -287,7 +305,8 @@ class Problem(_Parts):
 
     def __str__(self) -> str:
         sides, is_ = tuple(self.window), "<=" if self.packed else "="  # of a pack the longest, as plans round it
-        sizes = f"B={self.batch} Tq{is_}{self.q_len}"
+        is_most = "<=" if self.ragged else is_
+        sizes = f"B={self.batch} Tq{is_most}{self.q_len}"
         dims = f"Hq={self.q_heads} Hkv={self.kv_heads} D={self.head_dim} Dv={self.value_dim} {dtype_name(self.dtype)}"
         if self.cached:
             kind = f"pages of {self.page}" if self.page else "contiguous"
@@ -461,9 +480,22 @@ def decode_problem(query: Tensor, cache: KVCache, **asked: Any) -> Problem:
     )
 
 
+def paged_problem(inputs: PagedInputs, q_len: int, k_len: int, **asked: Any) -> Problem:
+    """What a call of ragged queries on paged keys has to compute: at most so many queries and keys of a request."""
+    query, key, value = inputs[:3]
+    batch, page = inputs.seqused_k.shape[0], key.shape[1]
+    return Problem(
+        Shape(batch, q_len, query.shape[1], key.shape[2], query.shape[2], value.shape[3]),
+        KV("cache", k_len, page, ragged=True),
+        Operands(query.dtype),
+        hardware_of(query.device),
+        **asked,
+    )
+
+
 def resized_decode(problem: Problem, q_len: int, capacity: int) -> Problem:
     """What a call on a cache has to compute that differs from `problem` in lengths alone."""
-    (batch, _, *sizes), (layout, _, page, coding), operands, hardware, window, _, scores, direction = problem
+    (batch, _, *sizes), (layout, _, page, coding, _), operands, hardware, window, _, scores, direction = problem
     positions = Positions(capacity - q_len, q_base=capacity - q_len)
     shape, kv = Shape(batch, q_len, *sizes), KV(layout, capacity, page, coding)
     return Problem(shape, kv, operands, hardware, window, positions, scores, direction)

@@ -156,7 +156,7 @@ def attention_tensors(inputs: Inputs, may_be_empty: bool = False) -> None:
     if bias is not None:
         floating("bias", bias, query, "Pass a boolean mask as `mask`.")
         _broadcastable("bias", bias, (batch, q_heads, q_len, k_len))
-    _per_head(alibi_slopes, sink, query, batch, q_heads)
+    per_head(alibi_slopes, sink, query, batch, q_heads)
 
 
 def varlen_tensors(
@@ -175,7 +175,7 @@ def varlen_tensors(
         refuse("cu_seqlens_k", expected, list(cu_seqlens_k.shape))
     optional_int("max_seqlen_q", max_seqlen_q)
     optional_int("max_seqlen_k", max_seqlen_k)
-    _per_head(alibi_slopes, sink, query, cu_seqlens_q.shape[0] - 1, query.shape[1])
+    per_head(alibi_slopes, sink, query, cu_seqlens_q.shape[0] - 1, query.shape[1])
 
 
 def nested_tensors(query: Any, key: Any, value: Any, mask: Tensor | None, bias: Tensor | None) -> None:
@@ -320,7 +320,7 @@ def fp8_query(query: Tensor, kv: Any, cu_seqlens_q: Tensor | None, max_seqlen_q:
     if query.shape[-1] != kv.head_dim or (not kv.packed and query.shape[0] != kv.batch):
         batch = "" if kv.packed else f"B={kv.batch}, "
         refuse("query", f"{batch}D={kv.head_dim} to match kv", list(query.shape), f"The layout is {shape}.")
-    _grouped(query, kv.kv_heads)
+    grouped(query, kv.kv_heads)
     if cu_seqlens_q is not None:
         _offsets("cu_seqlens_q", cu_seqlens_q, query)
         if cu_seqlens_q.shape[0] != kv.batch + 1:
@@ -376,7 +376,7 @@ def decoding(inputs: DecodeInputs) -> None:
         refuse("query", f"the cache's device {cache.device}", query.device)
     if batch != cache.batch or dim != cache.head_dim:
         refuse("query", f"[B={cache.batch}, Tq, Hq, D={cache.head_dim}] to match the cache", list(query.shape))
-    _grouped(query, cache.kv_heads)
+    grouped(query, cache.kv_heads)
     if tree_mask is not None:
         tensor_beside("tree_mask", tree_mask, query)
         if tree_mask.dtype is not torch.bool:
@@ -384,7 +384,7 @@ def decoding(inputs: DecodeInputs) -> None:
         if tree_mask.shape != (batch, q_len, q_len):
             hint = "One tree for all rows: tree.expand(B, -1, -1)." if tree_mask.dim() == 2 else ""
             refuse("tree_mask", f"shape [B={batch}, Tq={q_len}, Tq={q_len}]", list(tree_mask.shape), hint)
-    _per_head(alibi_slopes, sink, query, batch, q_heads)
+    per_head(alibi_slopes, sink, query, batch, q_heads)
     if out is not None:
         tensor_beside("out", out, query)
         shape = (batch, q_len, q_heads, cache.value_dim)
@@ -478,6 +478,14 @@ def _offsets(name: str, cu_seqlens: Any, beside: Tensor) -> Tensor:
     return cu_seqlens
 
 
+def whole_int(name: str, given: Any, least: int, hint: str = "") -> None:
+    """Refuse what is no int of at least `least`."""
+    if not _is_int(given):
+        refuse(name, "an int", _describe(given), hint, TypeError)
+    if given < least:
+        refuse(name, f"at least {least}", given)
+
+
 def optional_int(name: str, given: Any, least: int = 0) -> None:
     """Refuse what is neither None nor an int of at least `least`."""
     if given is not None and not _is_int(given):
@@ -510,12 +518,12 @@ def _qkv(
         refuse("query", words, shapes, f"The layout is {q_shape}.")
 
 
-def _grouped(query: Tensor, kv_heads: int) -> None:
+def grouped(query: Tensor, kv_heads: int) -> None:
     if query.shape[-2] < 1 or query.shape[-2] % kv_heads:
         refuse("query", f"a multiple of the {kv_heads} KV heads as Hq", list(query.shape))
 
 
-def _per_head(alibi_slopes: Tensor | None, sink: Tensor | None, query: Tensor, batch: int, heads: int) -> None:
+def per_head(alibi_slopes: Tensor | None, sink: Tensor | None, query: Tensor, batch: int, heads: int) -> None:
     if alibi_slopes is not None:
         floating("alibi_slopes", alibi_slopes, query)
         if alibi_slopes.shape not in ((heads,), (batch, heads)):

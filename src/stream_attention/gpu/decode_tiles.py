@@ -164,7 +164,7 @@ def hide_scores(
 
 
 @triton.jit
-def _join_sink(lse, sink_ptr, head, mask_r):
+def join_sink(lse, sink_ptr, head, mask_r):
     """The factor of the outputs, and the LSE, of rows that have met all their keys and meet a sink, a key without a
     value, if there are sinks. Log2 units."""
     factor = tl.full(lse.shape, 1.0, tl.float32)
@@ -221,7 +221,7 @@ def leave_state(
         if column == 0:
             tl.store(workspace_ptr + at, lse, mask=mask_r)
     else:
-        factor, lse = _join_sink(lse, sink_ptr, head, mask_r)
+        factor, lse = join_sink(lse, sink_ptr, head, mask_r)
         _store_out(
             out * factor[:, None], column, columns, out_ptr, stride_ob, stride_om, stride_oh, stride_od,
             b, t, head, mask_r, BLOCK,
@@ -272,7 +272,7 @@ def _merge_parts_kernel(
     b, kv_head = (line // kv_heads).to(tl.int64), line % kv_heads
     offs_r = row + tl.arange(0, 1)
     mask_r, head, t = queries_of_rows(offs_r, kv_head, q_len, GROUP)
-    factor, lse = _join_sink(lse, sink_ptr, head, mask_r)
+    factor, lse = join_sink(lse, sink_ptr, head, mask_r)
     _store_out(
         out * factor[:, None], 0, DV, out_ptr, stride_ob, stride_om, stride_oh, stride_od,
         b, t, head, mask_r, BLOCK_DV,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...base.problem import DecodeInputs, Problem, Request
+from ...base.problem import DecodeInputs, PagedInputs, Problem, Request
 from ..base import PLAIN, Backend, Reasons
 from . import tuning
 
@@ -30,3 +30,8 @@ class Eager(Backend):
         from .decode import decode  # a statement: torch.compile traces through it
 
         return lambda inputs: decode(problem, inputs, config)
+
+    def prepare_paged(self, problem: Problem, inputs: PagedInputs, config: Any) -> Any:
+        from .paged import paged
+
+        return lambda inputs: paged(problem, inputs, config)

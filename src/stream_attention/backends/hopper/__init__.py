@@ -106,6 +106,8 @@ def _reasons(problem: Problem) -> Reasons:
 
 def _decode_reasons(problem: Problem, request: Request) -> Reasons:
     coding, dims = problem.coding, (problem.head_dim, problem.value_dim)
+    if problem.ragged:
+        return ((True, "does not support ragged queries on pages"),)
     if coding is None:
         return ((True, "supports only quantised caches"),)
     planes = 4 if coding.format == "int4" else 2

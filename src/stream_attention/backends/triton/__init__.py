@@ -17,6 +17,7 @@ class Triton(Backend):
     name = "triton"
     kernels = ".triton.kernels"
     decode_kernels = ".triton.decode"
+    paged_kernels = ".triton.paged"
     fp8_kernels = ".triton.forward_fp8"
     compiles = True
     forceable = tuning.FORCEABLE
@@ -33,6 +34,10 @@ class Triton(Backend):
         return sdpa_time.why_leave(problem)
 
     def configure(self, problem: Problem, request: Request = PLAIN) -> Any:
+        if problem.ragged:
+            from ...gpu.paged_call import configure
+
+            return configure(problem)
         if problem.cached:
             return decode_tuning.configure(problem, request.num_splits, request.batch_invariant)
         forced: dict[str, Any] = {} if problem.backward else dict(request.forced)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -38,6 +39,60 @@ from ...gpu.decode_tuning import DecodeConfig
 from ...gpu.launch import Kernel, jit
 from ...gpu.tiles import initial_state, load_rows, modify_scores, normalised, online_softmax_step
 from .decode_quantized import quantized_kernel, quantized_kernel_arguments
+
+
+@triton.jit
+def stream_keys(
+    q, k_ptr, v_ptr, table_ptr, tree_rows, stride_kb, stride_kn, stride_vb, stride_vn,
+    begin, end, step, pages, length, q_len, down, mask_r, slopes, left, right, scale, softcap,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr,
+    TANH: tl.constexpr,
+):  # fmt: skip
+    """Row max, row sum and accumulator of a tile of queries, which stand at positions `down`, over blocks of the keys
+    from `begin` to before `end` of one row of a cache. `table_ptr` points to its pages."""
+    offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    if PAGE != 0:  # a block's pages are looked up an iteration ahead
+        page = tl.load(table_ptr + tl.maximum(tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1), 0) // PAGE)
+    row_max, row_sum, acc = initial_state(BLOCK_R, BLOCK_DV)
+    for start in range(begin, end, step):
+        k_pos = start + tl.arange(0, BLOCK_N)
+        inside = k_pos < end
+        token = tl.minimum(k_pos, end - 1)
+        if PAGE == 0:
+            k_rows, v_rows = token * stride_kn, token * stride_vn
+        else:
+            exists = (page >= 0) & (page < pages)
+            place = tl.where(exists, page, 0).to(tl.int64)
+            slot = token % PAGE
+            k_rows = place * stride_kb + slot * stride_kn
+            v_rows = place * stride_vb + slot * stride_vn
+            page = tl.load(table_ptr + tl.minimum(k_pos + step, end - 1) // PAGE)
+        k = load_rows(k_ptr + k_rows[:, None], offs_d[None, :], inside, D, BLOCK_D, MASKED=False)
+        v = load_rows(v_ptr + v_rows[:, None], offs_dv[None, :], inside, DV, BLOCK_DV, MASKED=False)
+        if PRECISION == "ieee" and BLOCK_D > 64:
+            # Sums of 64 products, added up: 256 one after the other are off by more than torch's, which adds in a tree.
+            parts: tl.constexpr = BLOCK_D // 64
+            folded_q = q.reshape(BLOCK_R, parts, 64).permute(1, 0, 2)
+            folded_k = k.reshape(BLOCK_N, parts, 64).permute(1, 2, 0)
+            qk = tl.sum(tl.dot(folded_q, folded_k, input_precision=PRECISION), 0)
+        else:
+            qk = tl.dot(q, k.T, input_precision=PRECISION)
+        across = k_pos[None, :]
+        scores, _ = modify_scores(qk, scale, softcap, slopes, down, across, 0.0, HAS_SOFTCAP, HAS_ALIBI, 0, TANH)
+        if PAGE != 0:
+            scores = tl.where(exists[None, :], scores, float("nan"))
+        scores = hide_scores(
+            scores, inside[None, :], down, across, left, right, tree_rows, length - q_len, mask_r[:, None],
+            HAS_LEFT, HAS_RIGHT, HAS_TREE,
+        )  # fmt: skip
+        if HAS_TREE:  # a new token that is masked for every row may be NaN
+            v = tl.where((tl.max(scores, 0) != float("-inf"))[:, None], v, 0.0)
+        p, rescale, row_max, row_sum = online_softmax_step(scores, 1.0, row_max, row_sum, GUARD=True)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+
+    return row_max, row_sum, acc
 
 
 @jit
@@ -84,7 +139,7 @@ def _decode_kernel(
     if lengths_ptr is not None:
         length = tl.minimum(tl.load(lengths_ptr + b), capacity)
     down = (length - q_len + t)[:, None]  # where the queries stand
-    offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    offs_d = tl.arange(0, BLOCK_D)
     q_rows = q_ptr + b * stride_qb + t * stride_qm + head * stride_qh
 
     first = first_visible(length, q_len, left, HAS_LEFT)
@@ -96,8 +151,6 @@ def _decode_kernel(
         v_ptr += b * stride_vb
     else:
         table_ptr += b * stride_tb
-        # A block's pages are looked up an iteration ahead.
-        page = tl.load(table_ptr + tl.maximum(tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1), 0) // PAGE)
     q = load_rows(q_rows[:, None], offs_d[None, :], mask_r, D, BLOCK_D, MASKED=True)
     slopes = 0.0
     if HAS_ALIBI:
@@ -106,43 +159,12 @@ def _decode_kernel(
     if HAS_TREE:
         tree_rows = (tree_ptr + b * stride_rb + t * stride_rm)[:, None]
 
-    row_max, row_sum, acc = initial_state(BLOCK_R, BLOCK_DV)
-    for start in range(begin, end, step):
-        k_pos = start + tl.arange(0, BLOCK_N)
-        inside = k_pos < end
-        token = tl.minimum(k_pos, end - 1)
-        if PAGE == 0:
-            k_rows, v_rows = token * stride_kn, token * stride_vn
-        else:
-            exists = (page >= 0) & (page < pages)
-            place = tl.where(exists, page, 0).to(tl.int64)
-            slot = token % PAGE
-            k_rows = place * stride_kb + slot * stride_kn
-            v_rows = place * stride_vb + slot * stride_vn
-            page = tl.load(table_ptr + tl.minimum(k_pos + step, end - 1) // PAGE)
-        k = load_rows(k_ptr + k_rows[:, None], offs_d[None, :], inside, D, BLOCK_D, MASKED=False)
-        v = load_rows(v_ptr + v_rows[:, None], offs_dv[None, :], inside, DV, BLOCK_DV, MASKED=False)
-        if PRECISION == "ieee" and BLOCK_D > 64:
-            # Sums of 64 products, added up: 256 one after the other are off by more than torch's, which adds in a tree.
-            parts: tl.constexpr = BLOCK_D // 64
-            folded_q = q.reshape(BLOCK_R, parts, 64).permute(1, 0, 2)
-            folded_k = k.reshape(BLOCK_N, parts, 64).permute(1, 2, 0)
-            qk = tl.sum(tl.dot(folded_q, folded_k, input_precision=PRECISION), 0)
-        else:
-            qk = tl.dot(q, k.T, input_precision=PRECISION)
-        across = k_pos[None, :]
-        scores, _ = modify_scores(qk, scale, softcap, slopes, down, across, 0.0, HAS_SOFTCAP, HAS_ALIBI, 0, TANH)
-        if PAGE != 0:
-            scores = tl.where(exists[None, :], scores, float("nan"))
-        scores = hide_scores(
-            scores, inside[None, :], down, across, left, right, tree_rows, length - q_len, mask_r[:, None],
-            HAS_LEFT, HAS_RIGHT, HAS_TREE,
-        )  # fmt: skip
-        if HAS_TREE:  # a new token that is masked for every row may be NaN
-            v = tl.where((tl.max(scores, 0) != float("-inf"))[:, None], v, 0.0)
-        p, rescale, row_max, row_sum = online_softmax_step(scores, 1.0, row_max, row_sum, GUARD=True)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-
+    row_max, row_sum, acc = stream_keys(
+        q, k_ptr, v_ptr, table_ptr, tree_rows, stride_kb, stride_kn, stride_vb, stride_vn,
+        begin, end, step, pages, length, q_len, down, mask_r, slopes, left, right, scale, softcap,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_R, BLOCK_N, PAGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_TREE,
+        PRECISION, TANH,
+    )  # fmt: skip
     out, lse = normalised(acc, row_max, row_sum)
     leave_state(
         out, lse, 0, DV, out_ptr, lse_ptr, sink_ptr, workspace_ptr, stride_ob, stride_om, stride_oh, stride_od,

@@ -1,0 +1,105 @@
+"""Checks of a call of ragged queries on paged keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.errors import refuse
+from ..base.kv_layouts import checks
+from ..base.problem import UNBOUNDED, PagedInputs
+from . import validate
+
+MOST_TOKENS = 1024
+"""Of a page."""
+
+
+def tensors(inputs: PagedInputs, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
+    """Check all but values."""
+    query, key, value, cu_seqlens_q, seqused_k, table, indptr, slopes, sink, out, _ = inputs
+    validate.tensor_beside("query", query, query)
+    checks.stores(("key_pages", "value_pages"), key, value, "P, page")
+    if query.dim() != 3 or query.shape[2] != key.shape[3]:
+        refuse("query", f"[Nq, Hq, D={key.shape[3]}] to match key_pages", list(query.shape))
+    if query.dtype is not key.dtype:
+        refuse("query", f"the dtype of key_pages, {key.dtype}", query.dtype, error=TypeError)
+    if query.device != key.device:
+        refuse("query", f"the device of key_pages, {key.device}", query.device)
+    if query.stride(-1) != 1 and query.shape[-1] > 1 and query.numel() > 0:
+        refuse("query", "a contiguous last dim", f"strides {query.stride()}", "Call .contiguous() on it first.")
+    validate.grouped(query, key.shape[2])
+    if key.shape[0] < 1 or not 1 <= key.shape[1] <= MOST_TOKENS:
+        expected = f"at least one page, of 1 to {MOST_TOKENS} tokens"
+        refuse("key_pages", expected, list(key.shape), "The layout is [P, page, Hkv, D].")
+    _int32("seqused_k", seqused_k, query, (None,), "[B]")
+    batch = seqused_k.shape[0]
+    _int32("cu_seqlens_q", cu_seqlens_q, query, (batch + 1,), f"[B + 1 = {batch + 1}], as seqused_k has B = {batch}")
+    if indptr is None:
+        hint = "For a list of pages behind each other pass kv_indptr and kv_indices."
+        _int32("page_table", table, query, (batch, None), f"[B={batch}, pages of a request]", hint)
+        if table.shape[1] < 1:
+            refuse("page_table", "at least one page for each request", list(table.shape))
+    else:
+        _int32("kv_indptr", indptr, query, (batch + 1,), f"[B + 1 = {batch + 1}]")
+        validate.tensor_beside("kv_indices", table, query)
+        if table.dtype not in (torch.int32, torch.int64):
+            refuse("kv_indices", "dtype torch.int32 or torch.int64", table.dtype, error=TypeError)
+        if table.dim() != 1 or not table.is_contiguous():
+            refuse("kv_indices", "a contiguous tensor of shape [pages of all requests]", list(table.shape))
+    validate.whole_int("max_seqlen_q", max_seqlen_q, 0)
+    if indptr is not None or max_seqlen_k is not None:
+        hint = "" if indptr is None else "It bounds what a request may hold: a list of pages does not say."
+        validate.whole_int("max_seqlen_k", max_seqlen_k, 0, hint)
+    validate.per_head(slopes, sink, query, batch, query.shape[1])
+    if out is not None:
+        validate.tensor_beside("out", out, query)
+        shape = (*query.shape[:2], value.shape[3])
+        if out.shape != shape or out.dtype is not query.dtype:
+            refuse("out", f"{query.dtype} of shape {list(shape)}", f"{out.dtype} of shape {list(out.shape)}")
+        if out.stride(-1) != 1 and out.shape[-1] > 1 and out.numel() > 0:
+            refuse("out", "a contiguous last dim", f"strides {out.stride()}")
+        checks.writable("out", out)
+
+
+def values(inputs: PagedInputs, max_seqlen_q: int, max_seqlen_k: int, left: int) -> None:
+    """Check offsets, lengths and pages. Synchronises."""
+    key, offsets, lengths = inputs.key_pages, inputs.cu_seqlens_q.tolist(), inputs.seqused_k.tolist()
+    validate.cu_seqlens_values("cu_seqlens_q", offsets, inputs.query.shape[0], max_seqlen_q)
+    pages, page = key.shape[:2]
+    for request, length in enumerate(lengths):
+        if not 0 <= length <= max_seqlen_k:
+            expected = f"from 0 to the {max_seqlen_k} keys of a request"
+            refuse("seqused_k", expected, f"{length} of request {request}")
+        queries = offsets[request + 1] - offsets[request]
+        if not queries:
+            continue
+        first = 0 if left == UNBOUNDED else max(0, length - queries - left)
+        its = row_of(inputs, request)[first // page : -(-length // page)]
+        name = "page_table" if inputs.kv_indptr is None else "kv_indices"
+        if its.numel() < -(-length // page) - first // page:
+            refuse(name, f"a page for each of the {length} keys of request {request}", f"{its.numel()} pages")
+        missing = (its < 0) | (its >= pages)
+        if missing.any():
+            wrong = int(its[missing][0])
+            refuse(name, f"pages from 0 to {pages - 1} for the {length} keys of request {request}", wrong)
+
+
+def row_of(inputs: PagedInputs, request: int) -> Tensor:
+    """The pages of a request."""
+    table, indptr = inputs.page_table, inputs.kv_indptr
+    if indptr is None:
+        return table[request]
+    first, last = (max(0, int(indptr[request + n])) for n in (0, 1))
+    return table[first:last]
+
+
+def _int32(name: str, given: Any, query: Tensor, shape: tuple[int | None, ...], legend: str, hint: str = "") -> None:
+    validate.tensor_beside(name, given, query)
+    if given.dtype is not torch.int32:
+        refuse(name, "dtype torch.int32", given.dtype, f"Call {name}.int().", TypeError)
+    if given.dim() != len(shape) or any(n not in (None, m) for n, m in zip(shape, given.shape, strict=True)):
+        refuse(name, f"shape {legend}", list(given.shape), hint)
+    if given.shape[-1] > 1 and given.stride(-1) != 1:
+        refuse(name, "a contiguous last dim", f"strides {given.stride()}", "Call .contiguous() on it first.")

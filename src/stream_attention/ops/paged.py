@@ -1,0 +1,257 @@
+"""paged_attention(): ragged queries of many requests against keys in pages."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Required, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from ..backends import BY_NAME
+from ..base.errors import refuse
+from ..base.graph_break import graph_break
+from ..base.kv_layouts import checks
+from ..base.problem import AUTO, CallOptions, PagedInputs, Problem, Scores, paged_problem, sides_of
+from ..dispatch import call_key, launch_cache, validate, validate_paged
+from ..dispatch import plan as planning
+from ..dispatch.plan import Plan, parse, requested
+from ..dispatch.plan import plan as make_plan
+from ..dispatch.prepare import no_autocast, warn_if_lacking
+
+
+class PagedOptions(TypedDict, total=False):
+    page_table: Tensor | None
+    kv_indptr: Tensor | None
+    kv_indices: Tensor | None
+    max_seqlen_q: Required[int]
+    max_seqlen_k: int | None
+    causal: bool
+    window: tuple[int, int] | None
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    softcap: float
+    scale: float | None
+    out: Tensor | None
+    validate: bool | None
+    backend: str
+
+
+@overload
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[PagedOptions],
+) -> Tensor: ...
+@overload
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PagedOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[PagedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@validate.refuses_foreign
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    *unexpected: Any,
+    page_table: Tensor | None = None,
+    kv_indptr: Tensor | None = None,
+    kv_indices: Tensor | None = None,
+    max_seqlen_q: int,
+    max_seqlen_k: int | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    validate: bool | None = None,
+    backend: str = "auto",
+    **foreign: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the newest tokens of each request over all its keys, which lie in pages: prompts, parts of prompts
+    and single tokens in one call, as engines that serve models ask for it.
+
+    The new tokens' keys are written first, so `seqused_k` counts them: query t of request b, of q_b, stands at position
+    `seqused_k[b] - q_b + t`, and sees what it sees in `attention`. A request may have no queries, or no keys: its rows
+    are 0 then. Not differentiable. On a GPU nothing synchronises: offsets, lengths and pages are read on the device.
+
+    Args:
+        query: `[Nq, Hq, D]`, fp16, bf16, fp32 or fp64; request b is `query[cu_seqlens_q[b] : cu_seqlens_q[b + 1]]`.
+            Rows behind the last request are padding.
+        key_pages: `[P, page, Hkv, D]`; value_pages: `[P, page, Hkv, Dv]`, pages of 1 to 1024 tokens in the query's
+            dtype. All strides are free but that of the last dim.
+        cu_seqlens_q: int32 `[B + 1]`, from 0, not decreasing.
+        seqused_k: int32 `[B]`, the keys of each request.
+        page_table: int32 `[B, W]`: position p of request b is token `p % page` of page `page_table[b, p // page]`.
+            Entries behind a request's keys are not looked at.
+        kv_indptr, kv_indices: in place of a table, int32 `[B + 1]` and int32 or int64 `[entries]`: the pages of request
+            b are `kv_indices[kv_indptr[b] : kv_indptr[b + 1]]`.
+        max_seqlen_q: at least the queries of any request.
+        max_seqlen_k: at least the keys of any request; None: what the table can hold. With `kv_indptr` it is required.
+        causal, window, alibi_slopes (`[Hq]` or `[B, Hq]`), sink, softcap, scale: as in `attention`.
+        return_lse: also return the log-sum-exp, `[Hq, Nq]`, fp32 (fp64 for fp64).
+        out: `[Nq, Hq, Dv]` to write into; rows of no request stay as they are. Without it they are 0.
+        validate: True: check offsets, lengths and pages first. None: on a CPU only, since the check synchronises with a
+            GPU. Unchecked, a length is clamped to `max_seqlen_k`, and a key whose page does not exist reads as NaN.
+        backend: "auto", "triton" (a GPU) or "eager" (plain torch, request by request).
+
+    Raises:
+        ValueError, TypeError: a bad argument, before any work; the message names it with expected and actual.
+        UnsupportedProblem: the backend that was named cannot; the message says why.
+
+    >>> import torch
+    >>> from stream_attention import paged_attention
+    >>> key_pages, value_pages = torch.randn(2, 6, 16, 2, 32)  # six pages of 16 tokens
+    >>> table = torch.tensor([[4, 0], [2, 5]], dtype=torch.int32)
+    >>> offsets, keys = torch.tensor([[0, 10, 11], [10, 20, 0]], dtype=torch.int32)  # a prompt of 10, and a token of 20
+    >>> query = torch.randn(11, 8, 32)
+    >>> paged_attention(query, key_pages, value_pages, offsets, keys[:2], page_table=table, max_seqlen_q=10).shape
+    torch.Size([11, 8, 32])
+    """
+    if unexpected or foreign:
+        validate_calls.unexpected(paged_attention, unexpected, foreign)
+    if (page_table is None) == (kv_indices is None) or (kv_indptr is None) != (kv_indices is None):
+        given = [name for name, t in zip(_TABLES, (page_table, kv_indptr, kv_indices), strict=True) if t is not None]
+        refuse("page_table", "it, or kv_indptr and kv_indices", " and ".join(given) or "neither")
+    table: Any = kv_indices if page_table is None else page_table
+    inputs = PagedInputs(
+        query, key_pages, value_pages, cu_seqlens_q, seqused_k, table, kv_indptr, alibi_slopes, sink, out, return_lse
+    )
+    options = causal, window, softcap, scale, backend
+    result, lse = _paged(inputs, options, (max_seqlen_q, max_seqlen_k), validate)
+    return result if lse is None else (result, lse)
+
+
+_TABLES = "page_table", "kv_indptr", "kv_indices"
+validate_calls = validate  # an argument has the same name
+
+
+def _paged(
+    inputs: PagedInputs, options: tuple[Any, ...], longest: tuple[Any, Any], look: bool | None
+) -> tuple[Tensor, Tensor | None]:
+    """Compute a call: as it was prepared before, or prepared now."""
+    if torch.compiler.is_compiling():
+        return _paged_outside(inputs, options, longest, look)
+    key = None
+    lengths = inputs.seqused_k
+    looks = isinstance(lengths, Tensor) and checks.should_validate(look, lengths)
+    if launch_cache.ENABLED and not looks and not call_key.is_watched():
+        key = _key_of(inputs, options, longest)
+        call = None if key is None else launch_cache.find(key)
+        if call is not None:
+            found: tuple[Tensor, Tensor | None] = launch_cache.labelled("paged", call, inputs)
+            return found
+    validate_paged.tensors(inputs, *longest)
+    validate.without_gradient(
+        "paged_attention",
+        "varlen_attention()",
+        query=inputs.query,
+        key_pages=inputs.key_pages,
+        value_pages=inputs.value_pages,
+        alibi_slopes=inputs.alibi_slopes,
+        sink=inputs.sink,
+    )
+    planned = _planned(inputs, options, longest)
+    if looks:
+        validate_paged.values(inputs, planned.problem.q_len, planned.problem.k_len, planned.problem.left)
+    warn_if_lacking(planned)
+    backend = BY_NAME[planned.backend]
+    with torch.no_grad(), no_autocast(planned.problem.device.type):
+        call = backend.prepare_paged(planned.problem, _as_read(inputs), planned.config)
+        if key is not None and backend.compiles and _as_read(inputs) is inputs:
+            launch_cache.keep(key, call)
+        return launch_cache.labelled("paged", call, _as_read(inputs))
+
+
+_paged_outside = graph_break("launches of kernels are not traced")(_paged)
+
+
+def _as_read(inputs: PagedInputs) -> PagedInputs:
+    """As kernels read them: slopes `[B or 1, Hq]`, small tensors contiguous, no negated view, and one page at least,
+    which is looked up where a request has no keys."""
+    slopes, sink, table = inputs.alibi_slopes, inputs.sink, inputs.page_table
+    if inputs.kv_indptr is not None and not table.numel():
+        inputs = inputs._replace(page_table=table.new_zeros(1), kv_indptr=torch.zeros_like(inputs.kv_indptr))
+    if inputs.query.is_neg():
+        inputs = inputs._replace(query=inputs.query.resolve_neg())
+    if slopes is None and (sink is None or sink.is_contiguous()):
+        return inputs
+    slopes = slopes if slopes is None or slopes.dim() == 2 else slopes[None]
+    return inputs._replace(
+        alibi_slopes=None if slopes is None else slopes.contiguous(), sink=None if sink is None else sink.contiguous()
+    )
+
+
+def _planned(inputs: PagedInputs, options: tuple[Any, ...], longest: tuple[Any, Any]) -> Plan:
+    """State the problem of tensors that were checked, and plan it."""
+    causal, window, softcap, scale, backend = options
+    query, key, *_ = inputs
+    validate.options(CallOptions(causal, window, softcap, scale, return_lse=inputs.return_lse), query)
+    most_queries, most_keys = longest
+    if inputs.kv_indptr is None:
+        room = inputs.page_table.shape[1] * key.shape[1]
+        most_keys = room if most_keys is None else min(most_keys, room)
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    scores = Scores(scale, float(softcap), alibi=inputs.alibi_slopes is not None, sink=inputs.sink is not None)
+    problem: Problem = paged_problem(
+        inputs, min(most_queries, query.shape[0]), most_keys, window=sides_of(causal, window), scores=scores
+    )
+    return make_plan(problem, parse(requested(backend)))
+
+
+def _key_of(inputs: PagedInputs, options: tuple[Any, ...], longest: tuple[Any, Any]) -> Any:
+    """The key of a call; None where it must be checked first. How many queries there are is no part of it."""
+    causal, window, softcap, scale, backend = options
+    numbers = window is None or (type(window) is tuple and [*map(type, window)] == [int, int])
+    if (
+        type(causal) is not bool
+        or type(softcap) is not float
+        or not numbers
+        or (scale is not None and type(scale) is not float)
+        or type(inputs.return_lse) is not bool
+        or type(backend) is not str
+        or type(longest[0]) is not int
+        or (longest[1] is not None and type(longest[1]) is not int)
+    ):
+        return None
+    tensors = inputs[:-1]
+    if not all(t is None or isinstance(t, Tensor) for t in tensors):
+        return None
+    query, *others, out = [None if t is None else call_key.layout_of(t) for t in tensors]
+    if call_key.NO_LAYOUT in (query, out, *others) or (query and call_key.is_elsewhere(query[3])):
+        return None
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return None  # to be refused
+    if out is not None and (out[1][:1] != inputs.query.shape[:1]):
+        return None  # likewise
+    if backend == AUTO:
+        backend = planning._forced
+    without_rows = [None if t is None else (t[0], t[1][1:], t[2], *t[3:]) for t in (query, out)]
+    of = ("paged", *without_rows, *others, *options[:-1], backend, inputs.return_lse, longest)
+    return of, ()

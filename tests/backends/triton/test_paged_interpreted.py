@@ -1,0 +1,71 @@
+"""The Triton kernels of paged_attention, under Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_cases import check, draw
+
+from stream_attention import paged_attention
+from stream_attention.backends.installed import interpreting
+
+pytestmark = [
+    pytest.mark.skipif(not interpreting(), reason="TRITON_INTERPRET=1 is not set: `make test` runs these"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_problems(seed: int) -> None:
+    check(draw(seed), "triton", listed=seed % 3 == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_random_problems_in_16_bits(dtype: torch.dtype) -> None:
+    for seed in range(50, 56):
+        check(draw(seed, dtype), "triton")
+
+
+def test_many_requests_and_long_ones() -> None:
+    """More than are looked at together; of a long one the keys are split."""
+    check(draw(60, q_lens=[1] * 150, k_lens=[3] * 149 + [900]), "triton")
+    check(draw(61, q_lens=[1], k_lens=[700], window=None), "triton")
+    check(draw(62, q_lens=[130, 1, 0, 70], k_lens=[300, 500, 4, 70]), "triton")
+
+
+@pytest.mark.parametrize("requests", [0, 2])
+def test_no_queries(requests: int) -> None:
+    case = draw(4, q_lens=[0] * requests, k_lens=[4] * requests, alibi_slopes=None)
+    out, lse = paged_attention(*case.tensors, **case.pages, **case.options, return_lse=True, backend="triton")
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+def test_rows_of_no_request_stay_as_they_are_in_an_out_that_is_given() -> None:
+    case = draw(63, q_lens=[2, 0, 3], k_lens=[9, 5, 0])
+    query = torch.cat([case.tensors[0][:5], torch.full_like(case.tensors[0][:1], torch.nan).expand(4, -1, -1)])
+    case = replace(case, tensors=(query, *case.tensors[1:]))
+    out = paged_attention(*case.tensors, **case.pages, **case.options, backend="triton")
+    assert not out[2:].any() and out[:2].all()
+    wide = torch.full((9, out.shape[1] + 1, out.shape[2] + 8), 7.0)
+    given = wide[:, :-1, :-8]
+    found = paged_attention(*case.tensors, **case.pages, **case.options, out=given, backend="triton")
+    assert found is given and torch.equal(given[:5], out[:5]) and (given[5:] == 7).all()
+    assert (wide[:, -1] == 7).all() and (wide[:, :, -8:] == 7).all()
+
+
+def test_a_wrong_entry_of_the_table_reaches_its_own_request_alone() -> None:
+    case = draw(5, q_lens=[2, 3, 1], k_lens=[20, 20, 20], window=None, sink=None)
+    clean = paged_attention(*case.tensors, **case.pages, **case.options, backend="triton")
+    case.table[1, 0] = -1
+    out = paged_attention(*case.tensors, **case.pages, **case.options, validate=False, backend="triton")
+    assert torch.equal(out[:2], clean[:2]) and torch.equal(out[5:6], clean[5:6]) and out[2:5].isnan().any()
+
+
+def test_two_calls_give_the_same_bits() -> None:
+    case = draw(64, torch.bfloat16, q_lens=[1, 40, 3], k_lens=[600, 300, 9])
+    first, second = (paged_attention(*case.tensors, **case.pages, **case.options, backend="triton") for _ in range(2))
+    assert torch.equal(first, second)

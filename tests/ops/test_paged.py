@@ -1,0 +1,154 @@
+"""paged_attention: ragged queries on paged keys, in plain torch, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from paged_cases import NOWHERE, Case, check, draw, expected
+from torch import Tensor
+
+from stream_attention import PagedKV, UnsupportedProblem, decode_attention, paged_attention, varlen_attention
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_agreement_with_the_reference(seed: int) -> None:
+    check(draw(seed), "eager", listed=seed % 3 == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_agreement_in_other_dtypes(dtype: torch.dtype) -> None:
+    for seed in range(100, 104):
+        check(draw(seed, dtype), "auto")
+
+
+def test_tokens_of_a_step_are_what_decode_attention_gives() -> None:
+    case = draw(1, q_lens=[1, 1, 1], k_lens=[33, 0, 70], window=None, alibi_slopes=None, sink=None)
+    query, key, value, _, lengths = case.tensors
+    options = {name: case.options[name] for name in ("softcap", "scale")}
+    table = case.table.clamp(max=key.shape[0] - 1)
+    cache = PagedKV(key, value, table, lengths)
+    step = decode_attention(query[:3, None], cache, **options)
+    torch.testing.assert_close(paged_attention(*case.tensors, **case.pages, **options)[:3], step[:, 0])
+
+
+def test_prompts_without_a_past_are_what_varlen_attention_gives() -> None:
+    case = draw(2, q_lens=[5, 0, 23], k_lens=[5, 0, 23], window=None, alibi_slopes=None, sink=None, causal=True)
+    query, key, value, offsets, _ = case.tensors
+    rows = [case.table[b, : -(-n // key.shape[1])].long() for b, n in enumerate(case.k_lens)]
+    keys, values = (
+        torch.cat([t[row].flatten(0, 1)[:n] for row, n in zip(rows, case.k_lens, strict=True)]) for t in (key, value)
+    )
+    packed = varlen_attention(
+        query[:28], keys, values, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True,
+        softcap=case.options["softcap"], scale=case.options["scale"],
+    )  # fmt: skip
+    torch.testing.assert_close(paged_attention(*case.tensors, **case.pages, **case.options)[:28], packed)
+
+
+def test_rows_of_no_request_are_0_or_what_they_were_in_out() -> None:
+    case = draw(3, q_lens=[2, 0, 3], k_lens=[9, 5, 0])
+    query = torch.cat([case.tensors[0][:5], torch.full_like(case.tensors[0][:1], torch.nan).expand(4, -1, -1)])
+    tensors = (query, *case.tensors[1:])
+    out = paged_attention(*tensors, **case.pages, **case.options)
+    assert not out[5:].any() and not out[2:5].any() and out[:2].all()
+    given = torch.full_like(out, 7.0)
+    found = paged_attention(*tensors, **case.pages, **case.options, out=given)
+    assert found is given and torch.equal(given[:5], out[:5]) and (given[5:] == 7).all()
+
+
+@pytest.mark.parametrize("requests", [0, 2])
+def test_no_queries(requests: int) -> None:
+    case = draw(4, q_lens=[0] * requests, k_lens=[4] * requests, alibi_slopes=None)
+    out, lse = paged_attention(*case.tensors, **case.pages, **case.options, return_lse=True)
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+def test_a_wrong_entry_of_the_table_reaches_its_own_request_alone() -> None:
+    case = draw(5, q_lens=[2, 3, 1], k_lens=[20, 20, 20], window=None, sink=None)
+    clean = paged_attention(*case.tensors, **case.pages, **case.options)
+    case.table[1, 0] = -1
+    out = paged_attention(*case.tensors, **case.pages, **case.options, validate=False)
+    assert torch.equal(out[:2], clean[:2]) and torch.equal(out[5:6], clean[5:6]) and out[2:5].isnan().any()
+
+
+def test_it_compiles() -> None:
+    case = draw(6)
+    compiled = torch.compile(paged_attention, backend="aot_eager")
+    with torch.no_grad():
+        found = compiled(*case.tensors, **case.pages, **case.options)
+    torch.testing.assert_close(found, paged_attention(*case.tensors, **case.pages, **case.options))
+
+
+CASE = draw(7, q_lens=[2, 3], k_lens=[20, 9], alibi_slopes=None, sink=None)
+
+
+def changed(place: int, t: Tensor) -> Case:
+    return replace(CASE, tensors=(*CASE.tensors[:place], t, *CASE.tensors[place + 1 :]))
+
+
+Q, K, V, OFFSETS, KEYS = CASE.tensors
+REFUSED: dict[str, tuple[Case, dict[str, Any], str]] = {
+    "4-D query": (changed(0, Q[None]), {}, r"query: expected \[Nq, Hq, D="),
+    "dtype of the query": (changed(0, Q.half()), {}, "query: expected the dtype of key_pages"),
+    "heads": (changed(0, Q[:, :1].expand(-1, 2 * K.shape[2] + 1, -1)), {}, "query: expected a multiple of"),
+    "flat pages": (changed(1, K[0]), {}, r"key_pages: expected shape \[P, page, Hkv, D\]"),
+    "other values": (changed(2, V[1:]), {}, "value_pages: expected shape"),
+    "offsets": (changed(3, OFFSETS[:-1]), {}, r"cu_seqlens_q: expected shape \[B \+ 1 = 3\]"),
+    "offsets of int64": (changed(3, OFFSETS.long()), {}, r"cu_seqlens_q: expected dtype torch.int32.*\.int\(\)"),
+    "offsets that fall": (changed(3, OFFSETS.flip(0)), {}, "cu_seqlens_q: expected 0 as the first value"),
+    "more queries than said": (CASE, {"max_seqlen_q": 1}, "max_seqlen_q: expected at least the longest sequence, 3"),
+    "keys of int64": (changed(4, KEYS.long()), {}, "seqused_k: expected dtype torch.int32"),
+    "negative keys": (changed(4, KEYS - 100), {}, "seqused_k: expected from 0 to"),
+    "more keys than the table": (changed(4, KEYS + 1000), {}, "seqused_k: expected from 0 to"),
+    "a missing page": (replace(CASE, table=CASE.table * 0 + NOWHERE), {}, "page_table: expected pages from 0 to"),
+    "table of floats": (replace(CASE, table=CASE.table.float()), {}, "page_table: expected dtype torch.int32"),
+    "1-D table": (replace(CASE, table=CASE.table[0]), {}, "page_table: expected shape"),
+    "negative max_seqlen_q": (CASE, {"max_seqlen_q": -1}, "max_seqlen_q: expected at least 0"),
+    "max_seqlen_q of float": (CASE, {"max_seqlen_q": 2.0}, "max_seqlen_q: expected an int"),
+    "shape of out": (CASE, {"out": Q[:1]}, "out: expected"),
+    "slopes": (CASE, {"alibi_slopes": torch.rand(1)}, "alibi_slopes: expected shape"),
+    "window": (CASE, {"window": 3}, "window: expected a tuple of two ints"),
+    "gradient": (changed(0, Q.clone().requires_grad_()), {}, "query: expected requires_grad=False"),
+    "unknown word": (CASE, {"block_table": CASE.table}, "block_table"),
+    "causal of FA": (CASE, {"is_causal": True}, "`is_causal` is called `causal` here"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused_in_words(name: str) -> None:
+    case, wrong, words = REFUSED[name]
+    options = {**case.pages, **case.options, **wrong}
+    with pytest.raises((ValueError, TypeError), match=words):
+        paged_attention(*case.tensors, **options)
+
+
+def test_pages_are_said_in_one_way() -> None:
+    for tables in (CASE.pages | CASE.listed, {"max_seqlen_q": 3}, {"kv_indptr": OFFSETS, "max_seqlen_q": 3}):
+        with pytest.raises(ValueError, match="page_table: expected it, or kv_indptr and kv_indices"):
+            paged_attention(*CASE.tensors, **tables)
+    listed = {name: value for name, value in CASE.listed.items() if name != "max_seqlen_k"}
+    with pytest.raises(TypeError, match=r"max_seqlen_k: expected an int; got None.*It bounds"):
+        paged_attention(*CASE.tensors, **listed)
+
+
+def test_a_list_that_is_too_short_is_refused() -> None:
+    listed = CASE.listed
+    with pytest.raises(ValueError, match="kv_indices: expected a page for each of the 9 keys of request 1"):
+        paged_attention(*CASE.tensors, **listed | {"kv_indices": listed["kv_indices"][:-1]})
+
+
+def test_a_backend_that_cannot_says_why() -> None:
+    with pytest.raises(UnsupportedProblem, match="gluon: does not support ragged queries on pages"):
+        paged_attention(*CASE.tensors, **CASE.pages, backend="gluon")
+    with pytest.raises(UnsupportedProblem, match="reference"):
+        paged_attention(*CASE.tensors, **CASE.pages, backend="reference")
+
+
+def test_the_check_itself_finds_a_wrong_result() -> None:
+    case = draw(8, q_lens=[3], k_lens=[9], window=None, causal=True)
+    exact, _ = expected(case)
+    other, _ = expected(replace(case, options=case.options | {"causal": False}))
+    assert (exact - other).abs().max() > 1e-3

@@ -1,0 +1,132 @@
+"""A cached call of ragged queries on paged keys launches what one prepared anew does.
+
+No GPU is needed: `pretend_gpu` takes the road of a Hopper GPU up to the driver, and keeps the parameters of launches.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter has no driver; run without TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+from pretend_gpu import pretend_gpu
+from stream_attention import paged_attention
+from stream_attention.dispatch import launch_cache
+
+Call = tuple[tuple[Tensor, ...], dict[str, Any]]
+
+
+def call(
+    rows: int = 40,
+    requests: int = 3,
+    page: int = 16,
+    heads: int = 8,
+    kv_heads: int = 2,
+    dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    width: int = 12,
+    by_head: bool = False,
+    shifted: bool = False,
+    listed: bool = False,
+    **options: Any,
+) -> Call:
+    shift = 1 if shifted else 0
+    query = torch.zeros(rows * heads * dim + shift, dtype=dtype)[shift:].view(rows, heads, dim)
+    pages = [torch.zeros(50, page, kv_heads, dim, dtype=dtype) for _ in "kv"]
+    if by_head:
+        pages = [torch.zeros(50, kv_heads, page, dim, dtype=dtype).transpose(1, 2) for _ in "kv"]
+    offsets, keys = (torch.zeros(count, dtype=torch.int32) for count in (requests + 1, requests))
+    table = {"page_table": torch.zeros(requests, width, dtype=torch.int32)}
+    if listed:
+        table = {"kv_indptr": offsets.clone(), "kv_indices": torch.zeros(30, dtype=torch.int32)}
+        options = {"max_seqlen_k": 500, **options}
+    return (query, *pages, offsets, keys), {"max_seqlen_q": 40, **table, **options}
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "more queries": {"rows": 41},
+    "tokens": {"max_seqlen_q": 1},
+    "more requests": {"requests": 4},
+    "pages of 64": {"page": 64},
+    "other heads": {"heads": 4},
+    "every head its keys": {"kv_heads": 8},
+    "D 128": {"dim": 128},
+    "fp16": {"dtype": torch.float16},
+    "a wider table": {"width": 13},
+    "heads before tokens": {"by_head": True},
+    "off 16 bytes": {"shifted": True},
+    "a list of pages": {"listed": True},
+    "a list of fewer keys": {"listed": True, "max_seqlen_k": 300},
+    "not causal": {"causal": False},
+    "window": {"window": (7, 0)},
+    "another window": {"window": (8, 0)},
+    "softcap": {"softcap": 3.0},
+    "scale": {"scale": 0.3},
+    "sink": {"sink": torch.zeros(8)},
+    "sink in bf16": {"sink": torch.zeros(8, dtype=torch.bfloat16)},
+    "slopes": {"alibi_slopes": torch.zeros(8)},
+    "slopes of requests": {"alibi_slopes": torch.zeros(3, 8)},
+    "with the LSE": {"return_lse": True},
+    "into an out": {"out": torch.zeros(40, 8, 64, dtype=torch.bfloat16)},
+    "into an out with gaps": {"out": torch.zeros(40, 9, 64, dtype=torch.bfloat16)[:, :8]},
+}
+
+
+def launched(made: list[Any], one: Call) -> list[Any]:
+    del made[:]
+    tensors, options = one
+    paged_attention(*tensors, **options, backend="triton")
+    return list(made)
+
+
+def test_a_cached_call_launches_what_a_fresh_one_does() -> None:
+    rng = random.Random(0)
+    with pretend_gpu() as made:
+        launch_cache.clear()
+        fresh = {}
+        for name, given in CALLS.items():
+            launch_cache.clear()
+            fresh[name] = launched(made, call(**given))
+            assert len(fresh[name]) == 3
+        launch_cache.clear()
+        names = [*CALLS] * 3
+        rng.shuffle(names)
+        for name in names:
+            assert launched(made, call(**CALLS[name])) == fresh[name], name
+        for name, its in fresh.items():
+            twins = [other for other in fresh if other != name and fresh[other] == its]
+            assert not twins, f"{name} launches what {twins} do"
+
+
+def test_a_repeated_call_is_found() -> None:
+    with pretend_gpu():
+        launch_cache.clear()
+        for rows in (40, 41, 40):
+            tensors, options = call(rows=rows)
+            paged_attention(*tensors, **options, backend="triton")
+        assert launch_cache.size() == 1, "the number of queries is no part of the key"
+
+
+def test_what_is_no_tensor_is_refused_all_the_same() -> None:
+    tensors, options = call()
+    with pretend_gpu():
+        launch_cache.clear()
+        for place in range(5):
+            wrong: Any = [*tensors]
+            wrong[place] = None
+            with pytest.raises((TypeError, ValueError)):
+                paged_attention(*wrong, **options, backend="triton")
+        paged_attention(*tensors, **options, backend="triton")
+        with pytest.raises(TypeError, match="causal"):
+            paged_attention(*tensors, **options | {"causal": 1}, backend="triton")
+        with pytest.raises(ValueError, match="requires_grad"):
+            paged_attention(tensors[0].clone().requires_grad_(), *tensors[1:], **options, backend="triton")
