@@ -1,4 +1,4 @@
-"""What a line of code is, and how many of them there may be today. Only a new feature raises a bar, by what it needs."""
+"""What a line of code is, and how many of them there may be today. A new feature raises a bar, by what it needs."""
 
 from __future__ import annotations
 
