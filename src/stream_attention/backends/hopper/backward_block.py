@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...gpu.rows import PAD as PADDED_ROWS
 from .pipeline import Ring, arrive, sync
-from .tiles import KEYS, LOG2E, accumulator, clear_rows, dropout_keep, issue, log2, run_asm, subtract_alibi
-from .versions import aggregate, as_tiles_of, tma_store
+from .tiles import KEYS, LOG2E, accumulator, clear_rows, dropout_keep, halves, issue, log2, run_asm, subtract_alibi
+from .versions import aggregate, as_tiles_of, computed_here, tma_store
 
 CHUNK = gl.constexpr(64)
 PAD = gl.constexpr(PADDED_ROWS.value)
@@ -246,12 +246,6 @@ def issue_dq(WARPGROUP: gl.constexpr, d_scores, keys, BY_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def halves(x):
-    """The left and the right half of a tile's columns. Nothing moves between registers."""
-    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
-
-
-@gluon.jit
 def join_halves(a, b, LAYOUT: gl.constexpr):
     joined = gl.join(a, b).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
     return gl.convert_layout(joined, LAYOUT, assert_trivial=True)
@@ -290,7 +284,7 @@ class Tile:
         p = gl.exp2(s * factor - of_columns(lse, s))
         if IS_PARTIAL and (score_mod.HAS_SOFTCAP or not score_mod.SCALE_LATE):
             p = mask_pairs(p, seqlen, self.own, row, self.offset, self.k_len, 0.0)
-        return p
+        return computed_here(p)
 
     @gluon.jit
     def keep(self, score_mod, p, row):
@@ -429,6 +423,8 @@ def _block(
         ds_a = tile.grad_scores(score_mod, p_a, dp_a, lse_a, delta_a, row).to(dtype)
         ds_b = tile.grad_scores(score_mod, p_b, dp_b, lse_b, delta_b, row + HALF).to(dtype)
         ds = join_halves(ds_a, ds_b, S_TILE)
+        if not score_mod.HAS_SOFTCAP:  # which leaves no registers for all of it
+            ds = computed_here(ds)
         # After dS: P and dP make room for what becomes of them.
         kept = join_halves(kept_a.to(dtype), kept_b.to(dtype), S_TILE)
         p_operand = gl.convert_layout(kept, P_TILE, assert_trivial=True)
@@ -437,9 +433,9 @@ def _block(
         grads.wait_full(q_iter)  # once more: the assembler does not move the next wait before this one
         dp = warpgroup_mma_wait(0, deps=(dp_issued,))
         kept, dp = tile.drop(score_mod, p, dp, row, dropout_scale)
-        p_operand = gl.convert_layout(kept.to(dtype), P_TILE, assert_trivial=True)
+        p_operand = gl.convert_layout(computed_here(kept.to(dtype)), P_TILE, assert_trivial=True)
         delta = deltas.load(gl.SliceLayout(0, S_TILE))
-        ds = tile.grad_scores(score_mod, p, dp, lse, delta, row).to(dtype)
+        ds = computed_here(tile.grad_scores(score_mod, p, dp, lse, delta, row).to(dtype))
 
     dv_issued = warpgroup_mma(p_operand, do, dv, use_acc=True, is_async=True)
     d_scores = gl.convert_layout(ds, P_TILE, assert_trivial=True)

@@ -64,7 +64,7 @@ from .pipeline import make_ring
 from .scheduler import TileList, TileScheduler, fetch_next, make_channel, resolve
 from .tiles import KEYS
 from .tuning import BackwardPart, GluonBackwardConfig, has_edges, has_idle_queries, loads_masked_kv, tile_widths
-from .versions import COMPILE_OPTIONS, aggregate, tma_load
+from .versions import BACKWARD_OPTIONS, aggregate, tma_load
 
 
 @aggregate
@@ -455,4 +455,4 @@ def _heads_together(problem: Problem, lines: int) -> Callable[[int], int]:
     return lambda q_len: even_group(lines, max(1, cached // max(1, q_len * of_query)))
 
 
-_kernel = Kernel(_backward_kernel, **COMPILE_OPTIONS)
+_kernel = Kernel(_backward_kernel, **BACKWARD_OPTIONS)

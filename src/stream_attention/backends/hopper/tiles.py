@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.arguments import UNIT as ELEMENTS_OF_A_UNIT
 from . import tuning
+from .versions import ADDS_IN_PAIRS
 
 ROWS = gl.constexpr(tuning.ROWS)
 KEYS = gl.constexpr(tuning.KEYS)
@@ -99,11 +100,41 @@ def broadcast_rows(tile, x):
 
 
 @gluon.jit
+def halves(x):
+    """The left and the right half of a tile's columns. Nothing moves between registers."""
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
 def row_sums(p):
     """Sums of a row as eight partial sums that need no other lane; added up once, at the end."""
     rows: gl.constexpr = p.shape[0]
     columns: gl.constexpr = p.shape[1]
-    return gl.sum(p.reshape([rows, columns // 8, 8]), 1)
+    if ADDS_IN_PAIRS:
+        # One by one all the same: an exponential is added as soon as it is there, and none is left for the end.
+        parts = (p,)
+        for _ in gl.static_range(_log2_of(columns // 8)):
+            parts = _halved(parts)
+        sums = parts[0]
+        for i in gl.static_range(1, columns // 8):
+            sums += parts[i]
+        return sums
+    else:
+        return gl.sum(p.reshape([rows, columns // 8, 8]), 1)
+
+
+@gluon.constexpr_function
+def _log2_of(number):
+    return number.bit_length() - 1
+
+
+@gluon.jit
+def _halved(parts):
+    """The halves of every part, in order."""
+    found = ()
+    for i in gl.static_range(len(parts)):
+        found = found + halves(parts[i])
+    return found
 
 
 @gluon.jit

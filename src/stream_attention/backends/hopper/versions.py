@@ -6,6 +6,7 @@ Functions are found by their names, so a later release that keeps them works; th
 from typing import Any, dataclass_transform
 
 import triton
+from triton.backends.nvidia.compiler import CUDAOptions
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -20,7 +21,9 @@ barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 HAS_PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from 3.9 on
 REINTERPRETS_ALL = gl.constexpr(hasattr(tma, "async_load"))  # 3.8: as many bytes as there are, no fewer
-COPIES_WGMMA_OPERANDS = gl.constexpr(hasattr(tma, "async_load"))  # the compiler of 3.8 and 3.9: see kept_in_loop
+COPIES_WGMMA_OPERANDS = gl.constexpr(hasattr(tma, "async_load"))  # the compiler of 3.8 and 3.9: see opaque_in_loop
+ADDS_IN_PAIRS = gl.constexpr(hasattr(tma, "async_load"))  # gl.sum of 3.8 and 3.9; one by one before: see row_sums
+ORDERS_LATE = gl.constexpr(hasattr(CUDAOptions, "sched4reg"))  # 3.9, with BACKWARD_OPTIONS: see computed_here
 
 
 def _assembler_options() -> str | None:
@@ -34,6 +37,10 @@ def _assembler_options() -> str | None:
 
 
 COMPILE_OPTIONS = {"ptx_options": _assembler_options()}
+
+# Triton 3.9 computes the descriptors of all products at the top of a loop. The assembler has no uniform registers for
+# so many: it keeps them in others, and spills. With this option LLVM computes everything shortly before it is needed.
+BACKWARD_OPTIONS = COMPILE_OPTIONS | ({"sched4reg": True} if ORDERS_LATE.value else {})
 
 
 @dataclass_transform()
@@ -74,6 +81,15 @@ def as_tiles_of(desc, memory, COUNT: gl.constexpr):
         return memory.reinterpret(desc.dtype, shape, desc.layout)
     else:
         return memory._reinterpret(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def computed_here(x):
+    """`x`, all of which is computed before this point of the program also where LLVM computes things late."""
+    if ORDERS_LATE:
+        PACK: gl.constexpr = 32 // x.dtype.primitive_bitwidth
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK)
+    return x
 
 
 @gluon.jit
