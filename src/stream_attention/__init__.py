@@ -23,7 +23,7 @@ from .ops.explain import explain
 from .ops.fp8 import attention_fp8, explain_fp8, quantize_fp8
 from .ops.mass import attention_mass
 from .ops.merge import merge_states
-from .ops.paged import paged_attention
+from .ops.paged import explain_paged, paged_attention
 from .ops.varlen import varlen_attention
 from .utils.checkpoint import gradient_checkpoint_sequential
 
@@ -65,6 +65,7 @@ __all__ = [
     "explain",
     "explain_decode",
     "explain_fp8",
+    "explain_paged",
     "force_backend",
     "gradient_checkpoint_sequential",
     "merge_states",

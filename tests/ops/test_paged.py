@@ -10,7 +10,14 @@ import torch
 from paged_cases import NOWHERE, Case, check, draw, expected
 from torch import Tensor
 
-from stream_attention import PagedKV, UnsupportedProblem, decode_attention, paged_attention, varlen_attention
+from stream_attention import (
+    PagedKV,
+    UnsupportedProblem,
+    decode_attention,
+    explain_paged,
+    paged_attention,
+    varlen_attention,
+)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -145,6 +152,17 @@ def test_a_backend_that_cannot_says_why() -> None:
         paged_attention(*CASE.tensors, **CASE.pages, backend="gluon")
     with pytest.raises(UnsupportedProblem, match="reference"):
         paged_attention(*CASE.tensors, **CASE.pages, backend="reference")
+
+
+def test_explain_says_what_would_run_and_refuses_what_the_call_does(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = explain_paged(*CASE.tensors, **CASE.pages, **CASE.options)
+    printed = capsys.readouterr().out
+    assert plan.backend == "eager" and "Tq<=3" in printed and "ragged queries on pages" in printed
+    assert explain_paged(*CASE.tensors, **CASE.listed, **CASE.options).backend == "eager"
+    with pytest.raises(ValueError, match="page_table: expected it, or kv_indptr and kv_indices; got neither"):
+        explain_paged(*CASE.tensors, max_seqlen_q=3)
+    with pytest.raises(TypeError, match="block_table"):
+        explain_paged(*CASE.tensors, **CASE.pages, block_table=CASE.table)
 
 
 def test_the_check_itself_finds_a_wrong_result() -> None:

@@ -136,10 +136,9 @@ def paged_attention(
     """
     if unexpected or foreign:
         validate_calls.unexpected(paged_attention, unexpected, foreign)
-    if (page_table is None) == (kv_indices is None) or (kv_indptr is None) != (kv_indices is None):
-        given = [name for name, t in zip(_TABLES, (page_table, kv_indptr, kv_indices), strict=True) if t is not None]
-        refuse("page_table", "it, or kv_indptr and kv_indices", " and ".join(given) or "neither")
-    table: Any = kv_indices if page_table is None else page_table
+    table: Any = page_table
+    if table is None or kv_indptr is not None or kv_indices is not None:
+        table = _pages_of(page_table, kv_indptr, kv_indices)
     inputs = PagedInputs(
         query, key_pages, value_pages, cu_seqlens_q, seqused_k, table, kv_indptr, alibi_slopes, sink, out, return_lse
     )
@@ -148,7 +147,15 @@ def paged_attention(
     return result if lse is None else (result, lse)
 
 
-_TABLES = "page_table", "kv_indptr", "kv_indices"
+def _pages_of(page_table: Any, kv_indptr: Any, kv_indices: Any) -> Any:
+    """The table, or the list; refuses both and neither."""
+    if (page_table is None) == (kv_indices is None) or (kv_indptr is None) != (kv_indices is None):
+        given = {"page_table": page_table, "kv_indptr": kv_indptr, "kv_indices": kv_indices}
+        here = [name for name, t in given.items() if t is not None]
+        refuse("page_table", "it, or kv_indptr and kv_indices", " and ".join(here) or "neither")
+    return kv_indices if page_table is None else page_table
+
+
 validate_calls = validate  # an argument has the same name
 
 
@@ -223,6 +230,36 @@ def _planned(inputs: PagedInputs, options: tuple[Any, ...], longest: tuple[Any, 
         inputs, min(most_queries, query.shape[0]), most_keys, window=sides_of(causal, window), scores=scores
     )
     return make_plan(problem, parse(requested(backend)))
+
+
+def explain_paged(
+    query: Tensor, key_pages: Tensor, value_pages: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, **arguments: Any
+) -> Plan:
+    """Print which kernel would run for `paged_attention` with these arguments, and how; compute nothing.
+
+    >>> import torch
+    >>> from stream_attention import explain_paged
+    >>> pages, table = torch.randn(6, 16, 2, 32), torch.tensor([[4, 0], [2, 5]], dtype=torch.int32)
+    >>> offsets, keys = torch.tensor([[0, 10, 11], [10, 20, 0]], dtype=torch.int32)
+    >>> plan = explain_paged(
+    ...     torch.randn(11, 8, 32), pages, pages, offsets, keys[:2], page_table=table, max_seqlen_q=10
+    ... )  # doctest: +ELLIPSIS
+    decode    B=2 Tq<=10 Hq=8 Hkv=2 D=32 Dv=32 float32 on cpu, pages of 16, up to 32 keys
+    backend   eager: ...
+    not       gluon: does not support ragged queries on pages
+    not       triton: ...
+    """
+    given = validate.bound(paged_attention, query, key_pages, value_pages, cu_seqlens_q, seqused_k, **arguments)
+    tensors = [given[name] for name in ("query", "key_pages", "value_pages", "cu_seqlens_q", "seqused_k")]
+    pages = _pages_of(*[given[name] for name in ("page_table", "kv_indptr", "kv_indices")])
+    others = [given[name] for name in ("kv_indptr", "alibi_slopes", "sink", "out", "return_lse")]
+    options = tuple(given[name] for name in ("causal", "window", "softcap", "scale", "backend"))
+    inputs = PagedInputs._make((*tensors, pages, *others))
+    longest = given["max_seqlen_q"], given["max_seqlen_k"]
+    validate_paged.tensors(inputs, *longest)
+    plan = _planned(inputs, options, longest)
+    print(plan)
+    return plan
 
 
 def _key_of(inputs: PagedInputs, options: tuple[Any, ...], longest: tuple[Any, Any]) -> Any:
