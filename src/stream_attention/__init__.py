@@ -23,7 +23,7 @@ from .ops.explain import explain
 from .ops.fp8 import attention_fp8, explain_fp8, quantize_fp8
 from .ops.mass import attention_mass
 from .ops.merge import merge_states
-from .ops.paged import explain_paged, paged_attention
+from .ops.paged import explain_paged, paged_attention, paged_plan
 from .ops.varlen import varlen_attention
 from .utils.checkpoint import gradient_checkpoint_sequential
 
@@ -70,6 +70,7 @@ __all__ = [
     "gradient_checkpoint_sequential",
     "merge_states",
     "paged_attention",
+    "paged_plan",
     "quantize_fp8",
     "quantize_kv",
     "ring_attention",

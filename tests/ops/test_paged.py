@@ -16,6 +16,7 @@ from stream_attention import (
     decode_attention,
     explain_paged,
     paged_attention,
+    paged_plan,
     varlen_attention,
 )
 
@@ -136,9 +137,22 @@ def test_pages_are_said_in_one_way() -> None:
     for tables in (CASE.pages | CASE.listed, {"max_seqlen_q": 3}, {"kv_indptr": OFFSETS, "max_seqlen_q": 3}):
         with pytest.raises(ValueError, match="page_table: expected it, or kv_indptr and kv_indices"):
             paged_attention(*CASE.tensors, **tables)
+
+
+def test_the_longest_request_bounds_lengths() -> None:
     listed = {name: value for name, value in CASE.listed.items() if name != "max_seqlen_k"}
-    with pytest.raises(TypeError, match=r"max_seqlen_k: expected an int; got None.*It bounds"):
-        paged_attention(*CASE.tensors, **listed)
+    expected = paged_attention(*CASE.tensors, **CASE.pages, **CASE.options)
+    assert torch.equal(paged_attention(*CASE.tensors, **listed, **CASE.options), expected)
+    with pytest.raises(ValueError, match="seqused_k: expected from 0 to the 19 keys that a request may have; got 20"):
+        paged_attention(*CASE.tensors, **CASE.pages, **CASE.options, max_seqlen_k=19)
+
+
+def test_a_plan_is_taken_and_anything_else_refused() -> None:
+    plan = paged_plan(*CASE.tensors, **CASE.pages, window=CASE.options["window"])
+    expected = paged_attention(*CASE.tensors, **CASE.pages, **CASE.options)
+    assert torch.equal(paged_attention(*CASE.tensors, **CASE.pages, **CASE.options, plan=plan), expected)
+    with pytest.raises(TypeError, match="plan: expected a PagedPlan, from paged_plan; got Tensor"):
+        paged_attention(*CASE.tensors, **CASE.pages, plan=plan.work)  # type: ignore[arg-type]
 
 
 def test_a_list_that_is_too_short_is_refused() -> None:

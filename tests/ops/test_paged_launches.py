@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton")
 
 from pretend_gpu import pretend_gpu
-from stream_attention import paged_attention
+from stream_attention import paged_attention, paged_plan
 from stream_attention.dispatch import launch_cache
 
 Call = tuple[tuple[Tensor, ...], dict[str, Any]]
@@ -36,6 +36,7 @@ def call(
     by_head: bool = False,
     shifted: bool = False,
     listed: bool = False,
+    entries: int = 30,
     **options: Any,
 ) -> Call:
     shift = 1 if shifted else 0
@@ -46,8 +47,7 @@ def call(
     offsets, keys = (torch.zeros(count, dtype=torch.int32) for count in (requests + 1, requests))
     table = {"page_table": torch.zeros(requests, width, dtype=torch.int32)}
     if listed:
-        table = {"kv_indptr": offsets.clone(), "kv_indices": torch.zeros(30, dtype=torch.int32)}
-        options = {"max_seqlen_k": 500, **options}
+        table = {"kv_indptr": offsets.clone(), "kv_indices": torch.zeros(entries, dtype=torch.int32)}
     return (query, *pages, offsets, keys), {"max_seqlen_q": 40, **table, **options}
 
 
@@ -65,7 +65,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "heads before tokens": {"by_head": True},
     "off 16 bytes": {"shifted": True},
     "a list of pages": {"listed": True},
-    "a list of fewer keys": {"listed": True, "max_seqlen_k": 300},
+    "a list of more pages": {"listed": True, "entries": 31},
     "not causal": {"causal": False},
     "window": {"window": (7, 0)},
     "another window": {"window": (8, 0)},
@@ -110,10 +110,31 @@ def test_a_cached_call_launches_what_a_fresh_one_does() -> None:
 def test_a_repeated_call_is_found() -> None:
     with pretend_gpu():
         launch_cache.clear()
-        for rows in (40, 41, 40):
-            tensors, options = call(rows=rows)
-            paged_attention(*tensors, **options, backend="triton")
-        assert launch_cache.size() == 1, "the number of queries is no part of the key"
+        for rows, requests, longest in ((40, 3, 40), (41, 3, 50), (40, 7, 60)):
+            tensors, options = call(rows=rows, requests=requests)
+            paged_attention(*tensors, **options | {"max_seqlen_q": longest}, max_seqlen_k=longest, backend="triton")
+        assert launch_cache.size() == 1, "how many queries and requests there are is no part of the key"
+
+
+def test_layers_share_a_plan() -> None:
+    tensors, options = call()
+    with pretend_gpu() as made:
+        launch_cache.clear()
+        plan = paged_plan(*tensors, **options, backend="triton")
+        assert [one.kernel for one in made] == ["_list_kernel"]
+        for more in ({}, {"sink": torch.zeros(8)}, {"causal": False}):
+            del made[:]
+            paged_attention(*tensors, **options, **more, plan=plan, backend="triton")
+            assert [one.kernel for one in made] == ["_paged_kernel", "_merge_kernel"]
+        again = paged_plan(*tensors, **options, out=plan, backend="triton")
+        assert again.work is plan.work
+        with pytest.raises(ValueError, match="plan: expected one made for tiles and sizes"):
+            paged_attention(*tensors, **options, window=(3, 0), plan=plan, backend="triton")
+        more_rows, options = call(rows=400)
+        with pytest.raises(ValueError, match="plan: expected one made for tiles and sizes"):
+            paged_attention(*more_rows, **options, plan=plan, backend="triton")
+        with pytest.raises(ValueError, match="out: expected a contiguous int32 tensor of at least"):
+            paged_plan(*more_rows, **options, out=plan, backend="triton")
 
 
 def test_what_is_no_tensor_is_refused_all_the_same() -> None:

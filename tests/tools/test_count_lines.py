@@ -9,8 +9,8 @@ from tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, t
 
 from tools import count_lines
 
-LIBRARY_TODAY = 20_039
-BOTH_TODAY = 27_122
+LIBRARY_TODAY = 20_126
+BOTH_TODAY = 27_209
 """Of lines of code. 18,893 and 25,976 before lists of tiles, splits by length and `paged_attention`."""
 
 LONG_FILES: set[str] = set()

@@ -101,6 +101,13 @@ class PagedInputs(NamedTuple):
     return_lse: bool = False
 
 
+class PagedPlan(NamedTuple):
+    """The work of a step, which `paged_plan` lists: for calls with the same offsets and lengths, as in other layers."""
+
+    work: Tensor  # int32
+    made_for: tuple[Any, ...] | None  # sizes that such calls have; None: any
+
+
 class Wanted(NamedTuple):
     """Which gradients a backward computes."""
 

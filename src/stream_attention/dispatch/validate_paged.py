@@ -49,9 +49,8 @@ def tensors(inputs: PagedInputs, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
         if table.dim() != 1 or not table.is_contiguous():
             refuse("kv_indices", "a contiguous tensor of shape [pages of all requests]", list(table.shape))
     validate.whole_int("max_seqlen_q", max_seqlen_q, 0)
-    if indptr is not None or max_seqlen_k is not None:
-        hint = "" if indptr is None else "It bounds what a request may hold: a list of pages does not say."
-        validate.whole_int("max_seqlen_k", max_seqlen_k, 0, hint)
+    if max_seqlen_k is not None:
+        validate.whole_int("max_seqlen_k", max_seqlen_k, 0)
     validate.per_head(slopes, sink, query, batch, query.shape[1])
     if out is not None:
         validate.tensor_beside("out", out, query)
@@ -63,15 +62,16 @@ def tensors(inputs: PagedInputs, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
         checks.writable("out", out)
 
 
-def values(inputs: PagedInputs, max_seqlen_q: int, max_seqlen_k: int, left: int) -> None:
+def values(inputs: PagedInputs, max_seqlen_q: int, max_seqlen_k: int | None, left: int) -> None:
     """Check offsets, lengths and pages. Synchronises."""
     key, offsets, lengths = inputs.key_pages, inputs.cu_seqlens_q.tolist(), inputs.seqused_k.tolist()
     validate.cu_seqlens_values("cu_seqlens_q", offsets, inputs.query.shape[0], max_seqlen_q)
     pages, page = key.shape[:2]
+    room = inputs.page_table.shape[-1] * page
+    most = room if max_seqlen_k is None else min(max_seqlen_k, room)
     for request, length in enumerate(lengths):
-        if not 0 <= length <= max_seqlen_k:
-            expected = f"from 0 to the {max_seqlen_k} keys of a request"
-            refuse("seqused_k", expected, f"{length} of request {request}")
+        if not 0 <= length <= most:
+            refuse("seqused_k", f"from 0 to the {most} keys that a request may have", f"{length} of request {request}")
         queries = offsets[request + 1] - offsets[request]
         if not queries:
             continue

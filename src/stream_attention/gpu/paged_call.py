@@ -3,140 +3,153 @@ that merges splits. Keeps no tensor."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.problem import UNBOUNDED, PagedInputs, Problem
+from ..base.errors import refuse
+from ..base.problem import UNBOUNDED, PagedInputs, PagedPlan, Problem
 from ..base.state import EMPTY
 from .arguments import FAR, UNIT, is_aligned, named, row_strides, sample, scale_of, slope_stride, tanh, tile_width
-from .launch import Kernel, Launch
-from .scratch import Scratch, empty
+from .launch import Kernel, Launch, Sizes
+from .paged_tuning import PagedConfig
+from .scratch import empty
 from .work_list import HEADER, WORDS, most_items, most_states
 
 
-class PagedConfig(NamedTuple):
-    block_r: int  # queries times the heads that share a KV head
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs: int  # for each KV head, that the keys of few queries are shared by
-
-    def __str__(self) -> str:
-        return (
-            f"work listed by lengths, tiles of {self.block_r} rows, blocks of {self.block_n} keys, "
-            f"{self.num_warps} warps, {self.num_stages} stages"
-        )
-
-
-ROUNDS = 2
-"""Of programs that run at a time. Fewer and longer ones would end at other times, more would start more often."""
-
-
-def configure(problem: Problem) -> PagedConfig:
-    """The tiles are those of decoding (gpu/decode_tuning.py), not tuned for prompts yet."""
-    group, width = problem.group, max(problem.head_dim, problem.value_dim)
-    limit = 16 if problem.dtype is torch.float32 else 64 if width <= 128 else 32
-    most = max(16, min(limit, 1 << (group * max(problem.q_len, 1) - 1).bit_length()))
-    if problem.device.type == "cpu":  # the interpreter
-        return PagedConfig(most, 32, 4, 1, max(1, 6 // max(problem.kv_heads, 1)))
-    if problem.dtype is torch.float32:
-        block_n, num_warps, num_stages, resident = (32, 8, 2, 1) if width <= 128 else (16, 8, 1, 1)
-    elif most > 16:
-        block_n, num_warps, num_stages, resident = (64, 4, 2, 2) if width <= 128 else (32, 4, 2, 1)
-    else:
-        block_n, num_warps, num_stages, resident = (64, 4, 3, 1) if width > 64 else (128, 4, 2, 2)
-    programs = ROUNDS * resident * max(1, problem.num_sms) // max(1, problem.kv_heads)
-    return PagedConfig(most, block_n, num_warps, num_stages, max(1, programs))
-
-
 class PreparedPaged:
-    """Of calls that lie as some `inputs` did, with any number of queries."""
+    """Of calls that lie as some `inputs` did, with any number of queries and requests, and of listed pages."""
 
     def __init__(
-        self, problem: Problem, inputs: PagedInputs, config: PagedConfig, plan: Kernel, compute: Kernel, merge: Kernel
+        self,
+        problem: Problem,
+        inputs: PagedInputs,
+        config: PagedConfig,
+        list_work: Kernel,
+        compute: Kernel,
+        merge: Kernel,
     ) -> None:
-        self._problem, self._config = problem, config
-        self._kernels = plan, compute, merge
-        self._by_rows: dict[int, tuple[Launch, Launch, Launch, Scratch]] = {}
+        self._config, self._group, self._kv_heads = config, problem.group, problem.kv_heads
+        self._value_dim, self._page, self._left = problem.value_dim, problem.page, problem.left
+        self._state_numbers = most_states(config.programs) * problem.kv_heads * config.block_r * (1 + problem.value_dim)
+        self._launches = self._bind(problem, inputs, list_work, compute, merge)
+        self._resized: dict[tuple[int, int, int], tuple[Launch, Launch, Launch]] = {}
 
-    def __call__(self, inputs: PagedInputs) -> tuple[Tensor, Tensor | None]:
+    def plan(self, inputs: PagedInputs, work: Tensor | None = None) -> PagedPlan:
+        """List the work of a step, into `work` if it is given."""
+        words = HEADER + WORDS * self._items(inputs)
+        if work is None:
+            work = empty(inputs.query, (words,), (1,), torch.int32)
+        elif work.dtype is not torch.int32 or work.dim() != 1 or not work.is_contiguous() or work.numel() < words:
+            expected = f"a contiguous int32 tensor of at least {words} elements"
+            refuse("out", expected, f"{work.dtype} of shape {list(work.shape)}", "Pass the plan of a larger step.")
+        if inputs.query.shape[0] and inputs.seqused_k.shape[0]:
+            self._sized(inputs)[0](work, inputs.cu_seqlens_q, inputs.seqused_k)
+        return PagedPlan(work, self._made_for(inputs))
+
+    def __call__(self, inputs: PagedInputs, plan: PagedPlan | None = None) -> tuple[Tensor, Tensor | None]:
         """Out `[Nq, Hq, Dv]` in the query's dtype and, if wanted, lse `[Hq, Nq]`, fp32."""
-        query, out = inputs.query, inputs.out
+        query, key, value, cu_seqlens_q, seqused_k, table, indptr, slopes, sink, out, with_lse = inputs
         rows, heads, _ = query.shape
-        dim = self._problem.value_dim
+        dim, is_new = self._value_dim, out is None
+        if plan is not None and plan.made_for != self._made_for(inputs):
+            hint = "Call paged_plan with these tensors and this window."
+            refuse("plan", f"one made for tiles and sizes {self._made_for(inputs)}", plan.made_for, hint)
         if out is None:
             out = empty(query, (rows, heads, dim), (heads * dim, dim, 1), query.dtype)
         else:
             torch.autograd.graph.increment_version(out)
-        lse = empty(query, (heads, rows), (rows, 1), torch.float32) if inputs.return_lse else None
-        if not rows:
-            return out, lse
-        if not self._problem.batch:
-            out = out if inputs.out is not None else out.zero_()
-            return out, None if lse is None else lse.fill_(EMPTY)
-        found = self._by_rows.get(rows)
-        if found is None:
-            if len(self._by_rows) >= _MOST_KEPT:
-                del self._by_rows[next(iter(self._by_rows))]
-            found = self._by_rows[rows] = self._bind(inputs, out, lse)
-        plan, compute, merge, scratch = found
-        is_compiled = plan.is_compiled and compute.is_compiled and merge.is_compiled
-        memory, (items, states) = scratch.allocate(query, is_compiled)
-        _, key, value, cu_seqlens_q, seqused_k, table, indptr, slopes, sink, *_ = inputs
-        plan(items, cu_seqlens_q, seqused_k, out, lse)
-        compute(query, key, value, table, indptr, items, slopes, sink, out, lse, states)
-        merge(items, states, sink, out, lse)
-        del memory  # all that reads it is queued
+        lse = empty(query, (heads, rows), (rows, 1), torch.float32) if with_lse else None
+        if not rows or not seqused_k.shape[0]:
+            return out.zero_() if is_new else out, None if lse is None else lse.fill_(EMPTY)
+        _, compute, merge = self._sized(inputs)
+        work = (plan or self.plan(inputs)).work
+        states = empty(query, (self._state_numbers,), (1,), torch.float32)
+        compute(query, key, value, table, indptr, work, slopes, sink, out, lse, states)
+        merge(work, states, cu_seqlens_q, sink, out, lse)
         return out, lse
 
-    def _bind(self, inputs: PagedInputs, out: Tensor, lse: Tensor | None) -> tuple[Launch, Launch, Launch, Scratch]:
-        problem, config = self._problem, self._config
-        query, key, value, cu_seqlens_q, seqused_k, table, indptr, slopes, sink, given, _ = inputs
-        rows, kv_heads, (left, right) = query.shape[0], problem.kv_heads, problem.window
-        items = most_items(rows, problem.batch, problem.group, config.block_r, config.programs)
-        parts = most_states(config.programs)
-        numbers = parts * kv_heads * config.block_r
-        listed = sample((HEADER + WORDS * items,), torch.int32)
-        states = sample((numbers * (1 + problem.value_dim),), torch.float32)
-        scratch = Scratch.of(listed, states)
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        tiles: dict[str, Any] = {"GROUP": problem.group, "DV": problem.value_dim, "BLOCK_R": config.block_r}
-        blocks: dict[str, Any] = {"BLOCK_DV": tile_width(problem.value_dim), "BLOCK_D": tile_width(problem.head_dim)}
+    def _made_for(self, inputs: PagedInputs) -> tuple[Any, ...]:
+        """What a plan depends on beside the values of offsets and lengths."""
+        left = None if self._left == UNBOUNDED else self._left
+        sizes = inputs.query.shape[0], inputs.seqused_k.shape[0], self._most_keys(inputs)
+        return (*self._config, self._group, left, *sizes)
+
+    def _most_keys(self, inputs: PagedInputs) -> int:
+        """What the pages of a request can hold."""
+        return inputs.page_table.shape[-1] * self._page
+
+    def _items(self, inputs: PagedInputs) -> int:
+        config = self._config
+        rows, requests = inputs.query.shape[0], inputs.seqused_k.shape[0]
+        return most_items(rows, requests, self._group, config.block_r, config.programs)
+
+    def _sized(self, inputs: PagedInputs) -> tuple[Launch, Launch, Launch]:
+        """The launches of a call with so many queries and requests."""
+        rows, requests, entries = inputs.query.shape[0], inputs.seqused_k.shape[0], inputs.page_table.shape[-1]
+        found = self._resized.get((rows, requests, entries))
+        if found is None:
+            if len(self._resized) >= _MOST_KEPT:
+                del self._resized[next(iter(self._resized))]
+            items = self._items(inputs)
+            grid, list_work, compute, merge = items * self._kv_heads, *self._launches
+            listed = Sizes(
+                "requests rows most_keys most_items", (requests, rows, self._most_keys(inputs), items), {}, {}
+            )
+            launches = (
+                list_work.resized(_PROGRAMS, listed),
+                compute.resized(grid, Sizes("rows entries", (rows, entries), {}, {})),
+                merge.resized(grid, Sizes("rows requests", (rows, requests), {}, {})),
+            )
+            assert launches[0] is not None and launches[1] is not None and launches[2] is not None
+            found = self._resized[rows, requests, entries] = launches  # type: ignore[assignment]
+        assert found is not None
+        return found
+
+    def _bind(
+        self, problem: Problem, inputs: PagedInputs, list_work: Kernel, compute: Kernel, merge: Kernel
+    ) -> tuple[Launch, Launch, Launch]:
+        config, (left, right) = self._config, problem.window
+        query, key, value, cu_seqlens_q, seqused_k, table, indptr, slopes, sink, given, with_lse = inputs
+        rows, requests, kv_heads, dim = query.shape[0], seqused_k.shape[0], problem.kv_heads, problem.value_dim
+        out: Any = sample((rows, problem.q_heads, dim), query.dtype) if given is None else given
+        lse = sample((problem.q_heads, rows), torch.float32) if with_lse else None
+        work, states = sample((HEADER,), torch.int32), sample((self._state_numbers,), torch.float32)
+        tiles: dict[str, Any] = {"GROUP": problem.group, "BLOCK_R": config.block_r}
+        values: dict[str, Any] = {"DV": dim, "BLOCK_DV": tile_width(dim)}
         aligned = is_aligned(query, key, value)
         unit = UNIT if aligned else 1
-        of_out = named("stride_om stride_oh", out.stride()[:2])
-        plan_kernel, paged_kernel, merge_kernel = self._kernels
-        plan = plan_kernel.bind_addresses(
-            min(max(problem.batch, 1), _PROGRAMS),
+        by_row, by_head, _ = out.stride()
+        of_out: dict[str, Any] = {"stride_om": by_row, "stride_oh": by_head, "rows": rows, "kv_heads": kv_heads}
+        of_out["most_states"] = most_states(config.programs)
+        listing = list_work.bind_addresses(
+            _PROGRAMS,
             {"num_warps": 4},
-            list_ptr=listed,
+            query.device,
+            list_ptr=work,
             cu_q_ptr=cu_seqlens_q,
             lengths_ptr=seqused_k,
-            out_ptr=out,
-            lse_ptr=lse,
-            requests=problem.batch,
+            requests=requests,
             rows=rows,
-            heads=problem.q_heads,
-            most_keys=problem.k_len,
+            most_keys=self._most_keys(inputs),
             left=min(left, FAR),
             programs=config.programs,
-            most_items=items,
+            most_items=0,
             **tiles,
             BLOCK_N=config.block_n,
             HAS_LEFT=left != UNBOUNDED,
-            CLEARS=given is None,
         )
-        compute = paged_kernel.bind_addresses(
-            items * kv_heads,
-            options,
+        computing = compute.bind_addresses(
+            0,
+            {"num_warps": config.num_warps, "num_stages": config.num_stages},
+            query.device,
             q_ptr=query,
             k_ptr=key,
             v_ptr=value,
             table_ptr=table,
             indptr_ptr=indptr,
-            list_ptr=listed,
+            list_ptr=work,
             slopes_ptr=slopes,
             sink_ptr=sink,
             out_ptr=out,
@@ -148,18 +161,16 @@ class PreparedPaged:
             stride_tb=0 if indptr is not None else table.stride(0),
             stride_ab=slope_stride(slopes),
             **of_out,
-            rows=rows,
-            kv_heads=kv_heads,
             pages=key.shape[0],
-            entries=table.shape[0],
-            most_states=parts,
+            entries=table.shape[-1],
             left=min(left, FAR),
             right=min(right, FAR),
             scale=scale_of(problem),
             softcap=problem.softcap,
             **tiles,
-            **blocks,
+            **values,
             D=problem.head_dim,
+            BLOCK_D=tile_width(problem.head_dim),
             BLOCK_N=config.block_n,
             PAGE=problem.page,
             ALIGNED=aligned,
@@ -169,25 +180,27 @@ class PreparedPaged:
             PRECISION="ieee" if problem.dtype is torch.float32 else "tf32",
             TANH=tanh(problem),
         )
-        merge = merge_kernel.bind_addresses(
-            items * kv_heads,
+        merging = merge.bind_addresses(
+            0,
             {"num_warps": 4},
             query.device,
-            list_ptr=listed,
+            list_ptr=work,
             states_ptr=states,
+            cu_q_ptr=cu_seqlens_q,
             sink_ptr=sink,
             out_ptr=out,
             lse_ptr=lse,
             **of_out,
-            rows=rows,
-            kv_heads=kv_heads,
-            most_states=parts,
+            requests=requests,
             **tiles,
-            BLOCK_DV=blocks["BLOCK_DV"],
+            **values,
+            CLEARS=given is None,
         )
-        return plan, compute, merge, scratch
+        return listing, computing, merging
 
 
-_PROGRAMS = 1024
+_PROGRAMS = 256
+"""That list the work, and share the requests."""
+
 _MOST_KEPT = 64
-"""Numbers of queries for which launches are kept bound."""
+"""Numbers of queries and requests for which launches are kept."""

@@ -97,7 +97,7 @@ def decode_attention(
         tree_mask: bool `[B, Tq, Tq]`: which of the new tokens each of them sees, in place of `causal` among them; they
             see all older ones. A query before position 0 is no token of its row and sees nothing.
         num_splits: splits of a row's keys that are computed in parallel and merged, at most one for each block of keys;
-            None: planned to fill the GPU.
+            None: planned to fill the GPU, and shared by rows by their lengths.
         batch_invariant: split keys at fixed positions, so that a row's result has the same bits whatever shares its
             batch. Costs speed where there are few long rows.
         return_lse: also return the log-sum-exp, `[B, Hq, Tq]`, fp32 (fp64 for fp64).

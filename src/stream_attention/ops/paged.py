@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
 import torch
@@ -11,12 +12,13 @@ from ..backends import BY_NAME
 from ..base.errors import refuse
 from ..base.graph_break import graph_break
 from ..base.kv_layouts import checks
-from ..base.problem import AUTO, CallOptions, PagedInputs, Problem, Scores, paged_problem, sides_of
+from ..base.problem import AUTO, CallOptions, PagedInputs, PagedPlan, Problem, Scores, paged_problem, sides_of
 from ..dispatch import call_key, launch_cache, validate, validate_paged
 from ..dispatch import plan as planning
 from ..dispatch.plan import Plan, parse, requested
 from ..dispatch.plan import plan as make_plan
 from ..dispatch.prepare import no_autocast, warn_if_lacking
+from ..gpu.paged_tuning import rounded_queries
 
 
 class PagedOptions(TypedDict, total=False):
@@ -32,6 +34,7 @@ class PagedOptions(TypedDict, total=False):
     softcap: float
     scale: float | None
     out: Tensor | None
+    plan: PagedPlan | None
     validate: bool | None
     backend: str
 
@@ -90,6 +93,7 @@ def paged_attention(
     scale: float | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    plan: PagedPlan | None = None,
     validate: bool | None = None,
     backend: str = "auto",
     **foreign: Any,
@@ -112,13 +116,14 @@ def paged_attention(
             Entries behind a request's keys are not looked at.
         kv_indptr, kv_indices: in place of a table, int32 `[B + 1]` and int32 or int64 `[entries]`: the pages of request
             b are `kv_indices[kv_indptr[b] : kv_indptr[b + 1]]`.
-        max_seqlen_q: at least the queries of any request.
-        max_seqlen_k: at least the keys of any request; None: what the table can hold. With `kv_indptr` it is required.
+        max_seqlen_q: at least the queries of any request; tiles are chosen by it.
+        max_seqlen_k: at least the keys of any request, for the check alone; None: what its pages can hold.
         causal, window, alibi_slopes (`[Hq]` or `[B, Hq]`), sink, softcap, scale: as in `attention`.
         return_lse: also return the log-sum-exp, `[Hq, Nq]`, fp32 (fp64 for fp64).
         out: `[Nq, Hq, Dv]` to write into; rows of no request stay as they are. Without it they are 0.
+        plan: from `paged_plan`, where other calls have the same offsets and lengths, as the layers of a model do.
         validate: True: check offsets, lengths and pages first. None: on a CPU only, since the check synchronises with a
-            GPU. Unchecked, a length is clamped to `max_seqlen_k`, and a key whose page does not exist reads as NaN.
+            GPU. Unchecked, a length is clamped to what pages can hold, and a key whose page is missing reads as NaN.
         backend: "auto", "triton" (a GPU) or "eager" (plain torch, request by request).
 
     Raises:
@@ -142,9 +147,52 @@ def paged_attention(
     inputs = PagedInputs(
         query, key_pages, value_pages, cu_seqlens_q, seqused_k, table, kv_indptr, alibi_slopes, sink, out, return_lse
     )
+    if plan is not None and not isinstance(plan, PagedPlan):
+        refuse("plan", "a PagedPlan, from paged_plan", type(plan).__name__, error=TypeError)
     options = causal, window, softcap, scale, backend
-    result, lse = _paged(inputs, options, (max_seqlen_q, max_seqlen_k), validate)
+    result, lse = _paged(inputs, options, (max_seqlen_q, max_seqlen_k), validate, plan)
     return result if lse is None else (result, lse)
+
+
+def paged_plan(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    kv_indptr: Tensor | None = None,
+    kv_indices: Tensor | None = None,
+    max_seqlen_q: int,
+    max_seqlen_k: int | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    out: PagedPlan | None = None,
+    backend: str = "auto",
+) -> PagedPlan:
+    """List the work of a step once, for the `paged_attention` of all its layers: `paged_attention(..., plan=plan)`.
+
+    The arguments are those of these calls, which may differ in what tensors hold, in `causal` and in all that is not
+    named here, but have the same offsets, lengths and left side of the window. `out` is a plan to write over, made for
+    as many queries and requests at least, so that a CUDA graph may read it.
+
+    >>> import torch
+    >>> from stream_attention import paged_attention, paged_plan
+    >>> pages, table = torch.randn(6, 16, 2, 32), torch.tensor([[4, 0], [2, 5]], dtype=torch.int32)
+    >>> offsets, keys = torch.tensor([[0, 10, 11], [10, 20, 0]], dtype=torch.int32)
+    >>> step = pages, pages, offsets, keys[:2]
+    >>> more = {"page_table": table, "max_seqlen_q": 10}
+    >>> plan = paged_plan(torch.randn(11, 8, 32), *step, **more)
+    >>> [paged_attention(query, *step, **more, plan=plan).shape for query in torch.randn(2, 11, 8, 32)]
+    [torch.Size([11, 8, 32]), torch.Size([11, 8, 32])]
+    """
+    table = _pages_of(page_table, kv_indptr, kv_indices)
+    inputs = PagedInputs(query, key_pages, value_pages, cu_seqlens_q, seqused_k, table, kv_indptr)
+    call, read = _prepared(inputs, (causal, window, 0.0, None, backend), (max_seqlen_q, max_seqlen_k), False)
+    with torch.no_grad():
+        plan: PagedPlan = call.plan(read, None if out is None else out.work)
+        return plan
 
 
 def _pages_of(page_table: Any, kv_indptr: Any, kv_indices: Any) -> Any:
@@ -160,20 +208,26 @@ validate_calls = validate  # an argument has the same name
 
 
 def _paged(
-    inputs: PagedInputs, options: tuple[Any, ...], longest: tuple[Any, Any], look: bool | None
+    inputs: PagedInputs, options: tuple[Any, ...], longest: tuple[Any, Any], look: bool | None, plan: PagedPlan | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute a call: as it was prepared before, or prepared now."""
+    """Compute a call."""
     if torch.compiler.is_compiling():
-        return _paged_outside(inputs, options, longest, look)
-    key = None
-    lengths = inputs.seqused_k
+        return _paged_outside(inputs, options, longest, look, plan)
+    call, inputs = _prepared(inputs, options, longest, look)
+    with torch.no_grad(), no_autocast(inputs.query.device.type):
+        return launch_cache.labelled("paged", call, inputs, plan)
+
+
+def _prepared(
+    inputs: PagedInputs, options: tuple[Any, ...], longest: tuple[Any, Any], look: bool | None
+) -> tuple[Any, PagedInputs]:
+    """A call as it was prepared before, or prepared now, and what it reads."""
+    key, lengths = None, inputs.seqused_k
     looks = isinstance(lengths, Tensor) and checks.should_validate(look, lengths)
     if launch_cache.ENABLED and not looks and not call_key.is_watched():
         key = _key_of(inputs, options, longest)
-        call = None if key is None else launch_cache.find(key)
-        if call is not None:
-            found: tuple[Tensor, Tensor | None] = launch_cache.labelled("paged", call, inputs)
-            return found
+        if key is not None and (call := launch_cache.find(key)) is not None:
+            return call, _as_read(inputs)
     validate_paged.tensors(inputs, *longest)
     validate.without_gradient(
         "paged_attention",
@@ -186,14 +240,13 @@ def _paged(
     )
     planned = _planned(inputs, options, longest)
     if looks:
-        validate_paged.values(inputs, planned.problem.q_len, planned.problem.k_len, planned.problem.left)
+        validate_paged.values(inputs, longest[0], longest[1], planned.problem.left)
     warn_if_lacking(planned)
-    backend = BY_NAME[planned.backend]
-    with torch.no_grad(), no_autocast(planned.problem.device.type):
-        call = backend.prepare_paged(planned.problem, _as_read(inputs), planned.config)
-        if key is not None and backend.compiles and _as_read(inputs) is inputs:
-            launch_cache.keep(key, call)
-        return launch_cache.labelled("paged", call, _as_read(inputs))
+    backend, read = BY_NAME[planned.backend], _as_read(inputs)
+    call = backend.prepare_paged(planned.problem, read, planned.config)
+    if key is not None and backend.compiles:
+        launch_cache.keep(key, call)
+    return call, read
 
 
 _paged_outside = graph_break("launches of kernels are not traced")(_paged)
@@ -220,15 +273,10 @@ def _planned(inputs: PagedInputs, options: tuple[Any, ...], longest: tuple[Any, 
     causal, window, softcap, scale, backend = options
     query, key, *_ = inputs
     validate.options(CallOptions(causal, window, softcap, scale, return_lse=inputs.return_lse), query)
-    most_queries, most_keys = longest
-    if inputs.kv_indptr is None:
-        room = inputs.page_table.shape[1] * key.shape[1]
-        most_keys = room if most_keys is None else min(most_keys, room)
+    most_keys = inputs.page_table.shape[-1] * key.shape[1]
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     scores = Scores(scale, float(softcap), alibi=inputs.alibi_slopes is not None, sink=inputs.sink is not None)
-    problem: Problem = paged_problem(
-        inputs, min(most_queries, query.shape[0]), most_keys, window=sides_of(causal, window), scores=scores
-    )
+    problem: Problem = paged_problem(inputs, longest[0], most_keys, window=sides_of(causal, window), scores=scores)
     return make_plan(problem, parse(requested(backend)))
 
 
@@ -263,32 +311,44 @@ def explain_paged(
 
 
 def _key_of(inputs: PagedInputs, options: tuple[Any, ...], longest: tuple[Any, Any]) -> Any:
-    """The key of a call; None where it must be checked first. How many queries there are is no part of it."""
+    """The key of a call; None where it must be checked first. How many queries, requests and listed pages there are is
+    no part of it."""
     causal, window, softcap, scale, backend = options
-    numbers = window is None or (type(window) is tuple and [*map(type, window)] == [int, int])
     if (
         type(causal) is not bool
         or type(softcap) is not float
-        or not numbers
+        or (window is not None and (type(window) is not tuple or [*map(type, window)] != [int, int]))
         or (scale is not None and type(scale) is not float)
         or type(inputs.return_lse) is not bool
         or type(backend) is not str
-        or type(longest[0]) is not int
-        or (longest[1] is not None and type(longest[1]) is not int)
+        or any(type(n) is not int or n < 0 for n in longest if n is not None)
+        or longest[0] is None
     ):
         return None
     tensors = inputs[:-1]
     if not all(t is None or isinstance(t, Tensor) for t in tensors):
         return None
-    query, *others, out = [None if t is None else call_key.layout_of(t) for t in tensors]
-    if call_key.NO_LAYOUT in (query, out, *others) or (query and call_key.is_elsewhere(query[3])):
+    layouts = [None if t is None else call_key.layout_of(t) for t in tensors]
+    query, key, value, offsets, lengths, table, indptr, slopes, sink, out = layouts
+    if call_key.NO_LAYOUT in layouts or not query or not offsets or not lengths or not table:
         return None
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if call_key.is_elsewhere(query[3]) or (torch.is_grad_enabled() and any(t.requires_grad for t in _given(tensors))):
+        return None
+    rows, requests = query[1][:1], lengths[1]
+    if not rows or len(requests) != 1 or offsets[1] != (requests[0] + 1,) or (out and out[1][:1] != rows):
         return None  # to be refused
-    if out is not None and (out[1][:1] != inputs.query.shape[:1]):
-        return None  # likewise
+    if (indptr[1] != offsets[1] or len(table[1]) != 1) if indptr else table[1][:-1] != requests:
+        return None
+    if slopes and len(slopes[1]) == 2 and slopes[1][:1] != requests:
+        return None
+    sizes = [None if t is None else (t[0], t[1][1:], t[2], *t[3:]) for t in (query, out, slopes)]
+    others = [None if t is None else (t[0], len(t[1]), t[2], *t[3:]) for t in (offsets, lengths, table, indptr)]
+    slope_dims = 0 if slopes is None else len(slopes[1])
     if backend == AUTO:
         backend = planning._forced
-    without_rows = [None if t is None else (t[0], t[1][1:], t[2], *t[3:]) for t in (query, out)]
-    of = ("paged", *without_rows, *others, *options[:-1], backend, inputs.return_lse, longest)
-    return of, ()
+    asked = *options[:-1], backend, inputs.return_lse, rounded_queries(longest[0]), slope_dims
+    return ("paged", *sizes, key, value, *others, sink, *asked), ()
+
+
+def _given(tensors: Sequence[Any]) -> list[Tensor]:
+    return [t for t in tensors if t is not None]

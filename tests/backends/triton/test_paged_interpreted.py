@@ -8,7 +8,7 @@ import pytest
 import torch
 from paged_cases import check, draw
 
-from stream_attention import paged_attention
+from stream_attention import paged_attention, paged_plan
 from stream_attention.backends.installed import interpreting
 
 pytestmark = [
@@ -69,3 +69,12 @@ def test_two_calls_give_the_same_bits() -> None:
     case = draw(64, torch.bfloat16, q_lens=[1, 40, 3], k_lens=[600, 300, 9])
     first, second = (paged_attention(*case.tensors, **case.pages, **case.options, backend="triton") for _ in range(2))
     assert torch.equal(first, second)
+
+
+def test_a_plan_serves_calls_that_differ_in_what_it_does_not_depend_on() -> None:
+    case = draw(65, q_lens=[1, 40, 0, 3], k_lens=[600, 300, 4, 9], window=(100, 0))
+    plan = paged_plan(*case.tensors, **case.pages, window=(100, 0), backend="triton")
+    for more in ({}, {"softcap": 3.0}, {"causal": False, "window": (100, -1)}):
+        options = case.options | more
+        own = paged_attention(*case.tensors, **case.pages, **options, backend="triton")
+        assert torch.equal(paged_attention(*case.tensors, **case.pages, **options, plan=plan, backend="triton"), own)

@@ -32,6 +32,6 @@ class Eager(Backend):
         return lambda inputs: decode(problem, inputs, config)
 
     def prepare_paged(self, problem: Problem, inputs: PagedInputs, config: Any) -> Any:
-        from .paged import paged
+        from .paged import PreparedPaged
 
-        return lambda inputs: paged(problem, inputs, config)
+        return PreparedPaged(problem, config)

@@ -6,12 +6,12 @@ Reads offsets on the host, which on a GPU is a synchronisation.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...base.kv_layouts import PagedKV
-from ...base.problem import DecodeInputs, PagedInputs, Positions, Problem
+from ...base.problem import DecodeInputs, PagedInputs, PagedPlan, Positions, Problem
 from ...base.state import EMPTY
 from .decode import decode
 from .tuning import EagerDecodeConfig
@@ -45,6 +45,19 @@ def paged(problem: Problem, inputs: PagedInputs, config: EagerDecodeConfig) -> t
         out[first:last] = result[0]
         lse[:, first:last] = its_lse[0]
     return out, lse if return_lse else None
+
+
+class PreparedPaged(NamedTuple):
+    """A call that has no work to list."""
+
+    problem: Problem
+    config: EagerDecodeConfig
+
+    def plan(self, inputs: PagedInputs, work: Tensor | None = None) -> PagedPlan:
+        return PagedPlan(inputs.seqused_k.new_empty(0) if work is None else work, None)
+
+    def __call__(self, inputs: PagedInputs, plan: PagedPlan | None = None) -> tuple[Tensor, Tensor | None]:
+        return paged(self.problem, inputs, self.config)
 
 
 def _rows_of(**fields: Any) -> PagedKV:

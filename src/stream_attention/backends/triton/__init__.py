@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...base.problem import Problem, Request
-from ...gpu import decode_tuning
+from ...gpu import decode_tuning, paged_tuning
 from .. import installed, sdpa_time
 from ..base import NO_DECODING, PLAIN, Backend, Reasons, cache_reasons, dims_of, far_positions, fp8_reasons
 from . import fp8_tuning, tuning
@@ -35,9 +35,7 @@ class Triton(Backend):
 
     def configure(self, problem: Problem, request: Request = PLAIN) -> Any:
         if problem.ragged:
-            from ...gpu.paged_call import configure
-
-            return configure(problem)
+            return paged_tuning.configure(problem)
         if problem.cached:
             return decode_tuning.configure(problem, request.num_splits, request.batch_invariant)
         forced: dict[str, Any] = {} if problem.backward else dict(request.forced)

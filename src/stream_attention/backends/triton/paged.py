@@ -18,7 +18,8 @@ import triton.language as tl
 from ...base.problem import PagedInputs, Problem
 from ...gpu.decode_tiles import join_sink, keys_of_split, queries_of_rows
 from ...gpu.launch import Kernel, jit
-from ...gpu.paged_call import PagedConfig, PreparedPaged
+from ...gpu.paged_call import PreparedPaged
+from ...gpu.paged_tuning import PagedConfig
 from ...gpu.tail import clear_uncomputed_output
 from ...gpu.tiles import LN2, initial_state, load_rows, normalised, online_softmax_step
 from ...gpu.work_list import HEADER, WORDS, list_work
@@ -28,21 +29,15 @@ _HEADER, _WORDS = tl.constexpr(HEADER), tl.constexpr(WORDS)
 
 
 @jit
-def _plan_kernel(
-    list_ptr, cu_q_ptr, lengths_ptr, out_ptr, lse_ptr,
-    requests: tl.int32, rows: tl.int32, heads: tl.int32, most_keys: tl.int32, left: tl.int32, programs: tl.int32,
-    most_items: tl.int32,
-    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, DV: tl.constexpr,
-    HAS_LEFT: tl.constexpr, CLEARS: tl.constexpr,
+def _list_kernel(
+    list_ptr, cu_q_ptr, lengths_ptr,
+    requests: tl.int32, rows: tl.int32, most_keys: tl.int32, left: tl.int32, programs: tl.int32, most_items: tl.int32,
+    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """List the work, and clear rows of no request where the caller did not say where results go."""
     list_work(
         list_ptr, cu_q_ptr, lengths_ptr, requests, rows, most_keys, left, programs, most_items,
         GROUP, BLOCK_R, BLOCK_N, HAS_LEFT,
     )  # fmt: skip
-    if CLEARS:
-        write_lse: tl.constexpr = lse_ptr is not None
-        clear_uncomputed_output(out_ptr, lse_ptr, write_lse, cu_q_ptr, requests, rows, rows, heads, DV)
 
 
 @triton.jit
@@ -139,12 +134,16 @@ def _paged_kernel(
 
 @jit
 def _merge_kernel(
-    list_ptr, states_ptr, sink_ptr, out_ptr, lse_ptr,
+    list_ptr, states_ptr, cu_q_ptr, sink_ptr, out_ptr, lse_ptr,
     stride_om: tl.int64, stride_oh: tl.int64,
-    rows: tl.int32, kv_heads: tl.int32, most_states: tl.int32,
-    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
+    rows: tl.int32, requests: tl.int32, kv_heads: tl.int32, most_states: tl.int32,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, CLEARS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: as that of the kernel before; the first split of a tile merges all of them, in their order."""
+    """Grid: as that of the kernel before; the first split of a tile merges all of them, in their order. Rows of no
+    request are cleared where the caller did not say where results go."""
+    if CLEARS:
+        write_lse: tl.constexpr = lse_ptr is not None
+        clear_uncomputed_output(out_ptr, lse_ptr, write_lse, cu_q_ptr, requests, rows, rows, kv_heads * GROUP, DV)
     kv_head, item = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     if item >= tl.load(list_ptr + 1):
         return
@@ -172,7 +171,7 @@ def _merge_kernel(
 
 def prepare_paged(problem: Problem, inputs: PagedInputs, config: PagedConfig) -> Any:
     """The call on every pool of pages that lies as this one does, of any number of queries."""
-    return PreparedPaged(problem, inputs, config, plan_kernel, paged_kernel, merge_kernel)
+    return PreparedPaged(problem, inputs, config, list_kernel, paged_kernel, merge_kernel)
 
 
-plan_kernel, paged_kernel, merge_kernel = Kernel(_plan_kernel), Kernel(_paged_kernel), Kernel(_merge_kernel)
+list_kernel, paged_kernel, merge_kernel = Kernel(_list_kernel), Kernel(_paged_kernel), Kernel(_merge_kernel)
