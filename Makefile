@@ -31,6 +31,7 @@ SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" $$(grep -rlw serial --
 INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
 	tests/backends/triton/test_forward_interpreted.py tests/backends/triton/test_backward_interpreted.py \
 	tests/backends/triton/test_append_interpreted.py tests/backends/triton/test_decode_interpreted.py \
+	tests/backends/triton/test_write_kv_interpreted.py \
 	tests/backends/triton/test_few_interpreted.py tests/backends/triton/test_quantize_fp8_interpreted.py \
 	tests/backends/triton/test_forward_fp8_interpreted.py tests/ops/test_fp8_interpreted.py \
 	tests/ops/test_launch_cache_interpreted.py tests/gpu/test_tail_interpreted.py \

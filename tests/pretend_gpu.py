@@ -27,7 +27,7 @@ from stream_attention.base.kv_layouts import checks
 from stream_attention.base.problem import Hardware
 from stream_attention.dispatch import launch_cache, plan
 from stream_attention.gpu import driver, launch
-from stream_attention.ops import append, fp8
+from stream_attention.ops import append, fp8, write_kv
 
 ARCH, NUM_SMS = 90, 132
 
@@ -171,6 +171,7 @@ def pretend_gpu(keep_launches: bool = True) -> Iterator[list[Launched]]:
             (problem, "hardware_of", lambda _: Hardware(torch.device("cuda", 0), ARCH, NUM_SMS)),
             (fp8, "makes_fp8_codes", lambda _: True),
             (append, "runs_triton", lambda _: True),
+            (write_kv, "runs_triton", lambda _: True),
             (checks, "should_validate", lambda asked, _: bool(asked)),
             (device, "arch", lambda _: ARCH),
         ):

@@ -25,6 +25,7 @@ from .ops.mass import attention_mass
 from .ops.merge import merge_states
 from .ops.paged import explain_paged, paged_attention, paged_plan
 from .ops.varlen import varlen_attention
+from .ops.write_kv import write_kv
 from .utils.checkpoint import gradient_checkpoint_sequential
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ __all__ = [
     "quantize_kv",
     "ring_attention",
     "varlen_attention",
+    "write_kv",
 ]
 
 _ELSEWHERE = {

@@ -35,6 +35,7 @@ from stream_attention import (
     quantize_fp8,
     quantize_kv,
     varlen_attention,
+    write_kv,
 )
 from stream_attention.dispatch import launch_cache
 
@@ -269,6 +270,31 @@ def appended(kind: str, tokens: int = 1) -> Builder:
     return build
 
 
+def _written(key_pages: Tensor, value_pages: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
+    """What pages hold after new tokens were written to them."""
+    write_kv(key_pages=key_pages, value_pages=value_pages, **arguments)
+    return key_pages.clone(), value_pages.clone()
+
+
+def written(dtype: torch.dtype | None = None, **options: Any) -> Builder:
+    """A builder of `write_kv`, to pages in which keys and values lie side by side; `dtype`: another one than theirs."""
+
+    def build(sizes: Sizes, seed: int) -> Call:
+        source = Source(sizes, seed)
+        dims, heads, tokens, page = (sizes.D, sizes.Dv), sizes.Hkv, 2 * sizes.B, sizes.group
+        pages = source.normal(tokens, page, heads, sum(dims), dtype=dtype).split(dims, -1)
+        slots = torch.randperm(tokens * page, generator=source.generator)[:tokens].to(sizes.device)
+        slots[1::4] = -1
+        tensors = {"key": source.normal(tokens, heads, dims[0]), "value": source.normal(tokens, heads, dims[1])}
+        tensors |= {"key_pages": pages[0], "value_pages": pages[1], "slots": slots}
+        made = {name: value(source) if callable(value) else value for name, value in options.items()}
+        tensors |= {name: value for name, value in made.items() if isinstance(value, Tensor)}
+        rest = {name: value for name, value in made.items() if not isinstance(value, Tensor)}
+        return Call(_written, tensors, rest, keywords(write_kv))
+
+    return build
+
+
 def mass(sizes: Sizes, seed: int) -> Call:
     tensors = Source(sizes, seed).qkv()
     del tensors["value"]
@@ -387,6 +413,12 @@ OTHER: dict[str, Builder] = {
     "quantize_fp8": quantised_to_fp8,
     "append": appended("contiguous"),
     "append, three tokens in pages": appended("paged", 3),
+    "write_kv": written(),
+    "write_kv in e4m3": written(
+        torch.float8_e4m3fn,
+        k_scale=0.5,
+        v_scale=lambda source: source.normal(source.sizes.Hkv, dtype=torch.float32).abs(),
+    ),
     "attention_mass": mass,
     "merge_states": merged,
     "StreamMultiheadAttention": multihead,
@@ -611,6 +643,16 @@ OPTIONS: dict[str, Variation] = {
     "rotated": of_options(rotate=True),
     "interleaved pairs": of_options(interleaved=True),
     "values of lengths not looked at": of_options(validate=False),
+    "a scale of keys": of_options(k_scale=0.25),
+    "a scale of keys in a tensor": of_options(k_scale=torch.tensor(0.25)),
+    "a scale of values": of_options(v_scale=3),
+    "no scales": of_options(k_scale=None, v_scale=None),
+    "pages of one token": Variation(
+        change=lambda call: replace(
+            call, tensors=call.tensors | {name: t.flatten(0, 1) for name, t in call.tensors.items() if "pages" in name}
+        ),
+        applies=lambda call: "key_pages" in call.tensors,
+    ),
     "a key is the value": Variation(
         change=_alias,
         applies=lambda call: (
@@ -792,6 +834,7 @@ def refusals() -> dict[str, Variation]:
         "num_splits": {"zero": 0, "a bool": True},
         "batch_invariant": {"a number": 1},
         "max_seqlen_q": {"negative": -1, "a float": 3.0},
+        "k_scale": {"zero": 0.0, "negative": -1.0, "nan": float("nan"), "a bool": True, "a list": [1.0]},
     }
     found = {
         f"{name} {kind}": of_options(refused=True, **{name: value})
@@ -820,6 +863,8 @@ def refusals() -> dict[str, Variation]:
         "a length beyond the capacity": of_tensor("lengths", lambda t: t + 10_000, refused=True),
         "a negative length": of_tensor("lengths", lambda t: -t, refused=True),
         "lengths in int64": of_tensor("lengths", lambda t: t.long(), refused=True),
+        "a slot that does not exist": of_tensor("slots", lambda t: t + 10_000, refused=True),
+        "fewer tokens than slots": of_tensor("value", lambda t: t[1:], refused=True),
         "a page that does not exist": of_tensor("page_table", lambda t: t + 10_000, refused=True),
         "an expanded out": of_tensor("out", expanded, refused=True),
         "a negated out": of_tensor("out", negated, refused=True),

@@ -1,4 +1,4 @@
-"""Calls in FP8 and appends in the launch cache: what reaches the driver is what a call prepared anew sends it.
+"""Calls in FP8, and writes to caches, in the launch cache: what reaches the driver is what a fresh call sends it.
 
 No GPU is needed: `pretend_gpu` takes the road of a Hopper GPU up to the driver, and keeps the parameters of launches.
 """
@@ -31,9 +31,11 @@ from stream_attention import (
     force_backend,
     quantize_fp8,
     varlen_attention,
+    write_kv,
 )
+from stream_attention.base.fp8_layout import E4M3
 from stream_attention.base.kv_layouts.base import Cache
-from stream_attention.dispatch import launch_cache, validate
+from stream_attention.dispatch import launch_cache, validate, validate_paged
 from stream_attention.gpu import driver, launch, scratch
 from stream_attention.ops import varlen
 
@@ -126,6 +128,29 @@ def appended(change: Change = same, k_len: int = 1, capacity: int = 512, page: i
     return cache.append(change(rows(k_len, **kind)), change(rows(k_len, **kind)), rotary=rotary, **options)  # type: ignore[attr-defined]
 
 
+def written(
+    change: Change = same,
+    k_len: int = 5,
+    capacity: int = 512,
+    page: int = 8,
+    in_pages: Change = same,
+    beside: bool = False,
+    rows_behind: int = 0,
+    stored: torch.dtype | None = None,
+    integers: torch.dtype = torch.int64,
+    in_slots: Change = same,
+    k_scale: Any = None,
+    **kind: Any,
+) -> Any:
+    pages = [in_pages(rows(page, batch=capacity // page, **kind)).to(stored) for _ in range(2)]
+    if beside:
+        pages = [*torch.cat(pages, -1).chunk(2, -1)]
+    if page == 1:
+        pages = [t.flatten(0, 1) for t in pages]
+    new = [change(rows(k_len + rows_behind, batch=1, **kind))[0] for _ in range(2)]
+    return write_kv(*new, *pages, in_slots(torch.arange(k_len, dtype=integers)), k_scale=k_scale, v_scale=k_scale)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "dense": dense,
     "packed": packed,
@@ -134,6 +159,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "attention_fp8": coded,
     "attention_fp8, packed": coded_pack,
     "append": appended,
+    "write_kv": written,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "more queries": {"q_len": 201},
@@ -166,6 +192,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fewer pairs": {"pairs": 8},
     "interleaved pairs": {"interleaved": True},
     "angles in bf16": {"angles": BF16},
+    "pages of one token": {"page": 1},
+    "pages off by one element": {"in_pages": shifted},
+    "pages with rows apart": {"in_pages": gapped},
+    "pages with heads before rows": {"in_pages": by_head},
+    "keys beside values": {"beside": True},
+    "rows behind the slots": {"rows_behind": 3},
+    "slots in int32": {"integers": torch.int32},
+    "slots off by one element": {"in_slots": shifted},
+    "slots apart": {"in_slots": lambda t: torch.stack([t, t], 1)[:, 0]},
+    "e4m3": {"stored": E4M3},
+    "e4m3, keys beside values": {"stored": E4M3, "beside": True},
+    "a number as scale": {"stored": E4M3, "k_scale": 0.5},
+    "another number as scale": {"stored": E4M3, "k_scale": 0.25},
+    "one scale": {"stored": E4M3, "k_scale": torch.ones(())},
+    "a scale for each head": {"stored": E4M3, "k_scale": torch.ones(HEADS)},
+    "scales apart": {"stored": E4M3, "k_scale": torch.ones(2 * HEADS)[::2]},
+    "scales off by one element": {"stored": E4M3, "k_scale": shifted(torch.ones(HEADS))},
 }
 OF_ROWS = ("k_len", "batch", "heads", "dim", "dtype", "change")
 OF_ATTENTION = ("q_len", "causal", "window", "scale", "return_lse", "backend")
@@ -177,6 +220,10 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "attention_fp8": (*OF_ROWS, *OF_ATTENTION, "rotate"),
     "attention_fp8, packed": ("k_len", *OF_ATTENTION),
     "append": (*OF_ROWS, "capacity", "page", "pairs", "interleaved", "angles"),
+    "write_kv": (
+        *("k_len", "heads", "dim", "dtype", "change", "capacity", "page", "k_scale"),
+        *("in_pages", "beside", "rows_behind", "integers", "in_slots", "stored"),
+    ),
 }
 
 
@@ -240,7 +287,7 @@ def test_lengths_in_any_order_launch_what_fresh_calls_do(name: str, launches: li
     """Those of calls made from a template, which is where lengths are new."""
     call = CALLS[name]
     takes_queries = "q_len" in TAKEN[name]
-    longest = 300 if name == "append" else 1500
+    longest = 300 if name in ("append", "write_kv") else 1500
     drawn = torch.randint(1, longest, (12, 2), generator=torch.Generator().manual_seed(3)).tolist()
     drawn = [pair for pair in drawn for _ in range(2)]
     for options in ({}, {"causal": True}) if takes_queries else ({},):
@@ -262,12 +309,14 @@ def test_new_lengths_are_made_from_templates(launches: list[Launched], monkeypat
         for call in calls:
             call(k_len=k_len)
     appended(k_len=64)
+    written(k_len=64)
     monkeypatch.setattr(launch.Kernel, "bind", None)
     monkeypatch.setattr(fp8, "prepare", None)
     for k_len in range(1000, 1290, 7):
         for call in calls:
             call(k_len=k_len)
     appended(k_len=65)
+    written(k_len=65)
 
 
 # What is refused stays refused
@@ -314,6 +363,7 @@ def test_a_repeated_call_checks_and_binds_nothing(launches: list[Launched], monk
     entries = launch_cache.size()
     for name in ("fp8_keys", "fp8_query", "precision", "options"):
         monkeypatch.setattr(validate, name, None)
+    monkeypatch.setattr(validate_paged, "writing", None)
     monkeypatch.setattr(Cache, "_check_append", None)
     monkeypatch.setattr(launch.Kernel, "bind", None)
     for call in CALLS.values():
@@ -417,7 +467,7 @@ def test_what_the_switches_say_holds(launches: list[Launched], monkeypatch: pyte
         assert launched(launches, call) == launched(launches, call) == without[name]
 
 
-@pytest.mark.parametrize("name", ["quantize_fp8", "append"])
+@pytest.mark.parametrize("name", ["quantize_fp8", "append", "write_kv"])
 def test_comparing_computes_both_ways(name: str, launches: list[Launched], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is computed here: memory that is not written is equal, what one of both writes is not."""
     call = CALLS[name]
@@ -428,8 +478,8 @@ def test_comparing_computes_both_ways(name: str, launches: list[Launched], monke
     original = launch.Launch.__call__
     wrote: list[int] = []
 
-    def write(self: launch.Launch, *tensors: Any) -> None:
-        original(self, *tensors)
+    def write(self: launch.Launch, *tensors: Any, **sizes: Any) -> None:
+        original(self, *tensors, **sizes)
         if not wrote:
             tensors[-4 if name == "quantize_fp8" else 2].view(torch.uint8).flatten()[:1].fill_(1)
         wrote.append(1)
@@ -446,4 +496,4 @@ def test_a_profiler_sees_labels(launches: list[Launched]) -> None:
         for call in CALLS.values():
             call()
     labels = {event.key for event in profile.key_averages()}
-    assert labels >= {f"stream_attention::{name}" for name in ("forward", "quantize_fp8", "append")}
+    assert labels >= {f"stream_attention::{name}" for name in ("forward", "quantize_fp8", "append", "write_kv")}

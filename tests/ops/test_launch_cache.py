@@ -107,7 +107,7 @@ def test_no_stale_launch_in_the_function_that_transformers_calls(group: str, mon
 
 NOT_CACHED_HERE = {
     *("fp8", "fp8, codes", "quantize_fp8", "append", "append, three tokens in pages", "merge_states"),
-    *("packed, lengths read", *DECODE),
+    *("packed, lengths read", "write_kv", "write_kv in e4m3", *DECODE),
 }
 """On a CPU FP8 is computed by the reference, and tokens are appended and states merged in plain torch. The longest of
 lengths that are read is part of the key. Caches keep their own launches."""

@@ -37,9 +37,11 @@ VARIED: dict[str, tuple[str, ...]] = {
     "fp8, codes": ("sizes", "refusals"),
     "append": GROUPS,
     "append, three tokens in pages": ("sizes", "refusals"),
+    "write_kv": GROUPS,
+    "write_kv in e4m3": GROUPS,
 }
-APPENDED = ["append", "append, three tokens in pages"]
-CACHED = [*DENSE, "packed", "packed, no gradients", "fp8", "fp8, codes", *APPENDED, "FusedOnlineAttention"]
+WRITTEN = ["append", "append, three tokens in pages", "write_kv", "write_kv in e4m3"]
+CACHED = [*DENSE, "packed", "packed, no gradients", "fp8", "fp8, codes", *WRITTEN, "FusedOnlineAttention"]
 """Caches keep the launches of their calls themselves."""
 
 

@@ -300,6 +300,17 @@ def labelled(name: str, compute: Callable[..., Any], *arguments: Any) -> Any:
     return compute(*arguments)
 
 
+def write(name: str, call: Any, tensors: tuple[Any, ...], written: tuple[int, ...], *prepared_with: Any) -> None:
+    """Run a call that writes to those of its tensors with these places, labelled; and compare what it wrote with what
+    one that is prepared anew writes if asked to."""
+    if not COMPARE:
+        return labelled(name, call, tensors)
+    copies = tuple([t.clone() if isinstance(t, Tensor) else t for t in tensors])
+    type(call).prepare(copies, *prepared_with)(copies)
+    labelled(name, call, tensors)
+    compare(*([given[place] for place in written] for given in (tensors, copies)))
+
+
 def compare(cached: Iterable[Tensor | None], fresh: Iterable[Tensor | None]) -> None:
     for one, other in zip(cached, fresh, strict=True):
         if one is None or other is None:

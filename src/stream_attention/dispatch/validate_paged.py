@@ -1,4 +1,4 @@
-"""Checks of a call of ragged queries on paged keys."""
+"""Checks of calls on pages: of ragged queries, and of new tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import refuse
+from ..base.fp8_layout import E4M3
 from ..base.kv_layouts import checks
 from ..base.problem import UNBOUNDED, PagedInputs
 from . import validate
@@ -93,6 +94,90 @@ def row_of(inputs: PagedInputs, request: int) -> Tensor:
         return table[request]
     first, last = (max(0, int(indptr[request + n])) for n in (0, 1))
     return table[first:last]
+
+
+def writing(
+    key: Tensor,
+    value: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+) -> None:
+    """Check the tensors of `write_kv`, but not the values of its slots."""
+    for name, new, dim in (("key", key, "D"), ("value", value, "Dv")):
+        validate.tensor_beside(name, new, key, "key")
+        validate.floating(name, new, key)
+        _lines(name, new, f"[N, Hkv, {dim}]")
+        if min(new.shape[1:]) < 1:
+            refuse(name, "at least one head and one head dim", list(new.shape))
+    if value.dtype is not key.dtype:
+        refuse("value", f"the key's dtype {key.dtype}", value.dtype, error=TypeError)
+    if value.shape[1] != key.shape[1]:
+        refuse("value", f"the key's heads, [N, {key.shape[1]}, Dv]", list(value.shape))
+    for name, store, new in (("key_pages", key_pages, key), ("value_pages", value_pages, value)):
+        validate.tensor_beside(name, store, key, "key")
+        lead, (heads, width) = "slots" if store.dim() == 3 else "P, page", new.shape[1:]
+        _lines(name, store, f"[{lead}, {heads}, {width}]")
+        if store.dtype not in (key.dtype, E4M3):
+            hint = "To write e4m3, pass pages.view(torch.float8_e4m3fn)." if store.dtype is torch.uint8 else ""
+            refuse(name, f"the key's dtype {key.dtype}, or {E4M3}", store.dtype, hint, TypeError)
+        if store.shape[-2:] != new.shape[1:] or store.shape[-3] < 1 <= store.shape[0]:
+            refuse(name, f"shape [{lead}, {heads}, {width}]", list(store.shape))
+        checks.writable(name, store)
+    if value_pages.dtype is not key_pages.dtype:
+        refuse("value_pages", f"the dtype of key_pages, {key_pages.dtype}", value_pages.dtype, error=TypeError)
+    if value_pages.shape[:-1] != key_pages.shape[:-1]:
+        refuse("value_pages", f"shape {list(key_pages.shape[:-1])} + [Dv], as key_pages", list(value_pages.shape))
+    validate.tensor_beside("slots", slots, key, "key")
+    if slots.dtype not in (torch.int32, torch.int64):
+        refuse("slots", "dtype torch.int32 or torch.int64", slots.dtype, error=TypeError)
+    if slots.dim() != 1:
+        refuse("slots", "shape [N]", list(slots.shape))
+    for name, new in (("key", key), ("value", value)):
+        if new.shape[0] < slots.shape[0]:
+            refuse(name, f"a token for each of the {slots.shape[0]} slots", list(new.shape))
+    tensors = {"key": key, "value": value, "key_pages": key_pages, "value_pages": value_pages}
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if isinstance(scale, Tensor):
+            tensors[name] = scale
+            validate.tensor_beside(name, scale, key, "key")
+            if scale.dtype is not torch.float32:
+                refuse(name, "dtype torch.float32", scale.dtype, f"Call {name}.float().", TypeError)
+            if scale.shape not in ((), (1,), (key.shape[1],)):
+                refuse(name, f"shape [] or [Hkv={key.shape[1]}]", list(scale.shape))
+    validate.without_gradient("write_kv", "detached tensors", **tensors)
+
+
+def divisor(name: str, scale: Any, pages: Any) -> Tensor | float:
+    """Check a scale of `write_kv`: of one that is a tensor only that the pages are e4m3. A number is returned as a
+    float."""
+    if isinstance(pages, Tensor) and pages.dtype is not E4M3:
+        refuse(name, f"None for pages in {pages.dtype}, which are not scaled", "a scale")
+    if isinstance(scale, Tensor):
+        return scale
+    validate.real(name, scale)
+    if not validate.SMALLEST <= scale <= validate.LARGEST:
+        refuse(name, f"from {validate.SMALLEST:g} to {validate.LARGEST:g}, so that fp32 can represent it", scale)
+    return float(scale)
+
+
+def slots(given: Tensor, key_pages: Tensor) -> None:
+    """Synchronises. Refuse slots beyond the pages."""
+    capacity = key_pages.shape[0] * (key_pages.shape[1] if key_pages.dim() == 4 else 1)
+    beyond = (given.long() >= capacity).nonzero()
+    if beyond.numel():
+        token = int(beyond[0])
+        refuse("slots", f"below {capacity}, or negative to skip a token", f"{int(given[token])} at [{token}]")
+
+
+def _lines(name: str, given: Tensor, shape: str) -> None:
+    """Refuse another number of dims, and a last one with gaps."""
+    if given.dim() != 1 + shape.count(","):
+        refuse(name, f"shape {shape}", list(given.shape))
+    if given.stride(-1) != 1 and given.shape[-1] > 1 and given.numel() > 0:
+        refuse(name, "a contiguous last dim", f"strides {given.stride()}", "Call .contiguous() on it first.")
 
 
 def _int32(name: str, given: Any, query: Tensor, shape: tuple[int | None, ...], legend: str, hint: str = "") -> None:

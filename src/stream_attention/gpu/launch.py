@@ -311,8 +311,8 @@ class Launch:
 class Sizes(NamedTuple):
     """The arguments of a kernel that depend on how its tensors lie: lengths and strides, the window, and flags."""
 
-    names: str  # of integers, separated by spaces
-    numbers: tuple[int, ...]
+    names: str  # of numbers, separated by spaces
+    numbers: tuple[float, ...]
     constants: dict[str, Any]
     described: dict[str, Any]  # descriptors: by tensors, or as `Descriptor.resized` takes them
 
@@ -445,7 +445,7 @@ class Parameters:
                 values.append(0 if value is None else value)
         self.struct.pack_into(block, 8 * driver.FIRST_PARAMETER, *values, 0, 0)
 
-    def write(self, block: array[int], names: str, numbers: Sequence[int]) -> None:
+    def write(self, block: array[int], names: str, numbers: Sequence[float]) -> None:
         """Overwrite integers of a block that `write_all` filled, by their names, separated by spaces."""
         runs = self._runs.get(names)
         if runs is None:
@@ -496,10 +496,10 @@ class _Run(NamedTuple):
 
     at: int
     pack_into: Callable[..., None]
-    places: Callable[[Sequence[int]], Sequence[int]] | None
+    places: Callable[[Sequence[float]], Sequence[float]] | None
 
 
-def _getter(places: Sequence[int]) -> Callable[[Sequence[int]], Sequence[int]]:
+def _getter(places: Sequence[int]) -> Callable[[Sequence[float]], Sequence[float]]:
     """What picks the numbers at some places, also where that is one."""
     if len(places) == 1:
         return itemgetter(slice(places[0], places[0] + 1))

@@ -37,13 +37,13 @@ FUNCTIONS = {
     for value in vars(module).values()
     if isinstance(value, Kernel)
 }
-FLOATS = {"scale", "softcap", "dropout_scale"}
+FLOATS = {"scale", "softcap", "dropout_scale", "k_scale", "v_scale"}
 """Parameters that are always Python floats, of which Triton makes no difference."""
 
 
 def test_every_kernel_is_found() -> None:
     names = "advance append bias decode decode_quantized fold forward_fp8 forward key merge merge_parts quantize query"
-    names = [*names.split(), "seen", "start_pack", "words"]
+    names = [*names.split(), "seen", "start_pack", "words", "write"]
     assert sorted(FUNCTIONS) == [f"_{name}_kernel" for name in names]
 
 

@@ -103,6 +103,36 @@ def has_shared_places(given: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(given.stride(), given.shape, strict=True))
 
 
+def extents(tensors: tuple[Any, ...]) -> tuple[int, ...]:
+    """In bytes, of the tensors of `write_kv`: from the first element to behind the last, of key, value, and the pages
+    of both; and a line of each page's."""
+    key, value, *stores, slots, _, _ = tensors
+    shapes = *[(slots.shape[0], *t.shape[1:]) for t in (key, value)], *[t.shape for t in stores]
+    found = []
+    for t, shape in zip((key, value, *stores), shapes, strict=True):
+        last = sum([(size - 1) * stride for size, stride in zip(shape, t.stride(), strict=True)])
+        found.append(t.element_size() * (1 + last))
+    return *found, *[t.element_size() * t.shape[-1] for t in stores]
+
+
+def overlap(tensors: tuple[Any, ...], extents: tuple[int, ...]) -> tuple[str, str] | None:
+    """Which two of the tensors of `write_kv`, if any, share memory. Lines of keys and of values may lie in turns: of
+    their pages only the first lines are compared."""
+    key, value, keys, values = [t.data_ptr() for t in tensors[:4]]
+    of_key, of_value, of_keys, of_values, key_line, value_line = extents
+    if keys < key + of_key and key < keys + of_keys:
+        return "key", "key_pages"
+    if values < key + of_key and key < values + of_values:
+        return "key", "value_pages"
+    if keys < value + of_value and value < keys + of_keys:
+        return "value", "key_pages"
+    if values < value + of_value and value < values + of_values:
+        return "value", "value_pages"
+    if keys < values + value_line and values < keys + key_line:
+        return "value_pages", "key_pages"
+    return None
+
+
 def pages(page_table: Tensor, before: Tensor, after: Tensor, page: int, count: int, first: Tensor | None) -> None:
     """Synchronises. Refuse an entry that is not a page but is needed by positions of a row from `first[b]` (None: 0),
     or from `before[b]` if that is less, to `after[b]`; and a page to which positions from `before[b]` on will be

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import refuse
+from ..fp8_layout import E4M3, LARGEST
 from .checks import floating, tensor
 
 
@@ -46,6 +47,16 @@ def places(positions: Tensor, store: Tensor, page_table: Tensor | None) -> Place
     return Places(entry.clamp(0, count - 1), positions.remainder(slots), real)
 
 
+def slot_places(slots: Tensor, store: Tensor) -> Places:
+    """The places of `slots` int `[N]`, as one row, in pages `[P, page, ...]`: slot s is token `s % page` of page
+    `s // page`."""
+    count, page = store.shape[:2]
+    slots = slots.long().unsqueeze(0)
+    real = (slots >= 0) & (slots < count * page)
+    slots = slots.masked_fill(~real, 0)
+    return Places(torch.div(slots, page, rounding_mode="floor"), slots.remainder(page), real)
+
+
 def take(store: Tensor, where: Places) -> Tensor:
     """The values at places, `[B, n, ...]`; NaN where they are not real, never values of another row."""
     return torch.where(where.real[:, :, None, None], store[where.i, where.j], torch.nan)
@@ -71,6 +82,13 @@ def put(store: Tensor, where: Places, new: Tensor) -> None:
         store[i.index_select(0, first), j.index_select(0, first)],
     )
     store.index_put_((i, j), torch.where(real[:, None, None], new, spare))
+
+
+def as_e4m3(new: Tensor, scale: Tensor | float) -> Tensor:
+    """`new` `[N, Hkv, D]` / scale, fp32 `[]` or `[Hkv]`, rounded to e4m3 and saturated."""
+    if not isinstance(scale, Tensor):  # by which a GPU would divide by multiplying with its inverse
+        scale = new.new_full((), scale, dtype=torch.float32)
+    return (new.float() / scale.reshape(-1, 1)).clamp(-LARGEST, LARGEST).to(E4M3)
 
 
 def rotate(key: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
