@@ -120,7 +120,12 @@ REFUSED: dict[str, tuple[Case, dict[str, Any], str]] = {
     "slopes": (CASE, {"alibi_slopes": torch.rand(1)}, "alibi_slopes: expected shape"),
     "window": (CASE, {"window": 3}, "window: expected a tuple of two ints"),
     "gradient": (changed(0, Q.clone().requires_grad_()), {}, "query: expected requires_grad=False"),
-    "unknown word": (CASE, {"block_table": CASE.table}, "block_table"),
+    "block_table": (CASE, {"block_table": CASE.table}, "`block_table` is called `page_table` here"),
+    "lengths of keys as offsets": (CASE, {"cu_seqlens_k": OFFSETS}, "`cu_seqlens_k` is called `seqused_k` here"),
+    "sinks of vLLM": (CASE, {"sinks": None}, "`sinks` is called `sink` here"),
+    "unknown word": (CASE, {"dropout_p": 0.1}, "unexpected keyword argument 'dropout_p'"),
+    "max_seqlen_q as a tensor": (CASE, {"max_seqlen_q": KEYS.max()}, r"max_seqlen_q: expected an int.*Call int\(\)"),
+    "swapped": (replace(CASE, tensors=(Q, K, V, KEYS, OFFSETS)), {}, "cu_seqlens_q: .*Are the two swapped"),
     "causal of FA": (CASE, {"is_causal": True}, "`is_causal` is called `causal` here"),
 }
 
@@ -157,8 +162,14 @@ def test_a_plan_is_taken_and_anything_else_refused() -> None:
 
 def test_a_list_that_is_too_short_is_refused() -> None:
     listed = CASE.listed
-    with pytest.raises(ValueError, match="kv_indices: expected a page for each of the 9 keys of request 1"):
+    with pytest.raises(ValueError, match="kv_indptr: expected a last value of at most"):
         paged_attention(*CASE.tensors, **listed | {"kv_indices": listed["kv_indices"][:-1]})
+    offsets = listed["kv_indptr"].clone()
+    offsets[-1] -= 1
+    with pytest.raises(ValueError, match="kv_indices: expected a page for each of the 9 keys of request 1"):
+        paged_attention(*CASE.tensors, **listed | {"kv_indptr": offsets})
+    with pytest.raises(ValueError, match="kv_indptr: expected 0 as the first value; got -1"):
+        paged_attention(*CASE.tensors, **listed | {"kv_indptr": listed["kv_indptr"] - 1})
 
 
 def test_a_backend_that_cannot_says_why() -> None:

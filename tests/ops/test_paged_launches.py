@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 from pretend_gpu import pretend_gpu
 from stream_attention import paged_attention, paged_plan
 from stream_attention.dispatch import launch_cache
+from stream_attention.gpu import paged_call
 
 Call = tuple[tuple[Tensor, ...], dict[str, Any]]
 
@@ -35,12 +36,14 @@ def call(
     width: int = 12,
     by_head: bool = False,
     shifted: bool = False,
+    gap: int = 0,
     listed: bool = False,
     entries: int = 30,
     **options: Any,
 ) -> Call:
-    shift = 1 if shifted else 0
-    query = torch.zeros(rows * heads * dim + shift, dtype=dtype)[shift:].view(rows, heads, dim)
+    shift, width_of_row = 1 if shifted else 0, heads * dim + gap
+    memory = torch.zeros((rows + 1) * width_of_row + shift, dtype=dtype)[shift:]
+    query = memory.as_strided((rows, heads, dim), (width_of_row, dim, 1), shift)
     pages = [torch.zeros(50, page, kv_heads, dim, dtype=dtype) for _ in "kv"]
     if by_head:
         pages = [torch.zeros(50, kv_heads, page, dim, dtype=dtype).transpose(1, 2) for _ in "kv"]
@@ -75,6 +78,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "sink in bf16": {"sink": torch.zeros(8, dtype=torch.bfloat16)},
     "slopes": {"alibi_slopes": torch.zeros(8)},
     "slopes of requests": {"alibi_slopes": torch.zeros(3, 8)},
+    "one request": {"requests": 1},
+    "slopes of one request": {"requests": 1, "alibi_slopes": torch.zeros(3, 8)[:1]},
+    "one query": {"rows": 1},
+    "queries off 16 bytes of the next": {"gap": 1},
     "with the LSE": {"return_lse": True},
     "into an out": {"out": torch.zeros(40, 8, 64, dtype=torch.bfloat16)},
     "into an out with gaps": {"out": torch.zeros(40, 9, 64, dtype=torch.bfloat16)[:, :8]},
@@ -125,7 +132,7 @@ def test_layers_share_a_plan() -> None:
         for more in ({}, {"sink": torch.zeros(8)}, {"causal": False}):
             del made[:]
             paged_attention(*tensors, **options, **more, plan=plan, backend="triton")
-            assert [one.kernel for one in made] == ["_paged_kernel", "_merge_kernel"]
+            assert [one.kernel for one in made] == ["_paged_kernel", "_merge_splits_kernel"]
         again = paged_plan(*tensors, **options, out=plan, backend="triton")
         assert again.work is plan.work
         with pytest.raises(ValueError, match="plan: expected one made for tiles and sizes"):
@@ -135,6 +142,38 @@ def test_layers_share_a_plan() -> None:
             paged_attention(*more_rows, **options, plan=plan, backend="triton")
         with pytest.raises(ValueError, match="out: expected a contiguous int32 tensor of at least"):
             paged_plan(*more_rows, **options, out=plan, backend="triton")
+
+
+def test_what_a_first_call_would_refuse_a_later_one_does_too() -> None:
+    """Of dims of size 1 strides are not looked at, and how many requests there are is no part of the key."""
+    tensors, options = call(requests=1, width=1)
+    apart = torch.zeros(3, 2, dtype=torch.int32)
+    with pretend_gpu():
+        launch_cache.clear()
+        paged_attention(*tensors[:4], apart[:1, 0], **options | {"page_table": apart[:1, :1]}, backend="triton")
+        tensors, options = call()
+        with pytest.raises(ValueError, match="seqused_k: expected a contiguous last dim"):
+            paged_attention(*tensors[:4], apart[:, 0], **options, backend="triton")
+        table = torch.zeros(3, 24, dtype=torch.int32)[:, ::2]
+        with pytest.raises(ValueError, match="page_table: expected a contiguous last dim"):
+            paged_attention(*tensors, **options | {"page_table": table}, backend="triton")
+
+
+def test_calls_are_compared_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels write nothing here, so results are what memory held: 1 in an out that was given, 0 in a new one."""
+
+    def zeros(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    monkeypatch.setattr(launch_cache, "COMPARE", True)
+    tensors, options = call(out=torch.ones(40, 8, 64, dtype=torch.bfloat16))
+    tensors[3][-1] = 40
+    with pretend_gpu() as made:
+        monkeypatch.setattr(paged_call, "empty", zeros)
+        launch_cache.clear()
+        with pytest.raises(RuntimeError, match="a cached call and one that was prepared anew differ"):
+            paged_attention(*tensors, **options, backend="triton")
+        assert [one.kernel for one in made] == ["_list_kernel", "_paged_kernel", "_merge_splits_kernel"] * 2
 
 
 def test_what_is_no_tensor_is_refused_all_the_same() -> None:

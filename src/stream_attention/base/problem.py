@@ -271,7 +271,9 @@ class Problem(_Parts):
     bias: torch.dtype | None = _read(attrgetter("scores.bias"))
     batch_start: int = _read(attrgetter("scores.batch_start"))
     backward, lse_grad, row_grad, partial, deterministic = _fields_of(bool, "direction")
-    kind: str = _read(lambda self: "decode" if self.cached else "backward" if self.backward else "forward")
+    kind: str = _read(
+        lambda self: "paged" if self.ragged else "decode" if self.cached else "backward" if self.backward else "forward"
+    )
     group: int = _read(lambda self: self.q_heads // max(self.kv_heads, 1))  # query heads per KV head
     out_dtype: torch.dtype = _read(lambda self: self.state_dtype if self.partial else self.dtype)
 

@@ -44,6 +44,14 @@ FOREIGN = {
     "dropout": {"dropout_p": "a probability; 0.0 outside of training"},
     "return_attn_probs": {"return_lse": "returns (out, lse); attention weights are not materialised"},
     "return_softmax_lse": {"return_lse": "returns (out, lse)"},
+    "block_table": {"page_table": "int32 [B, pages of a request]"},
+    "block_tables": {"page_table": "int32 [B, pages of a request]"},
+    "cache_seqlens": {"seqused_k": "int32 [B], the keys of each request, its new ones counted"},
+    "cu_seqlens_k": {"seqused_k": "int32 [B], the keys of each request, its new ones counted"},
+    "sliding_window": {"window": "a tuple (left, right): (width - 1, 0)"},
+    "logits_soft_cap": {"softcap": "0.0 is none"},
+    "sinks": {"sink": "[Hq]"},
+    "s_aux": {"sink": "[Hq]"},
     "key_padding_mask": {
         "mask": "boolean, True = attend: ~key_padding_mask[:, None, None]",
         "attention_mask": "boolean, True = attend: ~key_padding_mask",
@@ -481,6 +489,7 @@ def _offsets(name: str, cu_seqlens: Any, beside: Tensor) -> Tensor:
 def whole_int(name: str, given: Any, least: int, hint: str = "") -> None:
     """Refuse what is no int of at least `least`."""
     if not _is_int(given):
+        hint = hint or ("Call int() on it, which on a GPU waits for it." if isinstance(given, Tensor) else "")
         refuse(name, "an int", _describe(given), hint, TypeError)
     if given < least:
         refuse(name, f"at least {least}", given)

@@ -23,20 +23,26 @@ def tensors(inputs: PagedInputs, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
     validate.tensor_beside("query", query, query)
     checks.stores(("key_pages", "value_pages"), key, value, "P, page")
     if query.dim() != 3 or query.shape[2] != key.shape[3]:
-        refuse("query", f"[Nq, Hq, D={key.shape[3]}] to match key_pages", list(query.shape))
+        hint = "Pack the queries of all requests: query.flatten(0, 1)." if query.dim() == 4 else ""
+        refuse("query", f"[Nq, Hq, D={key.shape[3]}] to match key_pages", list(query.shape), hint)
     if query.dtype is not key.dtype:
         refuse("query", f"the dtype of key_pages, {key.dtype}", query.dtype, error=TypeError)
     if query.device != key.device:
         refuse("query", f"the device of key_pages, {key.device}", query.device)
     if query.stride(-1) != 1 and query.shape[-1] > 1 and query.numel() > 0:
         refuse("query", "a contiguous last dim", f"strides {query.stride()}", "Call .contiguous() on it first.")
-    validate.grouped(query, key.shape[2])
+    if query.shape[1] < 1 or query.shape[1] % key.shape[2]:
+        hint = "key_pages is read as [P, page, Hkv, D]; where heads lie before tokens pass key_pages.transpose(1, 2)."
+        refuse("query", f"a multiple of the {key.shape[2]} KV heads as Hq", list(query.shape), hint)
     if key.shape[0] < 1 or not 1 <= key.shape[1] <= MOST_TOKENS:
         expected = f"at least one page, of 1 to {MOST_TOKENS} tokens"
         refuse("key_pages", expected, list(key.shape), "The layout is [P, page, Hkv, D].")
     _int32("seqused_k", seqused_k, query, (None,), "[B]")
     batch = seqused_k.shape[0]
-    _int32("cu_seqlens_q", cu_seqlens_q, query, (batch + 1,), f"[B + 1 = {batch + 1}], as seqused_k has B = {batch}")
+    validate.is_tensor("cu_seqlens_q", cu_seqlens_q)
+    swapped = "Are the two swapped?" if cu_seqlens_q.shape == (batch - 1,) else ""
+    legend = f"[B + 1 = {batch + 1}], as seqused_k has B = {batch}"
+    _int32("cu_seqlens_q", cu_seqlens_q, query, (batch + 1,), legend, swapped)
     if indptr is None:
         hint = "For a list of pages behind each other pass kv_indptr and kv_indices."
         _int32("page_table", table, query, (batch, None), f"[B={batch}, pages of a request]", hint)
@@ -68,6 +74,8 @@ def values(inputs: PagedInputs, max_seqlen_q: int, max_seqlen_k: int | None, lef
     key, offsets, lengths = inputs.key_pages, inputs.cu_seqlens_q.tolist(), inputs.seqused_k.tolist()
     validate.cu_seqlens_values("cu_seqlens_q", offsets, inputs.query.shape[0], max_seqlen_q)
     pages, page = key.shape[:2]
+    if inputs.kv_indptr is not None:
+        validate.cu_seqlens_values("kv_indptr", inputs.kv_indptr.tolist(), inputs.page_table.shape[0], None)
     room = inputs.page_table.shape[-1] * page
     most = room if max_seqlen_k is None else min(max_seqlen_k, room)
     for request, length in enumerate(lengths):

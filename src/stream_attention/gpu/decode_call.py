@@ -132,9 +132,10 @@ class DecodeCall(NamedTuple):
         if launch.options != self.options or (merge is None) != (self.workspace is None):
             return None
         resized = launch.resized(self.grid, sizes)
-        if resized is None:
+        merging = None if merge is None else merge.resized(self.merge_grid, self.merge_sizes())
+        if resized is None or (merging is None and merge is not None):
             return None
-        return resized, None if merge is None else merge.resized(self.merge_grid, self.merge_sizes())
+        return resized, merging
 
     def bind(self, kernel: Kernel, arguments: dict[str, Any]) -> tuple[Launch, Launch | None]:
         """The kernel that computes and, if keys are in splits, the one that merges, a function of workspace, lengths,

@@ -29,6 +29,7 @@ from triton.runtime.jit import JITCallable
 
 from ..base.problem import distinct
 from . import driver, interpreter, prebuilt
+from .kernel_names import name_steadily as name_steadily
 
 interpreter.fix()  # here, where every kernel comes by
 
@@ -42,23 +43,6 @@ def jit(function: Any) -> Any:
     integers = ("tl.int32", "tl.int64", "tl.uint32")
     names = [name for name, annotation in function.__annotations__.items() if annotation in integers]
     return triton.jit(function, do_not_specialize=names)
-
-
-def name_steadily(function: Any) -> None:
-    """Let the name under which Triton's cache keeps a jit function depend on nothing but the function.
-
-    It is a hash of the source, of that of all functions it calls, and of the constants that these read; but Triton 3.6
-    takes in the constants of a callee only if that was hashed before, for another kernel of the process. Then what was
-    compiled ahead, or by a process that began with other calls, is not found. So callees are hashed first, always.
-    """
-    if getattr(function, "hash", "") is not None:  # hashed, or another Triton's
-        return
-    code, names = function.fn.__code__, function.fn.__globals__
-    for value in [names.get(name) for name in code.co_names]:
-        for callee in getattr(value, "hash_attrs", [value]):  # the methods of an aggregate
-            if isinstance(callee, JITCallable) and callee is not function:
-                name_steadily(callee)
-    _ = function.cache_key
 
 
 class Kernel:

@@ -3,6 +3,7 @@ that merges splits. Keeps no tensor."""
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..base.problem import UNBOUNDED, PagedInputs, PagedPlan, Problem
 from ..base.state import EMPTY
 from .arguments import FAR, UNIT, is_aligned, named, row_strides, sample, scale_of, slope_stride, tanh, tile_width
 from .launch import Kernel, Launch, Sizes
-from .paged_tuning import PagedConfig
+from .paged_tuning import MOST_KEYS, PagedConfig
 from .scratch import empty
 from .work_list import HEADER, WORDS, most_items, most_states
 
@@ -77,8 +78,8 @@ class PreparedPaged:
         return (*self._config, self._group, left, *sizes)
 
     def _most_keys(self, inputs: PagedInputs) -> int:
-        """What the pages of a request can hold."""
-        return inputs.page_table.shape[-1] * self._page
+        """What the pages of a request can hold; of a list, all of them."""
+        return min(inputs.page_table.shape[-1] * self._page, MOST_KEYS)
 
     def _items(self, inputs: PagedInputs) -> int:
         config = self._config
@@ -90,8 +91,9 @@ class PreparedPaged:
         rows, requests, entries = inputs.query.shape[0], inputs.seqused_k.shape[0], inputs.page_table.shape[-1]
         found = self._resized.get((rows, requests, entries))
         if found is None:
-            if len(self._resized) >= _MOST_KEPT:
-                del self._resized[next(iter(self._resized))]
+            with _lock:
+                while len(self._resized) >= _MOST_KEPT:
+                    del self._resized[next(iter(self._resized))]
             items = self._items(inputs)
             grid, list_work, compute, merge = items * self._kv_heads, *self._launches
             listed = Sizes(
@@ -103,7 +105,8 @@ class PreparedPaged:
                 merge.resized(grid, Sizes("rows requests", (rows, requests), {}, {})),
             )
             assert launches[0] is not None and launches[1] is not None and launches[2] is not None
-            found = self._resized[rows, requests, entries] = launches  # type: ignore[assignment]
+            with _lock:
+                found = self._resized[rows, requests, entries] = launches  # type: ignore[assignment]
         assert found is not None
         return found
 
@@ -202,5 +205,6 @@ class PreparedPaged:
 _PROGRAMS = 256
 """That list the work, and share the requests."""
 
+_lock = Lock()
 _MOST_KEPT = 64
 """Numbers of queries and requests for which launches are kept."""

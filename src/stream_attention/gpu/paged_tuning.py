@@ -8,6 +8,9 @@ import torch
 
 from ..base.problem import Problem
 
+MOST_KEYS = (1 << 30) - 1
+"""Of a request: kernels count them in 32 bits. A list has room for more pages than any request has."""
+
 
 class PagedConfig(NamedTuple):
     block_r: int  # queries times the heads that share a KV head

@@ -1,4 +1,4 @@
-"""The tiles of a pack, longest first: what programs of a Hopper kernel take one after the other.
+"""The tiles of a pack in the order in which programs of a Hopper kernel take them: the longest first, as a rule.
 
 Without a list, tiles are counted for the longest sequence, and of a pack of mixed lengths most are empty. Nothing here
 waits for another program: a tile counts those before it. Tiles of queries see more keys the later they are, tiles of
@@ -22,7 +22,7 @@ HEADER = WORDS = 8  # of 4 bytes: a tile begins at a multiple of 32
 _HEADER, _WORDS = tl.constexpr(HEADER), tl.constexpr(WORDS)
 
 _OTHERS = tl.constexpr(128)
-"""Sequences that a program counts at once, for so many tiles of one sequence."""
+"""Sequences whose tiles a program counts at once, for `_TILES` tiles of one sequence."""
 _TILES = tl.constexpr(16)
 
 
@@ -137,10 +137,17 @@ def list_tiles(
             tl.store(record + 5, k_len, mask=inside)
     if tl.program_id(0) == 0:
         count = tl.zeros([_OTHERS], tl.int32)
+        q_sum, k_sum = tl.zeros([_OTHERS], tl.int64), tl.zeros([_OTHERS], tl.int64)
         for first in tl.range(0, sequences, _OTHERS):
             at = tl.minimum(first + others, sequences - 1)
             _, q_len = packed_rows(cu_q_ptr + at, q_rows)
             _, k_len = packed_rows(cu_k_ptr + at, k_rows)
             count += tl.where(first + others < sequences, _tiles_of(q_len, k_len, covered, TILE, OF), 0)
+            q_sum += tl.where(first + others < sequences, q_len, 0)
+            k_sum += tl.where(first + others < sequences, k_len, 0)
+        tiles = tl.minimum(tl.sum(count, 0), most_tiles)
+        if OF != "queries":
+            # Who finishes a block waits for all its tiles of keys: where one list would be cut, both are empty.
+            tiles = tl.where((tl.sum(q_sum, 0) <= q_rows) & (tl.sum(k_sum, 0) <= k_rows), tiles, 0)
         tl.store(list_ptr, 0)
-        tl.store(list_ptr + 1, tl.minimum(tl.sum(count, 0), most_tiles))
+        tl.store(list_ptr + 1, tiles)

@@ -1,8 +1,8 @@
 """The work of a call of ragged queries on paged keys, listed on the device: tiles of rows, and splits of their keys.
 
-Rows of a tile are queries of all heads that share a KV head, head by head, of one request. Where tiles are too few to
-fill the GPU, as for decoding, keys of each are split in equal shares; else a tile is one item. Nothing waits for
-another program, or for the host: a program finds the place of its request's items as a sum over those before it.
+Rows of a tile are queries of all heads that share a KV head, head by head, of one request. A tile with more keys than
+its share of all work, as of few tokens with many keys, is split; else it is one item. Nothing waits for another
+program, or for the host: a program finds the place of its request's items as a sum over those before it.
 
 A list is `HEADER` words, of which the second counts the items, then `WORDS` words for each: request, tile, split, how
 many splits, the first place of their states in a workspace, and first row and count of the request's queries, and its
@@ -28,7 +28,7 @@ def most_items(rows: int, requests: int, group: int, block_r: int, programs: int
 
 
 def most_states(programs: int) -> int:
-    """How many items may be splits: those that are have at least half of a share each."""
+    """How many items may be splits: a tile that is split has fewer than twice its blocks over a share."""
     return 2 * programs + 2
 
 

@@ -18,7 +18,7 @@ from ..dispatch import plan as planning
 from ..dispatch.plan import Plan, parse, requested
 from ..dispatch.plan import plan as make_plan
 from ..dispatch.prepare import no_autocast, warn_if_lacking
-from ..gpu.paged_tuning import rounded_queries
+from ..gpu.paged_tuning import MOST_KEYS, rounded_queries
 
 
 class PagedOptions(TypedDict, total=False):
@@ -101,29 +101,33 @@ def paged_attention(
     """Attention of the newest tokens of each request over all its keys, which lie in pages: prompts, parts of prompts
     and single tokens in one call, as engines that serve models ask for it.
 
-    The new tokens' keys are written first, so `seqused_k` counts them: query t of request b, of q_b, stands at position
-    `seqused_k[b] - q_b + t`, and sees what it sees in `attention`. A request may have no queries, or no keys: its rows
-    are 0 then. Not differentiable. On a GPU nothing synchronises: offsets, lengths and pages are read on the device.
+    The new tokens' keys are written first, as `write_kv` does, so `seqused_k` counts them: query t of request b, of
+    q_b, stands at position `seqused_k[b] - q_b + t`, and sees what it sees in `attention`. A request may have no
+    queries, or no keys: its rows are 0 then. Not differentiable. On a GPU nothing synchronises: offsets, lengths
+    and pages are read on the device.
 
     Args:
         query: `[Nq, Hq, D]`, fp16, bf16, fp32 or fp64; request b is `query[cu_seqlens_q[b] : cu_seqlens_q[b + 1]]`.
             Rows behind the last request are padding.
         key_pages: `[P, page, Hkv, D]`; value_pages: `[P, page, Hkv, Dv]`, pages of 1 to 1024 tokens in the query's
-            dtype. All strides are free but that of the last dim.
+            dtype. All strides are free but that of the last dim: pools with heads before tokens are passed as
+            `.transpose(1, 2)`, keys and values in one row as `.split(D, -1)`.
         cu_seqlens_q: int32 `[B + 1]`, from 0, not decreasing.
         seqused_k: int32 `[B]`, the keys of each request.
         page_table: int32 `[B, W]`: position p of request b is token `p % page` of page `page_table[b, p // page]`.
-            Entries behind a request's keys are not looked at.
+            Entries behind a request's keys are not looked at, nor those of pages before the window of all its queries.
         kv_indptr, kv_indices: in place of a table, int32 `[B + 1]` and int32 or int64 `[entries]`: the pages of request
             b are `kv_indices[kv_indptr[b] : kv_indptr[b + 1]]`.
         max_seqlen_q: at least the queries of any request; tiles are chosen by it.
         max_seqlen_k: at least the keys of any request, for the check alone; None: what its pages can hold.
         causal, window, alibi_slopes (`[Hq]` or `[B, Hq]`), sink, softcap, scale: as in `attention`.
         return_lse: also return the log-sum-exp, `[Hq, Nq]`, fp32 (fp64 for fp64).
-        out: `[Nq, Hq, Dv]` to write into; rows of no request stay as they are. Without it they are 0.
+        out: `[Nq, Hq, Dv]` to write into; rows of no request stay as they are. Without it they are 0. Their LSE is
+            -inf.
         plan: from `paged_plan`, where other calls have the same offsets and lengths, as the layers of a model do.
         validate: True: check offsets, lengths and pages first. None: on a CPU only, since the check synchronises with a
-            GPU. Unchecked, a length is clamped to what pages can hold, and a key whose page is missing reads as NaN.
+            GPU. Unchecked, a length is clamped to what the request's pages hold, and a key whose page does not exist
+            reads as NaN.
         backend: "auto", "triton" (a GPU) or "eager" (plain torch, request by request).
 
     Raises:
@@ -213,18 +217,24 @@ def _paged(
     """Compute a call."""
     if torch.compiler.is_compiling():
         return _paged_outside(inputs, options, longest, look, plan)
-    call, inputs = _prepared(inputs, options, longest, look)
+    call, read = _prepared(inputs, options, longest, look)
     with torch.no_grad(), no_autocast(inputs.query.device.type):
-        return launch_cache.labelled("paged", call, inputs, plan)
+        found: tuple[Tensor, Tensor | None] = launch_cache.labelled("paged", call, read, plan)
+        if launch_cache.COMPARE:
+            fresh, read = _prepared(inputs._replace(out=None), options, longest, look, anew=True)
+            rows = slice(None) if inputs.out is None else slice(int(inputs.cu_seqlens_q[-1]))
+            out, lse = fresh(read, None)
+            launch_cache.compare((found[0][rows], found[1]), (out[rows], lse))
+        return found
 
 
 def _prepared(
-    inputs: PagedInputs, options: tuple[Any, ...], longest: tuple[Any, Any], look: bool | None
+    inputs: PagedInputs, options: tuple[Any, ...], longest: tuple[Any, Any], look: bool | None, anew: bool = False
 ) -> tuple[Any, PagedInputs]:
     """A call as it was prepared before, or prepared now, and what it reads."""
     key, lengths = None, inputs.seqused_k
     looks = isinstance(lengths, Tensor) and checks.should_validate(look, lengths)
-    if launch_cache.ENABLED and not looks and not call_key.is_watched():
+    if launch_cache.ENABLED and not looks and not anew and not call_key.is_watched():
         key = _key_of(inputs, options, longest)
         if key is not None and (call := launch_cache.find(key)) is not None:
             return call, _as_read(inputs)
@@ -273,7 +283,7 @@ def _planned(inputs: PagedInputs, options: tuple[Any, ...], longest: tuple[Any, 
     causal, window, softcap, scale, backend = options
     query, key, *_ = inputs
     validate.options(CallOptions(causal, window, softcap, scale, return_lse=inputs.return_lse), query)
-    most_keys = inputs.page_table.shape[-1] * key.shape[1]
+    most_keys = min(inputs.page_table.shape[-1] * key.shape[1], MOST_KEYS)
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     scores = Scores(scale, float(softcap), alibi=inputs.alibi_slopes is not None, sink=inputs.sink is not None)
     problem: Problem = paged_problem(inputs, longest[0], most_keys, window=sides_of(causal, window), scores=scores)
@@ -292,7 +302,7 @@ def explain_paged(
     >>> plan = explain_paged(
     ...     torch.randn(11, 8, 32), pages, pages, offsets, keys[:2], page_table=table, max_seqlen_q=10
     ... )  # doctest: +ELLIPSIS
-    decode    B=2 Tq<=10 Hq=8 Hkv=2 D=32 Dv=32 float32 on cpu, pages of 16, up to 32 keys
+    paged     B=2 Tq<=10 Hq=8 Hkv=2 D=32 Dv=32 float32 on cpu, pages of 16, up to 32 keys
     backend   eager: ...
     not       gluon: does not support ragged queries on pages
     not       triton: ...
@@ -334,19 +344,19 @@ def _key_of(inputs: PagedInputs, options: tuple[Any, ...], longest: tuple[Any, A
         return None
     if call_key.is_elsewhere(query[3]) or (torch.is_grad_enabled() and any(t.requires_grad for t in _given(tensors))):
         return None
-    rows, requests = query[1][:1], lengths[1]
+    rows, requests, integers = query[1][:1], lengths[1], (offsets, lengths, table, indptr)
     if not rows or len(requests) != 1 or offsets[1] != (requests[0] + 1,) or (out and out[1][:1] != rows):
-        return None  # to be refused
+        return None  # to be refused, as what follows
     if (indptr[1] != offsets[1] or len(table[1]) != 1) if indptr else table[1][:-1] != requests:
         return None
-    if slopes and len(slopes[1]) == 2 and slopes[1][:1] != requests:
+    if any(t and t[2][-1:] != (1,) for t in integers) or (slopes and len(slopes[1]) == 2 and slopes[1][:1] != requests):
         return None
-    sizes = [None if t is None else (t[0], t[1][1:], t[2], *t[3:]) for t in (query, out, slopes)]
-    others = [None if t is None else (t[0], len(t[1]), t[2], *t[3:]) for t in (offsets, lengths, table, indptr)]
-    slope_dims = 0 if slopes is None else len(slopes[1])
+    sizes = [None if t is None else (t[0], len(t[1]), t[1][1:], t[2], *t[3:]) for t in (query, out, slopes)]
+    others = [None if t is None else (t[0], len(t[1]), t[2], *t[3:]) for t in integers]
     if backend == AUTO:
         backend = planning._forced
-    asked = *options[:-1], backend, inputs.return_lse, rounded_queries(longest[0]), slope_dims
+    # Strides of dims of size 1 are not looked at: one query, or one request, is another call.
+    asked = *options[:-1], backend, inputs.return_lse, rounded_queries(longest[0]), rows == (1,), requests == (1,)
     return ("paged", *sizes, key, value, *others, sink, *asked), ()
 
 

@@ -42,9 +42,9 @@ FLOATS = {"scale", "softcap", "dropout_scale", "k_scale", "v_scale"}
 
 
 def test_every_kernel_is_found() -> None:
-    names = "advance append bias decode decode_quantized fold forward_fp8 forward key merge merge_parts quantize query"
-    names = [*names.split(), "seen", "start_pack", "words", "write"]
-    assert sorted(FUNCTIONS) == [f"_{name}_kernel" for name in names]
+    names = "advance append bias decode decode_quantized fold forward_fp8 forward key list merge merge_parts"
+    names += " merge_splits paged quantize query seen start_pack words write"
+    assert sorted(FUNCTIONS) == [f"_{name}_kernel" for name in names.split()]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))

@@ -10,6 +10,7 @@ from paged_cases import check, draw
 
 from stream_attention import paged_attention, paged_plan
 from stream_attention.backends.installed import interpreting
+from stream_attention_tools.testing import poisoned_memory
 
 pytestmark = [
     pytest.mark.skipif(not interpreting(), reason="TRITON_INTERPRET=1 is not set: `make test` runs these"),
@@ -55,6 +56,11 @@ def test_rows_of_no_request_stay_as_they_are_in_an_out_that_is_given() -> None:
     found = paged_attention(*case.tensors, **case.pages, **case.options, out=given, backend="triton")
     assert found is given and torch.equal(given[:5], out[:5]) and (given[5:] == 7).all()
     assert (wide[:, -1] == 7).all() and (wide[:, :, -8:] == 7).all()
+    with poisoned_memory():
+        _, lse = paged_attention(
+            *case.tensors, **case.pages, **case.options, out=given, return_lse=True, backend="triton"
+        )
+    assert (lse[:, 5:] == -torch.inf).all() and not lse.isnan().any()
 
 
 def test_a_wrong_entry_of_the_table_reaches_its_own_request_alone() -> None:
@@ -78,3 +84,29 @@ def test_a_plan_serves_calls_that_differ_in_what_it_does_not_depend_on() -> None
         options = case.options | more
         own = paged_attention(*case.tensors, **case.pages, **options, backend="triton")
         assert torch.equal(paged_attention(*case.tensors, **case.pages, **options, plan=plan, backend="triton"), own)
+
+
+def test_a_request_reads_no_pages_of_its_neighbour_in_the_list() -> None:
+    """Its length, which nobody checked, says more than it has pages: it is clamped to these."""
+    case = draw(66, q_lens=[2, 2], k_lens=[30, 30], window=None, alibi_slopes=None, causal=True)
+    listed, page = case.listed, case.tensors[1].shape[1]
+    offsets = listed["kv_indptr"]
+    shorter = listed | {"kv_indptr": torch.stack([offsets[0], offsets[1], offsets[1]]), "validate": False}
+    lengths = torch.tensor([30 + 3 * page, 7], dtype=torch.int32)
+    tensors = (*case.tensors[:4], lengths)
+    own = -(-30 // page) * page
+    key, value = (t.nan_to_num(0.5) for t in tensors[1:3])
+    tensors = (tensors[0], key, value, tensors[3], lengths)
+    out = paged_attention(*tensors, **shorter, **case.options, backend="triton")
+    clamped = torch.tensor([own, 0], dtype=torch.int32)
+    expected = paged_attention(*tensors[:4], clamped, **shorter, **case.options, backend="eager")
+    torch.testing.assert_close(out[:4], expected[:4])
+
+
+def test_a_list_with_room_for_more_keys_than_32_bits_count() -> None:
+    case = draw(67, q_lens=[3], k_lens=[20], window=None)
+    listed = case.listed
+    pages = torch.zeros((1 << 31) // case.tensors[1].shape[1] + 5, dtype=torch.int32)
+    pages[: listed["kv_indices"].numel()] = listed["kv_indices"]
+    out = paged_attention(*case.tensors, **listed | {"kv_indices": pages}, **case.options, backend="triton")
+    assert torch.equal(out, paged_attention(*case.tensors, **listed, **case.options, backend="triton"))

@@ -20,7 +20,7 @@ from ...gpu.decode_tiles import join_sink, keys_of_split, queries_of_rows
 from ...gpu.launch import Kernel, jit
 from ...gpu.paged_call import PreparedPaged
 from ...gpu.paged_tuning import PagedConfig
-from ...gpu.tail import clear_uncomputed_output
+from ...gpu.tail import clear_uncomputed
 from ...gpu.tiles import LN2, initial_state, load_rows, normalised, online_softmax_step
 from ...gpu.work_list import HEADER, WORDS, list_work
 from .decode import stream_keys
@@ -81,6 +81,13 @@ def _paged_kernel(
     record = list_ptr + _HEADER + _WORDS * item
     request, tile, split, splits = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
     q_first, q_len, length = tl.load(record + 5), tl.load(record + 6), tl.load(record + 7)
+    if indptr_ptr is not None:
+        own = tl.minimum(tl.maximum(tl.load(indptr_ptr + request), 0), entries)
+        there = tl.minimum(tl.load(indptr_ptr + request + 1), entries) - own
+        length = tl.minimum(length, tl.maximum(tl.minimum(there, tl.cdiv(length, PAGE)), 0) * PAGE)
+        table_ptr += tl.minimum(own, entries - 1)  # where one is read even if there is no key
+    else:
+        table_ptr += request.to(tl.int64) * stride_tb
     offs_r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r, head, t = queries_of_rows(offs_r, kv_head, q_len, GROUP)
     down = (length - q_len + t)[:, None]  # where the queries stand
@@ -99,12 +106,6 @@ def _paged_kernel(
 
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
-    if indptr_ptr is not None:
-        own = tl.minimum(tl.maximum(tl.load(indptr_ptr + request), 0), entries)
-        end = tl.minimum(end, (entries - own) * PAGE)  # no entry of the list is behind its end
-        table_ptr += tl.minimum(own, entries - 1)  # where one is read even if there is no key
-    else:
-        table_ptr += request.to(tl.int64) * stride_tb
     offs_d = tl.arange(0, BLOCK_D)
     q_rows = q_ptr + (q_first + t).to(tl.int64) * stride_qm + head * stride_qh
     q = load_rows(q_rows[:, None], offs_d[None, :], mask_r, D, BLOCK_D, MASKED=True)
@@ -133,17 +134,18 @@ def _paged_kernel(
 
 
 @jit
-def _merge_kernel(
+def _merge_splits_kernel(
     list_ptr, states_ptr, cu_q_ptr, sink_ptr, out_ptr, lse_ptr,
     stride_om: tl.int64, stride_oh: tl.int64,
     rows: tl.int32, requests: tl.int32, kv_heads: tl.int32, most_states: tl.int32,
     GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, CLEARS: tl.constexpr,
 ):  # fmt: skip
     """Grid: as that of the kernel before; the first split of a tile merges all of them, in their order. Rows of no
-    request are cleared where the caller did not say where results go."""
+    request are cleared, of out where the caller did not say where it is."""
     if CLEARS:
-        write_lse: tl.constexpr = lse_ptr is not None
-        clear_uncomputed_output(out_ptr, lse_ptr, write_lse, cu_q_ptr, requests, rows, rows, kv_heads * GROUP, DV)
+        clear_uncomputed(out_ptr, cu_q_ptr, requests, rows, rows, kv_heads * GROUP * DV, 0.0)
+    if lse_ptr is not None:
+        clear_uncomputed(lse_ptr, cu_q_ptr, requests, rows, rows, 1, float("-inf"), kv_heads * GROUP)
     kv_head, item = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     if item >= tl.load(list_ptr + 1):
         return
@@ -174,4 +176,4 @@ def prepare_paged(problem: Problem, inputs: PagedInputs, config: PagedConfig) ->
     return PreparedPaged(problem, inputs, config, list_kernel, paged_kernel, merge_kernel)
 
 
-list_kernel, paged_kernel, merge_kernel = Kernel(_list_kernel), Kernel(_paged_kernel), Kernel(_merge_kernel)
+list_kernel, paged_kernel, merge_kernel = Kernel(_list_kernel), Kernel(_paged_kernel), Kernel(_merge_splits_kernel)
