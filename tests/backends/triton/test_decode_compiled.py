@@ -192,6 +192,9 @@ SPILLS: dict[str, dict[str, int]] = {
 }
 """Bytes that the kernel that computes is known to spill, by Triton's release."""
 
+MERGES_THAT_SPILL = {("3.8", "rows d256 on an A10")}
+"""Releases and calls of which the kernel that merges is known to spill 8 bytes, once for a row."""
+
 
 @with_tables
 @pytest.mark.parametrize("name", CALLS)
@@ -199,7 +202,8 @@ def test_the_machine_code_is_as_it_should_be(name: str) -> None:
     call = CALLS[name]
     config, (computing, merging) = call.kernels()
     found = report(computing)
-    assert not beyond(found.spill_bytes, SPILLS[RELEASE].get(name, 0)) and report(merging).spill_bytes == 0
+    assert not beyond(found.spill_bytes, SPILLS[RELEASE].get(name, 0))
+    assert report(merging).spill_bytes <= (8 if (RELEASE, name) in MERGES_THAT_SPILL else 0)
     assert found.warps == config.num_warps
     assert found.shared_bytes <= SHARED_BYTES[call.arch]
     ops = found.instructions
