@@ -527,9 +527,9 @@ def _qkv(
         refuse("query", words, shapes, f"The layout is {q_shape}.")
 
 
-def grouped(query: Tensor, kv_heads: int) -> None:
+def grouped(query: Tensor, kv_heads: int, hint: str = "") -> None:
     if query.shape[-2] < 1 or query.shape[-2] % kv_heads:
-        refuse("query", f"a multiple of the {kv_heads} KV heads as Hq", list(query.shape))
+        refuse("query", f"a multiple of the {kv_heads} KV heads as Hq", list(query.shape), hint)
 
 
 def per_head(alibi_slopes: Tensor | None, sink: Tensor | None, query: Tensor, batch: int, heads: int) -> None:

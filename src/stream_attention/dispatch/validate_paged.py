@@ -31,9 +31,8 @@ def tensors(inputs: PagedInputs, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
         refuse("query", f"the device of key_pages, {key.device}", query.device)
     if query.stride(-1) != 1 and query.shape[-1] > 1 and query.numel() > 0:
         refuse("query", "a contiguous last dim", f"strides {query.stride()}", "Call .contiguous() on it first.")
-    if query.shape[1] < 1 or query.shape[1] % key.shape[2]:
-        hint = "key_pages is read as [P, page, Hkv, D]; where heads lie before tokens pass key_pages.transpose(1, 2)."
-        refuse("query", f"a multiple of the {key.shape[2]} KV heads as Hq", list(query.shape), hint)
+    hint = "key_pages is read as [P, page, Hkv, D]; where heads lie before tokens pass key_pages.transpose(1, 2)."
+    validate.grouped(query, key.shape[2], hint)
     if key.shape[0] < 1 or not 1 <= key.shape[1] <= MOST_TOKENS:
         expected = f"at least one page, of 1 to {MOST_TOKENS} tokens"
         refuse("key_pages", expected, list(key.shape), "The layout is [P, page, Hkv, D].")
