@@ -174,8 +174,6 @@ DECODED = load(Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "
 
 
 MISSED = pytest.mark.xfail(strict=True, reason="1.47 at 35ed610, 1.34 in the run before: docs/performance.md")
-    strict=True, reason="1.47 in the run of 35ed610, 1.03 in the one before: docs/performance.md"
-)
 
 
 @pytest.mark.parametrize(
