@@ -79,19 +79,21 @@ def draw(seed: int, dtype: torch.dtype = torch.float32, longest: int = 40, **giv
 
     batch = rng.choice((1, 2, 5, 9))
     page, kv_heads, group = rng.choice((1, 4, 16, 48)), rng.choice((1, 2)), rng.choice((1, 2, 3, 4))
-    dim, value_dim = rng.choice(((16, 16), (32, 32), (40, 24), (64, 64)))
+    dim, value_dim = given.pop("dims", rng.choice(((16, 16), (32, 32), (40, 24), (64, 64))))
     q_lens = given.pop("q_lens", [rng.choice((0, 1, 1, 3, 17, longest)) for _ in range(batch)])
     k_lens = given.pop("k_lens", [rng.choice((0, 1, n, n + rng.randrange(60), n + rng.randrange(200))) for n in q_lens])
     needed = [-(-length // page) for length in k_lens]
-    key, value = pool(rng.choice(LAYOUTS), sum(needed) + 2, page, kv_heads, dim, value_dim, dtype)
+    e4m3 = given.pop("e4m3", seed % 4 == 3 and dtype is not torch.float64)
+    stored = torch.float8_e4m3fn if e4m3 else dtype
+    key, value = pool(rng.choice(LAYOUTS), sum(needed) + 2, page, kv_heads, dim, value_dim, stored)
     table = torch.full((len(q_lens), max([1, *needed]) + rng.randrange(3)), NOWHERE, dtype=torch.int32)
     free = torch.randperm(sum(needed) + 2, generator=generator).tolist()
     for request, length in enumerate(k_lens):
         for n in range(needed[request]):
             table[request, n] = place = free.pop()
             tokens = min(page, length - n * page)
-            key[place, :tokens] = normal(tokens, kv_heads, dim)
-            value[place, :tokens] = normal(tokens, kv_heads, value_dim)
+            key[place, :tokens] = normal(tokens, kv_heads, dim).to(stored)
+            value[place, :tokens] = normal(tokens, kv_heads, value_dim).to(stored)
     rows = sum(q_lens)
     query = torch.full((rows + rng.choice((0, 3)), kv_heads * group, dim), torch.nan, dtype=dtype)
     query[:rows] = normal(rows, kv_heads * group, dim)
@@ -107,9 +109,56 @@ def draw(seed: int, dtype: torch.dtype = torch.float32, longest: int = 40, **giv
         options["alibi_slopes"] = slopes if rng.random() < 0.5 or not q_lens else slopes[0]
     if rng.random() < 0.4:
         options["sink"] = torch.randn(kv_heads * group, generator=generator)
+    if rng.random() < 0.3:
+        options["causal"] = torch.rand(len(q_lens), generator=generator) < 0.5
+        if rng.random() < 0.5:
+            options["causal"] = options["causal"].int()
+    if rng.random() < 0.3:
+        options |= trees(q_lens, rng, generator)
+    if e4m3:
+        shapes: list[Any] = [(), (1,), (kv_heads,), (len(q_lens), kv_heads), (1, kv_heads), (len(q_lens), 1), None, 2.0]
+        for name in ("k_scale", "v_scale"):
+            shape = rng.choice(shapes)
+            drawn = isinstance(shape, tuple)
+            options[name] = torch.rand(shape, generator=generator) * 2 + 0.5 if drawn else shape
     return Case(
         (query, key, value, offsets, torch.tensor(k_lens, dtype=torch.int32)), table, q_lens, k_lens, options | given
     )
+
+
+def trees(q_lens: list[int], rng: random.Random, generator: torch.Generator) -> dict[str, Tensor]:
+    """Masks of the new tokens of most requests, of any pattern: rows that see nothing among them."""
+    masks = [torch.rand(n, n, generator=generator) < 0.5 if rng.random() < 0.7 else torch.ones(0) > 0 for n in q_lens]
+    elements = torch.cat([mask.flatten() for mask in masks]) if masks else torch.ones(0) > 0
+    offsets = torch.tensor([0, *(mask.numel() for mask in masks)]).cumsum(0)
+    return {"tree_mask": elements, "tree_offsets": offsets if rng.random() < 0.5 else offsets.int()}
+
+
+def own_options(case: Case, request: int, q_len: int, length: int) -> dict[str, Any]:
+    """The options of one request, as `attention` takes them: a tree is a mask."""
+    options = {name: x for name, x in case.options.items() if name not in ("k_scale", "v_scale", "batch_invariant")}
+    if isinstance(options["causal"], Tensor):
+        options["causal"] = bool(options["causal"][request])
+    slopes = options.get("alibi_slopes")
+    if slopes is not None:
+        options["alibi_slopes"] = slopes if slopes.dim() == 1 else slopes[request]
+    elements, offsets = options.pop("tree_mask", None), options.pop("tree_offsets", None)
+    if elements is not None and offsets[request] != offsets[request + 1]:
+        mask = torch.ones(q_len, length, dtype=torch.bool)
+        tree = elements[offsets[request] : offsets[request + 1]].view(q_len, q_len)
+        old = length - q_len
+        mask[:, max(old, 0) :] = tree[:, max(-old, 0) :]
+        mask[: max(-old, 0)] = False  # they stand before position 0
+        options |= {"mask": mask, "causal": False}
+    return options
+
+
+def scaled(pages: Tensor, scale: Any, request: int) -> Tensor:
+    """Keys or values `[1, Tk, Hkv, D]` of a request, with what they are to be multiplied by."""
+    if isinstance(scale, Tensor):
+        scale = scale[min(request, scale.shape[0] - 1)] if scale.dim() == 2 else scale
+        return pages * scale.to(pages.dtype).expand(pages.shape[2])[:, None]
+    return pages if scale is None else pages * scale
 
 
 def expected(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -123,11 +172,11 @@ def expected(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Te
         if first == last:
             continue
         pages = case.table[request, : -(-length // key.shape[1])].long()
-        keys, values = (t[pages].flatten(0, 1)[:length].to(dtype)[None] for t in (key, value))
-        options = dict(case.options)
-        slopes = options.get("alibi_slopes")
-        if slopes is not None:
-            options["alibi_slopes"] = slopes if slopes.dim() == 1 else slopes[request]
+        keys, values = (
+            scaled(t[pages].flatten(0, 1)[:length].to(dtype)[None], case.options.get(name), request)
+            for t, name in ((key, "k_scale"), (value, "v_scale"))
+        )
+        options = own_options(case, request, int(last - first), length)
         backend = "reference" if dtype is torch.float64 else "eager"
         its_out, its_lse = attention(
             query[None, first:last].to(dtype), keys, values, **options, return_lse=True, backend=backend

@@ -5,20 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import paged_cases
 import pytest
 import torch
 from paged_cases import NOWHERE, Case, check, draw, expected
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stream_attention import (
     PagedKV,
     UnsupportedProblem,
+    attention,
     decode_attention,
     explain_paged,
     paged_attention,
     paged_plan,
     varlen_attention,
+    write_kv,
 )
+from stream_attention.dispatch import paged
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -82,15 +87,111 @@ def test_a_wrong_entry_of_the_table_reaches_its_own_request_alone() -> None:
     assert torch.equal(out[:2], clean[:2]) and torch.equal(out[5:6], clean[5:6]) and out[2:5].isnan().any()
 
 
-def test_it_compiles() -> None:
-    case = draw(6)
-    compiled = torch.compile(paged_attention, backend="aot_eager")
-    with torch.no_grad():
-        found = compiled(*case.tensors, **case.pages, **case.options)
-    torch.testing.assert_close(found, paged_attention(*case.tensors, **case.pages, **case.options))
+def test_a_tree_by_hand() -> None:
+    """Two drafts of one token each behind a token: neither sees the other. A request without a tree is causal."""
+    pages = torch.randn(2, 2, 8, 1, 16)
+    query, lengths = torch.randn(5, 2, 16), torch.tensor([6, 4], dtype=torch.int32)
+    table, offsets = torch.tensor([[1], [0]], dtype=torch.int32), torch.tensor([0, 3, 5], dtype=torch.int32)
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    begins = torch.tensor([0, 9, 9], dtype=torch.int32)
+    out = paged_attention(
+        query, *pages, offsets, lengths, page_table=table, max_seqlen_q=3, tree_mask=tree.flatten(), tree_offsets=begins
+    )
+    key, value = pages[:, 1, None]
+    without = [0, 1, 2, 3, 5]  # the second draft sees what it would if the first were not there
+    alone = attention(query[None, 2:3], key[:, without], value[:, without])
+    torch.testing.assert_close(out[2], alone[0, 0])
+    torch.testing.assert_close(out[:2], attention(query[None, :2], key[:, :5], value[:, :5], causal=True)[0])
+    key, value = pages[:, 0, None, :4]
+    torch.testing.assert_close(out[3:], attention(query[None, 3:], key, value, causal=True)[0])
 
 
-CASE = draw(7, q_lens=[2, 3], k_lens=[20, 9], alibi_slopes=None, sink=None)
+def test_pages_in_e4m3_are_what_write_kv_writes() -> None:
+    key, value = torch.randn(2, 11, 2, 16)
+    pages = torch.zeros(2, 3, 4, 2, 16).to(torch.float8_e4m3fn)
+    scales = {"k_scale": torch.tensor([0.02, 0.03]), "v_scale": 0.025}
+    write_kv(key, value, *pages, torch.arange(11), **scales)
+    query, offsets = torch.randn(11, 4, 16), torch.tensor([0, 11], dtype=torch.int32)
+    table = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    out = paged_attention(query, *pages, offsets, offsets[1:], page_table=table, max_seqlen_q=11, **scales)
+    keys = pages[0].flatten(0, 1)[None, :11].float() * scales["k_scale"][:, None]
+    values = pages[1].flatten(0, 1)[None, :11].float() * 0.025
+    torch.testing.assert_close(out, attention(query[None], keys, values, causal=True)[0])
+
+
+def test_what_other_requests_do_changes_no_bit_of_an_invariant_call() -> None:
+    case = draw(8, q_lens=[2, 9, 1], k_lens=[50, 9, 40], window=None, causal=True, sink=None, alibi_slopes=None)
+    query, key, value, _, lengths = case.tensors
+    whole = paged_attention(*case.tensors, **case.pages, **case.options, batch_invariant=True)
+    for request, (first, last) in enumerate([(0, 2), (2, 11), (11, 12)]):
+        offsets = torch.tensor([0, last - first], dtype=torch.int32)
+        options = {name: x for name, x in case.options.items() if not isinstance(x, Tensor)}
+        alone = paged_attention(
+            query[first:last], key, value, offsets, lengths[request : request + 1],
+            page_table=case.table[request : request + 1], max_seqlen_q=last - first, batch_invariant=True, **options,
+        )  # fmt: skip
+        assert torch.equal(whole[first:last], alone)
+
+
+def without_tree(seed: int, **given: Any) -> Case:
+    """A case whose calls differ in lengths alone from others of it."""
+    given |= {"window": None, "causal": True, "softcap": 0.0, "sink": None, "alibi_slopes": None, "dims": (32, 32)}
+    return draw(seed, e4m3=False, tree_mask=None, tree_offsets=None, **given)
+
+
+def test_new_lengths_compile_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys, requests, pages and their table are sizes of the graph."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.fx.experimental._config, "use_duck_shape", False)  # sizes that are equal by chance
+    monkeypatch.setattr(paged_cases, "LAYOUTS", ("pages",))
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def step(tensors: tuple[Tensor, ...], pages: dict[str, Any], out: Tensor | None) -> Any:
+        return paged_attention(*tensors, **pages, out=out, return_lse=True)
+
+    compiled = torch.compile(step, backend=count, fullgraph=True, dynamic=True)
+    for q_lens, k_lens in (([3, 40], [80, 90]), ([7, 5], [30, 66]), ([2, 9, 30], [20, 9, 61]), ([50, 2], [50, 2])):
+        case = without_tree(10, q_lens=q_lens, k_lens=k_lens)
+        out = torch.zeros(case.tensors[0].shape)
+        with torch.no_grad():
+            compiled_found = compiled(case.tensors, case.pages, out)
+            found = step(case.tensors, case.pages, None)
+        assert compiled_found[0] is out
+        torch.testing.assert_close(compiled_found, found)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("seed", [3, 11, 20, 27])
+def test_the_ops_pass_opcheck(seed: int) -> None:
+    case = draw(seed, e4m3=False)  # opcheck multiplies what an op reads
+    given: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(paged.call_key, "is_watched", lambda: True)
+        patch.setattr(paged, "_by_op", lambda *call: given.extend(call) or (torch.zeros(()), None))
+        paged_attention(*case.tensors, **case.pages, **case.options)
+    inputs, options, look, _ = given
+    arguments = *inputs[:-2], *options, look, None, ()
+    torch.library.opcheck(torch.ops.stream_attention.paged.default, arguments)
+    out = torch.zeros(*case.tensors[0].shape[:2], case.tensors[2].shape[3], dtype=case.tensors[0].dtype)
+    torch.library.opcheck(torch.ops.stream_attention.paged_into.default, (*arguments, out))
+
+
+def test_fake_tensors_go_through() -> None:
+    case = draw(12)
+    with FakeTensorMode() as mode, torch.no_grad():
+        fake = replace(case, tensors=tuple(map(mode.from_tensor, case.tensors)), table=mode.from_tensor(case.table))
+        options = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in case.options.items()}
+        out, lse = paged_attention(*fake.tensors, **fake.pages, **options, return_lse=True)
+    query, value = case.tensors[0], case.tensors[2]
+    assert out.shape == (*query.shape[:2], value.shape[3]) and lse.shape == (query.shape[1], query.shape[0])
+
+
+CASE = draw(7, q_lens=[2, 3], k_lens=[20, 9], alibi_slopes=None, sink=None, e4m3=False)
+E4M3 = draw(7, q_lens=[2, 3], k_lens=[20, 9], alibi_slopes=None, sink=None, e4m3=True)
 
 
 def changed(place: int, t: Tensor) -> Case:
@@ -122,10 +223,48 @@ REFUSED: dict[str, tuple[Case, dict[str, Any], str]] = {
     "gradient": (changed(0, Q.clone().requires_grad_()), {}, "query: expected requires_grad=False"),
     "block_table": (CASE, {"block_table": CASE.table}, "`block_table` is called `page_table` here"),
     "lengths of keys as offsets": (CASE, {"cu_seqlens_k": OFFSETS}, "`cu_seqlens_k` is called `seqused_k` here"),
+    "descale of FA3": (CASE, {"k_descale": KEYS.float()}, "`k_descale` is called `k_scale` here"),
     "sinks of vLLM": (CASE, {"sinks": None}, "`sinks` is called `sink` here"),
     "unknown word": (CASE, {"dropout_p": 0.1}, "unexpected keyword argument 'dropout_p'"),
     "max_seqlen_q as a tensor": (CASE, {"max_seqlen_q": KEYS.max()}, r"max_seqlen_q: expected an int.*Call int\(\)"),
     "swapped": (replace(CASE, tensors=(Q, K, V, KEYS, OFFSETS)), {}, "cu_seqlens_q: .*Are the two swapped"),
+    "causal of fewer requests": (CASE, {"causal": KEYS[:1].bool()}, r"causal: expected shape \[B=2\]"),
+    "causal of floats": (
+        CASE,
+        {"causal": KEYS.float()},
+        r"causal: expected dtype torch.bool or torch.int32.*\.bool\(\)",
+    ),
+    "a tree without offsets": (
+        CASE,
+        {"tree_mask": torch.ones(13) > 0},
+        "tree_offsets: expected a tensor beside tree_mask",
+    ),
+    "offsets without trees": (CASE, {"tree_offsets": OFFSETS}, "tree_mask: expected a tensor beside tree_offsets"),
+    "a tree that is no square": (
+        CASE,
+        {"tree_mask": torch.ones(13) > 0, "tree_offsets": torch.tensor([0, 3, 12])},
+        "tree_offsets: expected the 2 x 2 elements of request 0, or none; got 3, from 0 to 3",
+    ),
+    "trees beyond their mask": (
+        CASE,
+        {"tree_mask": torch.ones(12) > 0, "tree_offsets": torch.tensor([0, 4, 13])},
+        "tree_offsets: expected from 0 to the 12 elements of tree_mask",
+    ),
+    "2-D trees": (
+        CASE,
+        {"tree_mask": torch.ones(2, 2) > 0, "tree_offsets": OFFSETS},
+        r"tree_mask: expected shape \[elements of all trees\].*torch.cat",
+    ),
+    "a scale of pages that have none": (CASE, {"k_scale": 2.0}, "k_scale: expected None for pages in torch.float32"),
+    "shape of a scale": (E4M3, {"v_scale": torch.ones(3, 3)}, r"v_scale: expected shape \[\], \[Hkv="),
+    "scale of bf16": (E4M3, {"k_scale": torch.ones((), dtype=torch.bfloat16)}, "k_scale: expected dtype torch.float32"),
+    "scale 0": (E4M3, {"k_scale": 0.0}, "k_scale: expected from"),
+    "pages in bytes": (
+        replace(E4M3, tensors=(E4M3.tensors[0], *(t.view(torch.uint8) for t in E4M3.tensors[1:3]), *E4M3.tensors[3:])),
+        {"k_scale": None, "v_scale": None},
+        r"key_pages: .*pass key_pages.view\(torch.float8_e4m3fn\)",
+    ),
+    "batch_invariant": (CASE, {"batch_invariant": 1}, "batch_invariant: expected a bool"),
     "causal of FA": (CASE, {"is_causal": True}, "`is_causal` is called `causal` here"),
 }
 

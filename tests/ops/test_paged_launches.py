@@ -39,14 +39,16 @@ def call(
     gap: int = 0,
     listed: bool = False,
     entries: int = 30,
+    e4m3: bool = False,
     **options: Any,
 ) -> Call:
     shift, width_of_row = 1 if shifted else 0, heads * dim + gap
     memory = torch.zeros((rows + 1) * width_of_row + shift, dtype=dtype)[shift:]
     query = memory.as_strided((rows, heads, dim), (width_of_row, dim, 1), shift)
-    pages = [torch.zeros(50, page, kv_heads, dim, dtype=dtype) for _ in "kv"]
+    stored = torch.float8_e4m3fn if e4m3 else dtype
+    pages = [torch.zeros(50, page, kv_heads, dim, dtype=stored) for _ in "kv"]
     if by_head:
-        pages = [torch.zeros(50, kv_heads, page, dim, dtype=dtype).transpose(1, 2) for _ in "kv"]
+        pages = [torch.zeros(50, kv_heads, page, dim, dtype=stored).transpose(1, 2) for _ in "kv"]
     offsets, keys = (torch.zeros(count, dtype=torch.int32) for count in (requests + 1, requests))
     table = {"page_table": torch.zeros(requests, width, dtype=torch.int32)}
     if listed:
@@ -83,6 +85,26 @@ CALLS: dict[str, dict[str, Any]] = {
     "one query": {"rows": 1},
     "queries off 16 bytes of the next": {"gap": 1},
     "with the LSE": {"return_lse": True},
+    "causal by requests": {"causal": torch.zeros(3, dtype=torch.bool)},
+    "causal by requests, int32": {"causal": torch.zeros(3, dtype=torch.int32)},
+    "causal by requests, window": {"causal": torch.zeros(3, dtype=torch.bool), "window": (-1, 5)},
+    "a tree": {"tree_mask": torch.zeros(9) > 0, "tree_offsets": torch.zeros(4, dtype=torch.int32)},
+    "a tree of more": {"tree_mask": torch.zeros(10) > 0, "tree_offsets": torch.zeros(4, dtype=torch.int32)},
+    "a tree by int64": {"tree_mask": torch.zeros(9) > 0, "tree_offsets": torch.zeros(4, dtype=torch.int64)},
+    "a tree, not causal": {
+        "tree_mask": torch.zeros(9) > 0,
+        "tree_offsets": torch.zeros(4, dtype=torch.int32),
+        "causal": False,
+    },
+    "in e4m3": {"e4m3": True},
+    "scaled": {"e4m3": True, "k_scale": torch.ones(()), "v_scale": torch.ones(())},
+    "keys scaled": {"e4m3": True, "k_scale": torch.ones(())},
+    "scaled by a number": {"e4m3": True, "k_scale": 2.0, "v_scale": 3.0},
+    "scaled by another number": {"e4m3": True, "k_scale": 2.0, "v_scale": 4.0},
+    "scaled by heads": {"e4m3": True, "k_scale": torch.ones(2), "v_scale": torch.ones(2)},
+    "scaled by requests": {"e4m3": True, "k_scale": torch.ones(3, 1), "v_scale": torch.ones(3, 1)},
+    "scaled by requests and heads": {"e4m3": True, "k_scale": torch.ones(3, 2), "v_scale": torch.ones(3, 2)},
+    "batch-invariant": {"batch_invariant": True},
     "into an out": {"out": torch.zeros(40, 8, 64, dtype=torch.bfloat16)},
     "into an out with gaps": {"out": torch.zeros(40, 9, 64, dtype=torch.bfloat16)[:, :8]},
 }

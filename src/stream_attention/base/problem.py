@@ -97,6 +97,11 @@ class PagedInputs(NamedTuple):
     kv_indptr: Tensor | None = None  # int32 [B + 1]: where each request's entries begin
     alibi_slopes: Tensor | None = None  # [B, Hq] or [1, Hq]
     sink: Tensor | None = None  # [Hq]
+    causal: Tensor | None = None  # bool or int32 [B]: which requests are; None: all, or none
+    tree_mask: Tensor | None = None  # bool: [q_b, q_b] of every request that has a tree, one behind the other
+    tree_offsets: Tensor | None = None  # int32 or int64 [B + 1]: where each of these begins
+    k_scale: Tensor | None = None  # fp32 [B or 1, Hkv or 1], of pages in e4m3
+    v_scale: Tensor | None = None  # likewise
     out: Tensor | None = None  # [Nq, Hq, Dv]; None: a new one
     return_lse: bool = False
 
@@ -105,7 +110,7 @@ class PagedPlan(NamedTuple):
     """The work of a step, which `paged_plan` lists: for calls with the same offsets and lengths, as in other layers."""
 
     work: Tensor  # int32
-    made_for: tuple[Any, ...] | None  # sizes that such calls have; None: any
+    made_for: tuple[int, ...]  # sizes that such calls have; none: any
 
 
 class Wanted(NamedTuple):
@@ -159,6 +164,8 @@ class KV(NamedTuple):
     page: int = 0  # tokens of a page of a cache; 0: none
     coding: Coding | None = None  # of a quantised cache
     ragged: bool = False  # requests have as many queries each as offsets say; q_len is the most
+    e4m3: bool = False  # of pages: not in the query's dtype
+    causal_by_request: bool = False  # only those are that have no tree, and that a tensor, if there is one, names
 
 
 class Operands(NamedTuple):
@@ -202,6 +209,7 @@ class Scores(NamedTuple):
     sink: bool = False
     dropout_p: float = 0.0
     batch_start: int = 0  # index of batch entry 0 in the whole call, for dropout
+    value_scale: float = 1.0  # values are this times what is stored
 
 
 class Direction(NamedTuple):
@@ -259,7 +267,7 @@ class Problem(_Parts):
     coding: Coding | None = _read(attrgetter("kv.coding"))
     packed: bool = _read(lambda self: self.kv.layout == "packed")
     cached: bool = _read(lambda self: self.kv.layout == "cache")
-    ragged: bool = _read(attrgetter("kv.ragged"))
+    ragged, e4m3, causal_by_request = _fields_of(bool, "kv", "ragged", "e4m3", "causal_by_request")
     dtype: torch.dtype = _read(attrgetter("operands.dtype"))
     tma_compatible, tf32, fp8 = _fields_of(bool, "operands", "tma_compatible", "tf32", "fp8")
     device: torch.device = _read(attrgetter("hardware.device"))
@@ -270,6 +278,7 @@ class Problem(_Parts):
     mask, alibi, sink = _fields_of(bool, "scores", "mask", "alibi", "sink")
     bias: torch.dtype | None = _read(attrgetter("scores.bias"))
     batch_start: int = _read(attrgetter("scores.batch_start"))
+    value_scale: float = _read(attrgetter("scores.value_scale"))
     backward, lse_grad, row_grad, partial, deterministic = _fields_of(bool, "direction")
     kind: str = _read(
         lambda self: "paged" if self.ragged else "decode" if self.cached else "backward" if self.backward else "forward"
@@ -319,7 +328,7 @@ class Problem(_Parts):
         dims = f"Hq={self.q_heads} Hkv={self.kv_heads} D={self.head_dim} Dv={self.value_dim} {dtype_name(self.dtype)}"
         if self.cached:
             kind = f"pages of {self.page}" if self.page else "contiguous"
-            quantised = f"quantised to {self.coding.format}, " if self.coding else ""
+            quantised = f"quantised to {self.coding.format}, " if self.coding else "in e4m3, " if self.e4m3 else ""
             return f"{sizes} {dims} on {self.device}, {kind}, {quantised}up to {self.k_len} keys"
         features = [
             "causal" if sides == (UNBOUNDED, 0) else f"window={sides}" if sides != (UNBOUNDED, UNBOUNDED) else "",
@@ -489,22 +498,35 @@ def decode_problem(query: Tensor, cache: KVCache, **asked: Any) -> Problem:
     )
 
 
-def paged_problem(inputs: PagedInputs, q_len: int, k_len: int, **asked: Any) -> Problem:
-    """What a call of ragged queries on paged keys has to compute: at most so many queries and keys of a request."""
+def paged_problem(
+    inputs: PagedInputs,
+    q_len: int,
+    k_len: int,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    **asked: Any,
+) -> Problem:
+    """What a call of ragged queries on paged keys has to compute: at most so many queries and keys of a request.
+
+    Where some requests may not be causal, `window` is that of those, and kernels look at each.
+    """
     query, key, value = inputs[:3]
     batch, page = inputs.seqused_k.shape[0], key.shape[1]
+    differ = inputs.causal is not None or inputs.tree_mask is not None
+    e4m3 = key.dtype is not query.dtype
     return Problem(
         Shape(batch, q_len, query.shape[1], key.shape[2], query.shape[2], value.shape[3]),
-        KV("cache", k_len, page, ragged=True),
+        KV("cache", k_len, page, ragged=True, e4m3=e4m3, causal_by_request=causal and differ),
         Operands(query.dtype),
         hardware_of(query.device),
+        sides_of(causal and not differ, window),
         **asked,
     )
 
 
 def resized_decode(problem: Problem, q_len: int, capacity: int) -> Problem:
     """What a call on a cache has to compute that differs from `problem` in lengths alone."""
-    (batch, _, *sizes), (layout, _, page, coding, _), operands, hardware, window, _, scores, direction = problem
+    (batch, _, *sizes), (layout, _, page, coding, *_), operands, hardware, window, _, scores, direction = problem
     positions = Positions(capacity - q_len, q_base=capacity - q_len)
     shape, kv = Shape(batch, q_len, *sizes), KV(layout, capacity, page, coding)
     return Problem(shape, kv, operands, hardware, window, positions, scores, direction)

@@ -50,6 +50,8 @@ FOREIGN = {
     "cu_seqlens_k": {"seqused_k": "int32 [B], the keys of each request, its new ones counted"},
     "sliding_window": {"window": "a tuple (left, right): (width - 1, 0)"},
     "logits_soft_cap": {"softcap": "0.0 is none"},
+    "k_descale": {"k_scale": "a number, or fp32 [], [Hkv] or [B, Hkv]"},
+    "v_descale": {"v_scale": "a number, or fp32 [], [Hkv] or [B, Hkv]"},
     "sinks": {"sink": "[Hq]"},
     "s_aux": {"sink": "[Hq]"},
     "key_padding_mask": {
@@ -425,12 +427,9 @@ def without_gradient(function: str, differentiable: str, **given: Any) -> None:
             refuse(name, "requires_grad=False", "requires_grad=True with gradients enabled", hint)
 
 
-def without_tangent(inputs: DecodeInputs) -> None:
-    """Refuse forward-mode differentiation of a call on a cache that a kernel computes."""
-    stores = {name: getattr(inputs.cache, name) for name in inputs.cache.STORES}
-    others = {name: getattr(inputs, name) for name in ("query", "alibi_slopes", "sink")}
-    for name in _with_tangent(others | stores):
-        hint = 'The kernels have no forward-mode derivative: pass backend="eager", or use attention().'
+def without_tangent(hint: str, **given: Tensor | None) -> None:
+    """Refuse tensors with a tangent, of forward-mode differentiation: nothing would come of it."""
+    for name in _with_tangent(given):
         refuse(name, "a tensor without a tangent", "one with a tangent (forward-mode AD)", hint)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ MOST_TOKENS = 1024
 
 def tensors(inputs: PagedInputs, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
     """Check all but values."""
-    query, key, value, cu_seqlens_q, seqused_k, table, indptr, slopes, sink, out, _ = inputs
+    query, key, value, cu_seqlens_q, seqused_k, table, indptr, *_, out, _ = inputs
     validate.tensor_beside("query", query, query)
-    checks.stores(("key_pages", "value_pages"), key, value, "P, page")
+    validate.floating("query", query, query)
+    checks.stores(("key_pages", "value_pages"), key, value, "P, page", (E4M3,))
     if query.dim() != 3 or query.shape[2] != key.shape[3]:
         hint = "Pack the queries of all requests: query.flatten(0, 1)." if query.dim() == 4 else ""
         refuse("query", f"[Nq, Hq, D={key.shape[3]}] to match key_pages", list(query.shape), hint)
-    if query.dtype is not key.dtype:
+    if key.dtype not in (query.dtype, E4M3):
         refuse("query", f"the dtype of key_pages, {key.dtype}", query.dtype, error=TypeError)
     if query.device != key.device:
         refuse("query", f"the device of key_pages, {key.device}", query.device)
@@ -40,24 +42,24 @@ def tensors(inputs: PagedInputs, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
     batch = seqused_k.shape[0]
     validate.is_tensor("cu_seqlens_q", cu_seqlens_q)
     swapped = "Are the two swapped?" if cu_seqlens_q.shape == (batch - 1,) else ""
-    legend = f"[B + 1 = {batch + 1}], as seqused_k has B = {batch}"
-    _int32("cu_seqlens_q", cu_seqlens_q, query, (batch + 1,), legend, swapped)
+    _int32("cu_seqlens_q", cu_seqlens_q, query, (batch + 1,), "[B + 1 = {}], one more than seqused_k", swapped)
     if indptr is None:
         hint = "For a list of pages behind each other pass kv_indptr and kv_indices."
-        _int32("page_table", table, query, (batch, None), f"[B={batch}, pages of a request]", hint)
+        _int32("page_table", table, query, (batch, None), "[B={}, pages of a request]", hint)
         if table.shape[1] < 1:
             refuse("page_table", "at least one page for each request", list(table.shape))
     else:
-        _int32("kv_indptr", indptr, query, (batch + 1,), f"[B + 1 = {batch + 1}]")
-        validate.tensor_beside("kv_indices", table, query)
-        if table.dtype not in (torch.int32, torch.int64):
-            refuse("kv_indices", "dtype torch.int32 or torch.int64", table.dtype, error=TypeError)
-        if table.dim() != 1 or not table.is_contiguous():
-            refuse("kv_indices", "a contiguous tensor of shape [pages of all requests]", list(table.shape))
+        _int32("kv_indptr", indptr, query, (batch + 1,), "[B + 1 = {}]")
+        legend = "[pages of all requests]"
+        _integers("kv_indices", table, query, (None,), legend, "", torch.int32, torch.int64)
     validate.whole_int("max_seqlen_q", max_seqlen_q, 0)
     if max_seqlen_k is not None:
         validate.whole_int("max_seqlen_k", max_seqlen_k, 0)
-    validate.per_head(slopes, sink, query, batch, query.shape[1])
+    validate.per_head(inputs.alibi_slopes, inputs.sink, query, batch, query.shape[1])
+    _scales(inputs)
+    if inputs.causal is not None:
+        _integers("causal", inputs.causal, query, (batch,), "[B={}]", "", torch.bool, torch.int32)
+    _tree(inputs)
     if out is not None:
         validate.tensor_beside("out", out, query)
         shape = (*query.shape[:2], value.shape[3])
@@ -68,6 +70,33 @@ def tensors(inputs: PagedInputs, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
         checks.writable("out", out)
 
 
+def _scales(inputs: PagedInputs) -> None:
+    """Check the scales of pages."""
+    query, batch, heads = inputs.query, inputs.seqused_k.shape[0], inputs.key_pages.shape[2]
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(inputs, name)
+        if scale is None:
+            continue
+        validate.tensor_beside(name, scale, query)
+        if scale.dtype is not torch.float32:
+            refuse(name, "dtype torch.float32", scale.dtype, f"Call {name}.float().", TypeError)
+        if scale.shape not in ((), (1,), (heads,), (batch, heads), (batch, 1), (1, heads), (1, 1)):
+            refuse(name, f"shape [], [Hkv={heads}] or [B={batch}, Hkv={heads}]", list(scale.shape))
+
+
+def _tree(inputs: PagedInputs) -> None:
+    """Check the masks of draft tokens."""
+    tree, offsets, batch = inputs.tree_mask, inputs.tree_offsets, inputs.seqused_k.shape[0]
+    if (tree is None) != (offsets is None):
+        name, here = ("tree_mask", "tree_offsets")[:: 1 if tree is None else -1]
+        hint = "tree_mask has [q_b, q_b] of every request that has a tree, one behind the other, from tree_offsets[b]."
+        refuse(name, f"a tensor beside {here}", "None", hint)
+    if tree is not None:
+        _integers("tree_offsets", offsets, inputs.query, (batch + 1,), "[B + 1 = {}]", "", torch.int32, torch.int64)
+        hint = "Pack the masks of all requests: torch.cat([mask.flatten() for mask in masks])."
+        _integers("tree_mask", tree, inputs.query, (None,), "[elements of all trees]", hint, torch.bool)
+
+
 def values(inputs: PagedInputs, max_seqlen_q: int, max_seqlen_k: int | None, left: int) -> None:
     """Check offsets, lengths and pages. Synchronises."""
     key, offsets, lengths = inputs.key_pages, inputs.cu_seqlens_q.tolist(), inputs.seqused_k.tolist()
@@ -75,6 +104,8 @@ def values(inputs: PagedInputs, max_seqlen_q: int, max_seqlen_k: int | None, lef
     pages, page = key.shape[:2]
     if inputs.kv_indptr is not None:
         validate.cu_seqlens_values("kv_indptr", inputs.kv_indptr.tolist(), inputs.page_table.shape[0], None)
+    if inputs.tree_offsets is not None and inputs.tree_mask is not None:
+        _tree_values(inputs.tree_offsets.tolist(), inputs.tree_mask.shape[0], offsets)
     room = inputs.page_table.shape[-1] * page
     most = room if max_seqlen_k is None else min(max_seqlen_k, room)
     for request, length in enumerate(lengths):
@@ -92,6 +123,17 @@ def values(inputs: PagedInputs, max_seqlen_q: int, max_seqlen_k: int | None, lef
         if missing.any():
             wrong = int(its[missing][0])
             refuse(name, f"pages from 0 to {pages - 1} for the {length} keys of request {request}", wrong)
+
+
+def _tree_values(begins: list[int], elements: int, offsets: list[int]) -> None:
+    """Check where the masks of trees begin."""
+    if begins[0] < 0 or begins[-1] > elements:
+        refuse("tree_offsets", f"from 0 to the {elements} elements of tree_mask", [begins[0], begins[-1]])
+    for request, (begin, end) in enumerate(pairwise(begins)):
+        queries = offsets[request + 1] - offsets[request]
+        if end - begin not in (0, queries**2):
+            expected = f"the {queries} x {queries} elements of request {request}, or none"
+            refuse("tree_offsets", expected, f"{end - begin}, from {begin} to {end}")
 
 
 def row_of(inputs: PagedInputs, request: int) -> Tensor:
@@ -157,11 +199,11 @@ def writing(
     validate.without_gradient("write_kv", "detached tensors", **tensors)
 
 
-def divisor(name: str, scale: Any, pages: Any) -> Tensor | float:
-    """Check a scale of `write_kv`: of one that is a tensor only that the pages are e4m3. A number is returned as a
-    float."""
+def scale(name: str, scale: Any, pages: Any) -> Tensor | float:
+    """Check a scale of pages: of one that is a tensor only that the pages are e4m3. A number is returned as a float."""
     if isinstance(pages, Tensor) and pages.dtype is not E4M3:
-        refuse(name, f"None for pages in {pages.dtype}, which are not scaled", "a scale")
+        hint = "To use e4m3, pass pages.view(torch.float8_e4m3fn)." if pages.dtype is torch.uint8 else ""
+        refuse(name, f"None for pages in {pages.dtype}, which are not scaled", "a scale", hint)
     if isinstance(scale, Tensor):
         return scale
     validate.real(name, scale)
@@ -188,10 +230,26 @@ def _lines(name: str, given: Tensor, shape: str) -> None:
 
 
 def _int32(name: str, given: Any, query: Tensor, shape: tuple[int | None, ...], legend: str, hint: str = "") -> None:
+    _integers(name, given, query, shape, legend, hint, torch.int32)
+
+
+def _integers(
+    name: str,
+    given: Any,
+    query: Tensor,
+    shape: tuple[int | None, ...],
+    legend: str,
+    hint: str,
+    *dtypes: torch.dtype,
+) -> None:
+    """Integers, or what one of `dtypes` is, of a shape; None is any size. `legend` has a place for the first: a string
+    with the sizes of a compiled graph in it would fix them."""
     validate.tensor_beside(name, given, query)
-    if given.dtype is not torch.int32:
-        refuse(name, "dtype torch.int32", given.dtype, f"Call {name}.int().", TypeError)
-    if given.dim() != len(shape) or any(n not in (None, m) for n, m in zip(shape, given.shape, strict=True)):
-        refuse(name, f"shape {legend}", list(given.shape), hint)
+    if given.dtype not in dtypes:
+        cast = {torch.bool: "bool", torch.int32: "int"}[dtypes[0]]
+        expected = f"dtype {' or '.join(map(str, dtypes))}"
+        refuse(name, expected, given.dtype, f"Call {name}.{cast}().", TypeError)
+    if given.dim() != len(shape) or any(n is not None and n != m for n, m in zip(shape, given.shape, strict=True)):
+        refuse(name, f"shape {legend.format(*shape)}", list(given.shape), hint)
     if given.shape[-1] > 1 and given.stride(-1) != 1:
         refuse(name, "a contiguous last dim", f"strides {given.stride()}", "Call .contiguous() on it first.")

@@ -20,16 +20,26 @@ HEADER = WORDS = 8
 _HEADER, _WORDS = tl.constexpr(HEADER), tl.constexpr(WORDS)
 _AT_ONCE = tl.constexpr(128)
 _ITEMS = tl.constexpr(32)
+INVARIANT_KEYS, INVARIANT_SPLITS = 2048, 8
+_INVARIANT_KEYS, _INVARIANT_SPLITS = tl.constexpr(INVARIANT_KEYS), tl.constexpr(INVARIANT_SPLITS)
 
 
 def most_items(rows: int, requests: int, group: int, block_r: int, programs: int) -> int:
     """How many items there may be of so many queries, where `programs` for each KV head fill the GPU."""
-    return rows * group // block_r + requests + programs + 1
+    return rows * group // block_r + requests + (programs + 1 if programs else (INVARIANT_SPLITS - 1) * requests)
 
 
-def most_states(programs: int) -> int:
+def most_states(requests: int, programs: int) -> int:
     """How many items may be splits: a tile that is split has fewer than twice its blocks over a share."""
-    return 2 * programs + 2
+    return 2 * programs + 2 if programs else INVARIANT_SPLITS * requests
+
+
+@triton.jit
+def _splits_of(tiles, blocks, share, BLOCK_N: tl.constexpr):
+    """Splits of each tile of requests. `share` 0: as nothing but the request itself decides, and only of one tile."""
+    of_its_own = tl.minimum(tl.cdiv(blocks, _INVARIANT_KEYS // BLOCK_N), _INVARIANT_SPLITS)
+    splits = tl.where(share > 0, tl.cdiv(blocks, tl.maximum(share, 1)), tl.where(tiles > 1, 1, of_its_own))
+    return tl.maximum(splits, 1)
 
 
 @triton.jit
@@ -53,7 +63,8 @@ def list_work(
     list_ptr, cu_q_ptr, lengths_ptr, requests, rows, most_keys, left, programs, most_items,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Write the list: equal shares of all work for so many `programs` for each KV head, and for each tile one more."""
+    """Write the list: equal shares of all work for so many `programs` for each KV head, and for each tile one more.
+    Without `programs` no request changes how another is split."""
     total = tl.zeros([_AT_ONCE], tl.int64)
     for first in tl.range(0, requests, _AT_ONCE):
         request = first + tl.arange(0, _AT_ONCE)
@@ -61,7 +72,7 @@ def list_work(
             request, requests, cu_q_ptr, lengths_ptr, rows, most_keys, left, GROUP, BLOCK_R, BLOCK_N, HAS_LEFT
         )
         total += tiles.to(tl.int64) * blocks
-    share = tl.maximum(tl.cdiv(tl.sum(total, 0), programs), 1).to(tl.int32)
+    share = tl.where(programs > 0, tl.maximum(tl.cdiv(tl.sum(total, 0), tl.maximum(programs, 1)), 1), 0).to(tl.int32)
     for own in tl.range(tl.program_id(0), requests, tl.num_programs(0)):
         items_before = tl.zeros([_AT_ONCE], tl.int32)
         states_before = tl.zeros([_AT_ONCE], tl.int32)
@@ -70,7 +81,7 @@ def list_work(
             _, _, _, tiles, blocks = _sizes(
                 request, requests, cu_q_ptr, lengths_ptr, rows, most_keys, left, GROUP, BLOCK_R, BLOCK_N, HAS_LEFT
             )
-            splits = tl.maximum(tl.cdiv(blocks, share), 1)
+            splits = _splits_of(tiles, blocks, share, BLOCK_N)
             items = tl.where(request < own, tiles * splits, 0)
             items_before += items
             states_before += tl.where(splits > 1, items, 0)
@@ -78,7 +89,7 @@ def list_work(
         q_first, q_len, length, tiles, blocks = _sizes(
             own, requests, cu_q_ptr, lengths_ptr, rows, most_keys, left, GROUP, BLOCK_R, BLOCK_N, HAS_LEFT
         )
-        splits = tl.maximum(tl.cdiv(blocks, share), 1)
+        splits = _splits_of(tiles, blocks, share, BLOCK_N)
         count = tiles * splits
         for start in tl.range(0, count, _ITEMS):
             n = start + tl.arange(0, _ITEMS)

@@ -393,7 +393,10 @@ def _prepare(plan: Plan, inputs: DecodeInputs) -> Call:
     warn_if_lacking(plan)
     backend = BY_NAME[plan.backend]
     if backend.compiles:
-        validate.without_tangent(inputs)
+        read = {name: getattr(inputs.cache, name) for name in inputs.cache.STORES}
+        read |= {name: getattr(inputs, name) for name in ("query", "alibi_slopes", "sink")}
+        hint = 'The kernels have no forward-mode derivative: pass backend="eager", or use attention().'
+        validate.without_tangent(hint, **read)
     compute = backend.prepare_decode(plan.problem, _with_rows(inputs), plan.config)
     if backend.compiles:
         return compute if inputs.alibi_slopes is None else lambda inputs, *at: compute(_with_rows(inputs), *at)

@@ -59,9 +59,9 @@ def write_kv(
     [0, 128, 128, 0, 0, 0, 0, 0]
     """
     if k_scale is not None:
-        k_scale = validate_paged.divisor("k_scale", k_scale, key_pages)
+        k_scale = validate_paged.scale("k_scale", k_scale, key_pages)
     if v_scale is not None:
-        v_scale = validate_paged.divisor("v_scale", v_scale, value_pages)
+        v_scale = validate_paged.scale("v_scale", v_scale, value_pages)
     tensors = key, value, key_pages, value_pages, slots, k_scale, v_scale
     is_watched, cache_key, call = call_key.is_watched(), None, None
     if not is_watched:

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 from paged_cases import check, draw
+from torch import Tensor
 
 from stream_attention import paged_attention, paged_plan
 from stream_attention.backends.installed import interpreting
+from stream_attention.gpu import work_list
 from stream_attention_tools.testing import poisoned_memory
 
 pytestmark = [
@@ -75,6 +78,49 @@ def test_two_calls_give_the_same_bits() -> None:
     case = draw(64, torch.bfloat16, q_lens=[1, 40, 3], k_lens=[600, 300, 9])
     first, second = (paged_attention(*case.tensors, **case.pages, **case.options, backend="triton") for _ in range(2))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dims", [(80, 80), (96, 96), (192, 128), (256, 256)], ids=str)
+def test_head_dims(dims: tuple[int, int]) -> None:
+    for seed in (70, 71):
+        check(draw(seed, longest=20, dims=dims), "triton")
+
+
+@pytest.mark.parametrize("seed", range(80, 90))
+def test_batch_invariant_problems(seed: int) -> None:
+    check(draw(seed, batch_invariant=True), "triton")
+
+
+def test_what_other_requests_do_changes_no_bit_of_an_invariant_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long keys of one query, which are split; a prompt; and a request that is alone or beside these."""
+    for name in ("_INVARIANT_KEYS", "_INVARIANT_SPLITS"):
+        monkeypatch.setattr(work_list, name, triton.language.constexpr({"_INVARIANT_KEYS": 64}.get(name, 4)))
+    case = draw(91, q_lens=[1, 40, 3], k_lens=[500, 90, 70], window=None, sink=None, alibi_slopes=None)
+    query, key, value, _, lengths = case.tensors
+    options = {name: x for name, x in case.options.items() if not isinstance(x, Tensor)} | {"causal": True}
+    invariant = {"batch_invariant": True, "backend": "triton", **options}
+    whole = paged_attention(*case.tensors, **case.pages, **invariant)
+    plain = paged_attention(*case.tensors, **case.pages, **{**invariant, "batch_invariant": False})
+    torch.testing.assert_close(whole, plain)
+    for request, (first, last) in enumerate([(0, 1), (1, 41), (41, 44)]):
+        offsets = torch.tensor([0, last - first], dtype=torch.int32)
+        alone = paged_attention(
+            query[first:last], key, value, offsets, lengths[request : request + 1],
+            page_table=case.table[request : request + 1], max_seqlen_q=last - first, **invariant,
+        )  # fmt: skip
+        assert torch.equal(whole[first:last], alone), request
+
+
+def test_a_plan_of_an_invariant_step_is_another() -> None:
+    case = draw(92, q_lens=[1, 4], k_lens=[60, 9], window=None)
+    plan = paged_plan(*case.tensors, **case.pages, backend="triton", batch_invariant=True)
+    same = {**case.pages, **case.options, "backend": "triton"}
+    with_plan, without = (
+        paged_attention(*case.tensors, **same, batch_invariant=True, plan=one) for one in (plan, None)
+    )
+    assert torch.equal(with_plan, without)
+    with pytest.raises(ValueError, match="plan: expected one made for tiles and sizes"):
+        paged_attention(*case.tensors, **same, plan=plan)
 
 
 def test_a_plan_serves_calls_that_differ_in_what_it_does_not_depend_on() -> None:

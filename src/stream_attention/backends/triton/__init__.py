@@ -35,7 +35,7 @@ class Triton(Backend):
 
     def configure(self, problem: Problem, request: Request = PLAIN) -> Any:
         if problem.ragged:
-            return paged_tuning.configure(problem)
+            return paged_tuning.configure(problem, request.batch_invariant)
         if problem.cached:
             return decode_tuning.configure(problem, request.num_splits, request.batch_invariant)
         forced: dict[str, Any] = {} if problem.backward else dict(request.forced)
@@ -92,6 +92,7 @@ def _decode_reasons(problem: Problem) -> Reasons:
         *_gpu_reasons(problem),
         (max(dims) > 256, f"supports head dims up to 256; got {dims_of(problem)}"),
         *cache_reasons(problem),
+        _on_arch(problem, 89 if problem.e4m3 else 0, "pages in e4m3 "),
         *_quantised_reasons(problem),
     )
 

@@ -43,20 +43,20 @@ from .decode_quantized import quantized_kernel, quantized_kernel_arguments
 
 @triton.jit
 def stream_keys(
-    q, k_ptr, v_ptr, table_ptr, tree_rows, stride_kb, stride_kn, stride_vb, stride_vn,
-    begin, end, step, pages, length, q_len, down, mask_r, slopes, left, right, scale, softcap,
+    row_max, row_sum, acc, q, k_ptr, v_ptr, table_ptr, tree_rows, stride_kb, stride_kn, stride_vb, stride_vn,
+    begin, end, step, pages, first_new, down, mask_r, slopes, left, right, scale, softcap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr,
-    TANH: tl.constexpr,
+    TANH: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
-    """Row max, row sum and accumulator of a tile of queries, which stand at positions `down`, over blocks of the keys
-    from `begin` to before `end` of one row of a cache. `table_ptr` points to its pages."""
+    """Row max, row sum and accumulator of a tile of queries, which stand at positions `down`, after the blocks of keys
+    from `begin` to before `end` of one row of a cache. `table_ptr` points to its pages. With a tree, whose first column
+    is the key at `first_new`, rows not in `mask_r` see nothing."""
     offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     if PAGE != 0:  # a block's pages are looked up an iteration ahead
         page = tl.load(table_ptr + tl.maximum(tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1), 0) // PAGE)
-    row_max, row_sum, acc = initial_state(BLOCK_R, BLOCK_DV)
-    for start in range(begin, end, step):
+    for start in tl.range(begin, end, step, num_stages=STAGES):
         k_pos = start + tl.arange(0, BLOCK_N)
         inside = k_pos < end
         token = tl.minimum(k_pos, end - 1)
@@ -69,8 +69,8 @@ def stream_keys(
             k_rows = place * stride_kb + slot * stride_kn
             v_rows = place * stride_vb + slot * stride_vn
             page = tl.load(table_ptr + tl.minimum(k_pos + step, end - 1) // PAGE)
-        k = load_rows(k_ptr + k_rows[:, None], offs_d[None, :], inside, D, BLOCK_D, MASKED=False)
-        v = load_rows(v_ptr + v_rows[:, None], offs_dv[None, :], inside, DV, BLOCK_DV, MASKED=False)
+        k = load_rows(k_ptr + k_rows[:, None], offs_d[None, :], inside, D, BLOCK_D, MASKED=False).to(q.dtype)
+        v = load_rows(v_ptr + v_rows[:, None], offs_dv[None, :], inside, DV, BLOCK_DV, MASKED=False).to(q.dtype)
         if PRECISION == "ieee" and BLOCK_D > 64:
             # Sums of 64 products, added up: 256 one after the other are off by more than torch's, which adds in a tree.
             parts: tl.constexpr = BLOCK_D // 64
@@ -84,7 +84,7 @@ def stream_keys(
         if PAGE != 0:
             scores = tl.where(exists[None, :], scores, float("nan"))
         scores = hide_scores(
-            scores, inside[None, :], down, across, left, right, tree_rows, length - q_len, mask_r[:, None],
+            scores, inside[None, :], down, across, left, right, tree_rows, first_new, mask_r[:, None],
             HAS_LEFT, HAS_RIGHT, HAS_TREE,
         )  # fmt: skip
         if HAS_TREE:  # a new token that is masked for every row may be NaN
@@ -158,10 +158,12 @@ def _decode_kernel(
     tree_rows = q_rows
     if HAS_TREE:
         tree_rows = (tree_ptr + b * stride_rb + t * stride_rm)[:, None]
+        mask_r = mask_r & (length - q_len + t >= 0)  # what stands before position 0 is no token of the row
 
+    row_max, row_sum, acc = initial_state(BLOCK_R, BLOCK_DV)
     row_max, row_sum, acc = stream_keys(
-        q, k_ptr, v_ptr, table_ptr, tree_rows, stride_kb, stride_kn, stride_vb, stride_vn,
-        begin, end, step, pages, length, q_len, down, mask_r, slopes, left, right, scale, softcap,
+        row_max, row_sum, acc, q, k_ptr, v_ptr, table_ptr, tree_rows, stride_kb, stride_kn, stride_vb, stride_vn,
+        begin, end, step, pages, length - q_len, down, mask_r, slopes, left, right, scale, softcap,
         D, DV, BLOCK_D, BLOCK_DV, BLOCK_R, BLOCK_N, PAGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_TREE,
         PRECISION, TANH,
     )  # fmt: skip

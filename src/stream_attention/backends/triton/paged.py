@@ -26,6 +26,8 @@ from ...gpu.work_list import HEADER, WORDS, list_work
 from .decode import stream_keys
 
 _HEADER, _WORDS = tl.constexpr(HEADER), tl.constexpr(WORDS)
+_NEVER = tl.constexpr(1 << 30)
+"""A position behind every key."""
 
 
 @jit
@@ -56,23 +58,27 @@ def _store_answer(
 
 @jit
 def _paged_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, indptr_ptr, list_ptr, slopes_ptr, sink_ptr, out_ptr, lse_ptr, states_ptr,
+    q_ptr, k_ptr, v_ptr, table_ptr, indptr_ptr, list_ptr, slopes_ptr, sink_ptr,
+    causal_ptr, tree_ptr, tree_offsets_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr, states_ptr,
     stride_qm: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_kn: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vn: tl.int64, stride_vh: tl.int64,
     stride_tb: tl.int64, stride_ab: tl.int64, stride_om: tl.int64, stride_oh: tl.int64,
+    stride_ksb: tl.int64, stride_ksh: tl.int64, stride_vsb: tl.int64, stride_vsh: tl.int64,
     rows: tl.int32, kv_heads: tl.int32, pages: tl.int32, entries: tl.int32, most_states: tl.int32,
-    left: tl.int32, right: tl.int32, scale, softcap,
+    most_trees: tl.int64, left: tl.int32, right: tl.int32, scale, softcap, value_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    TANH: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
+    """`right` is that of requests that are not causal, where `causal_ptr` or a tree says so of some."""
     if ALIGNED:
         stride_qm, stride_qh = stride_qm * 8, stride_qh * 8
         stride_kb, stride_kn, stride_kh = stride_kb * 8, stride_kn * 8, stride_kh * 8
         stride_vb, stride_vn, stride_vh = stride_vb * 8, stride_vn * 8, stride_vh * 8
     HAS_ALIBI: tl.constexpr = slopes_ptr is not None
+    HAS_TREE: tl.constexpr = tree_ptr is not None
 
     # Where am I.
     kv_head, item = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
@@ -91,6 +97,24 @@ def _paged_kernel(
     offs_r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r, head, t = queries_of_rows(offs_r, kv_head, q_len, GROUP)
     down = (length - q_len + t)[:, None]  # where the queries stand
+
+    # What the request has of its own: a tree, the keys behind a query, scales.
+    sees, first_new, tree_rows = mask_r, length - q_len, down
+    has_tree = False
+    if HAS_TREE:
+        tree = tl.load(tree_offsets_ptr + request).to(tl.int64)
+        tree_end = tl.load(tree_offsets_ptr + request + 1).to(tl.int64)
+        has_tree = (tree_end - tree == q_len.to(tl.int64) * q_len) & (tree >= 0) & (tree_end <= most_trees)
+        tree_rows = (tree_ptr + tl.where(has_tree, tree, 0) + t * q_len)[:, None]
+        sees = mask_r & ((length - q_len + t >= 0) | (has_tree == 0))
+        first_new = tl.where(has_tree, first_new, _NEVER)
+    if IS_CAUSAL:
+        is_causal = has_tree == 0
+        if causal_ptr is not None:
+            is_causal = is_causal & (tl.load(causal_ptr + request) != 0)
+        right = tl.where(is_causal, 0, right)
+    if k_scale_ptr is not None:
+        scale *= tl.load(k_scale_ptr + request * stride_ksb + kv_head * stride_ksh)
 
     # Which keys some row of the tile sees, and which of those are mine.
     last_row = tl.minimum(tile * BLOCK_R + BLOCK_R, GROUP * q_len) - 1
@@ -113,13 +137,29 @@ def _paged_kernel(
     if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + request * stride_ab + head, mask=mask_r, other=0.0).to(tl.float32)[:, None]
 
+    row_max, row_sum, acc = initial_state(BLOCK_R, BLOCK_DV)
+    new = end
+    TREE_N: tl.constexpr = 16  # keys of a block that has new ones; more of them spill, beside their lines of the tree
+    if HAS_TREE:
+        new = tl.minimum(begin + tl.maximum(first_new - begin, 0) // BLOCK_N * BLOCK_N, tl.maximum(end, begin))
     row_max, row_sum, acc = stream_keys(
-        q, k_ptr, v_ptr, table_ptr, q_rows, stride_kb, stride_kn, stride_vb, stride_vn,
-        begin, end, step, pages, length, q_len, down, mask_r, slopes, left, right, scale, softcap,
+        row_max, row_sum, acc, q, k_ptr, v_ptr, table_ptr, tree_rows, stride_kb, stride_kn, stride_vb, stride_vn,
+        begin, new, step, pages, first_new, down, sees, slopes, left, right, scale, softcap,
         D, DV, BLOCK_D, BLOCK_DV, BLOCK_R, BLOCK_N, PAGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, False,
         PRECISION, TANH,
     )  # fmt: skip
+    if HAS_TREE:
+        row_max, row_sum, acc = stream_keys(
+            row_max, row_sum, acc, q, k_ptr, v_ptr, table_ptr, tree_rows, stride_kb, stride_kn, stride_vb, stride_vn,
+            new, end, TREE_N, pages, first_new, down, sees, slopes, left, right, scale, softcap,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_R, TREE_N, PAGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, True,
+            PRECISION, TANH, 1,
+        )  # fmt: skip
     out, lse = normalised(acc, row_max, row_sum)
+    if v_ptr.dtype.element_ty != q_ptr.dtype.element_ty:
+        out *= value_scale
+        if v_scale_ptr is not None:
+            out *= tl.load(v_scale_ptr + request * stride_vsb + kv_head * stride_vsh)
     if splits == 1:
         _store_answer(
             out, lse, q_first + t, head, mask_r, out_ptr, lse_ptr, sink_ptr, stride_om, stride_oh, rows, DV, BLOCK_DV

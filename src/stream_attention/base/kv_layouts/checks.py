@@ -23,25 +23,40 @@ def tensor(name: str, given: Any, device: torch.device | None = None) -> None:
         refuse(name, "a materialised tensor", "a negated view", "Call .resolve_neg() on it first.")
 
 
-def floating(name: str, given: Any, shape: str, device: torch.device | None = None) -> None:
-    """A tensor of four dims, at least one head and one head dim, in a dtype of attention."""
+def floating(
+    name: str,
+    given: Any,
+    shape: str,
+    device: torch.device | None = None,
+    more: tuple[torch.dtype, ...] = (),
+) -> None:
+    """A tensor of four dims, at least one head and one head dim, in a dtype of attention, or in one `more`."""
     if isinstance(given, QuantizedTensor):
         hint = "Call compressor.decompress(), or make a quantised cache: quantize_kv(ContiguousKV(key, value), format)."
         refuse(name, "a torch.Tensor", "QuantizedTensor", hint, TypeError)
     tensor(name, given, device)
-    if given.dtype not in DTYPES:
-        refuse(name, "dtype float16, bfloat16, float32 or float64", given.dtype, error=TypeError)
+    if given.dtype not in DTYPES + more:
+        names = [str(dtype).removeprefix("torch.") for dtype in DTYPES + more]
+        hint = f"To read e4m3, pass {name}.view(torch.float8_e4m3fn)." if more and given.dtype is torch.uint8 else ""
+        refuse(name, f"dtype {', '.join(names[:-1])} or {names[-1]}", given.dtype, hint, TypeError)
     if given.dim() != 4 or min(given.shape[2:]) < 1:
         refuse(name, f"shape {shape}, at least one head and one head dim", list(given.shape))
     if given.stride(-1) != 1 and given.shape[-1] > 1 and given.numel() > 0:
         refuse(name, "a contiguous last dim", f"strides {given.stride()}", "Call .contiguous() on it first.")
 
 
-def stores(names: tuple[str, str], key: Tensor, value: Tensor, rows: str) -> None:
-    """Keys and values of a cache, `[{rows}, Hkv, D]` and Dv: one dtype, and all dims but the last the same."""
+def stores(
+    names: tuple[str, str],
+    key: Tensor,
+    value: Tensor,
+    rows: str,
+    more: tuple[torch.dtype, ...] = (),
+) -> None:
+    """Keys and values of a cache, `[{rows}, Hkv, D]` and Dv: one dtype, that of attention or one `more`, and all dims
+    but the last the same."""
     of_keys, name = names
-    floating(of_keys, key, f"[{rows}, Hkv, D]")
-    floating(name, value, f"[{rows}, Hkv, Dv]", key.device)
+    floating(of_keys, key, f"[{rows}, Hkv, D]", more=more)
+    floating(name, value, f"[{rows}, Hkv, Dv]", key.device, more)
     if value.dtype is not key.dtype:
         refuse(name, f"the dtype of {of_keys}, {key.dtype}", value.dtype, error=TypeError)
     if value.shape[:3] != key.shape[:3]:
