@@ -10,7 +10,7 @@ from tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, t
 from tools import count_lines
 
 LIBRARY_TODAY = 20_823
-BOTH_TODAY = 27_906
+BOTH_TODAY = 27_923
 """Of lines of code. 18,893 and 25,976 before lists of tiles, splits by length, `paged_attention` and `write_kv`."""
 
 LONG_FILES: set[str] = set()

@@ -24,6 +24,7 @@ from torch import Tensor
 from stream_attention.backends.reference import attention as reference
 
 from ..testing.inputs import Case, Tensors, draw, sequences
+from ..testing.tolerance import FORWARD_FACTOR, GRADIENT_FACTOR
 from .providers import Provider
 from .suites import Cell, chunked, shortened
 
@@ -107,7 +108,9 @@ def check(provider: Provider, cell: Cell, x: Tensors) -> Verdict:
     out, d_query = _computed(provider, cell, x)
     with torch.no_grad():
         reference_x = provider.reference_inputs(x)
-        verdicts = [_verdict("out", [_output(provider, out, x, reference_x, part)], factor=2.0) for part in parts]
+        verdicts = [
+            _verdict("out", [_output(provider, out, x, reference_x, part)], factor=FORWARD_FACTOR) for part in parts
+        ]
     if d_query is not None:
         for part in parts:
             few = part._replace(rows=part.rows[: _rows_held(case, len(part.heads))])
@@ -155,7 +158,7 @@ def check_all(provider: Provider, cell: Cell, x: Tensors, seed: int = 0) -> list
         for batch, (q_len, _) in enumerate(sequences(case)):
             for rows in torch.arange(q_len).split(size):
                 blocks.append(_output(provider, out, x, reference_x, _Part.of(case, batch, rows, kv_heads)))
-    verdicts = [_verdict("out", blocks, factor=2.0)]
+    verdicts = [_verdict("out", blocks, factor=FORWARD_FACTOR)]
     if cell.direction != "forward":
         verdicts += _check_gradients(provider, gradient_case(case), seed)
     return verdicts
@@ -178,11 +181,24 @@ def _rows_held(case: Case, heads: int) -> int:
 
 def _output(provider: Provider, out: Tensor, x: Tensors, reference_x: Tensors, part: _Part) -> _Block:
     y, result = part.inputs(reference_x), part.take(out)
-    exact = _dense(y, torch.float64)[0]
-    eager = [_dense(one, part.case.dtype)[0] for one in (y, _keys_reversed(y))] + provider.tolerance_sources(y)
-    block = _block(result, exact, eager)
+    block, exact = _beside_exact(result, y, part.case.dtype, provider.tolerance_sources(y))
     meant = exact if reference_x is x else _dense(part.inputs(x), torch.float64)[0]
     return block._replace(lost=float((result - meant).square().sum()), whole=float(meant.square().sum()))
+
+
+def rows_verdict(result: Tensor, x: Tensors) -> Verdict:
+    """Some rows of an output, `[1, rows, heads, Dv]`, beside fp64: `x` has their queries and all keys, and
+    `q_positions` among its options says where they stand."""
+    return _verdict("out", [_beside_exact(result, x, x.query.dtype)[0]], factor=FORWARD_FACTOR)
+
+
+def _beside_exact(
+    result: Tensor, x: Tensors, dtype: torch.dtype, sources: Sequence[Tensor] = ()
+) -> tuple[_Block, Tensor]:
+    """A result beside attention of `x` in fp64, which is returned too."""
+    exact = _dense(x, torch.float64)[0]
+    eager = [_dense(one, dtype)[0] for one in (x, _keys_reversed(x))]
+    return _block(result, exact, [*eager, *sources]), exact
 
 
 def _dense(x: Tensors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -221,7 +237,7 @@ def _gradients_beside_exact(actual: dict[str, Tensor], x: Tensors, dtype: torch.
     rounded = (x.grad_out * (out.to(dtype) - out)).sum(-1) + eps * (x.grad_out * out).abs().sum(-1)
     noise = dense(torch.float64, None, rounded.mT)
     return [
-        _verdict(f"d_{name}", [_block(a, e, [g])], factor=3.0, noise=_largest(n))
+        _verdict(f"d_{name}", [_block(a, e, [g])], factor=GRADIENT_FACTOR, noise=_largest(n))
         for (name, a), e, g, n in zip(actual.items(), exact, eager, noise, strict=True)
     ]
 

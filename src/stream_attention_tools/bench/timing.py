@@ -69,11 +69,17 @@ def paired_ratio(ours: Sequence[float], peer: Sequence[float]) -> float:
 
 
 def interleaved(
-    calls: dict[str, Call], clock: Clock, repeats: int, warmup: int, budget_s: float = float("inf")
+    calls: dict[str, Call],
+    clock: Clock,
+    repeats: int,
+    warmup: int,
+    budget_s: float = float("inf"),
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Milliseconds of each call, round by round: `repeats` rounds, or fewer after `budget_s`, but at least three.
 
-    The `warmup` rounds before them stop after `budget_s` too, after at least one.
+    The `warmup` rounds before them stop after `budget_s` too, after at least one. `before` precedes every timed call,
+    outside of its time: it clears the L2 cache where the inputs do not rotate.
     """
     began = time.perf_counter()
     for n in range(warmup):
@@ -86,30 +92,32 @@ def interleaved(
     began = time.perf_counter()
     for n in range(repeats):
         turned = names[n % len(names) :] + names[: n % len(names)]  # nobody always runs after the same neighbour
-        for name, ms in _round({name: calls[name] for name in turned}, n, clock).items():
+        for name, ms in _round({name: calls[name] for name in turned}, n, clock, before).items():
             samples[name].append(ms)
         if n >= 2 and time.perf_counter() - began > budget_s:
             break
     return samples
 
 
-def _round(calls: dict[str, Call], n: int, clock: Clock) -> dict[str, float]:
+def _round(calls: dict[str, Call], n: int, clock: Clock, before: Callable[[], object]) -> dict[str, float]:
     if clock in ("events", "graph"):
-        return _cuda_round(calls, n)
+        return _cuda_round(calls, n, before)
     if clock in ("calls", "eager"):
-        return {name: _synchronised(call, n) for name, call in calls.items()}
+        return {name: _synchronised(call, n, before) for name, call in calls.items()}
     now = time.process_time if clock == "cpu" else time.perf_counter
     taken = {}
     for name, call in calls.items():
+        before()
         began = now()
         call(n)
         taken[name] = (now() - began) * 1e3
     return taken
 
 
-def _synchronised(call: Call, n: int) -> float:
+def _synchronised(call: Call, n: int, before: Callable[[], object]) -> float:
     """Milliseconds from a device with nothing to do to the next such moment: what the host takes, or the device if that
     takes longer."""
+    before()
     torch.cuda.synchronize()
     began = time.perf_counter()
     call(n)
@@ -117,10 +125,11 @@ def _synchronised(call: Call, n: int) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def _cuda_round(calls: dict[str, Call], n: int) -> dict[str, float]:
+def _cuda_round(calls: dict[str, Call], n: int, before: Callable[[], object]) -> dict[str, float]:
     events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in calls}
     torch.cuda._sleep(HOST_LEAD_CYCLES)
     for name, call in calls.items():
+        before()
         events[name][0].record()
         call(n)
         events[name][1].record()
