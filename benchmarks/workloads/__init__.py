@@ -1,0 +1,1 @@
+"""Twelve batches of serving engines on paged keys, beside FlashAttention-3."""
