@@ -4,10 +4,10 @@
     python -m benchmarks.workloads --markdown benchmarks/results/h200/workloads.json
     python -m benchmarks.workloads --cpu --scale 64
 
-The second writes the tables into docs/performance.md; the third runs everything but graphs and peers on a CPU, with
-lengths divided by 64, in about a minute. On an H200 twelve workloads at one shape of heads should take at most 150 s,
-most of it to compile; `seconds` of the file says what it took. Before anything is timed, rows of the first, the longest
-and the last request are compared with attention in fp64. One of ours that is wrong ends the run.
+The second writes the table into docs/performance.md; the third runs everything but graphs and peers on a CPU, with
+lengths divided by 64, in about a minute. On an H200 the twelve are meant to take at most 150 s at one shape of heads,
+most of it to compile (not run there yet; `seconds` in the file). Before anything is timed, rows of the first, the
+longest and the last request are compared with attention in fp64. One of ours that is wrong ends the run.
 
 Keys lie in pages that are permuted over their pool, tables are as wide as 128k tokens, and `write_kv` has written the
 new tokens. All calls of a workload take turns, the L2 cache is cleared before each, and times are medians. `replayed`
@@ -37,6 +37,11 @@ from .calls import step
 from .figures import line, missed, written
 from .measure import Wrong, measure
 
+TIMING = {
+    "replayed": "CUDA events around the replay of a CUDA graph of the call",
+    "called": "perf_counter around a call from Python, on a GPU from an idle device to an idle device",
+    "order": "interleaved, one call each per round; on a GPU the L2 cache is cleared before each",
+}
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 
 
@@ -56,7 +61,7 @@ def main() -> int:
     add("--scale", type=int, default=1, metavar="N", help="divide lengths by N")
     add("--tb-per-s", type=float, default=TB_PER_S, help="what the GPU reads; default: %(default)s, of an H200")
     add("--tflop-per-s", type=float, default=TFLOP_PER_S, help="what it computes; default: %(default)s, of an H200")
-    add("--limit", type=int, default=300, metavar="S", help="end a run that hangs, and say where; default: %(default)s")
+    add("--limit", type=int, default=120, metavar="S", help="seconds a workload may hang; default: %(default)s")
     add("--markdown", type=Path, metavar="FILE", help="write the table of a results file into the page, and end")
     add("--page", type=Path, default=PAGE, help="default: docs/performance.md")
     options = parser.parse_args()
@@ -74,7 +79,6 @@ def main() -> int:
     if not options.cpu and not torch.cuda.is_available():
         print("this measures calls on a GPU, and there is none; on a CPU: --cpu --scale 64", file=sys.stderr)
         return 2
-    faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
     try:
         return run(options)
     finally:
@@ -89,6 +93,7 @@ def run(options: argparse.Namespace) -> int:
     results = conditions(device) | {
         "rounds": options.rounds,
         "scale": options.scale,
+        "timing": TIMING,
         "limits": dict(zip(("tb_per_s", "tflop_per_s"), limits, strict=True)),
         "cells": found,
     }
@@ -103,6 +108,7 @@ def run(options: argparse.Namespace) -> int:
         for workload, heads in pairs:
             name = f"{workload.number} {workload.name}, {heads}"
             cell = described(workload, heads, limits)
+            faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
             try:
                 made = step(workload, heads, device, options.scale)
                 cell["pool_bytes"] = made.key_pages.nbytes + made.value_pages.nbytes
