@@ -31,6 +31,7 @@ LAYERS = (
     "dispatch",
     "backends",
     "gpu",
+    "masks",
     "base",
     "moved",
 )

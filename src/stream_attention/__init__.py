@@ -29,6 +29,7 @@ from .ops.write_kv import write_kv
 from .utils.checkpoint import gradient_checkpoint_sequential
 
 if TYPE_CHECKING:
+    from . import masks as masks
     from .core import FlashAttentionV3
     from .core.ring_attention import RingAttention
     from .core.star_attention import StarAttention
@@ -92,6 +93,8 @@ without torch.distributed."""
 if not TYPE_CHECKING:  # to a type checker they do not exist
 
     def __getattr__(name: str) -> object:
+        if name == "masks":  # a package, which is imported when it is asked for
+            return import_module(f"{__name__}.masks")
         if name in _ELSEWHERE:
             return getattr(import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
