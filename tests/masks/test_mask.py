@@ -152,9 +152,9 @@ def test_a_mask_is_pickled_and_copied_whole() -> None:
 
 def test_a_mask_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
-        causal().right = 3  # type: ignore[misc]
+        causal().right = 3
     with pytest.raises((AttributeError, TypeError)):
-        causal().other = 3  # type: ignore[attr-defined]
+        causal().other = 3
 
 
 def test_to_moves_every_tensor_and_keeps_the_mask_where_there_is_none_to_move() -> None:
@@ -206,7 +206,7 @@ def test_repr_says_what_the_mask_is(mask: Mask, said: str | None) -> None:
         ({"query_end": ints(1)[0]}, ValueError, "query_end: expected shape [B, Hq, Tk]"),
         ({"dense": ints(1)[None]}, TypeError, "dense: expected dtype torch.bool; got torch.int32"),
         ({"query_label": ints(1)}, ValueError, "query_label: expected query_start or query_end beside it"),
-        ({"query_end": ints(1), "by_id": True}, ValueError, "by_id: expected query_start and query_end beside it"),
+        ({"query_end": ints(1), "by_id": True}, ValueError, "by_id: expected query_start, query_end and query_label"),
         ({"key_start": ints(1, 2), "key_end": ints(1, 2, 3)}, ValueError, "key_end: expected Tq=2 or 1"),
         ({"key_start": ints(1, 2), "q_len": 3}, ValueError, "key_start: expected Tq=3 or 1, as other parts"),
         ({"blocks": Blocks(torch.ones(2, 2) > 0, 2, 2)}, ValueError, "blocks: expected shape [B, Hq, rows, cols"),

@@ -58,11 +58,13 @@ def from_function(
         check_int(said, size, least=0)
     target = torch.empty(0, device=device).device
     evaluated = _Evaluated(_checked(mask_mod, name), name, batch or 1, heads or 1, q_len, k_len, target)
-    if q_len and k_len:
-        evaluated = _without_idle_dims(evaluated)
+    words = f"{name} of [{q_len}, {k_len}]"
+    if not (q_len and k_len):
+        return Mask(q_len=q_len, k_len=k_len, words=words)
+    evaluated = _without_idle_dims(evaluated)
     fields = _keys_per_query(evaluated) or _queries_per_key(evaluated) or {"dense": _dense(evaluated)}
     found: dict[str, Any] = {part: _collapsed(tensor) for part, tensor in fields.items()}
-    return Mask(**found, q_len=q_len, k_len=k_len, words=f"{name} of [{q_len}, {k_len}]")
+    return Mask(**found, q_len=q_len, k_len=k_len, words=words)
 
 
 def from_block_mask(block_mask: Any) -> Mask:
@@ -202,8 +204,7 @@ def _keys_per_query(evaluated: _Evaluated) -> dict[str, Tensor] | None:
             return None
         starts.append(start)
         ends.append(end)
-    shape = evaluated.batch, evaluated.heads, evaluated.q_len
-    return _bounded("key", _joined(starts, shape, evaluated), _joined(ends, shape, evaluated), evaluated.k_len)
+    return _bounded("key", torch.cat(starts, dim=-1), torch.cat(ends, dim=-1), evaluated.k_len)
 
 
 def _queries_per_key(evaluated: _Evaluated) -> dict[str, Tensor] | None:
@@ -235,11 +236,6 @@ def _run(seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     start = bits.argmax(-1).to(torch.int32)  # the first of equals
     end = seen.shape[-1] - bits.flip(-1).argmax(-1).to(torch.int32)
     return start, torch.where(count > 0, end, 0), count
-
-
-def _joined(pieces: list[Tensor], shape: tuple[int, ...], evaluated: _Evaluated) -> Tensor:
-    empty = torch.zeros(shape, dtype=torch.int32, device=evaluated.device)
-    return torch.cat(pieces, dim=-1) if pieces else empty
 
 
 def _bounded(side: str, start: Tensor, end: Tensor, most: int) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ class Mask:
     - Keys per query: query i sees `key_start[b, h, i] <= j < key_end[b, h, i]`.
     - Queries per key: key j is seen where `query_start[b, h, j] <= x < query_end[b, h, j]`, x the label of the query:
       `query_label[b, h, i]`, or i where there are no labels. `by_id` vouches that `query_end` is `query_start + 1`, so
-      that labels are ids and a key is seen by the queries of its own id.
+      that labels are ids and a key is seen by the queries of its own id; it needs labels.
     - `dense`: query i sees key j where `dense[b, h, i, j]`.
     - `blocks`: a table of whole blocks, never expanded.
 
@@ -99,11 +99,11 @@ class Mask:
         if self.blocks is not None:
             check_int("rows", self.blocks.rows, least=1)
             check_int("cols", self.blocks.cols, least=1)
-        bounded = self.query_start is not None, self.query_end is not None
-        if self.query_label is not None and not any(bounded):
+        bounds = self.query_start, self.query_end
+        if self.query_label is not None and all(one is None for one in bounds):
             refuse("query_label", "query_start or query_end beside it", "neither")
-        if self.by_id and not all(bounded):
-            refuse("by_id", "query_start and query_end beside it", "one of them, or neither")
+        if self.by_id and any(one is None for one in (*bounds, self.query_label)):
+            refuse("by_id", "query_start, query_end and query_label beside it", "not all of them")
         found = self.sizes
         for name, dim, size in self._dims():
             known = getattr(found, dim)

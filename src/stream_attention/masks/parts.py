@@ -82,7 +82,7 @@ def _of_four_dims(name: str, tensor: Any) -> Tensor:
         refuse(name, "dtype torch.bool (True = attend)", tensor.dtype, error=TypeError)
     if not 2 <= tensor.dim() <= 4:
         refuse(name, "2 to 4 dims, the last of those of [B, Hq, ., .]", list(tensor.shape))
-    return tensor[(None,) * (4 - tensor.dim())]
+    return tensor if tensor.dim() == 4 else tensor[(None,) * (4 - tensor.dim())]
 
 
 def _row_of_ints(name: str, tensor: Any) -> Tensor | None:

@@ -132,7 +132,8 @@ def _ids(name: str, given: Any) -> Tensor:
     is_integers(name, given)
     if given.dim() not in (1, 2):
         refuse(name, "shape [T] or [B, T]", list(given.shape))
-    return given.to(torch.int64).view(-1, 1, given.shape[-1])
+    ids: Tensor = given.to(torch.int64)
+    return ids[None, None] if ids.dim() == 1 else ids[:, None]
 
 
 def _first_and_last(of_queries: Tensor, of_keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
