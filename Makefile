@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Parallel workers get one torch thread each: more oversubscribe the cores and make the suite slower, not faster.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu" -n $(WORKERS) --dist loadgroup \
 	--doctest-modules tests src/stream_attention/ops src/stream_attention/core src/stream_attention/distributed \
-	src/stream_attention/utils src/stream_attention_tools/baseline.py \
+	src/stream_attention/masks src/stream_attention/utils src/stream_attention_tools/baseline.py \
 	src/stream_attention/dispatch/plan.py src/flash_attention
 # Only files that have the word: to collect them all takes longer than these tests (conftest.py sees that none is missed).
 SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" $$(grep -rlw serial --include='test_*.py' tests)

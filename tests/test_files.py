@@ -131,6 +131,7 @@ def test_figures_end_as_their_names_do(tmp_path: Path) -> None:
 ELSEWHERE = {
     "src/stream_attention_tools/files.py": "here",
     "src/stream_attention/backends/probe.py": "what an experiment found, and an empty file that is locked",
+    "src/stream_attention/masks/drawing.py": "a picture that a user asks for: the library imports no tools",
     "src/stream_attention_tools/launchers.py": "into a temporary folder, for the compiler",
     "src/stream_attention_tools/testing/offline.py": "into a temporary folder, for the disassembler",
     "src/stream_attention_tools/report/figures.py": "into memory, for a page",

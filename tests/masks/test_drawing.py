@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,15 @@ def test_what_cannot_be_drawn_is_refused(arguments: dict[str, Any], error: type[
     with pytest.raises(error) as caught:
         padding([1, 2]).plot(**arguments)
     assert said in str(caught.value)
+
+
+def test_the_drawings_of_the_page_are_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "masks.md").read_text()
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    for (_, code), (language, shown) in zip(blocks[::2], blocks[1::2], strict=True):
+        exec(code, names)
+        assert language == "text" and capsys.readouterr().out == shown
 
 
 def test_a_picture_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

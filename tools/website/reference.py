@@ -17,6 +17,7 @@ class Group(NamedTuple):
 GROUPS = {
     "functions": Group("Functions", "api", ("stream_attention",), ("ops", "dispatch.plan", "base.errors")),
     "modules": Group("Modules", "modules", ("stream_attention",), ("core",)),
+    "masks": Group("Masks", "masks", ("stream_attention.masks",)),
     "caches": Group("Caches", "kv_cache", ("stream_attention",), ("base.kv_layouts", "kvcache")),
     "distributed": Group("Several GPUs", "distributed", ("stream_attention.distributed",)),
     "memory": Group(
