@@ -42,7 +42,9 @@ def dims(random: Random) -> tuple[int, int]:
 
 def bits(random: Random, *shape: int) -> Tensor:
     density = random.choice([0.0, 0.1, 0.5, 0.9, 1.0])
-    return torch.tensor([random.random() < density for _ in range(torch.Size(shape).numel())]).view(shape)
+    return torch.tensor([random.random() < density for _ in range(torch.Size(shape).numel())], dtype=torch.bool).view(
+        shape
+    )
 
 
 def ints(random: Random, length: int, least: int, most: int) -> Tensor:

@@ -12,7 +12,7 @@ from tests.masks.test_tile_states import states_of
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, noop_mask
 
-from stream_attention.masks import Mask, evaluate, from_block_mask, from_function, functions, tiles
+from stream_attention.masks import Mask, from_block_mask, from_function, functions, tiles
 
 
 def form(mask: Mask) -> str:
@@ -68,6 +68,7 @@ def test_bounds_that_mask_nothing_are_left_out() -> None:
     assert mask.key_start is None and mask.key_end is not None
     mask = from_function(lambda b, h, i, j: i <= j, None, None, 8, 8)
     assert mask.key_end is None and mask.key_start is not None
+    assert from_function(noop_mask, 2, 2, 8, 9) == Mask(q_len=8, k_len=9)
 
 
 def test_dims_that_do_not_matter_are_1() -> None:
@@ -255,7 +256,3 @@ def test_sizes_that_are_none_are_refused(sizes: tuple[Any, ...], error: type[Exc
 def test_what_is_no_block_mask_is_refused() -> None:
     with pytest.raises(TypeError, match="block_mask: expected a BlockMask of FlexAttention; got function"):
         from_block_mask(branches)
-
-
-def test_strips_are_those_of_evaluation() -> None:
-    assert functions.STRIP == evaluate.STRIP

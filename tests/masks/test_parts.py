@@ -69,7 +69,7 @@ def test_blocks_take_one_size_or_two() -> None:
         (
             lambda: intervals(key_start=torch.ones(2, 2).int()),
             ValueError,
-            "key_start: expected shape [B or 1, Hq or 1, T], or [T]; got [2, 2]. One row for each batch entry: key_start",
+            "key_start: expected shape [B or 1, Hq or 1, T], or [T]; got [2, 2]. One row for each batch entry:",
         ),
         (
             lambda: intervals(query_label=torch.ones(2).int()),

@@ -132,6 +132,12 @@ def test_causal_documents_are_varlen_attention() -> None:
             ValueError,
             "cu_seqlens: expected at least one offset; got none",
         ),
+        (
+            lambda: documents(cu_seqlens=torch.tensor([0, 4, 3])),
+            ValueError,
+            "cu_seqlens: expected no document of fewer than 0 tokens; got [4, -1]",
+        ),
+        (lambda: documents(lengths=[2, -1]), ValueError, "lengths: expected no document of fewer than 0 tokens"),
         (lambda: prefix_lm(2, 4.0), TypeError, "q_len: expected an int; got 4.0"),
         (lambda: prefix_lm(2.5, 4), TypeError, "lengths: expected a dtype of integers"),
         (

@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..base.errors import check_int, refuse
 from .evaluate import STRIP
-from .mask import Mask
+from .mask import Blocks, Mask
+from .tile_states import FULL, PARTIAL
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """`mask_mod(b, h, q_idx, kv_idx)` on int32 tensors of no dimension; True = attend."""
@@ -57,12 +58,21 @@ def from_function(
     for said, size in (("q_len", q_len), ("k_len", k_len)):
         check_int(said, size, least=0)
     target = torch.empty(0, device=device).device
-    evaluated = _Evaluated(_checked(mask_mod, name), name, batch or 1, heads or 1, q_len, k_len, target)
-    words = f"{name} of [{q_len}, {k_len}]"
+    return _recognised(_Evaluated(_checked(mask_mod, name), name, batch or 1, heads or 1, q_len, k_len, target))
+
+
+def _recognised(evaluated: _Evaluated) -> Mask:
+    """The mask in the first form that can say it: keys per query, queries per key, dense."""
+    q_len, k_len = evaluated.q_len, evaluated.k_len
+    words = f"{evaluated.name} of [{q_len}, {k_len}]"
     if not (q_len and k_len):
         return Mask(q_len=q_len, k_len=k_len, words=words)
     evaluated = _without_idle_dims(evaluated)
-    fields = _keys_per_query(evaluated) or _queries_per_key(evaluated) or {"dense": _dense(evaluated)}
+    fields = _keys_per_query(evaluated)
+    if fields is None:
+        fields = _queries_per_key(evaluated)
+    if fields is None:
+        fields = {"dense": _dense(evaluated)}
     found: dict[str, Any] = {part: _collapsed(tensor) for part, tensor in fields.items()}
     return Mask(**found, q_len=q_len, k_len=k_len, words=words)
 
@@ -74,25 +84,25 @@ def from_block_mask(block_mask: Any) -> Mask:
         TypeError: anything else.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
-    >>> from_block_mask(create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cpu"))
-    Mask(mask_mod of [8, 8])
+    >>> def causal(b, h, q_idx, kv_idx):
+    ...     return q_idx >= kv_idx
+    >>> from_block_mask(create_block_mask(causal, None, None, 8, 8, device="cpu"))
+    Mask(causal of [8, 8])
     """
     if not all(hasattr(block_mask, name) for name in ("seq_lengths", "kv_num_blocks", "kv_indices", "mask_mod")):
         hint = "A function goes to from_function, a table of blocks to blocks"
         refuse("block_mask", "a BlockMask of FlexAttention", type(block_mask).__name__, hint, TypeError)
     rows, cols = block_mask.BLOCK_SIZE
     q_len, k_len = block_mask.seq_lengths
-    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
-    batch, heads = partial.shape[:2]
-    full = torch.zeros_like(partial)
+    states = _listed(block_mask.kv_num_blocks, block_mask.kv_indices).to(torch.int8) * PARTIAL
     if block_mask.full_kv_num_blocks is not None:
         full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        block = b, h, q_idx // rows, kv_idx // cols
-        return full[block] | (partial[block] & block_mask.mask_mod(b, h, q_idx, kv_idx))
-
-    return from_function(mask_mod, batch, heads, q_len, k_len, partial.device)
+        states = torch.where(full, FULL, states)
+    name = getattr(block_mask.mask_mod, "__name__", "mask_mod")
+    function = _checked(block_mask.mask_mod, name)
+    batch, heads = states.shape[:2]
+    lists = Blocks(states, rows, cols)
+    return _recognised(_Evaluated(function, name, batch, heads, q_len, k_len, states.device, lists))
 
 
 def _listed(counts: Tensor, indices: Tensor) -> Tensor:
@@ -128,6 +138,7 @@ class _Evaluated(NamedTuple):
     q_len: int
     k_len: int
     device: torch.device
+    blocks: Blocks | None = None  # of states of tiles, and not of bool: 0 masks, and only 1 asks the function
 
     def rows(self, first: int, last: int) -> Tensor:
         """Bool `[B, H, last - first, Tk]`."""
@@ -138,7 +149,7 @@ class _Evaluated(NamedTuple):
         places = [torch.arange(*count, dtype=torch.int32, device=self.device) for count in counts]
         try:
             with torch.no_grad(), _GatherByIndex():
-                return mapped(*places)
+                found = mapped(*places)
         except RuntimeError as error:
             if not str(error).startswith("vmap:"):
                 raise
@@ -149,6 +160,11 @@ class _Evaluated(NamedTuple):
                 expected, actual = "torch operations on its arguments", "a branch on them, or an int of one"
                 hint = "Write & and | for and and or, torch.where for if, and no int(), bool() or item()"
             refuse(self.name, expected, actual, hint)
+        if self.blocks is None:
+            return found
+        states, rows, cols = self.blocks
+        its_states = states[:, :, places[2] // rows][..., places[3] // cols]
+        return (its_states == FULL) | ((its_states == PARTIAL) & found)
 
     def strips(self) -> Iterator[tuple[int, Tensor]]:
         step = max(1, STRIP // max(1, self.batch * self.heads * self.k_len))
@@ -243,7 +259,7 @@ def _bounded(side: str, start: Tensor, end: Tensor, most: int) -> dict[str, Tens
     found = {}
     if bool((start > 0).any()):
         found[f"{side}_start"] = start
-    if not found or bool((end < most).any()):
+    if bool((end < most).any()):
         found[f"{side}_end"] = end
     return found
 

@@ -14,7 +14,7 @@ from ..base.errors import check_int, refuse
 from . import algebra, drawing, evaluate
 from .bounds import keys_per_query
 
-LETTERS = {"batch": "B", "heads": "Hq", "q_len": "Tq", "k_len": "Tk"}
+_LETTERS = {"batch": "B", "heads": "Hq", "q_len": "Tq", "k_len": "Tk"}
 """How the sizes are called in shapes."""
 
 _DIMS = {
@@ -108,7 +108,7 @@ class Mask:
         for name, dim, size in self._dims():
             known = getattr(found, dim)
             if size not in (1, known):
-                refuse(name, f"{LETTERS[dim]}={known} or 1, as other parts of the mask have", size)
+                refuse(name, f"{_LETTERS[dim]}={known} or 1, as other parts of the mask have", size)
         self._check_table(found.q_len, found.k_len)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -163,7 +163,7 @@ class Mask:
             expected = asked[dim]
             if expected is not None and size != expected and (size != 1 or name == dim):
                 hint = f"{self!r} is for calls of that size alone"
-                refuse(name, f"{LETTERS[dim]}={expected}, as the call has", size, hint)
+                refuse(name, f"{_LETTERS[dim]}={expected}, as the call has", size, hint)
         self._check_table(q_len, k_len)
 
     def _check_table(self, q_len: int | None, k_len: int | None) -> None:
@@ -344,7 +344,7 @@ def _check_tensor(name: str, tensor: Any) -> None:
     if tensor.dtype is not dtype:
         hint = "from_dense, blocks, intervals and documents convert what they are given" if dtype != torch.bool else ""
         refuse(name, f"dtype {dtype}", tensor.dtype, hint, TypeError)
-    letters = [LETTERS[dim] for dim in _DIMS[name]] if name in _DIMS else ["B", "Hq", "rows", "cols of blocks"]
+    letters = [_LETTERS[dim] for dim in _DIMS[name]] if name in _DIMS else ["B", "Hq", "rows", "cols of blocks"]
     if tensor.dim() != len(letters):
         refuse(name, f"shape [{', '.join(letters)}], where any dim may be 1", list(tensor.shape))
 

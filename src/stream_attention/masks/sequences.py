@@ -160,7 +160,12 @@ def _one_after_the_other(name: str, given: Any, total: int | None) -> Mask:
         offsets = torch.cat([offsets.new_zeros(1), offsets.cumsum(0)])
     elif offsets.shape[0] == 0:
         refuse(name, "at least one offset", "none")
-    tokens = int(offsets[-1]) if total is None else check_int("total", total, least=0)
+    if total is None:
+        tokens = int(offsets[-1])
+        if bool((offsets.diff() < 0).any()) or tokens < 0:
+            refuse(name, "no document of fewer than 0 tokens", offsets.diff().tolist())
+    else:
+        tokens = check_int("total", total, least=0)
     index = torch.arange(tokens, device=offsets.device)
     document = torch.searchsorted(offsets, index, right=True)  # of which the end is offsets[document]
     padded = torch.cat([offsets, offsets[-1:]])
