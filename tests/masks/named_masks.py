@@ -101,7 +101,7 @@ ROWS = torch.tensor([9, 0, 60])
 
 CASES = {
     "1 noop": Case(lambda c: lambda b, h, i, j: (i == i) & (j == j), lambda c: Mask()),
-    "2 causal": Case(lambda c: lambda b, h, i, j: j <= i + c.offset, lambda c: causal(), "key"),
+    "2, 3 causal": Case(lambda c: lambda b, h, i, j: j <= i + c.offset, lambda c: causal(), "key"),
     "4 causal from the top left": Case(lambda c: lambda b, h, i, j: j <= i, lambda c: Mask(right=-c.offset), "key"),
     "5 window narrower than a tile": Case(
         lambda c: lambda b, h, i, j: (j <= i + c.offset) & (j >= i + c.offset - 3), lambda c: window(3, 0), "key"

@@ -9,8 +9,8 @@ from tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, t
 
 from tools import count_lines
 
-LIBRARY_TODAY = 20_823
-BOTH_TODAY = 27_923
+LIBRARY_TODAY = 21_997
+BOTH_TODAY = 29_097
 """Of lines of code. 18,893 and 25,976 before lists of tiles, splits by length, `paged_attention` and `write_kv`."""
 
 LONG_FILES: set[str] = set()

@@ -18,7 +18,7 @@ from ..base.errors import refuse
 if TYPE_CHECKING:
     from .mask import Mask
 
-FAR = 2**31 - 1
+_FAR = 2**31 - 1
 """The end of an interval of tensors that is not bounded, where a number is needed."""
 
 
@@ -236,7 +236,7 @@ def _filled(interval: Interval, least: int) -> Interval:
     start, end = interval
     if start is None:
         start = torch.full_like(end, least)
-    return Interval(start, torch.full_like(start, FAR) if end is None else end)
+    return Interval(start, torch.full_like(start, _FAR) if end is None else end)
 
 
 # Parts of two masks
@@ -265,7 +265,7 @@ def _join_keys(a: Mask, b: Mask) -> dict[str, Any] | None:
 def _join_queries(a: Mask, b: Mask) -> dict[str, Any] | None:
     if a.query_label is not b.query_label:
         return None
-    least = 0 if a.query_label is None else -FAR - 1
+    least = 0 if a.query_label is None else -_FAR - 1
     joined = _joined(_queries(a), _queries(b), least)
     return None if joined is None else {"query_start": joined.start, "query_end": joined.end, "by_id": False}
 
@@ -360,5 +360,5 @@ def _rows_as_keys(mask: Mask, beside: Mask) -> Mask:
         sees = sees & (index >= mask.query_start)
     if mask.query_end is not None:
         sees = sees & (index < mask.query_end)
-    keys = _met(_keys(mask), Interval(None, torch.where(sees, FAR, 0).to(torch.int32)))
+    keys = _met(_keys(mask), Interval(None, torch.where(sees, _FAR, 0).to(torch.int32)))
     return replace(mask, query_start=None, query_end=None, key_end=keys.end)

@@ -88,6 +88,7 @@ def strips(mask: Mask, q_len: int, k_len: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def as_dense(mask: Mask, batch: int | None, heads: int | None, q_len: int | None, k_len: int | None) -> Tensor:
+    """The mask as bool `[batch, heads, Tq, Tk]`; see `Mask.as_dense`."""
     q_len, k_len = lengths(mask, q_len, k_len)
     mask.check(q_len, k_len, batch, heads)
     known = [1 if size is None else size for size in mask.sizes[:2]]
@@ -99,6 +100,7 @@ def as_dense(mask: Mask, batch: int | None, heads: int | None, q_len: int | None
 
 
 def density(mask: Mask, batch: int | None, heads: int | None, q_len: int | None, k_len: int | None) -> float:
+    """The share of scores that are visible; see `Mask.density`."""
     q_len, k_len = lengths(mask, q_len, k_len)
     mask.check(q_len, k_len, batch, heads)
     per_query = mask.key_start is not None or mask.key_end is not None

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..base.errors import check_int, refuse
 from .evaluate import STRIP
-from .mask import Blocks, Mask
+from .mask import Mask
 from .tile_states import FULL, PARTIAL
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -101,7 +101,7 @@ def from_block_mask(block_mask: Any) -> Mask:
     name = getattr(block_mask.mask_mod, "__name__", "mask_mod")
     function = _checked(block_mask.mask_mod, name)
     batch, heads = states.shape[:2]
-    lists = Blocks(states, rows, cols)
+    lists = _Lists(states, rows, cols)
     return _recognised(_Evaluated(function, name, batch, heads, q_len, k_len, states.device, lists))
 
 
@@ -128,6 +128,14 @@ class _GatherByIndex(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Lists(NamedTuple):
+    """The lists of a BlockMask as a table: a block that is full, or masked, does not ask the function."""
+
+    states: Tensor  # int8 [B, H, blocks of queries, blocks of keys]: SKIP, PARTIAL or FULL
+    rows: int
+    cols: int
+
+
 class _Evaluated(NamedTuple):
     """A function and the sizes to evaluate it for."""
 
@@ -138,7 +146,7 @@ class _Evaluated(NamedTuple):
     q_len: int
     k_len: int
     device: torch.device
-    blocks: Blocks | None = None  # of states of tiles, and not of bool: 0 masks, and only 1 asks the function
+    lists: _Lists | None = None
 
     def rows(self, first: int, last: int) -> Tensor:
         """Bool `[B, H, last - first, Tk]`."""
@@ -160,9 +168,9 @@ class _Evaluated(NamedTuple):
                 expected, actual = "torch operations on its arguments", "a branch on them, or an int of one"
                 hint = "Write & and | for and and or, torch.where for if, and no int(), bool() or item()"
             refuse(self.name, expected, actual, hint)
-        if self.blocks is None:
+        if self.lists is None:
             return found
-        states, rows, cols = self.blocks
+        states, rows, cols = self.lists
         its_states = states[:, :, places[2] // rows][..., places[3] // cols]
         return (its_states == FULL) | ((its_states == PARTIAL) & found)
 

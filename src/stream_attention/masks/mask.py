@@ -26,7 +26,7 @@ _DIMS = {
 
 
 class Sizes(NamedTuple):
-    """What the tensors of a mask say about the calls that it fits; None where any size does."""
+    """The sizes of the calls that a mask fits; None where any size does."""
 
     batch: int | None
     heads: int | None
@@ -326,7 +326,7 @@ def _parts_in_words(mask: Mask) -> Iterator[str]:
         yield f"window({sides[0]}, {sides[1]})" if plain else f"band(left={left}, right={right})"
     for names, said in (
         (("key_start", "key_end"), "keys per query"),
-        (("query_start", "query_end", "query_label"), "queries per key"),
+        (("query_start", "query_end"), "queries per key"),
         (("dense",), "dense"),
     ):
         shapes = [tensor.shape for name, tensor in mask.tensors() if name in names]

@@ -78,8 +78,9 @@ def documents(
         refuse("total", "None beside ids", total)
     of_queries = _ids("ids", ids)
     of_keys = of_queries if key_ids is None else _ids("key_ids", key_ids)
-    if {of_queries.shape[0], of_keys.shape[0]} - {1, max(of_queries.shape[0], of_keys.shape[0])}:
-        refuse("key_ids", f"B={of_queries.shape[0]}, as of ids", f"B={of_keys.shape[0]}")
+    batch, key_batch = of_queries.shape[0], of_keys.shape[0]
+    if 1 != batch != key_batch != 1:
+        refuse("key_ids", f"B={batch}, as of ids", f"B={key_batch}")
     if of_queries.device != of_keys.device:
         refuse("key_ids", f"device {of_queries.device}, that of ids", of_keys.device)
     said = [list(one.shape[::2]) for one in (of_queries, of_keys)]

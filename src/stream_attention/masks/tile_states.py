@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SKIP, PARTIAL, FULL = 0, 1, 2
 """What is visible of a tile: nothing, some of it perhaps, and all of it."""
 
-FAR = 2**32
+_FAR = 2**32
 """Above every label and bound."""
 
 States = tuple[Tensor, Tensor]
@@ -111,11 +111,11 @@ def _of_labels(mask: Mask, q_len: int, k_len: int, rows: int, cols: int) -> Stat
     keys = torch.broadcast_tensors(*(bound for bound in (start, end) if bound is not None))
     is_empty = keys[0] >= keys[-1] if len(keys) == 2 else torch.zeros_like(keys[0], dtype=torch.bool)
     if start is not None:
-        there = torch.where(is_empty, FAR, keys[0])
+        there = torch.where(is_empty, _FAR, keys[0])
         some = some & (_least(there, k_len, cols)[..., None, :] <= most)
         all_of_it = all_of_it & (_most(keys[0], k_len, cols)[..., None, :] <= least)
     if end is not None:
-        there = torch.where(is_empty, -FAR, keys[-1])
+        there = torch.where(is_empty, -_FAR, keys[-1])
         some = some & (_most(there, k_len, cols)[..., None, :] > least)
         all_of_it = all_of_it & (_least(keys[-1], k_len, cols)[..., None, :] > most)
     return some, all_of_it
@@ -130,7 +130,7 @@ def _most(values: Tensor, length: int, size: int) -> Tensor:
     """The greatest value of each block of `size` of the last dim, which is `length` long or 1, the same for all."""
     if values.shape[-1] == 1:
         return values.expand(*values.shape[:-1], _blocks(length, size))
-    least = False if values.dtype is torch.bool else -FAR
+    least = False if values.dtype is torch.bool else -_FAR
     return pad(values, (0, -length % size), value=least).unflatten(-1, (_blocks(length, size), size)).amax(-1)
 
 
