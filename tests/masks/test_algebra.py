@@ -95,6 +95,24 @@ def test_documents_with_documents_are_pairs() -> None:
     assert torch.equal(both.as_dense()[:, 0], equal[0] & equal[1])
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_pairs_of_many_ids_are_told_apart(seed: int) -> None:
+    first, second = torch.randint(9, (2, 60), generator=torch.Generator().manual_seed(seed))
+    both = documents(first) & documents(second)
+    assert both.by_id and torch.equal(both.as_dense(), documents(first * 9 + second).as_dense())
+
+
+def test_intervals_of_one_label_meet_and_join() -> None:
+    label = ints(-3, 0, 2, -1)[None, None]
+    upto, between = (
+        Mask(query_end=ints(-1, 0, 2)[None, None], query_label=label),
+        Mask(query_start=ints(-1, -9, 5)[None, None], query_end=ints(1, -9, 5)[None, None], query_label=label),
+    )
+    for found, joined in ((upto & between, torch.logical_and), (upto | between, torch.logical_or)):
+        assert found.query_label is label
+        assert torch.equal(found.as_dense(), joined(upto.as_dense(), between.as_dense()))
+
+
 def test_padded_queries_join_ids() -> None:
     both = padding([5, 4], q_lengths=[3, 5]) & documents(torch.tensor([0, 1, 0, 1, 0]))
     apart = padding([5, 4], q_lengths=[3, 5]).as_dense(2, 1, 5, 5) & documents(torch.tensor([0, 1, 0, 1, 0])).as_dense()
