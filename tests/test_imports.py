@@ -22,6 +22,7 @@ TOOLS = "stream_attention_tools"
 LAYERS = (
     # One total order, from the top: a module imports from its own folder and from those below it.
     "__init__",
+    "compat",
     "integration",
     "utils",
     "core",

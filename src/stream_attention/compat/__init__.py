@@ -1,0 +1,9 @@
+"""Functions of other attention libraries with their names, arguments and conventions, computed by this one.
+
+`flash_attn` (FlashAttention-2), `flash_attn_interface` (FlashAttention-3), `sdpa` (torch) and `xformers` are modules to
+import from; `install(name)` makes imports of the library itself find them.
+"""
+
+from .imports import VERSIONS, Installed, install
+
+__all__ = ["VERSIONS", "Installed", "install"]

@@ -1,0 +1,191 @@
+"""`flash_attn_with_kvcache` of FlashAttention-2 and -3: write new tokens into a cache, in place, and attend to it."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base.errors import refuse
+from ..base.kv_layouts import ContiguousKV, PagedKV, Rotary, checks
+from ..base.kv_layouts.write import rotate
+from ..ops.decode import decode_attention
+from ..ops.paged import paged_attention
+from ..ops.write_kv import write_kv
+from .errors import as_runtime_error, refuse_missing
+
+MOST_TOKENS = 256
+"""Of a page of `PagedKV`. Larger ones are divided."""
+
+
+class Cached(NamedTuple):
+    """The tensors of a call, under the library's names."""
+
+    q: Tensor  # [B, Tq, Hq, D], or with cu_seqlens_q [Nq, Hq, D]
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None  # [B, n, Hkv, D], or with cu_seqlens_k_new [N, Hkv, D]
+    v: Tensor | None
+    cache_seqlens: int | Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    page_table: Tensor | None
+    rotary: Rotary | None
+    rotary_seqlens: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None
+    max_seqlen_q: int | None = None
+
+
+def rotary_of(cos: Tensor | None, sin: Tensor | None, interleaved: bool, q: Tensor, k: Tensor | None) -> Rotary | None:
+    """The tables of a rotary embedding, checked."""
+    if cos is None:
+        return None
+    if k is None:
+        refuse("k", "new tokens where rotary_cos is given", None, error=RuntimeError)
+    if sin is None or sin.shape != cos.shape or cos.dim() != 2 or not 0 < 2 * cos.shape[1] <= q.shape[-1]:
+        got = f"{list(cos.shape)} and {None if sin is None else list(sin.shape)}"
+        expected = f"shape [positions, R / 2] of both, R at most D={q.shape[-1]}"
+        refuse("rotary_cos and rotary_sin", expected, got, error=RuntimeError)
+    return Rotary(cos, sin, interleaved)
+
+
+def attend(
+    given: Cached,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    num_splits: int,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Out, and the LSE if wanted: `[B, Hq, Tq]`, or of ragged queries `[Hq, Nq]`."""
+    for name, store in (("k_cache", given.k_cache), ("v_cache", given.v_cache)):
+        if store.stride(-1) != 1:
+            refuse(name, "a contiguous last dim", f"strides {store.stride()}", error=AssertionError)
+    if (given.k is None) != (given.v is None):
+        refuse("v", "new values beside new keys", "one of k and v", error=RuntimeError)
+    if given.k is not None and given.cache_seqlens is None:
+        refuse("cache_seqlens", "an int or a tensor where k is given", None, error=RuntimeError)
+    left, right = window_size
+    bounded = causal or left >= 0 or right >= 0
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": None if left < 0 and right < 0 else (max(left, -1), max(right, -1)),
+        "alibi_slopes": alibi_slopes,
+        "softcap": max(0.0, float(softcap)),
+        "scale": softmax_scale,
+    }
+    try:
+        with torch.no_grad():
+            query, cache = _written(given, bounded)
+            if given.cu_seqlens_q is None:
+                found: Any = decode_attention(
+                    query, cache, **options, num_splits=num_splits or None, return_lse=return_lse
+                )
+            else:
+                found = _ragged(query, cache, given, options, return_lse)
+    except (TypeError, ValueError) as error:
+        raise as_runtime_error(error) from error
+    return found if return_lse else (found, None)
+
+
+def _ragged(query: Tensor, cache: PagedKV, given: Cached, options: dict[str, Any], return_lse: bool) -> Any:
+    """Queries of any number for each row, `[Nq, Hq, D]`."""
+    if given.max_seqlen_q is None:
+        refuse("max_seqlen_q", "an int where cu_seqlens_q is given", None)
+    options |= {"page_table": cache.page_table, "max_seqlen_q": int(given.max_seqlen_q), "return_lse": return_lse}
+    tensors: Any = query, cache.key_pages, cache.value_pages, given.cu_seqlens_q, cache.lengths
+    return paged_attention(*tensors, **options)
+
+
+def _written(given: Cached, bounded: bool) -> tuple[Tensor, Any]:
+    """The query, rotated, and the cache with the new tokens, which its lengths count and the caller's do not."""
+    query, key, value = given.q, given.k, given.v
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    batch = query.shape[0] if given.cu_seqlens_q is None else given.cu_seqlens_q.shape[0] - 1
+    lengths = _lengths(given, batch)
+    if given.rotary is not None:
+        assert key is not None
+        first = lengths if given.rotary_seqlens is None else given.rotary_seqlens
+        query = _rotated(query, first, given.cu_seqlens_q, given.rotary, counting=bounded)
+        key = _rotated(key, first, given.cu_seqlens_k_new, given.rotary)
+    cache = _cache(given, lengths, batch)
+    if key is None or value is None:
+        return query, cache
+    if given.cu_seqlens_k_new is None:
+        return query, cache.append(key, value)
+    assert isinstance(cache, PagedKV)
+    offsets = given.cu_seqlens_k_new
+    row, at = _places(offsets, key.shape[0])
+    position = cache.lengths[row] + at
+    page = torch.div(position, cache.page, rounding_mode="floor").clamp(max=cache.page_table.shape[1] - 1)
+    slots = cache.page_table[row, page] * cache.page + position % cache.page
+    write_kv(key, value, cache.key_pages, cache.value_pages, slots.masked_fill(_behind(offsets, key.shape[0]), -1))
+    cache.lengths.add_(offsets.diff())
+    return query, cache
+
+
+def _lengths(given: Cached, batch: int) -> Tensor:
+    """Tokens of each row, which the cache made of them may advance."""
+    seqlens, device = given.cache_seqlens, given.k_cache.device
+    if isinstance(seqlens, Tensor):
+        return seqlens.clone(memory_format=torch.contiguous_format) if given.k is not None else seqlens
+    table = given.page_table
+    whole = given.k_cache.shape[1] * (1 if table is None else table.shape[1])
+    return torch.full((batch,), whole if seqlens is None else seqlens, dtype=torch.int32, device=device)
+
+
+def _cache(given: Cached, lengths: Tensor, batch: int) -> ContiguousKV | PagedKV:
+    """The rows of the call: as they lie, or by a page table where an index, a left padding or large pages need one."""
+    key, value, table, first = given.k_cache, given.v_cache, given.page_table, given.cache_leftpad
+    size, device = key.shape[1], key.device
+    ragged = given.cu_seqlens_q is not None or given.cu_seqlens_k_new is not None
+    if table is None:
+        if given.cache_batch_idx is None and first is None and not ragged:
+            return ContiguousKV(key[:batch], value[:batch], lengths)
+        rows = given.cache_batch_idx
+        table = (torch.arange(batch, dtype=torch.int32, device=device) if rows is None else rows).unsqueeze(1)
+    parts = size if first is not None else size // gcd(size, MOST_TOKENS)
+    if parts > 1:
+        key, value = _divided("k_cache", key, size // parts), _divided("v_cache", value, size // parts)
+        table = (table.unsqueeze(2) * parts + torch.arange(parts, dtype=torch.int32, device=device)).flatten(1)
+    if first is not None:  # pages are tokens
+        last = table.shape[1] - 1
+        at = first.long().unsqueeze(1) + torch.arange(last + 1, device=device)
+        table, lengths = table.gather(1, at.clamp_(max=last)), lengths - first
+    return PagedKV(key, value, table, lengths)
+
+
+def _divided(name: str, store: Tensor, size: int) -> Tensor:
+    """Rows, or pages, `[P, n, H, D]` as smaller pages of `size` tokens."""
+    if store.shape[0] > 1 and store.stride(0) != store.shape[1] * store.stride(1):
+        hint = "Allocate the cache without gaps, or pass pages of at most 256 tokens and a page table."
+        refuse_missing(name, "rows that follow each other in memory", f"strides {store.stride()}", hint)
+    return store.view(-1, size, *store.shape[2:])
+
+
+def _rotated(x: Tensor, first: Tensor, offsets: Tensor | None, rotary: Rotary, counting: bool = True) -> Tensor:
+    """`[B, n, H, D]`, or `[N, H, D]` with offsets, rotated by positions from `first[b]` on; or all by `first[b]`."""
+    if offsets is None:
+        if checks.should_validate(None, first):
+            checks.capacity(first, x.shape[1] if counting else 1, rotary.cos.shape[0], "the rotary table's positions")
+        count = torch.arange(x.shape[1], device=x.device) if counting else 0
+        return rotate(x, (first.long().unsqueeze(1) + count).expand(-1, x.shape[1]), rotary)
+    row, at = _places(offsets, x.shape[0])
+    return rotate(x[None], (first.long()[row] + (at if counting else 0))[None], rotary)[0]
+
+
+def _places(offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The row of each token of a pack, and its number in it; of tokens behind the last row, those of that row."""
+    token = torch.arange(count, device=offsets.device)
+    row = torch.searchsorted(offsets[1:].contiguous(), token, right=True).clamp_(max=offsets.shape[0] - 2)
+    return row, token - offsets[row]
+
+
+def _behind(offsets: Tensor, count: int) -> Tensor:
+    """Which tokens of a pack are behind its last row."""
+    return torch.arange(count, device=offsets.device) >= offsets[-1]
