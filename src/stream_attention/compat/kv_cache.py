@@ -142,22 +142,29 @@ def _lengths(given: Cached, batch: int) -> Tensor:
 def _cache(given: Cached, lengths: Tensor, batch: int) -> ContiguousKV | PagedKV:
     """The rows of the call: as they lie, or by a page table where an index, a left padding or large pages need one."""
     key, value, table, first = given.k_cache, given.v_cache, given.page_table, given.cache_leftpad
-    size, device = key.shape[1], key.device
     ragged = given.cu_seqlens_q is not None or given.cu_seqlens_k_new is not None
     if table is None:
         if given.cache_batch_idx is None and first is None and not ragged:
             return ContiguousKV(key[:batch], value[:batch], lengths)
         rows = given.cache_batch_idx
-        table = (torch.arange(batch, dtype=torch.int32, device=device) if rows is None else rows).unsqueeze(1)
+        table = (torch.arange(batch, dtype=torch.int32, device=key.device) if rows is None else rows).unsqueeze(1)
+    key, value, table = as_pages(key, value, table, first)
+    return PagedKV(key, value, table, lengths if first is None else lengths - first)
+
+
+def as_pages(key: Tensor, value: Tensor, table: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, or pages, `[P, n, H, D]` and the table of those of each row, int32 `[B, W]`, as pages of at most
+    `MOST_TOKENS`; with `first`, int32 `[B]`, of one token each, and a table that begins at this token of the row."""
+    size, device = key.shape[1], key.device
     parts = size if first is not None else size // gcd(size, MOST_TOKENS)
     if parts > 1:
         key, value = _divided("k_cache", key, size // parts), _divided("v_cache", value, size // parts)
         table = (table.unsqueeze(2) * parts + torch.arange(parts, dtype=torch.int32, device=device)).flatten(1)
-    if first is not None:  # pages are tokens
+    if first is not None:
         last = table.shape[1] - 1
         at = first.long().unsqueeze(1) + torch.arange(last + 1, device=device)
-        table, lengths = table.gather(1, at.clamp_(max=last)), lengths - first
-    return PagedKV(key, value, table, lengths)
+        table = table.gather(1, at.clamp_(max=last))
+    return key, value, table
 
 
 def _divided(name: str, store: Tensor, size: int) -> Tensor:
