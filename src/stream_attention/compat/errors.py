@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 from ..base.errors import refuse
 
 THEIR_NAMES = {
@@ -33,5 +35,5 @@ def as_runtime_error(error: Exception) -> RuntimeError:
 def refuse_given(hint: str, **given: Any) -> None:
     """Refuse arguments that the library has and this one has not, but for their defaults, None and 0."""
     for name, value in given.items():
-        if value is not None and value != 0:
-            refuse_missing(name, "its default", "a tensor" if hasattr(value, "shape") else repr(value), hint)
+        if isinstance(value, Tensor) or value:
+            refuse_missing(name, "its default", "a tensor" if isinstance(value, Tensor) else repr(value), hint)

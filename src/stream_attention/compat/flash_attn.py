@@ -273,7 +273,7 @@ def flash_attn_with_kvcache(
             first where nothing but the cache's end bounds it (neither causal nor a window).
         cache_batch_idx, cache_leftpad: int32 `[B]`: the row of the cache, and its first token. The rows of the cache
             must follow each other in memory.
-        num_splits: 0: planned.
+        num_splits: has no effect; how many there are is planned, and changes no result.
         return_softmax_lse: also return the LSE `[B, Hq, Tq]`, inf in a row without keys.
 
     Raises:
@@ -295,7 +295,7 @@ def flash_attn_with_kvcache(
                 refuse(name, "None with a block_table", "a tensor", error=RuntimeError)
     rotary = rotary_of(rotary_cos, rotary_sin, rotary_interleaved, q, k)
     given = Cached(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, rotary)
-    options = softmax_scale, causal, window_size, softcap, alibi_slopes, num_splits
+    options = softmax_scale, causal, window_size, softcap, alibi_slopes
     out, lse = attend(given, *options, return_lse=return_softmax_lse)
     return out if lse is None else (out, _inf_without_keys(lse))
 

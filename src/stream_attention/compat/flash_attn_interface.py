@@ -2,8 +2,7 @@
 
 Names, defaults, positions, layouts and what is returned are those of its `hopper` folder. They run where `attention`
 does, so on a CPU too. `pack_gqa`, `sm_margin`, `scheduler_metadata` and `num_splits` tune its kernels and change no
-result; here they are accepted and have no effect, but for `num_splits` in `flash_attn_with_kvcache`, which
-`decode_attention` has too. `qv`, the scales of FP8 tensors and `attention_chunk` are refused.
+result; here they are accepted and have no effect. `qv`, the scales of FP8 tensors and `attention_chunk` are refused.
 """
 
 from __future__ import annotations
@@ -238,7 +237,7 @@ def flash_attn_with_kvcache(
     given = Cached(q, k_cache, v_cache, *new)._replace(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q
     )
-    options = softmax_scale, causal, window_size, softcap, None, num_splits
+    options = softmax_scale, causal, window_size, softcap, None
     out, lse = attend(given, *options, return_lse=return_softmax_lse)
     return out if lse is None else (out, lse, lse.new_empty(0), lse.new_empty(0))
 

@@ -59,7 +59,6 @@ def attend(
     window_size: tuple[int, int],
     softcap: float,
     alibi_slopes: Tensor | None,
-    num_splits: int,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Out, and the LSE if wanted: `[B, Hq, Tq]`, or of ragged queries `[Hq, Nq]`."""
@@ -83,9 +82,7 @@ def attend(
         with torch.no_grad():
             query, cache = _written(given, bounded)
             if given.cu_seqlens_q is None:
-                found: Any = decode_attention(
-                    query, cache, **options, num_splits=num_splits or None, return_lse=return_lse
-                )
+                found: Any = decode_attention(query, cache, **options, return_lse=return_lse)
             else:
                 found = _ragged(query, cache, given, options, return_lse)
     except (TypeError, ValueError) as error:

@@ -124,5 +124,11 @@ def _in_four_dims(
 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor, dims: int) -> tuple[Tensor, ...]:
     """The tensors with their first dims, batch and perhaps heads, expanded to one shape."""
-    lead = torch.broadcast_shapes(*[x.shape[:dims] for x in (query, key, value)])
+    leads = [x.shape[:dims] for x in (query, key, value)]
+    try:
+        lead = torch.broadcast_shapes(*leads)
+    except RuntimeError:
+        hint = "Pass enable_gqa=True where query heads share those of keys." if dims == 2 else ""
+        got = " and ".join(str(list(one)) for one in leads)
+        refuse("query, key and value", "first dims that broadcast", got, hint, RuntimeError)
     return tuple(x.expand(*lead, *x.shape[dims:]) for x in (query, key, value))
