@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import refuse
+from ..dispatch.validate import is_tensor
 from ..ops.attention import attention
 
 __all__ = ["scaled_dot_product_attention"]
@@ -48,12 +49,14 @@ def scaled_dot_product_attention(
     >>> torch.allclose(ours, theirs, atol=1e-6)
     True
     """
-    for name, given in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(given, Tensor):
-            refuse(name, "a torch.Tensor", type(given).__name__, error=TypeError)
+    is_tensor("query", query)
+    is_tensor("key", key)
+    is_tensor("value", value)
     if not query.dim() == key.dim() == value.dim() == 4:
         return _in_four_dims((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if query.shape[:2] != key.shape[:2] or key.shape[:2] != value.shape[:2]:
+    batch, heads, q_len, _ = query.shape
+    k_batch, kv_heads, k_len, _ = key.shape
+    if batch != k_batch or key.shape[:2] != value.shape[:2] or (heads != kv_heads and not enable_gqa):
         query, key, value = _broadcast(query, key, value, 1 if enable_gqa else 2)
     mask = bias = window = None
     if attn_mask is not None:
@@ -66,8 +69,9 @@ def scaled_dot_product_attention(
         else:
             refuse("attn_mask", f"dtype bool, float32 or {query.dtype}", attn_mask.dtype, error=RuntimeError)
     elif is_causal:
-        is_causal, window, keys = top_left(query.shape[2], key.shape[2])
-        key, value = key[:, :, :keys], value[:, :, :keys]
+        is_causal, window, keys = top_left(q_len, k_len)
+        if keys != k_len:
+            key, value = key[:, :, :keys], value[:, :, :keys]
     try:
         out: Tensor = attention(
             (query if query.stride(-1) == 1 else query.contiguous()).transpose(1, 2),

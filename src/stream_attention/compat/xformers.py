@@ -180,53 +180,58 @@ def _compute(
         refuse_missing("op", "None", op, "stream_attention.explain prints which kernel runs.")
     if output_dtype is not None and output_dtype is not query.dtype:
         refuse_missing("output_dtype", f"None or the query's {query.dtype}", output_dtype)
-    _check(query, key, value, attn_bias)
-    groups = query.shape[2:-1]
-    q, k, v = (_with_one_dim_of_heads(x) for x in (query, key, value))
+    dims, groups = query.dim(), query.shape[2:-1]
+    _check(query, key, value, attn_bias, groups)
     options: dict[str, Any] = {"scale": scale, "dropout_p": p, "return_lse": True}
+    if dims != 4:
+        query, key, value = (_with_one_dim_of_heads(x) for x in (query, key, value))
     try:
         if isinstance(attn_bias, VARLEN_BIASES):
-            out, lse = _packed(q[0], k[0], v[0], attn_bias, options)
+            out, lse = _packed(query[0], key[0], value[0], attn_bias, options)
             out, lse = out.unsqueeze(0), lse.unsqueeze(0)
         else:
-            out, lse = _dense(q, k, v, attn_bias, options)
+            out, lse = _dense(query, key, value, attn_bias, options)
     except TypeError as error:  # xformers raises ValueError for a dtype too
         raise ValueError(str(error)) from error
-    if query.dim() == 4:
+    if dims == 4:
         return out, lse
-    return (out.squeeze(2), lse) if query.dim() == 3 else (out.unflatten(2, groups), lse.unflatten(1, groups))
+    return (out.squeeze(2), lse) if dims == 3 else (out.unflatten(2, groups), lse.unflatten(1, groups))
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, attn_bias: Bias) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, bias: Any, groups: Sequence[int]) -> None:
     """Refuse what xformers does, and this library would compute: other numbers of heads, biases that broadcast."""
-    shapes = [list(x.shape) for x in (query, key, value)]
     dims = query.dim()
-    if dims not in (3, 4, 5) or key.dim() != dims or value.dim() != dims:
-        refuse("query, key and value", "[B, T, H, D], [B, T, D] or [B, T, G, H, D], all alike", shapes)
-    if key.shape[2:-1] != query.shape[2:-1] or value.shape[2:-1] != query.shape[2:-1]:
-        refuse("query, key and value", "as many heads in each", shapes, "Expand those of key and value.")
-    if isinstance(attn_bias, LowerTriangularMaskWithTensorBias):
-        tensor: Any = attn_bias._bias
-    elif attn_bias is None or isinstance(attn_bias, (Tensor, AttentionBias)):
-        tensor = attn_bias if isinstance(attn_bias, Tensor) else None
-    else:
-        refuse("attn_bias", "a tensor or a bias of stream_attention.compat.attn_bias", type(attn_bias).__name__)
-    if dims == 3 and isinstance(attn_bias, AttentionBias) and type(attn_bias) is not LowerTriangularMask:
-        refuse("attn_bias", "None, a tensor or a LowerTriangularMask with [B, T, D]", type(attn_bias).__name__)
-    if tensor is not None and dims == 4:
-        expected = [query.shape[0], query.shape[2], query.shape[1], key.shape[1]]
+    if not 3 <= dims <= 5 or key.dim() != dims or value.dim() != dims:
+        refuse("query, key and value", f"{_LAYOUTS}, all alike", _shapes(query, key, value))
+    if key.shape[2:-1] != groups or value.shape[2:-1] != groups:
+        hint = "Expand those of key and value."
+        refuse("query, key and value", "as many heads in each", _shapes(query, key, value), hint)
+    if bias is None:
+        return
+    if isinstance(bias, Tensor) or type(bias) is LowerTriangularMaskWithTensorBias:
+        tensor: Tensor = bias if isinstance(bias, Tensor) else bias._bias
+        expected = [query.shape[0], groups[-1], query.shape[1], key.shape[1]] if dims == 4 else list(tensor.shape)
         if list(tensor.shape) != expected:
             refuse("attn_bias", f"shape [B, H, Tq, Tk] = {expected}", list(tensor.shape))
-    if isinstance(attn_bias, VARLEN_BIASES) and not query.shape[0] == key.shape[0] == value.shape[0] == 1:
-        refuse("query, key and value", f"B = 1 with a {type(attn_bias).__name__}", shapes)
+    elif not isinstance(bias, AttentionBias):
+        refuse("attn_bias", "a tensor or a bias of stream_attention.compat.attn_bias", type(bias).__name__)
+    if dims == 3 and isinstance(bias, AttentionBias) and type(bias) is not LowerTriangularMask:
+        refuse("attn_bias", "None, a tensor or a LowerTriangularMask with [B, T, D]", type(bias).__name__)
+    if isinstance(bias, VARLEN_BIASES) and not query.shape[0] == key.shape[0] == value.shape[0] == 1:
+        refuse("query, key and value", f"B = 1 with a {type(bias).__name__}", _shapes(query, key, value))
+
+
+_LAYOUTS = "[B, T, H, D], [B, T, D] or [B, T, G, H, D]"
+
+
+def _shapes(*tensors: Tensor) -> list[list[int]]:
+    return [list(x.shape) for x in tensors]
 
 
 def _with_one_dim_of_heads(x: Tensor) -> Tensor:
     """`[B, T, H, D]`; of groups `[B, T, G, H, D]` whose heads are one expanded, that one: `[B, T, G, D]`."""
     if x.dim() == 3:
         return x.unsqueeze(2)
-    if x.dim() == 4:
-        return x
     return x[:, :, :, 0] if x.shape[3] > 1 and x.stride(3) == 0 else x.flatten(2, 3)
 
 
@@ -240,9 +245,10 @@ def _dense(
             options["bias"] = _as_bias(attn_bias._bias)
         if attn_bias.top_left:
             options["causal"], options["window"], keys = top_left(query.shape[1], key.shape[1])
-            key, value = key[:, :keys], value[:, :keys]
-            if "bias" in options:
-                options["bias"] = options["bias"][..., :keys]
+            if keys != key.shape[1]:
+                key, value = key[:, :keys], value[:, :keys]
+                if "bias" in options:
+                    options["bias"] = options["bias"][..., :keys]
         else:
             options["window"] = attn_bias.sides
     found: Any = attention(query, key, value, **options)
