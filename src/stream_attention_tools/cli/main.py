@@ -18,6 +18,7 @@ COMMANDS = {
     "warmup": ("warmup", "compile kernels into Triton's cache ahead of their first call, also without a GPU"),
     "benchmark": ("benchmark", "measure attention here, beside its peers"),
     "test": ("accuracy", "compare attention with the fp64 reference"),
+    "migrate": ("migrate", "print calls of other attention libraries in Python files, and what each becomes"),
     "report": ("report", "write benchmark results into the tables of pages"),
 }
 """Name -> (module of this folder, one line). A module is imported when its command runs, and not before."""
