@@ -9,9 +9,10 @@ from tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, t
 
 from tools import count_lines
 
-LIBRARY_TODAY = 21_997
-BOTH_TODAY = 29_097
-"""Of lines of code. 18,893 and 25,976 before lists of tiles, splits by length, `paged_attention` and `write_kv`."""
+LIBRARY_TODAY = 23_662
+BOTH_TODAY = 30_987
+"""Of lines of code. 18,893 and 25,976 before lists of tiles, splits by length, `paged_attention`, `write_kv`, `masks`
+and `compat`."""
 
 LONG_FILES: set[str] = set()
 """Files of more than `LONGEST_FILE` lines. None may join them; one that became shorter is taken off the list."""

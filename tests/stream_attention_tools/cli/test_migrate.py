@@ -65,12 +65,9 @@ import xformers.ops as xops
 
 
 def as_found(call: str) -> cli.Found:
-    head = (
-        IMPORTS.replace("import *", f"import {call.partition('(')[0]}") if call.startswith("flash_attn_") else IMPORTS
-    )
-    if call.startswith("flash_attn_interface."):
-        head = IMPORTS.replace("from flash_attn import *", "")
-    (found,) = cli.calls(f"{head}{call}".replace("from flash_attn import *", ""))
+    name = call.partition("(")[0]
+    imported = f"from flash_attn import {name}\n" if "." not in name else ""
+    (found,) = cli.calls(f"{IMPORTS}{imported}{call}")
     return found
 
 
@@ -78,9 +75,8 @@ def as_found(call: str) -> cli.Found:
 def test_what_a_call_becomes_computes_the_same(call: str) -> None:
     module: Any = CALLS[call]
     path, _, arguments = call.partition("(")
-    theirs = eval(
-        f"function({arguments}", NAMES | {"function": getattr(module, path.rpartition(".")[2]), "xops": xformers}
-    )
+    function = getattr(module, path.rpartition(".")[2])
+    theirs = eval(f"function({arguments}", NAMES | {"function": function, "xops": xformers})
     names = NAMES | {name: getattr(stream_attention, name) for name in stream_attention.__all__}
     *first, last = as_found(call).advice.code
     exec("\n".join([*first, f"result = {last}"]), names)
