@@ -340,7 +340,7 @@ def _used(name: str, rows: int, offsets: Tensor, used: Tensor) -> tuple[Tensor, 
         expected = f"int32 of shape [{offsets.shape[0] - 1}]"
         refuse(name, expected, f"{used.dtype} of shape {list(used.shape)}", error=RuntimeError)
     used = torch.minimum(used.clamp(min=0), offsets.diff().to(used.dtype))
-    row = torch.arange(rows, device=offsets.device)
+    row = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
     sequence = torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp_(max=max(used.shape[0] - 1, 0))
     unused = row - offsets[sequence] >= used[sequence]
     return unused.int().argsort(stable=True), torch.nn.functional.pad(used.cumsum(0, dtype=offsets.dtype), (1, 0))

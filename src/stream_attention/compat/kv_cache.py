@@ -213,7 +213,7 @@ def _rotated(x: Tensor, first: Tensor, offsets: Tensor | None, rotary: Rotary, c
 
 def _places(offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The row of each token of a pack, and its number in it; of tokens behind the last row, those of that row."""
-    token = torch.arange(count, device=offsets.device)
+    token = torch.arange(count, dtype=offsets.dtype, device=offsets.device)
     row = torch.searchsorted(offsets[1:].contiguous(), token, right=True).clamp_(max=offsets.shape[0] - 2)
     return row, token - offsets[row]
 

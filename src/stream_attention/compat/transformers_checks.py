@@ -91,7 +91,7 @@ def _pass_devices(module: Any, generation: int, distribution: str) -> Callable[[
 def _pass_old_devices(module: Any, generation: int, distribution: str) -> Callable[[], None]:
     """transformers 4 has no table of devices: for a model on a CPU it asks for a GPU, or else for an MLU."""
     before = getattr(module, "is_torch_mlu_available", None)
-    if before is None:
+    if before is None or before is _yes:
         return lambda: None
     module.is_torch_mlu_available = _yes
 
@@ -107,8 +107,9 @@ def _yes(*arguments: Any, **keywords: Any) -> bool:
 
 def _clear(module: Any, check: Any) -> None:
     """Forget answers that are kept."""
-    for function in (check, getattr(module, "is_flash_attn_greater_or_equal", check)):
-        getattr(function, "cache_clear", lambda: None)()
+    names = check.__name__, "is_flash_attn_greater_or_equal", "_package_distribution_mapping"
+    for name in names:
+        getattr(getattr(module, name, None), "cache_clear", lambda: None)()
 
 
 def _unload(module: Any) -> None:
