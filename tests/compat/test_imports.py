@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from stream_attention.compat import VERSIONS, install
+from stream_attention.compat import install
 from stream_attention.compat.sdpa import scaled_dot_product_attention
 
 ROOT = Path(__file__).resolve().parents[2]
+VERSIONS = {"flash_attn": "2.8.3", "flash_attn_interface": "3.0.0", "xformers": "0.0.34"}
 DISTRIBUTIONS = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn-3", "xformers": "xformers"}
 ABSENT = [name for name in VERSIONS if find_spec(name) is None]
 """Libraries that are not installed here, which CI's environment has none of."""

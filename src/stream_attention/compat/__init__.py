@@ -4,6 +4,6 @@
 import from; `install(name)` makes imports of the library itself find them.
 """
 
-from .imports import VERSIONS, Installed, install
+from .imports import Installed, install
 
-__all__ = ["VERSIONS", "Installed", "install"]
+__all__ = ["Installed", "install"]

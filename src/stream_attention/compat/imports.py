@@ -23,33 +23,44 @@ class Library(NamedTuple):
     """A library whose imports can be made to find ours."""
 
     distribution: str
-    version: str
+    ours: str  # the module of this folder that has its version
     modules: dict[str, str]  # its modules -> those of this folder, whose public names they have; "" for none
 
+    @property
+    def version(self) -> str:
+        """That of the library whose functions these are, and who they are."""
+        found: str = _ours(self.ours).__version__
+        return found
 
-VERSIONS = {"flash_attn": "2.8.3", "flash_attn_interface": "3.0.0", "xformers": "0.0.34"}
-"""The versions whose surface is here. Inside of `install` it is followed by "+stream.attention"."""
 
-_XFORMERS = {
-    "xformers": "",
-    "xformers.ops": "xformers",
-    "xformers.ops.fmha": "xformers",
-    "xformers.ops.fmha.attn_bias": "attn_bias",
-}
-_MODULES = {
-    "flash_attn": {
-        "flash_attn": "flash_attn",
-        "flash_attn.flash_attn_interface": "flash_attn",
-        "flash_attn.bert_padding": "bert_padding",
-    },
-    "flash_attn_interface": {"flash_attn_interface": "flash_attn_interface"},
-    "xformers": _XFORMERS,
-}
-_DISTRIBUTIONS = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn-3", "xformers": "xformers"}
 LIBRARIES = {
-    name: Library(_DISTRIBUTIONS[name], f"{VERSIONS[name]}+stream.attention", modules)
-    for name, modules in _MODULES.items()
+    "flash_attn": Library(
+        "flash-attn",
+        "flash_attn",
+        {
+            "flash_attn": "flash_attn",
+            "flash_attn.flash_attn_interface": "flash_attn",
+            "flash_attn.bert_padding": "bert_padding",
+        },
+    ),
+    "flash_attn_interface": Library(
+        "flash-attn-3", "flash_attn_interface", {"flash_attn_interface": "flash_attn_interface"}
+    ),
+    "xformers": Library(
+        "xformers",
+        "xformers",
+        {
+            "xformers": "",
+            "xformers.ops": "xformers",
+            "xformers.ops.fmha": "xformers",
+            "xformers.ops.fmha.attn_bias": "attn_bias",
+        },
+    ),
 }
+
+
+def _ours(name: str) -> Any:
+    return import_module(f"{__package__}.{name}")
 
 
 class Installed:
@@ -170,7 +181,7 @@ class _Finder(DistributionFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         if ours := self.library.modules[name]:
-            real = import_module(f"{__package__}.{ours}")
+            real = _ours(ours)
             module.__doc__ = real.__doc__
             module.__dict__.update({public: getattr(real, public) for public in real.__all__}, __all__=real.__all__)
         module.__version__ = self.library.version  # type: ignore[attr-defined]

@@ -56,7 +56,8 @@ def scaled_dot_product_attention(
         return _in_four_dims((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
     batch, heads, q_len, _ = query.shape
     k_batch, kv_heads, k_len, _ = key.shape
-    if batch != k_batch or key.shape[:2] != value.shape[:2] or (heads != kv_heads and not enable_gqa):
+    v_batch, v_heads, _, _ = value.shape
+    if not batch == k_batch == v_batch or kv_heads != v_heads or (heads != kv_heads and not enable_gqa):
         query, key, value = _broadcast(query, key, value, 1 if enable_gqa else 2)
     mask = bias = window = None
     if attn_mask is not None:

@@ -30,6 +30,7 @@ from .errors import refuse_missing
 from .kv_cache import as_pages
 from .sdpa import top_left
 
+__version__ = "0.0.34+stream.attention"
 __all__ = [
     "AttentionBias",
     "BlockDiagonalMask",
@@ -182,15 +183,15 @@ def _compute(
         refuse_missing("output_dtype", f"None or the query's {query.dtype}", output_dtype)
     dims, groups = query.dim(), query.shape[2:-1]
     _check(query, key, value, attn_bias, groups)
-    options: dict[str, Any] = {"scale": scale, "dropout_p": p, "return_lse": True}
     if dims != 4:
         query, key, value = (_with_one_dim_of_heads(x) for x in (query, key, value))
     try:
         if isinstance(attn_bias, VARLEN_BIASES):
+            options = {"scale": scale, "dropout_p": p, "return_lse": True}
             out, lse = _packed(query[0], key[0], value[0], attn_bias, options)
             out, lse = out.unsqueeze(0), lse.unsqueeze(0)
         else:
-            out, lse = _dense(query, key, value, attn_bias, options)
+            out, lse = _dense(query, key, value, attn_bias, scale, p)
     except TypeError as error:  # xformers raises ValueError for a dtype too
         raise ValueError(str(error)) from error
     if dims == 4:
@@ -203,7 +204,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, bias: Any, groups: Sequenc
     dims = query.dim()
     if not 3 <= dims <= 5 or key.dim() != dims or value.dim() != dims:
         refuse("query, key and value", f"{_LAYOUTS}, all alike", _shapes(query, key, value))
-    if key.shape[2:-1] != groups or value.shape[2:-1] != groups:
+    if not groups == key.shape[2:-1] == value.shape[2:-1]:
         hint = "Expand those of key and value."
         refuse("query, key and value", "as many heads in each", _shapes(query, key, value), hint)
     if bias is None:
@@ -236,23 +237,24 @@ def _with_one_dim_of_heads(x: Tensor) -> Tensor:
 
 
 def _dense(
-    query: Tensor, key: Tensor, value: Tensor, attn_bias: Bias, options: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Bias, scale: float | None, p: float
 ) -> tuple[Tensor, Tensor]:
+    causal, window, bias = False, None, None
     if isinstance(attn_bias, Tensor):
-        options["bias"] = _as_bias(attn_bias)
+        bias = _as_bias(attn_bias)
     elif attn_bias is not None:
         if isinstance(attn_bias, LowerTriangularMaskWithTensorBias):
-            options["bias"] = _as_bias(attn_bias._bias)
+            bias = _as_bias(attn_bias._bias)
         if attn_bias.top_left:
-            options["causal"], options["window"], keys = top_left(query.shape[1], key.shape[1])
+            causal, window, keys = top_left(query.shape[1], key.shape[1])
             if keys != key.shape[1]:
                 key, value = key[:, :keys], value[:, :keys]
-                if "bias" in options:
-                    options["bias"] = options["bias"][..., :keys]
+                bias = None if bias is None else bias[..., :keys]
         else:
-            options["window"] = attn_bias.sides
-    found: Any = attention(query, key, value, **options)
-    return found
+            window = attn_bias.sides
+    return attention(
+        query, key, value, causal=causal, window=window, bias=bias, scale=scale, dropout_p=p, return_lse=True
+    )
 
 
 def _as_bias(tensor: Tensor) -> Tensor:
