@@ -80,10 +80,11 @@ def test_dims_that_do_not_matter_are_1() -> None:
 )
 def test_strips_of_any_size_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, call = CASES[name], Call(30, 40)
+    at_once = from_function(case.formula(call), case.batch, case.heads, *call)
     for strip in (1, 100, 999):
         monkeypatch.setattr(functions, "STRIP", strip)
         made = from_function(case.formula(call), case.batch, case.heads, *call)
-        assert torch.equal(made.as_dense(), dense_of(case, call))
+        assert torch.equal(made.as_dense(), dense_of(case, call)) and form(made) == form(at_once)
 
 
 def test_the_function_never_sees_more_than_a_strip(monkeypatch: pytest.MonkeyPatch) -> None:

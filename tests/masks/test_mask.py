@@ -132,7 +132,7 @@ def test_masks_are_equal_by_numbers_and_by_the_identity_of_tensors() -> None:
     assert hash(Mask(key_end=ends)) == hash(Mask(key_end=ends))
     assert Mask(key_end=ends) != Mask(key_end=ends.clone()) and Mask(key_end=ends) != Mask(key_start=ends)
     assert causal() == window(-1, 0) != window(1, 0) and causal() != "causal"
-    assert Mask(right=0, q_len=3) != Mask(right=0)
+    assert Mask(right=0, q_len=3) != Mask(right=0) != Mask(right=0, k_len=3)
     table = torch.ones(1, 1, 2, 2, dtype=torch.bool)
     assert Mask(blocks=Blocks(table, 2, 2)) == Mask(blocks=Blocks(table, 2, 2)) != Mask(blocks=Blocks(table, 2, 3))
     assert len({causal(), causal(), window(3, 0)}) == 2

@@ -92,12 +92,12 @@ def test_labels_are_rarely_partial_without_need() -> None:
         assert (found != exact).double().mean() <= most
 
 
-def test_keys_that_no_label_sees_leave_their_tile_out() -> None:
-    start, end, label = (torch.tensor([[values]], dtype=torch.int32) for values in ([3, 9, 0, 1], [3, 2, 1, 2], [0, 1]))
-    for bounds in ((start, end), (start, None), (None, end)):
-        mask = Mask(query_start=bounds[0], query_end=bounds[1], query_label=label)
-        assert torch.equal(tiles(mask, 2, 4, 2, 2), states_of(mask.as_dense(), 2, 2))
-    assert tiles(Mask(query_start=start, query_end=end, query_label=label), 2, 4, 2, 2)[0, 0].tolist() == [[0, 1]]
+def test_keys_that_no_query_sees_do_not_make_their_tile_partial() -> None:
+    """Beside [7, 9) and [-5, -3), which no label is in, stand empty intervals: [0, 0) and [5, 5)."""
+    bounds = [7, 0, -5, 5, 0, 1], [9, 0, -3, 5, 1, 2]
+    start, end, label = (torch.tensor([[values]], dtype=torch.int32) for values in (*bounds, [0, 1]))
+    mask = Mask(query_start=start, query_end=end, query_label=label)
+    assert tiles(mask, 2, 6, 2, 2)[0, 0].tolist() == [[0, 0, 1]]
 
 
 # No host synchronisation
