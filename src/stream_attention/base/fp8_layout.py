@@ -69,6 +69,8 @@ class CodedInputs(NamedTuple):
     seed: None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    query_bounds: None = None
+    key_bounds: None = None
     kv: Any = None  # an Fp8KV
 
 

@@ -49,6 +49,10 @@ class Inputs(NamedTuple):
     seed: Tensor | None = None  # int64 [2] on the query's device: (seed, offset)
     cu_seqlens_q: Tensor | None = None  # int32 or int64 [B + 1], packed only
     cu_seqlens_k: Tensor | None = None
+    # A mask as intervals: query i sees keys at positions from start to before end, and key j is seen by queries whose
+    # label lies in its own interval. int32, each of the first two dims 1 or that of [B, Hq].
+    query_bounds: Tensor | None = None  # [B, Hq, 3, Tq]: start, end, label
+    key_bounds: Tensor | None = None  # [B, Hq, 2, Tk]: start, end; only with query_bounds
 
 
 class CallOptions(NamedTuple):
@@ -210,6 +214,7 @@ class Scores(NamedTuple):
     dropout_p: float = 0.0
     batch_start: int = 0  # index of batch entry 0 in the whole call, for dropout
     value_scale: float = 1.0  # values are this times what is stored
+    bounds: bool = False  # the mask, or a part of it, is given as intervals; `mask` holds too
 
 
 class Direction(NamedTuple):
@@ -275,7 +280,7 @@ class Problem(_Parts):
     left, right = _fields_of(int, "window")
     q_start, q_stride, k_start, k_stride, q_base = _fields_of(int, "positions")
     scale, softcap, dropout_p = _fields_of(float, "scores", "scale", "softcap", "dropout_p")
-    mask, alibi, sink = _fields_of(bool, "scores", "mask", "alibi", "sink")
+    mask, alibi, sink, bounds = _fields_of(bool, "scores", "mask", "alibi", "sink", "bounds")
     bias: torch.dtype | None = _read(attrgetter("scores.bias"))
     batch_start: int = _read(attrgetter("scores.batch_start"))
     value_scale: float = _read(attrgetter("scores.value_scale"))
@@ -332,7 +337,7 @@ class Problem(_Parts):
             return f"{sizes} {dims} on {self.device}, {kind}, {quantised}up to {self.k_len} keys"
         features = [
             "causal" if sides == (UNBOUNDED, 0) else f"window={sides}" if sides != (UNBOUNDED, UNBOUNDED) else "",
-            "mask" if self.mask else "",
+            "mask by intervals" if self.bounds else "mask" if self.mask else "",
             f"bias={dtype_name(self.bias)}" if self.bias else "",
             "alibi" if self.alibi else "",
             "sink" if self.sink else "",
@@ -460,7 +465,7 @@ def state_problem(
 
     `positions` None aligns the last query with the last key.
     """
-    query, key, value, mask, bias, alibi_slopes, sink, _, cu_seqlens_q, _ = inputs
+    query, key, value, mask, bias, alibi_slopes, sink, _, cu_seqlens_q, _, bounds, _ = inputs
     batch, packed = query.shape[0], cu_seqlens_q is not None
     if cu_seqlens_q is not None:
         batch = cu_seqlens_q.shape[0] - 1
@@ -471,7 +476,8 @@ def state_problem(
     tma = all(tma_compatible(t) for t in (query, key, value))
     tf32 = query.dtype is torch.float32 and allows_tf32()
     bias_dtype = None if bias is None else bias.dtype
-    given = mask is not None, bias_dtype, alibi_slopes is not None, sink is not None
+    masks = mask is not None or bounds is not None
+    given = masks, bias_dtype, alibi_slopes is not None, sink is not None
     return Problem(
         Shape(batch, q_len, query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]),
         KV("packed" if packed else "dense", k_len),
@@ -479,7 +485,7 @@ def state_problem(
         hardware_of(query.device),
         _window(q_len, k_len, positions, sides_of(causal, window), packed),
         positions,
-        Scores(float(scale), float(softcap), *given, float(dropout_p), batch_start),
+        Scores(float(scale), float(softcap), *given, float(dropout_p), batch_start, bounds=bounds is not None),
         Direction(partial=partial, deterministic=deterministic),
     )
 

@@ -32,7 +32,7 @@ def backward_flops(*arguments: Any, out_val: Any = None) -> int:
 def _scores(arguments: tuple[Any, ...]) -> tuple[int, int, int]:
     """How many scores a call has, D and Dv. Packed sequences whose offsets have no values count as the longest."""
     query, key, value = arguments[:3]
-    cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = arguments[8:12]
+    cu_seqlens_q, cu_seqlens_k, _, _, longest_q, longest_k = arguments[8:14]
     if cu_seqlens_q is None:
         pairs = query.shape[0] * query.shape[1] * key.shape[1]
     elif all(type(offsets) is Tensor and not offsets.is_meta for offsets in (cu_seqlens_q, cu_seqlens_k)):

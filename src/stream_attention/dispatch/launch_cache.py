@@ -282,12 +282,15 @@ class _Attention(_SingleLevelFunction):
             if COMPARE and call.is_deterministic:
                 compare(grads, call.anew(call.arguments(inputs)).backward(inputs, given, wanted))
         query, key, value, *others = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
-        return None, query, key, value, None, *others, None, None, None
+        return None, query, key, value, None, *others, *_NO_GRADIENTS
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise AssertionError("forward mode takes the op")
 
+
+_NO_GRADIENTS = (None,) * (_INPUTS - 1 - _DIFFERENTIABLE[-1])
+"""Of the inputs behind the last that may have one."""
 
 _apply: Callable[..., Any] = _Attention.apply  # type: ignore[attr-defined]
 

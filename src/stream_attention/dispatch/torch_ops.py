@@ -24,9 +24,9 @@ from .flops import register_flop_formulas
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sink, "
-    "Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt q_len, SymInt k_len, bool causal, "
-    "SymInt window_left, SymInt window_right, float softcap, float scale, float dropout_p, bool deterministic, "
-    "str backend"
+    "Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? query_bounds, Tensor? key_bounds, "
+    "SymInt q_len, SymInt k_len, bool causal, SymInt window_left, SymInt window_right, float softcap, float scale, "
+    "float dropout_p, bool deterministic, str backend"
 )
 _INPUTS = len(Inputs._fields)
 _DIFFERENTIABLE = tuple(Inputs._fields.index(name) for name in Wanted._fields)

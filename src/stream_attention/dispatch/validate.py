@@ -21,6 +21,7 @@ from ..base.errors import refuse
 from ..base.fp8_layout import HEAD_DIMS as FP8_HEAD_DIMS
 from ..base.kv_layouts import ContiguousKV, Fp8KV, KVCache, PagedKV, QuantizedKV, checks
 from ..base.problem import UNBOUNDED, CallOptions, DecodeInputs, Inputs
+from ..masks.mask import Mask
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST, SMALLEST = 2.3e38, 1.2e-38
@@ -145,6 +146,8 @@ def hint_about(given: Any) -> str:
     """What to do with something that is no tensor."""
     if isinstance(given, Proxy):
         return "torch.fx.symbolic_trace is not supported: use torch.export, or torch.fx.wrap the calling function."
+    if isinstance(given, Mask):
+        return "Here a dense one is read: mask.as_dense(q_len=..., k_len=...)."
     return FP8_HINT if isinstance(given, Fp8KV) else ""
 
 
@@ -173,7 +176,7 @@ def varlen_tensors(
     inputs: Inputs, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, may_be_empty: bool = False
 ) -> None:
     """Check the tensors of a packed call, as those of a dense one, but not the values of `cu_seqlens`."""
-    query, key, value, mask, bias, alibi_slopes, sink, _, cu_seqlens_q, cu_seqlens_k = inputs
+    query, key, value, mask, bias, alibi_slopes, sink, _, cu_seqlens_q, cu_seqlens_k, *_ = inputs
     for name, refused in (("mask", mask), ("bias", bias)):
         if refused is not None:
             refuse(name, "None for packed sequences", "a value", "Use attention() with padded sequences.")

@@ -1,7 +1,9 @@
-"""What small kernels compute of the inputs before a forward or a backward: flags of visible rows, words of dropout."""
+"""What small kernels compute of the inputs before a forward or a backward: flags of visible rows, words of dropout, and
+lists of tiles where a mask is given as intervals."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,25 +30,39 @@ class Step(NamedTuple):
 
 
 class Prepass(NamedTuple):
-    """Results, each None where it is not needed: visible keys, visible queries, words of the rows and the columns."""
+    """Results, each None where it is not needed: visible keys, visible queries, words of the rows and the columns, and
+    lists of the tiles of keys that each tile of queries sees, and the other way round."""
 
     samples: tuple[Any, ...]
     steps: tuple[Step | None, ...]  # none where nothing is needed
 
     @classmethod
-    def of(cls, problem: Problem, inputs: Inputs, needs_visible: bool = False) -> Prepass:
-        steps: list[Step | None] = [None] * 4
-        if needs_visible and (inputs.mask is not None or inputs.bias is not None):
+    def of(
+        cls,
+        problem: Problem,
+        inputs: Inputs,
+        needs_visible: bool = False,
+        tiles: Sequence[tuple[int, int]] = (),
+    ) -> Prepass:
+        """`tiles` are the rows and columns of the tiles that main loops walk: of those that own queries, then of those
+        that own keys."""
+        steps: list[Step | None] = [None] * 6
+        if needs_visible and (problem.mask or problem.bias is not None):
             from .visibility import visible_steps
 
             steps[:2] = visible_steps(problem, inputs)
         if problem.dropout_p:
             from .dropout import word_steps
 
-            steps[2:] = word_steps(problem, inputs)
+            steps[2:4] = word_steps(problem, inputs)
+        if problem.bounds:
+            from .bounds import list_step
+
+            lists = (list_step(problem, inputs, *tile, of_keys) for tile, of_keys in zip(tiles, (False, True)))  # noqa: B905
+            steps[4 : 4 + len(tiles)] = lists
         return cls(tuple(step and step.sample for step in steps), tuple(steps) if any(steps) else ())
 
     def run(self, inputs: Inputs) -> tuple[Tensor | None, ...]:
         if not self.steps:
-            return (None, None, None, None)
+            return (None,) * 6
         return tuple(step and step.run(inputs) for step in self.steps)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ..base.problem import UNBOUNDED, Inputs, Problem
 from .arguments import FAR, broadcast_strides, cdiv, flag_strides, named, sample
+from .bounds import entry_strides, key_interval, query_interval, within
 from .launch import Kernel, jit
 from .prepass import Step
 
@@ -23,12 +24,13 @@ BLOCK_M, BLOCK_N = 64, 128
 
 @jit
 def _seen_kernel(
-    mask_ptr, bias_ptr, flags_ptr,
+    mask_ptr, bias_ptr, query_bounds_ptr, key_bounds_ptr, flags_ptr,
     stride_mb: tl.int64, stride_mh: tl.int64, stride_mm: tl.int64, stride_mn: tl.int64,
     stride_bb: tl.int64, stride_bh: tl.int64, stride_bm: tl.int64, stride_bn: tl.int64,
     stride_fb: tl.int64, stride_fh: tl.int64,
     q_len: tl.int32, k_len: tl.int32, heads: tl.int32, left: tl.int32, right: tl.int32,
     q_start: tl.int32, q_stride: tl.int32, k_start: tl.int32, k_stride: tl.int32,
+    bounds_batch: tl.int32, bounds_head: tl.int32,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -47,6 +49,13 @@ def _seen_kernel(
     anything = tl.zeros([BLOCK_N if OF_KEYS else BLOCK_M], tl.int32)
     for member in tl.static_range(GROUP):
         visible = inside
+        if query_bounds_ptr is not None:
+            entry = batch * bounds_batch + (head * GROUP + member) * bounds_head
+            start, end, label = query_interval(query_bounds_ptr + entry * 3 * q_len, offs_m, offs_m < q_len, q_len)
+            visible = visible & within((k_start + offs_n * k_stride)[None, :], start[:, None], end[:, None])
+            if key_bounds_ptr is not None:
+                first, last = key_interval(key_bounds_ptr + entry * 2 * k_len, offs_n, offs_n < k_len, k_len)
+                visible = visible & within(label[:, None], first[None, :], last[None, :])
         if mask_ptr is not None:
             offs = batch * stride_mb + (head * GROUP + member) * stride_mh + offs_m[:, None] * stride_mm
             visible = visible & (tl.load(mask_ptr + offs + offs_n[None, :] * stride_mn, mask=inside, other=0) != 0)
@@ -77,6 +86,9 @@ def visible_steps(problem: Problem, inputs: Inputs) -> list[Step]:
 
 def _has(inputs: Inputs, dim: int) -> bool:
     """Whether mask or bias varies along a dim of [B, Hq, Tq, Tk]."""
+    bounds = inputs.query_bounds
+    if bounds is not None and (dim == 2 or (dim < 2 and bounds.shape[dim] > 1)):
+        return True
     return any(t is not None and t.shape[dim] > 1 for t in (inputs.mask, inputs.bias))
 
 
@@ -89,11 +101,14 @@ def _step(problem: Problem, inputs: Inputs, heads: int, group: int, with_rows: b
         {"num_warps": 4},
         mask_ptr=mask,
         bias_ptr=bias,
+        query_bounds_ptr=inputs.query_bounds,
+        key_bounds_ptr=inputs.key_bounds,
         flags_ptr=flags,
         **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask)),
         **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias)),
         **named("stride_fb stride_fh", flag_strides(flags)),
         **named("q_start q_stride k_start k_stride", problem.positions[:4]),
+        **named("bounds_batch bounds_head", entry_strides(problem, inputs)),
         q_len=rows,
         k_len=problem.k_len,
         heads=heads,
@@ -106,7 +121,7 @@ def _step(problem: Problem, inputs: Inputs, heads: int, group: int, with_rows: b
         HAS_RIGHT=with_rows and problem.right != UNBOUNDED,
         OF_KEYS=of_keys,
     )
-    return Step(flags, launch, ("mask", "bias"), starts_at_0=True)
+    return Step(flags, launch, ("mask", "bias", "query_bounds", "key_bounds"), starts_at_0=True)
 
 
 _kernel = Kernel(_seen_kernel)

@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
     cols: int
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False)
 class Mask:
     """Which keys each query sees: all of its parts must allow a key, and a part that is None allows every key.
 

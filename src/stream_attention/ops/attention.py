@@ -11,12 +11,15 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from ..base.problem import AUTO, UNBOUNDED, CallOptions, Inputs, gradient_of
+from ..base.errors import refuse
+from ..base.problem import AUTO, UNBOUNDED, CallOptions, Inputs, gradient_of, sides_of
 from ..dispatch import call_key, launch_cache, validate
 from ..dispatch.flops import register_flop_formulas
 from ..dispatch.plan import plan, requested
 from ..dispatch.prepare import problem_of
 from ..dispatch.torch_ops import forward_op
+from ..masks.lowering import lowered
+from ..masks.mask import Mask
 
 
 class Options(TypedDict, total=False):
@@ -37,7 +40,7 @@ class Options(TypedDict, total=False):
 
 
 class DenseOptions(Options, total=False):
-    mask: Tensor | None
+    mask: Tensor | Mask | None
     bias: Tensor | None
 
 
@@ -61,7 +64,7 @@ def attention(
     *unexpected: Any,
     causal: bool = False,
     window: tuple[int, int] | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | Mask | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
@@ -90,7 +93,8 @@ def attention(
         value: `[B, Tk, Hkv, Dv]`.
         causal: query i sees keys j <= i + Tk - Tq (bottom-right).
         window: `(left, right)`: also j in [i + Tk - Tq - left, i + Tk - Tq + right]; -1 = unbounded on that side.
-        mask: bool, True = attend, broadcastable to `[B, Hq, Tq, Tk]`; never expanded in memory.
+        mask: a `Mask` of `stream_attention.masks`, whose tiles without a visible score are skipped; or bool, True =
+            attend, broadcastable to `[B, Hq, Tq, Tk]`, never expanded in memory.
         bias: float, added to the scores, broadcastable likewise; -inf masks a key. To mask a whole row use -inf, not
             a huge number: the LSE of such a row is too coarse for the gradient.
         alibi_slopes: `[Hq]` or `[B, Hq]`: adds -slope * |i + Tk - Tq - j|.
@@ -124,11 +128,14 @@ def attention(
     """
     if unexpected or foreign:
         validate.unexpected(attention, unexpected, foreign)
-    tensors = query, key, value, mask, bias, alibi_slopes, sink
+    bounds: tuple[Tensor | None, Tensor | None] = (None, None)
+    if isinstance(mask, Mask):
+        mask, bounds, causal, window = as_op_takes(mask, query, key, causal, window, backend)
+    tensors: tuple[Any, ...] = query, key, value, mask, bias, alibi_slopes, sink
     options = causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, backend, precision, rotate
     found = None
     if launch_cache.ENABLED and not call_key.is_watched():
-        found = look_up(tensors, options)
+        found = look_up(tensors, options, bounds=bounds)
         if found is not None and found.call is not None:
             if found.call.looks_transposed and not _warned_of_layout:
                 _warn_of_layout(query)
@@ -138,7 +145,8 @@ def attention(
         if elsewhere is not None:
             return elsewhere(dict(zip(TENSORS, tensors, strict=True)), dict(zip(OPTIONS, options, strict=True)))
     given = CallOptions(*options)
-    arguments = op_arguments(checked(Inputs(*tensors), given, validate.attention_tensors), given)
+    inputs = Inputs(*tensors)._replace(query_bounds=bounds[0], key_bounds=bounds[1])
+    arguments = op_arguments(checked(inputs, given, validate.attention_tensors), given)
     looks_transposed = not torch.compiler.is_compiling() and validate.looks_transposed(query, key)
     if looks_transposed and not _warned_of_layout:
         _warn_of_layout(query)
@@ -187,6 +195,7 @@ def look_up(
     options: tuple[Any, ...],
     cu_seqlens: tuple[Any, Any] = (None, None),
     lengths: tuple[int, int] = (0, 0),
+    bounds: tuple[Any, Any] = (None, None),
 ) -> Found | None:
     """What the launch cache has of a call, whose tensors may be anything still; None where it must be checked first and
     is not kept."""
@@ -208,7 +217,7 @@ def look_up(
     seed_number = _NO_DROPOUT
     if dropout_p and not isinstance(seed, Tensor):
         seed_number, seed = seed, None
-    inputs = Inputs(query, key, value, mask, bias, slopes, sink, _contiguous(seed), *cu_seqlens)
+    inputs = Inputs(query, key, value, mask, bias, slopes, sink, _contiguous(seed), *cu_seqlens, *bounds)
     key_options = others
     if options[9] is not None or options[10] is not False:
         precision, rotate = options[9:]
@@ -224,6 +233,27 @@ def look_up(
         return None
     call = launch_cache.find(cache_key, inputs, cache_key.lengths, others)
     return Found(cache_key, call, inputs, seed_number)
+
+
+def as_op_takes(
+    mask: Mask, query: Any, key: Any, causal: Any, window: Any, backend: Any
+) -> tuple[Any, tuple[Tensor | None, Tensor | None], Any, Any]:
+    """A mask of a call in the form of the op: dense mask, intervals, causal and window. As it is where tensors will be
+    refused."""
+    plain = [isinstance(t, Tensor) and not t.is_nested and t.dim() == 4 for t in (query, key)]
+    if not all(plain) or hasattr(query, "device_mesh"):
+        return mask, (None, None), causal, window
+    validate.options(CallOptions(causal, window), query)
+    batch, q_len, heads, _ = query.shape
+    k_len = key.shape[1]
+    if mask.device not in (None, query.device):
+        hint = f"Pass mask.to({str(query.device)!r})."
+        refuse("mask", f"tensors on the query's device {query.device}", mask.device, hint)
+    mask.check(q_len, k_len, batch, heads)
+    if requested(backend) == "reference":
+        return mask.as_dense(None, None, q_len, k_len), (None, None), causal, window
+    (left, right), dense, *bounds = lowered(mask, q_len, k_len, query.device, sides_of(causal, window))
+    return dense, (bounds[0], bounds[1]), False, (left, right)
 
 
 def _subclass_call(query: Any) -> Callable[..., Any] | None:
@@ -261,7 +291,14 @@ def _warn_of_layout(query: Tensor) -> None:
 
 def prepare_attention(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> tuple[Any, ...]:
     """Check a call of `attention` and turn it into arguments of the library op; nothing is computed."""
+    if isinstance(others.get("mask"), Mask):
+        asked = (others["mask"], query, key, *map(others.get, ("causal", "window", "backend")))
+        mask, bounds, causal, window = as_op_takes(*asked)
+        others |= {"mask": mask, "causal": causal, "window": window}
+    else:
+        bounds = None, None
     inputs, options = Inputs(query, key, value, *map(others.get, TENSORS[3:])), CallOptions.of(others)
+    inputs = inputs._replace(query_bounds=bounds[0], key_bounds=bounds[1])
     return op_arguments(checked(inputs, options, validate.attention_tensors), options)
 
 
@@ -293,6 +330,8 @@ def op_arguments(inputs: Inputs, options: CallOptions, q_len: int = 0, k_len: in
         seed=_contiguous(seed_tensor(seed, inputs.query)) if dropout_p else None,
         cu_seqlens_q=_contiguous(inputs.cu_seqlens_q),
         cu_seqlens_k=_contiguous(inputs.cu_seqlens_k),
+        query_bounds=_contiguous(inputs.query_bounds),
+        key_bounds=_contiguous(inputs.key_bounds),
     )
     numbers = float(softcap), scale, float(dropout_p)
     return (*inputs, q_len, k_len, causal, left, right, *numbers, deterministic, requested(backend))

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..backends import BY_NAME, installed, sdpa_time, self_check
-from ..base.problem import Problem, gradient_of
+from ..base.problem import UNBOUNDED, Problem, gradient_of, sides_of
 from ..dispatch import validate
 from ..dispatch.plan import Plan, plan
 from ..dispatch.prepare import problem_of
+from ..masks import Mask, tiles
 from .attention import attention, prepare_attention
 from .fp8 import in_fp8
 from .nested import packed as packed_nested
@@ -24,7 +25,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
 
     Takes the arguments of `attention`, or those of `varlen_attention` where `cu_seqlens` are among them. Computes
     nothing of the call. If an input requires a gradient, the plan of the backward is printed too (where the LSE is
-    returned, as if a gradient came through it). Of DTensors it explains this rank's part. Further lines say what a
+    returned, as if a gradient came through it). Of DTensors it explains this rank's part. Of a `Mask` a line says how
+    much is visible, and how many tiles are skipped; it waits for the device. Further lines say what a
     self-check of the Hopper kernels found, with a Triton newer than those they ran with, and what the portable kernels
     were timed at on a kind of GPU that they never ran on; either is made here if the call would make it. A last line
     says where the tensors look like `[B, H, T, D]`: more than 256 heads, or 8 for each query, with as many KV heads and
@@ -46,6 +48,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Plan
     """
     problems, backend = problems_of_call(query, key, value, **arguments)
     planned = print_plans(problems, backend)
+    if planned.problem.bounds:
+        print(_of_the_mask(planned, arguments["mask"], arguments.get("causal", False), arguments.get("window")))
     for line in dict.fromkeys(line for problem in problems for line in _of_the_machine(plan(problem, backend))):
         print(line)
     if query.dim() == 4 and validate.looks_transposed(query, key, by_strides=False):
@@ -87,6 +91,25 @@ def print_plans(problems: list[Problem], backend: str) -> Plan:
         _, _, chosen = str(backward).partition("\n")  # its first line is the problem, which the forward has shown
         print(f"backward  of the same call{through}\n{chosen}")
     return forward
+
+
+def _of_the_mask(planned: Plan, mask: Mask, causal: bool, window: tuple[int, int] | None) -> str:
+    """What a mask by intervals leaves of a call, by the tiles of its forward."""
+    problem, config = planned.problem, planned.config
+    left, right = (None if side == UNBOUNDED else side for side in sides_of(causal, window))
+    mask, lengths = mask & Mask(left, right), (problem.q_len, problem.k_len)
+    rows, columns = (getattr(config, name, None) or getattr(config, other) for name, other in _TILE)
+    states = tiles(mask, *lengths, rows, columns)
+    skipped, whole = ((states == state).float().mean().item() for state in (0, 2))
+    visible = mask.density(q_len=lengths[0], k_len=lengths[1])
+    return (
+        f"mask      {mask}: {visible:.1%} of the scores are visible; of tiles of {rows} x {columns} {skipped:.1%} are "
+        f"skipped, {whole:.1%} need no test"
+    )
+
+
+_TILE = ("block_m", "block_q"), ("block_n", "block_k")
+"""Rows and columns of a tile, as configurations call them."""
 
 
 def _of_the_machine(planned: Plan) -> Iterator[str]:

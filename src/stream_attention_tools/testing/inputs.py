@@ -14,8 +14,13 @@ from torch import Tensor
 from stream_attention.backends import BY_NAME
 from stream_attention.base.problem import Inputs, Problem
 from stream_attention.dispatch.prepare import problem_of
+from stream_attention.masks import Mask, documents, from_dense
 from stream_attention.ops.attention import attention, prepare_attention
 from stream_attention.ops.varlen import prepare_varlen, varlen_attention
+
+Intervals = Literal["keys", "queries", "labels", "documents", "all"]
+INTERVALS: tuple[Intervals, ...] = ("keys", "queries", "labels", "documents", "all")
+"""Of a `Mask`: keys per query, queries per key, both with labels, or documents by their ids."""
 
 Layout = Literal["contiguous", "heads_first", "qkv_packed", "strided", "offset", "expanded"]
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "heads_first", "qkv_packed", "strided", "offset", "expanded")
@@ -50,6 +55,7 @@ class Case:
     causal: bool = False
     window: tuple[int, int] | None = None
     mask: tuple[int, ...] | None = None
+    intervals: Intervals | None = None  # the mask is a `Mask`, with `mask` as its dense part if both are given
     bias: tuple[int, ...] | None = None
     bias_hides: bool = False  # about a fifth of the bias is -inf
     alibi: Literal["H", "BH"] | None = None
@@ -109,6 +115,8 @@ def make(case: Case) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         if mask.dim() > 1 and mask.shape[-2] > 1:
             mask[..., 0, :] = False  # a row that sees nothing
         options["mask"] = _tile_laid_out(case.layout, mask.to(case.device))
+    if case.intervals is not None:
+        options["mask"] = _interval_mask(case, options.get("mask"), generator)
     if case.bias is not None:
         bias = normal(*case.bias)
         if case.bias_hides:
@@ -120,6 +128,32 @@ def make(case: Case) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     if case.sink:
         options["sink"] = normal(case.Hq).to(case.device, aux_dtype)
     return query, key, value, options | _packing(case, longest=case.max_lengths)
+
+
+def _interval_mask(case: Case, dense: Tensor | None, generator: torch.Generator) -> Mask:
+    """A random mask of a kind, some of its rows and keys with empty intervals."""
+
+    def ints(most: int, length: int) -> Tensor:
+        lead = (int(torch.randint(0, 2, (), generator=generator)) * (size - 1) + 1 for size in (case.B, case.Hq))
+        return torch.randint(0, max(most, 1), (*lead, length), generator=generator, dtype=torch.int32)
+
+    if case.intervals == "documents":
+        cuts = torch.rand(5, generator=generator).sort().values
+        ids = [torch.bucketize(torch.arange(n) / max(n, 1), cuts) for n in (case.Tq, case.Tk)]
+        mask = documents(*ids)
+    else:
+        fields: dict[str, Any] = {}
+        if case.intervals in ("keys", "all"):
+            fields["key_start"] = ints(case.Tk, case.Tq)
+            fields["key_end"] = fields["key_start"] + ints(case.Tk, case.Tq)
+        if case.intervals in ("queries", "labels", "all"):
+            fields["query_start"] = ints(case.Tq, case.Tk)
+            fields["query_end"] = fields["query_start"] + ints(case.Tq, case.Tk)
+        if case.intervals in ("labels", "all"):
+            fields["query_label"] = ints(case.Tq, case.Tq)
+        mask = Mask(**fields)
+    mask = mask.to(case.device)
+    return mask if dense is None else mask & from_dense(dense[(None,) * (4 - dense.dim())])
 
 
 class Tensors(NamedTuple):
@@ -171,6 +205,8 @@ def draw(case: Case, seed: int = 0) -> Tensors:
     options["causal"] = case.causal
     if case.mask is not None:
         options["mask"] = torch.rand(case.mask, generator=generator, device=device) > 0.3
+    if case.intervals is not None:
+        options["mask"] = _interval_mask(case, options.get("mask"), torch.Generator().manual_seed(seed))
     if case.bias is not None:
         options["bias"] = normal(*case.bias, dtype=case.aux_dtype or case.dtype)
     if case.alibi is not None:

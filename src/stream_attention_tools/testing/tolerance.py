@@ -35,6 +35,7 @@ from torch import Tensor
 
 from stream_attention.backends.reference import attention as reference
 from stream_attention.base.errors import UnsupportedProblem
+from stream_attention.masks import Mask
 
 from .inputs import Case, make, run
 from .memory import poisoned_memory
@@ -171,7 +172,10 @@ def _results(
 
 def _for_reference(tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Any]:
     ours = ("deterministic", "max_seqlen_q", "max_seqlen_k")
-    return {name: option for name, option in options.items() if name not in ours} | tensors
+    taken = {name: option for name, option in options.items() if name not in ours}
+    if isinstance(mask := options.get("mask"), Mask):
+        taken["mask"] = mask.as_dense(q_len=tensors["query"].shape[1], k_len=tensors["key"].shape[1])
+    return taken | tensors
 
 
 def _exact(case: Case, tensors: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -89,6 +89,11 @@ class Compiled:
             "alibi": {"alibi_slopes": zeros(1, self.Hq, dtype=F32)},
             "sink": {"sink": zeros(self.Hq, dtype=F32)},
             "dropout": {"seed": zeros(2, dtype=torch.int64)},
+            "intervals": {"query_bounds": zeros(1, 1, 3, self.Tq, dtype=torch.int32)},
+            "intervals of keys": {
+                "query_bounds": zeros(1, 1, 3, self.Tq, dtype=torch.int32),
+                "key_bounds": zeros(1, 1, 2, self.Tk, dtype=torch.int32),
+            },
             "packed": {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1]},
         }
         options = {name: tensor for modifier in self.modifiers for name, tensor in extra.get(modifier, {}).items()}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stream_attention.backends import BY_NAME
-from stream_attention_tools.testing.inputs import LAYOUTS, Case, make, stated
+from stream_attention_tools.testing.inputs import INTERVALS, LAYOUTS, Case, make, stated
 
 
 def why_not(case: Case, backend: str) -> tuple[str, ...]:
@@ -88,5 +88,6 @@ def random_case(
         deterministic=rng.random() < 0.3,
         layout=rng.choice(LAYOUTS),
         lse_grad=rng.random() < 0.3,
+        intervals=None if packed else perhaps(rng.choice(INTERVALS)),
         **(varlen if packed else dense),
     )

@@ -221,7 +221,9 @@ def launched(call: Compiled, wanted: Wanted | None = None) -> list[Any]:
     with compiling_for(call.arch) as kernels:
         grad_lse = lse if stated.lse_grad else None
         backward(stated, inputs, configure(stated), out, lse, out, grad_lse, wanted=wanted or everything)
-    return [kernel for kernel in kernels if kernel.metadata.name not in ("_seen_kernel", "_words_kernel")]
+    return [
+        kernel for kernel in kernels if kernel.metadata.name not in ("_seen_kernel", "_words_kernel", "_list_kernel")
+    ]
 
 
 def compiled(call: Compiled) -> dict[str, Report]:
@@ -270,6 +272,7 @@ REST = [
         Compiled(90, 128, True, ("window",)),
         Compiled(90, 128, True, ("tf32",), dtype=F32),
         Compiled(90, 80, True, Dv=64, Hq=8),
+        *(Compiled(90, dim, False, (kind,)) for dim in (64, 128) for kind in ("intervals", "intervals of keys")),
     )
 ]
 CALLS = {str(call): call for call in (*chain(*GATED.values()), *REST)}

@@ -234,6 +234,8 @@ FLOAT32_ROWS = [
 ]
 REST = [
     *(Compiled(90, dim, True, (modifier,)) for dim in (64, 128, 256) for modifier in ("window", "alibi")),
+    *(Compiled(90, dim, False, (kind,)) for dim in (64, 128, 256) for kind in ("intervals", "intervals of keys")),
+    Compiled(80, 128, False, ("intervals of keys",)),
     Compiled(90, 128, False, ("alibi",)),
     Compiled(80, 128, True, ("alibi", "window")),
     Compiled(90, 128, True, ALL),

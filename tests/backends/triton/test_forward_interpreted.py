@@ -331,7 +331,7 @@ def test_dropout_words_are_those_of_the_reference(seed: int, offset: int) -> Non
     inputs = Inputs(query, key, value, seed=torch.tensor([seed, offset]))
     positions = Positions(25, 3, 4, 5, q_base=10)
     problem = stated(inputs, dropout_p=0.5, positions=positions, batch_start=6)
-    _, _, rows, columns = Prepass.of(problem, inputs).run(inputs)
+    _, _, rows, columns, *_ = Prepass.of(problem, inputs).run(inputs)
     for p in (0.1, 0.5, 0.999):
         found = dropout_rule.keep(rows[..., :, None], columns[..., None, :], p)
         index = {"q_index": 15 + 3 * torch.arange(20), "k_index": 4 + 5 * torch.arange(40)}
@@ -344,7 +344,7 @@ def test_dropout_words_of_packed_sequences_count_within_each() -> None:
     cu_q, cu_k = offsets(5, 0, 7), offsets(6, 3, 4)
     inputs = Inputs(query, key, key, seed=torch.tensor([3, 4]), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     problem = stated(inputs, q_len=7, k_len=6, dropout_p=0.5)
-    _, _, rows, columns = Prepass.of(problem, inputs).run(inputs)
+    _, _, rows, columns, *_ = Prepass.of(problem, inputs).run(inputs)
     for b, (q_slice, k_slice) in enumerate(
         ((slice(0, 5), slice(0, 6)), (slice(5, 5), slice(6, 9)), (slice(5, 12), slice(9, 13)))
     ):

@@ -335,7 +335,8 @@ def _without_masked_keys(problem: Problem, inputs: Inputs) -> tuple[Problem, Inp
     count = keys.stop - keys.start
     narrowed = problem.replace(k_len=count, k_start=problem.k_start + keys.start * problem.k_stride)
     mask, bias = (x if x is None or x.shape[3] == 1 else x[..., keys] for x in (inputs.mask, inputs.bias))
-    its = inputs._replace(key=inputs.key[:, keys], value=inputs.value[:, keys], mask=mask, bias=bias)
+    bounds = inputs.key_bounds if inputs.key_bounds is None else inputs.key_bounds[..., keys]
+    its = inputs._replace(key=inputs.key[:, keys], value=inputs.value[:, keys], mask=mask, bias=bias, key_bounds=bounds)
     return narrowed, its, keys
 
 
@@ -392,9 +393,44 @@ class _Tiles:
         return (slice(*span) for span in spans(0, self.problem.q_len, self.config.block_q))
 
     def col_blocks(self, rows: slice) -> Iterator[slice]:
-        """The blocks of keys that some row of the block can see by position; other tiles are never visited."""
-        keys = _visible_keys(self.problem, rows)
-        return (slice(*span) for span in spans(keys.start, keys.stop, self.config.block_k))
+        """The blocks of keys that some row of the block can see by position, and on a CPU also by intervals; other
+        tiles are never visited."""
+        p, keys = self.problem, _visible_keys(self.problem, rows)
+        start, stop = keys.start, keys.stop
+        looks = self.inputs.query_bounds is not None and p.device.type == "cpu"  # elsewhere that would synchronise
+        if looks:
+            first, last = self._seen_span(rows)
+            start = max(start, -((p.k_start - first) // p.k_stride))
+            stop = min(stop, -((p.k_start - last) // p.k_stride))
+        for span in spans(start, stop, self.config.block_k):
+            if not looks or self._is_seen(rows, slice(*span)):
+                yield slice(*span)
+
+    def _seen_span(self, rows: slice) -> tuple[int, int]:
+        """The first position that some interval of the rows has, and the one behind the last."""
+        start, end, _ = self._intervals_of_queries(rows)
+        there = start < end
+        if not there.any():
+            return 0, 0
+        return int(start[there].min()), int(end[there].max())
+
+    def _is_seen(self, rows: slice, cols: slice) -> bool:
+        """Whether some key may be seen by one of the rows, by the interval that the key has."""
+        if self.inputs.key_bounds is None:
+            return True
+        first, last = self._intervals_of_keys(cols)
+        _, _, label = self._intervals_of_queries(rows)
+        return bool(((first <= label.amax(2, True)) & (last > label.amin(2, True)) & (first < last)).any())
+
+    def _intervals_of_queries(self, rows: slice) -> list[Tensor]:
+        """Start, end and label, `[B, Hq, m]` each."""
+        assert self.inputs.query_bounds is not None
+        return [*self.batch_of(self.inputs.query_bounds)[..., rows].unbind(2)]
+
+    def _intervals_of_keys(self, cols: slice) -> list[Tensor]:
+        """First and last label that sees a key, `[B, Hq, n]` each."""
+        assert self.inputs.key_bounds is not None
+        return [*self.batch_of(self.inputs.key_bounds)[..., cols].unbind(2)]
 
     def score(self, q: Tensor, rows: slice, cols: slice, with_slope: bool = False) -> _Tile:
         """The scores of a tile: q arrives scaled; then softcap, bias, ALiBi, and -inf where hidden."""
@@ -464,6 +500,12 @@ class _Tiles:
             flags.append((k_pos <= q_pos + p.right)[None, None])
         if p.left != UNBOUNDED and first_key < last_row - p.left:
             flags.append((k_pos >= q_pos - p.left)[None, None])
+        if self.inputs.query_bounds is not None:
+            start, end, label = (one.unsqueeze(3) for one in self._intervals_of_queries(rows))
+            flags.append((k_pos >= start) & (k_pos < end))
+            if self.inputs.key_bounds is not None:
+                first, last = (one.unsqueeze(2) for one in self._intervals_of_keys(cols))
+                flags.append((label >= first) & (label < last))
         if self.inputs.mask is not None:
             flags.append(self.tile_of(self.inputs.mask, rows, cols))
         if self.inputs.bias is not None:

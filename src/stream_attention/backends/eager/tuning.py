@@ -128,6 +128,7 @@ def why_not_flash(problem: Problem) -> tuple[str, ...]:
         (problem.left != UNBOUNDED, "does not support a window"),
         (problem.right != UNBOUNDED and not top_left, "aligns causal masks top-left"),
         (problem.scale < TINY_SCALE, "requires a positive scale"),
+        (problem.bounds, "does not support masks by intervals"),
         (problem.alibi, "does not support ALiBi"),
         (problem.sink and half, "rounds the output before the sink rescales it"),
         (problem.softcap != 0.0, "does not support softcap"),

@@ -120,7 +120,7 @@ def score_arguments(problem: Problem, inputs: Inputs, before: Prepass, stand_in:
     """What modifies scores, and where sequences of a pack begin, as forward and backward take it. Where there is no
     tensor, `stand_in` is, unread."""
     slopes, packed = inputs.alibi_slopes, problem.packed
-    _, _, row_words, col_words = before.samples
+    _, _, row_words, col_words, *_ = before.samples
     tensors = slopes, row_words, col_words, inputs.cu_seqlens_q, inputs.cu_seqlens_k
     names = "slopes_ptr row_words_ptr col_words_ptr cu_q_ptr cu_k_ptr"
     return {

@@ -19,11 +19,13 @@ from ...gpu.arguments import (
     tanh,
     tile_width,
 )
+from ...gpu.bounds import entry_strides
 from ...gpu.launch import Kernel, Launch, Sizes
 from .tuning import Tile, TritonConfig
 
-_INPUTS = "q_ptr k_ptr v_ptr mask_ptr bias_ptr slopes_ptr sink_ptr seed_ptr cu_q_ptr cu_k_ptr"
-_COMPUTED = "keys_seen_ptr queries_seen_ptr row_words_ptr col_words_ptr"
+_INPUTS = "q_ptr k_ptr v_ptr mask_ptr bias_ptr slopes_ptr sink_ptr seed_ptr cu_q_ptr cu_k_ptr "
+_INPUTS += "query_bounds_ptr key_bounds_ptr"
+_COMPUTED = "keys_seen_ptr queries_seen_ptr row_words_ptr col_words_ptr key_lists_ptr query_lists_ptr"
 """Parameters that point to `Inputs`, and to the results of a `Prepass`."""
 
 
@@ -57,7 +59,7 @@ def bind_tiles(
 def _problem_arguments(problem: Problem, inputs: Inputs, computed: Sequence[Any]) -> dict[str, Any]:
     """Those that follow from a problem and how its tensors lie, and not from lengths."""
     mask, bias = inputs.mask, inputs.bias
-    keys_seen, queries_seen, row_words, col_words = computed
+    keys_seen, queries_seen, row_words, col_words, *_ = computed
     return {
         **named("stride_mb stride_mh stride_mm stride_mn", broadcast_strides(mask, access_unit(mask))),
         **named("stride_bb stride_bh stride_bm stride_bn", broadcast_strides(bias, access_unit(bias))),
@@ -65,6 +67,7 @@ def _problem_arguments(problem: Problem, inputs: Inputs, computed: Sequence[Any]
         **named("stride_sb stride_sh", flag_strides(queries_seen)),
         **named("stride_rb stride_rh", line_strides(row_words, problem.packed)),
         **named("stride_cb stride_ch", line_strides(col_words, problem.packed)),
+        **named("bounds_batch bounds_head", entry_strides(problem, inputs)),
         "q_stride": problem.q_stride,
         "k_stride": problem.k_stride,
         "stride_ab": slope_stride(inputs.alibi_slopes),

@@ -46,7 +46,7 @@ def prepare_backward(
     gradients that are `wanted`, in the inputs' dtypes, or in fp32 where the problem is one of several shards."""
     others = [tile for tile in config[1:] if tile is not None]
     assert PAD.value >= config.query.block_m >= max(tile.block_m for tile in others), "rows are written by whole tiles"
-    made, call = _Results.of(problem, inputs, config, wanted), BackwardCall.of(problem, inputs, saved)
+    made, call = _Results.of(problem, inputs, config, wanted), BackwardCall.of(problem, inputs, saved, config)
     bias = None
     if wanted.bias:
         assert config.bias is not None

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...base.problem import Inputs
 from ...gpu.arguments import WIDE, cdiv, sample
+from ...gpu.bounds import key_interval, query_interval, within
 from ...gpu.launch import Kernel, jit
 from ...gpu.rows import PAD
 from ...gpu.tiles import dropout_keep, load_broadcast, load_rows, tile_gradients
@@ -29,8 +30,8 @@ from .tuning import Tile
 
 @jit
 def _bias_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slopes_ptr, row_words_ptr, col_words_ptr, grad_out_ptr, rows_lse_ptr,
-    rows_delta_ptr, d_bias_ptr,
+    q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slopes_ptr, row_words_ptr, col_words_ptr, query_bounds_ptr, key_bounds_ptr,
+    grad_out_ptr, rows_lse_ptr, rows_delta_ptr, d_bias_ptr,
     stride_qb: tl.int64, stride_qm: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_kn: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vn: tl.int64, stride_vh: tl.int64,
@@ -39,7 +40,8 @@ def _bias_kernel(
     stride_bb: tl.int64, stride_bh: tl.int64, stride_bm: tl.int64, stride_bn: tl.int64, stride_ab: tl.int64,
     q_len: tl.int32, k_len: tl.int32, row_tiles: tl.int32, q_heads: tl.int32, out_heads: tl.int32,
     out_tiles_m: tl.int32, out_tiles_n: tl.int32, heads_walked: tl.int32, steps: tl.int32, left: tl.int32,
-    right: tl.int32, q_start: tl.int32, k_start: tl.int32, dropout_threshold: tl.uint32,
+    right: tl.int32, q_start: tl.int32, k_start: tl.int32, bounds_batch: tl.int32, bounds_head: tl.int32,
+    dropout_threshold: tl.uint32,
     scale, softcap, dropout_scale,
     GROUP: tl.constexpr, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -124,8 +126,16 @@ def _bias_kernel(
         qk = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         dp = tl.dot(grad.to(v.dtype), v.T, input_precision=PRECISION)
         q_pos, k_pos = (q_start + offs_m * Q_STRIDE)[:, None], (k_start + offs_n * K_STRIDE)[None, :]
+        inside = mask_n[None, :]
+        if query_bounds_ptr is not None:
+            entry = batch * bounds_batch + head * bounds_head
+            start, end, label = query_interval(query_bounds_ptr + entry * 3 * q_len, offs_m, mask_m, q_len)
+            inside = inside & within(k_pos, start[:, None], end[:, None])
+            if key_bounds_ptr is not None:
+                first, last = key_interval(key_bounds_ptr + entry * 2 * k_len, offs_n, mask_n, k_len)
+                inside = inside & within(label[:, None], first[None, :], last[None, :])
         p, d_scores, _ = tile_gradients(
-            qk, dp, lse[:, None], delta[:, None], q_pos, k_pos, mask_n[None, :],
+            qk, dp, lse[:, None], delta[:, None], q_pos, k_pos, inside,
             attend, bias, slopes, keep, scale, softcap, left, right, dropout_scale,
             True, HAS_LEFT, HAS_RIGHT, MASK, True, HAS_ALIBI, HAS_SOFTCAP, HAS_DROPOUT, TANH,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from ...gpu.launch import Kernel, Launch, Sizes
 from ...gpu.prepass import Prepass
 from ...gpu.rows import PAD, Rows, padded_rows
 from .arguments import bind_tiles
-from .tuning import Tile
+from .tuning import BackwardConfig, Tile
 
 
 class BackwardCall(NamedTuple):
@@ -24,8 +24,9 @@ class BackwardCall(NamedTuple):
     rows: Rows
 
     @classmethod
-    def of(cls, problem: Problem, inputs: Inputs, saved: Saved) -> BackwardCall:
-        before = Prepass.of(problem, inputs, needs_visible=True)
+    def of(cls, problem: Problem, inputs: Inputs, saved: Saved, config: BackwardConfig) -> BackwardCall:
+        tiles = [(tile.block_m, tile.block_n) for tile in (config.query, config.key)]
+        before = Prepass.of(problem, inputs, needs_visible=True, tiles=tiles)
         return cls(problem, inputs, before, saved, Rows.samples(problem, inputs.query))
 
     @property

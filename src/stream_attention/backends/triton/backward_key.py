@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...base.problem import Problem
 from ...gpu.arguments import WIDE, cdiv
+from ...gpu.bounds import HEADER, key_interval, query_interval, within
 from ...gpu.launch import Kernel, Launch, jit
 from ...gpu.rows import line_start, padded_line_start
 from ...gpu.tail import clear_uncomputed
@@ -32,11 +33,13 @@ from ...gpu.tiles import (
 from .backward_call import BackwardCall
 from .tuning import Tile
 
+_HEADER = tl.constexpr(HEADER)
+
 
 @jit
 def _key_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, keys_seen_ptr, queries_seen_ptr, slopes_ptr,
-    row_words_ptr, col_words_ptr, cu_q_ptr, cu_k_ptr,
+    row_words_ptr, col_words_ptr, cu_q_ptr, cu_k_ptr, query_bounds_ptr, key_bounds_ptr, query_lists_ptr,
     grad_out_ptr, rows_lse_ptr, rows_delta_ptr,
     dk_ptr, dv_ptr,
     stride_qb: tl.int64, stride_qm: tl.int64, stride_qh: tl.int64,
@@ -47,7 +50,7 @@ def _key_kernel(
     stride_bb: tl.int64, stride_bh: tl.int64, stride_bm: tl.int64, stride_bn: tl.int64,
     stride_fb: tl.int64, stride_fh: tl.int64, stride_sb: tl.int64, stride_sh: tl.int64, stride_ab: tl.int64,
     batches: tl.int32, q_len: tl.int32, k_len: tl.int32, q_rows: tl.int32, k_rows: tl.int32,
-    row_tiles: tl.int32, kv_heads: tl.int32, num_splits: tl.int32,
+    row_tiles: tl.int32, kv_heads: tl.int32, num_splits: tl.int32, bounds_batch: tl.int32, bounds_head: tl.int32,
     left: tl.int32, right: tl.int32, q_start: tl.int32, k_start: tl.int32,
     dropout_threshold: tl.uint32, scale, softcap, dropout_scale,
     GROUP: tl.constexpr, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -66,6 +69,8 @@ def _key_kernel(
         stride_mb, stride_mh, stride_mm = stride_mb * 8, stride_mh * 8, stride_mm * 8
     if BIAS >= WIDE:
         stride_bb, stride_bh, stride_bm = stride_bb * 8, stride_bh * 8, stride_bm * 8
+
+    BOUNDS: tl.constexpr = query_bounds_ptr is not None
 
     # Where am I: the tiles of keys that most queries see come first.
     tiles_n = tl.cdiv(k_len, BLOCK_N)
@@ -104,7 +109,7 @@ def _key_kernel(
         load_n = load_n & (k_pos <= q_start + (q_len - 1) * Q_STRIDE + right)
     if HAS_LEFT:
         load_n = load_n & (k_pos >= q_start - left)
-    if MASK or BIAS:
+    if MASK or BIAS or BOUNDS:
         keys_seen_ptr += batch * stride_fb + kv_head * stride_fh
         load_n = load_n & (tl.load(keys_seen_ptr + offs_n, mask=mask_n, other=0) != 0)
     k_ptrs = k_ptr + batch * stride_kb + kv_head * stride_kh + offs_n[:, None] * stride_kn
@@ -135,9 +140,22 @@ def _key_kernel(
             k_line = line_start(batch, head, q_heads, k_rows, k_row, IS_PACKED)
             col_words = tl.load(col_words_ptr + k_line + offs_n, mask=mask_n, other=0)
 
-        # Stream tiles. Phase 0: partially masked by the right edge; 1: wholly visible; 2: by the left edge.
-        for phase in tl.static_range(0 if HAS_RIGHT else 1, 3 if HAS_LEFT else 2):
+        if BOUNDS:
+            tl.static_assert(not IS_SPLIT and not IS_PACKED, "a list has all tiles")
+            tl.static_assert(not HAS_LEFT and not HAS_RIGHT, "windows are part of the intervals")
+            entry = batch * bounds_batch + head * bounds_head
+            query_bounds = query_bounds_ptr + entry * 3 * q_len
+            if key_bounds_ptr is not None:
+                first, last = key_interval(key_bounds_ptr + entry * 2 * k_len, offs_n, mask_n, k_len)
+            lists = query_lists_ptr + (entry * tiles_n + tile_n) * (_HEADER + tl.cdiv(q_len, BLOCK_M))
+            edges = 0, tl.load(lists), tl.load(lists + 1), 0
+
+        # Stream tiles. Phase 0: partially masked by the right edge; 1: wholly visible; 2: by the left edge. With a list
+        # phase 0 has its tiles that do not see all of the keys, phase 1 the others.
+        for phase in tl.static_range(0 if HAS_RIGHT or BOUNDS else 1, 3 if HAS_LEFT else 2):
             for tile_m in tl.range(edges[phase], edges[phase + 1]):
+                if BOUNDS:
+                    tile_m = tl.load(lists + _HEADER + tile_m)
                 offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
                 mask_m = (offs_m >= row_lo) & (offs_m < row_hi)
                 q_pos = q_start + offs_m * Q_STRIDE
@@ -150,8 +168,14 @@ def _key_kernel(
                 if MASK:
                     mask_ptrs = mask_ptr + batch * stride_mb + head * stride_mh
                     attend = load_broadcast(mask_ptrs, *tile_at, stride_mm, stride_mn, 0, MASK)
+                inside = True
+                if BOUNDS and phase != 1:
+                    start, end, label = query_interval(query_bounds, offs_m, mask_m, q_len)
+                    inside = within(k_pos[:, None], start[None, :], end[None, :])
+                    if key_bounds_ptr is not None:
+                        inside = inside & within(label[None, :], first[:, None], last[:, None])
                 load_m = mask_m
-                if MASK or BIAS:
+                if MASK or BIAS or BOUNDS:
                     seen_ptrs = queries_seen_ptr + batch * stride_sb + head * stride_sh + offs_m
                     load_m = tl.load(seen_ptrs, mask=mask_m, other=0) != 0
                 q_offs = offs_m[:, None] * stride_qm + offs_d[None, :]
@@ -168,7 +192,7 @@ def _key_kernel(
                 if dk_ptr is not None:
                     dp = tl.dot(v, grad.T, input_precision=PRECISION)
                 p, _, d_qk = tile_gradients(
-                    qk, dp, lse[None, :], delta[None, :], q_pos[None, :], k_pos[:, None], True,
+                    qk, dp, lse[None, :], delta[None, :], q_pos[None, :], k_pos[:, None], inside,
                     attend, bias, slopes, keep, scale, softcap, left, right, dropout_scale,
                     phase != 1, HAS_LEFT, HAS_RIGHT, MASK, BIAS, HAS_ALIBI, HAS_SOFTCAP, HAS_DROPOUT, TANH,
                 )  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...base.problem import Problem
 from ...gpu.arguments import WIDE, cdiv
+from ...gpu.bounds import HEADER, key_interval, query_interval, within
 from ...gpu.launch import Kernel, Launch, jit
 from ...gpu.rows import line_start, padded_line_start
 from ...gpu.tail import clear_uncomputed
@@ -38,11 +39,13 @@ from ...gpu.tiles import (
 from .backward_call import BackwardCall
 from .tuning import Tile
 
+_HEADER = tl.constexpr(HEADER)
+
 
 @jit
 def _query_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, keys_seen_ptr, queries_seen_ptr, slopes_ptr, sink_ptr,
-    row_words_ptr, col_words_ptr, cu_q_ptr, cu_k_ptr,
+    row_words_ptr, col_words_ptr, cu_q_ptr, cu_k_ptr, query_bounds_ptr, key_bounds_ptr, key_lists_ptr,
     out_ptr, lse_ptr, grad_out_ptr, grad_lse_ptr, rows_lse_ptr, rows_delta_ptr,
     dq_ptr, d_slopes_ptr, d_sink_ptr,
     stride_qb: tl.int64, stride_qm: tl.int64, stride_qh: tl.int64,
@@ -54,7 +57,7 @@ def _query_kernel(
     stride_bb: tl.int64, stride_bh: tl.int64, stride_bm: tl.int64, stride_bn: tl.int64,
     stride_fb: tl.int64, stride_fh: tl.int64, stride_sb: tl.int64, stride_sh: tl.int64, stride_ab: tl.int64,
     batches: tl.int32, q_len: tl.int32, k_len: tl.int32, q_rows: tl.int32, k_rows: tl.int32,
-    row_tiles: tl.int32, q_heads: tl.int32, num_splits: tl.int32,
+    row_tiles: tl.int32, q_heads: tl.int32, num_splits: tl.int32, bounds_batch: tl.int32, bounds_head: tl.int32,
     left: tl.int32, right: tl.int32, q_start: tl.int32, k_start: tl.int32,
     dropout_threshold: tl.uint32, scale, softcap, dropout_scale,
     GROUP: tl.constexpr, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -75,6 +78,8 @@ def _query_kernel(
         stride_mb, stride_mh, stride_mm = stride_mb * 8, stride_mh * 8, stride_mm * 8
     if BIAS >= WIDE:
         stride_bb, stride_bh, stride_bm = stride_bb * 8, stride_bh * 8, stride_bm * 8
+
+    BOUNDS: tl.constexpr = query_bounds_ptr is not None
 
     # Where am I: the tiles that see most keys first.
     tiles_m = tl.cdiv(q_len, BLOCK_M)
@@ -110,7 +115,7 @@ def _query_kernel(
         load_m = load_m & (q_pos + right >= k_start)
     if HAS_LEFT:
         load_m = load_m & (q_pos - left <= k_start + (k_len - 1) * K_STRIDE)
-    if MASK or BIAS:
+    if MASK or BIAS or BOUNDS:
         load_m = load_m & (tl.load(queries_seen_ptr + batch * stride_sb + head * stride_sh + offs_m, mask_m, 0) != 0)
 
     # Delta, from the output.
@@ -136,7 +141,7 @@ def _query_kernel(
         q = load_rows(q_ptr + offs_m[:, None] * stride_qm, offs_d[None, :], load_m, D, BLOCK_D, MASKED=True)
         k_ptr += batch * stride_kb + kv_head * stride_kh
         v_ptr += batch * stride_vb + kv_head * stride_vh
-        if MASK or BIAS:
+        if MASK or BIAS or BOUNDS:
             keys_seen_ptr += batch * stride_fb + kv_head * stride_fh
         if MASK:
             mask_ptr += batch * stride_mb + head * stride_mh
@@ -161,10 +166,23 @@ def _query_kernel(
         edges = phases(
             key_lo, key_hi, whole_lo, whole_hi, split, num_splits, BLOCK_N, MASKS_END=True, IS_SPLIT=IS_SPLIT
         )
+        if BOUNDS:
+            tl.static_assert(not IS_SPLIT and not IS_PACKED, "a list has all tiles")
+            tl.static_assert(not HAS_LEFT and not HAS_RIGHT, "windows are part of the intervals")
+            entry = batch * bounds_batch + head * bounds_head
+            start, end, label = query_interval(query_bounds_ptr + entry * 3 * q_len, offs_m, mask_m, q_len)
+            start, end, label = start[:, None], end[:, None], label[:, None]
+            if key_bounds_ptr is not None:
+                key_bounds_ptr += entry * 2 * k_len
+            key_lists_ptr += (entry * tiles_m + tile_m) * (_HEADER + tl.cdiv(k_len, BLOCK_N))
+            edges = 0, tl.load(key_lists_ptr), tl.load(key_lists_ptr + 1), 0
 
         # Stream tiles. Phase 0: partially masked by the left edge; 1: wholly visible; 2: by the right edge or last key.
-        for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
+        # With a list phase 0 has its tiles that some rows do not see, phase 1 the others.
+        for phase in tl.static_range(0 if HAS_LEFT or BOUNDS else 1, 2 if BOUNDS else 3):
             for tile_n in tl.range(edges[phase], edges[phase + 1]):
+                if BOUNDS:
+                    tile_n = tl.load(key_lists_ptr + _HEADER + tile_n)
                 offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
                 mask_n = (offs_n >= key_lo) & (offs_n < key_hi)
                 k_pos = k_start + offs_n * K_STRIDE
@@ -175,20 +193,26 @@ def _query_kernel(
                     bias = load_broadcast(bias_ptr, *tile_at, stride_bm, stride_bn, float("-inf"), BIAS)
                 if MASK:
                     attend = load_broadcast(mask_ptr, *tile_at, stride_mm, stride_mn, 0, MASK)
+                inside = mask_n[None, :]
+                if BOUNDS and phase != 1:
+                    inside = inside & within(k_pos[None, :], start, end)
+                    if key_bounds_ptr is not None:
+                        first, last = key_interval(key_bounds_ptr, offs_n, mask_n, k_len)
+                        inside = inside & within(label, first[None, :], last[None, :])
                 load_n = mask_n
-                if MASK or BIAS:
+                if MASK or BIAS or BOUNDS:
                     load_n = tl.load(keys_seen_ptr + offs_n, mask=mask_n, other=0) != 0
                 k_offs = offs_n[:, None] * stride_kn + offs_d[None, :]
                 v_offs = offs_n[:, None] * stride_vn + offs_dv[None, :]
-                k = load_rows(k_ptr, k_offs, load_n, D, BLOCK_D, MASKED=phase != 1 or MASK or BIAS)
-                v = load_rows(v_ptr, v_offs, load_n, DV, BLOCK_DV, MASKED=phase != 1 or MASK or BIAS)
+                k = load_rows(k_ptr, k_offs, load_n, D, BLOCK_D, MASKED=phase != 1 or MASK or BIAS or BOUNDS)
+                v = load_rows(v_ptr, v_offs, load_n, DV, BLOCK_DV, MASKED=phase != 1 or MASK or BIAS or BOUNDS)
                 if HAS_DROPOUT:
                     col_words = tl.load(col_words_ptr + offs_n, mask=mask_n, other=0)
                     keep = dropout_keep(row_words, col_words, dropout_threshold)
                 qk = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
                 dp = tl.dot(grad, v.T, input_precision=PRECISION)
                 p, d_scores, d_qk = tile_gradients(
-                    qk, dp, lse[:, None], delta[:, None], q_pos[:, None], k_pos[None, :], mask_n[None, :],
+                    qk, dp, lse[:, None], delta[:, None], q_pos[:, None], k_pos[None, :], inside,
                     attend, bias, slopes, keep, scale, softcap, left, right, dropout_scale,
                     phase != 1, HAS_LEFT, HAS_RIGHT, MASK, BIAS, HAS_ALIBI, HAS_SOFTCAP, HAS_DROPOUT, TANH,
                 )  # fmt: skip

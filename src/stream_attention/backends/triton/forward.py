@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...base.problem import UNBOUNDED, Forward, Inputs, Problem
 from ...gpu.arguments import UNIT, WIDE, access, common_sizes, is_aligned, sample, scale_of
+from ...gpu.bounds import HEADER, key_interval, query_interval, within
 from ...gpu.launch import Kernel, Launch, Sizes, jit
 from ...gpu.merge import bind_merge
 from ...gpu.prepass import Prepass
@@ -45,11 +46,13 @@ from ...gpu.tiles import (
 from .arguments import bind_tiles
 from .tuning import TritonConfig
 
+_HEADER = tl.constexpr(HEADER)
+
 
 @jit
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slopes_ptr, sink_ptr,
-    row_words_ptr, col_words_ptr, cu_q_ptr, cu_k_ptr,
+    row_words_ptr, col_words_ptr, cu_q_ptr, cu_k_ptr, query_bounds_ptr, key_bounds_ptr, key_lists_ptr,
     out_ptr, lse_ptr, write_lse: tl.int32,
     stride_qb: tl.int64, stride_qm: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_kn: tl.int64, stride_kh: tl.int64,
@@ -60,7 +63,7 @@ def _forward_kernel(
     stride_os: tl.int64, stride_ob: tl.int64, stride_om: tl.int64, stride_oh: tl.int64,
     stride_ls: tl.int64, stride_lb: tl.int64, stride_lh: tl.int64,
     q_len: tl.int32, k_len: tl.int32, q_rows: tl.int32, k_rows: tl.int32,
-    q_heads: tl.int32, num_splits: tl.int32,
+    q_heads: tl.int32, num_splits: tl.int32, bounds_batch: tl.int32, bounds_head: tl.int32,
     left: tl.int32, right: tl.int32, q_start: tl.int32, q_stride: tl.int32, k_start: tl.int32, k_stride: tl.int32,
     dropout_threshold: tl.uint32, scale, softcap, dropout_scale,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -80,6 +83,8 @@ def _forward_kernel(
         stride_mb, stride_mh, stride_mm = stride_mb * 8, stride_mh * 8, stride_mm * 8
     if BIAS == WIDE:
         stride_bb, stride_bh, stride_bm = stride_bb * 8, stride_bh * 8, stride_bm * 8
+
+    BOUNDS: tl.constexpr = query_bounds_ptr is not None
 
     # Where am I: the tiles that see most keys first.
     tiles_m = tl.cdiv(q_len * HEADS, BLOCK_M)
@@ -135,11 +140,25 @@ def _forward_kernel(
         first_pos, last_pos, left, right, k_start, k_stride, k_len, HAS_LEFT, HAS_RIGHT
     )
     edges = phases(key_lo, key_hi, whole_lo, whole_hi, split, num_splits, BLOCK_N, MASKS_END=True, IS_SPLIT=IS_SPLIT)
+    if BOUNDS:
+        tl.static_assert(HEADS == 1 and not IS_SPLIT and not IS_PACKED, "a list has all tiles of one head")
+        tl.static_assert(not HAS_LEFT and not HAS_RIGHT, "windows are part of the intervals")
+        entry = batch * bounds_batch + head * bounds_head
+        start, end, label = query_interval(query_bounds_ptr + entry * 3 * q_len, offs_m, mask_m, q_len)
+        start, end, label = start[:, None], end[:, None], label[:, None]
+        if key_bounds_ptr is not None:
+            key_bounds_ptr += entry * 2 * k_len
+        key_lists_ptr += (entry * tiles_m + tile_m) * (_HEADER + tl.cdiv(k_len, BLOCK_N))
+        partial, seen = tl.load(key_lists_ptr), tl.load(key_lists_ptr + 1)
+        edges = 0, partial, seen, seen
 
     # Stream tiles. Phase 0: partially masked by the left edge; 1: wholly visible; 2: by the right edge or last key;
-    # 3: all of them again if something is NaN, without values that are masked for every row.
-    for phase in tl.static_range(0 if HAS_LEFT else 1, 4 if MASK or BIAS else 3):
-        if phase < 3:
+    # 3: all of them again if something is NaN, without values that are masked for every row. With a list phase 1 has
+    # its tiles that all rows see, phase 2 the others.
+    for phase in tl.static_range(0 if HAS_LEFT else 1, 4 if MASK or BIAS or BOUNDS else 3):
+        if BOUNDS and phase == 2:
+            tiles_begin, tiles_end = 0, partial
+        elif phase < 3:
             tiles_begin, tiles_end = edges[phase], edges[phase + 1]
         else:
             tiles_begin, tiles_end = edges[0], edges[0]
@@ -148,6 +167,8 @@ def _forward_kernel(
                 tiles_end = edges[3]
                 row_max, row_sum, acc = initial_state(BLOCK_M, BLOCK_DV)
         for tile_n in tl.range(tiles_begin, tiles_end, num_stages=1 if phase == 3 else None, disable_licm=phase == 3):
+            if BOUNDS:
+                tile_n = tl.load(key_lists_ptr + _HEADER + tile_n)
             offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             mask_n = (offs_n >= key_lo) & (offs_n < key_hi)
             # Mask and bias come before the product: Triton then keeps the softmax in the product's layout.
@@ -159,10 +180,17 @@ def _forward_kernel(
             if MASK:
                 mask_ptrs = mask_ptr + mask_offs[:, None] + offs_n[None, :] * (1 if MASK == WIDE else stride_mn)
                 attend = tl.load(mask_ptrs, mask=inside, other=0)
+            if BOUNDS and phase != 1:
+                allowed = within((k_start + offs_n * k_stride)[None, :], start, end)
+                if key_bounds_ptr is not None:
+                    first, last = key_interval(key_bounds_ptr, offs_n, mask_n, k_len)
+                    allowed = allowed & within(label, first[None, :], last[None, :])
             load_n = mask_n
             if phase == 3:  # before the product too: its registers are free then
                 k_pos = (k_start + offs_n * k_stride)[None, :]
                 visible = visible_by_position(mask_n[None, :], q_pos, k_pos, left, right, HAS_LEFT, HAS_RIGHT)
+                if BOUNDS:
+                    visible = visible & allowed
                 if MASK:
                     visible = visible & (attend != 0)
                 if BIAS:
@@ -179,6 +207,8 @@ def _forward_kernel(
                 )
             if phase != 1:
                 visible = visible_by_position(mask_n[None, :], q_pos, k_pos, left, right, HAS_LEFT, HAS_RIGHT)
+                if BOUNDS:
+                    visible = visible & allowed
                 scores = tl.where(visible, scores, float("-inf"))
             if MASK:
                 scores = tl.where(attend != 0, scores, float("-inf"))
@@ -217,7 +247,8 @@ def prepare(problem: Problem, inputs: Inputs, config: TritonConfig) -> Forward:
     outputs = Outputs.of(problem, inputs.query.shape[-3], clears_tail=True)  # packs are not split
     if 0 in (problem.batch, problem.q_len):
         return lambda inputs, with_lse: outputs.allocate(inputs.query)
-    before, (out, lse) = Prepass.of(problem, inputs), outputs.samples()
+    before = Prepass.of(problem, inputs, tiles=[(config.block_m, config.block_n)])
+    out, lse = outputs.samples()
     if config.num_splits > 1:
         return _prepare_split(problem, inputs, config, outputs, before)
     return _Forward(outputs, before, bind_forward(problem, inputs, config, out, lse, before))

@@ -266,7 +266,7 @@ def configure(problem: Problem) -> TritonConfig | BackwardConfig | decode.Decode
 
 def configure_forward(problem: Problem) -> TritonConfig:
     """The configuration of a forward."""
-    few = _few_queries(problem)
+    few = None if problem.bounds else _few_queries(problem)
     if few is not None:
         return few
     if problem.device.type == "cpu":
@@ -282,6 +282,8 @@ def configure_backward(problem: Problem) -> BackwardConfig:
         config = config._replace(bias=None)
     if on_cpu:
         return config
+    if problem.bounds and config.value is not None:  # both walk one list
+        config = config._replace(value=config.value._replace(block_m=config.key.block_m, block_n=config.key.block_n))
     return config._replace(
         query=_split_keys(problem, config.query),
         key=_split_queries(problem, config.key),
@@ -310,7 +312,7 @@ def _window(problem: Problem) -> int:
 def _splits(problem: Problem, programs: int, tiles: int) -> int:
     """Splits that fill a GPU for which `programs` are too few: two programs per processor, of at least eight of the
     `tiles` each. Every split is another fp32 copy of a gradient, so there are few at most."""
-    if problem.packed or problem.empty:
+    if problem.packed or problem.empty or problem.bounds:
         return 1
     return max(1, min(2 * problem.num_sms // programs, tiles // 8, 8))
 
