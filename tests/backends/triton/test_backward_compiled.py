@@ -302,6 +302,10 @@ SPILLS: dict[str, dict[str, dict[str, int]]] = {
         "sm_80 float32 d128 causal 16384 bias": {"query": 1676, "key": 1688, "bias": 112},
         "sm_90 bfloat16 d128 causal 4096 window": {"key": 1468},
         "sm_90 bfloat16 d80/64 causal 4096 8/2 heads, 128 queries": {"key": 1488},
+        "sm_90 bfloat16 d64 full 4096 intervals": {"key": 28},
+        "sm_90 bfloat16 d64 full 4096 intervals of keys": {"key": 84},
+        "sm_90 bfloat16 d128 full 4096 intervals": {"key": 120},
+        "sm_90 bfloat16 d128 full 4096 intervals of keys": {"query": 24, "key": 240},
     },
     "3.7": {
         "sm_90 bfloat16 d256 causal 16384": {"query": 572, "value": 192},
@@ -312,6 +316,8 @@ SPILLS: dict[str, dict[str, dict[str, int]]] = {
         "sm_80 float32 d128 causal 16384 bias": {"query": 1744, "key": 1724, "bias": 112},
         "sm_90 bfloat16 d128 causal 4096 window": {"key": 1100},
         "sm_90 bfloat16 d80/64 causal 4096 8/2 heads, 128 queries": {"key": 1360},
+        "sm_90 bfloat16 d128 full 4096 intervals": {"key": 96},
+        "sm_90 bfloat16 d128 full 4096 intervals of keys": {"query": 80, "key": 240},
     },
     "3.8": {
         "sm_90 bfloat16 d256 causal 16384": {"query": 824, "value": 228},
@@ -323,6 +329,8 @@ SPILLS: dict[str, dict[str, dict[str, int]]] = {
         "sm_80 float32 d128 causal 16384 bias": {"query": 1160, "key": 1652, "bias": 944},
         "sm_90 bfloat16 d128 causal 4096 window": {"key": 1072},
         "sm_90 bfloat16 d80/64 causal 4096 8/2 heads, 128 queries": {"key": 1504},
+        "sm_90 bfloat16 d128 full 4096 intervals": {"key": 96},
+        "sm_90 bfloat16 d128 full 4096 intervals of keys": {"query": 60, "key": 240},
     },
     "3.9": {
         "sm_90 bfloat16 d256 causal 16384": {"query": 488, "value": 84},
@@ -333,6 +341,8 @@ SPILLS: dict[str, dict[str, dict[str, int]]] = {
         "sm_80 float32 d128 causal 16384 bias": {"query": 1160, "key": 1644, "bias": 112},
         "sm_90 bfloat16 d128 causal 4096 window": {"key": 704},
         "sm_90 bfloat16 d80/64 causal 4096 8/2 heads, 128 queries": {"key": 1668},
+        "sm_90 bfloat16 d128 full 4096 intervals": {"key": 36},
+        "sm_90 bfloat16 d128 full 4096 intervals of keys": {"query": 8, "key": 156},
     },
 }
 """Bytes that the kernels of a call are known to spill, by Triton's release. One that spills more than its line fails,
