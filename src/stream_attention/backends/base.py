@@ -154,6 +154,7 @@ def fp8_reasons(problem: Problem) -> Reasons:
         "ALiBi": problem.alibi,
         "sinks": problem.sink,
         "softcap": problem.softcap,
+        "score functions": problem.function,
         "dropout": problem.dropout_p,
     }
     asked = [name for name, used in features.items() if used]

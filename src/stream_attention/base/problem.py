@@ -215,6 +215,7 @@ class Scores(NamedTuple):
     batch_start: int = 0  # index of batch entry 0 in the whole call, for dropout
     value_scale: float = 1.0  # values are this times what is stored
     bounds: bool = False  # the mask, or a part of it, is given as intervals; `mask` holds too
+    function: str = ""  # the name of a function of scores and indices
 
 
 class Direction(NamedTuple):
@@ -284,6 +285,7 @@ class Problem(_Parts):
     bias: torch.dtype | None = _read(attrgetter("scores.bias"))
     batch_start: int = _read(attrgetter("scores.batch_start"))
     value_scale: float = _read(attrgetter("scores.value_scale"))
+    function: str = _read(attrgetter("scores.function"))
     backward, lse_grad, row_grad, partial, deterministic = _fields_of(bool, "direction")
     kind: str = _read(
         lambda self: "paged" if self.ragged else "decode" if self.cached else "backward" if self.backward else "forward"
@@ -342,6 +344,7 @@ class Problem(_Parts):
             "alibi" if self.alibi else "",
             "sink" if self.sink else "",
             f"softcap={self.softcap:g}" if self.softcap else "",
+            f"score_mod={self.function}" if self.function else "",
             f"dropout={self.dropout_p:g}" if self.dropout_p else "",
             "deterministic" if self.deterministic else "",
             "in fp8" if self.fp8 else "",

@@ -77,7 +77,7 @@ def on_a_cache(problem: Problem, fewest_keys: int = FEWEST_KEYS) -> Problem | No
         and problem.q_stride == problem.k_stride == 1
         and problem.dtype in (torch.float16, torch.bfloat16)
     )
-    more = problem.backward or problem.partial or problem.packed or problem.empty
+    more = problem.backward or problem.partial or problem.packed or problem.empty or problem.function
     if not alike or more or problem.mask or problem.bias is not None or problem.dropout_p:
         return None
     return problem.replace(layout="cache")

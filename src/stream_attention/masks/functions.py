@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ..base.errors import check_int, refuse
+from ..base.score_function import GatherByIndex, name_of, refusing_branches, takes
 from .evaluate import STRIP
 from .mask import Mask
 from .tile_states import FULL, PARTIAL
@@ -50,8 +49,9 @@ def from_function(
     >>> mask, mask.key_end.tolist()
     (Mask(causal of [3, 3]), [[[1, 2, 3]]])
     """
-    name = getattr(mask_mod, "__name__", type(mask_mod).__name__)
-    _takes_indices(mask_mod, name)
+    hint = "A score_mod is no mask: return where it is not -inf"
+    takes("mask_mod", mask_mod, "(b, h, q_idx, kv_idx)", 4, hint)
+    name = name_of(mask_mod)
     for said, size in (("batch", batch), ("heads", heads)):
         if size is not None:
             check_int(said, size, least=1)
@@ -98,7 +98,7 @@ def from_block_mask(block_mask: Any) -> Mask:
     if block_mask.full_kv_num_blocks is not None:
         full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
         states = torch.where(full, FULL, states)
-    name = getattr(block_mask.mask_mod, "__name__", "mask_mod")
+    name = name_of(block_mask.mask_mod)
     function = _checked(block_mask.mask_mod, name)
     batch, heads = states.shape[:2]
     lists = _Lists(states, rows, cols)
@@ -112,20 +112,6 @@ def _listed(counts: Tensor, indices: Tensor) -> Tensor:
     table = torch.zeros(*indices.shape[:-1], indices.shape[-1] + 1, dtype=torch.bool, device=indices.device)
     places = torch.where(is_listed, indices, indices.shape[-1]).to(torch.int64)  # others into a column that is dropped
     return table.scatter_(-1, places, True)[..., :-1]
-
-
-class _GatherByIndex(TorchFunctionMode):
-    """`table[b, q_idx]` by tensors of no dimension gathers. Plain torch would ask them for an int."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__getitem__:
-            table, index = args
-            indices = index if isinstance(index, tuple) else (index,)
-            by_tensors = any(isinstance(one, Tensor) for one in indices)
-            if by_tensors and all(isinstance(one, (Tensor, int)) for one in indices):
-                places = [one if isinstance(one, Tensor) else torch.tensor(one, device=table.device) for one in indices]
-                return torch.ops.aten.index.Tensor(table, places)
-        return func(*args, **(kwargs or {}))
 
 
 class _Lists(NamedTuple):
@@ -155,19 +141,8 @@ class _Evaluated(NamedTuple):
             mapped = torch.vmap(mapped, in_dims=tuple(0 if at == level else None for at in range(4)))
         counts = (0, self.batch), (0, self.heads), (first, last), (0, self.k_len)
         places = [torch.arange(*count, dtype=torch.int32, device=self.device) for count in counts]
-        try:
-            with torch.no_grad(), _GatherByIndex():
-                found = mapped(*places)
-        except RuntimeError as error:
-            if not str(error).startswith("vmap:"):
-                raise
-            if "random" in str(error):
-                expected, actual = "a function of its arguments", "one that draws random numbers"
-                hint = "Draw them before, into a tensor that it reads"
-            else:
-                expected, actual = "torch operations on its arguments", "a branch on them, or an int of one"
-                hint = "Write & and | for and and or, torch.where for if, and no int(), bool() or item()"
-            refuse(self.name, expected, actual, hint)
+        with torch.no_grad(), GatherByIndex(), refusing_branches(self.name):
+            found: Tensor = mapped(*places)
         if self.lists is None:
             return found
         states, rows, cols = self.lists
@@ -178,20 +153,6 @@ class _Evaluated(NamedTuple):
         step = max(1, STRIP // max(1, self.batch * self.heads * self.k_len))
         for first in range(0, self.q_len, step):
             yield first, self.rows(first, min(first + step, self.q_len))
-
-
-def _takes_indices(mask_mod: Any, name: str) -> None:
-    if not callable(mask_mod):
-        refuse("mask_mod", "a function (b, h, q_idx, kv_idx)", type(mask_mod).__name__, error=TypeError)
-    try:
-        signature = inspect.signature(mask_mod)
-    except ValueError:  # of a function that says nothing; its call will
-        return
-    try:
-        signature.bind(*range(4))
-    except TypeError:
-        hint = "A score_mod is no mask: return where it is not -inf" if len(signature.parameters) == 5 else ""
-        refuse(name, "a function (b, h, q_idx, kv_idx)", f"{name}{signature}", hint, TypeError)
 
 
 def _checked(mask_mod: MaskMod, name: str) -> MaskMod:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..base.errors import refuse
 from ..base.problem import AUTO, UNBOUNDED, CallOptions, Inputs, gradient_of, sides_of
+from ..base.score_function import ScoreFunction, ScoreMod
 from ..dispatch import call_key, launch_cache, validate
 from ..dispatch.flops import register_flop_formulas
 from ..dispatch.plan import plan, requested
@@ -42,6 +43,7 @@ class Options(TypedDict, total=False):
 class DenseOptions(Options, total=False):
     mask: Tensor | Mask | None
     bias: Tensor | None
+    score_mod: ScoreMod | None
 
 
 @overload
@@ -66,6 +68,7 @@ def attention(
     window: tuple[int, int] | None = None,
     mask: Tensor | Mask | None = None,
     bias: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     softcap: float = 0.0,
@@ -81,8 +84,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention in one streaming pass over the keys, O(N) memory, differentiable in every float argument.
 
-    The order of the maths: scale, softcap, + bias + ALiBi, causal and window and mask, softmax with the sink,
-    dropout, times V. Everything composes. A row that sees no key gives 0, with zero gradients.
+    The order of the maths: scale, softcap, score_mod, + bias + ALiBi, causal and window and mask, softmax with the
+    sink, dropout, times V. Everything composes. A row that sees no key gives 0, with zero gradients.
 
     Args:
         query: `[B, Tq, Hq, D]`, fp16, bf16, fp32 or fp64; any strides with a contiguous last dim. Tensors that look
@@ -97,6 +100,9 @@ def attention(
             attend, broadcastable to `[B, Hq, Tq, Tk]`, never expanded in memory.
         bias: float, added to the scores, broadcastable likewise; -inf masks a key. To mask a whole row use -inf, not
             a huge number: the LSE of such a row is too coarse for the gradient.
+        score_mod: `f(score, b, h, q_idx, kv_idx) -> score`, as of FlexAttention: in torch operations on tensors of no
+            dimension, h the query head; of visible scores alone, and -inf masks a key. Tensors that it reads get
+            gradients. Runs in plain torch, on a GPU too.
         alibi_slopes: `[Hq]` or `[B, Hq]`: adds -slope * |i + Tk - Tq - j|.
         sink: `[Hq]`: one extra logit per head in the denominator, with no value.
         softcap: c > 0 turns scaled scores s into c * tanh(s / c); a number that fp32 holds, as is the scale.
@@ -133,6 +139,10 @@ def attention(
         mask, bounds, causal, window = as_op_takes(mask, query, key, causal, window, backend)
     tensors: tuple[Any, ...] = query, key, value, mask, bias, alibi_slopes, sink
     options = causal, window, softcap, scale, dropout_p, seed, deterministic, return_lse, backend, precision, rotate
+    if score_mod is not None:
+        from .score import scored
+
+        return scored(score_mod, Inputs(*tensors)._replace(query_bounds=bounds[0], key_bounds=bounds[1]), options)
     found = None
     if launch_cache.ENABLED and not call_key.is_watched():
         found = look_up(tensors, options, bounds=bounds)
@@ -345,7 +355,7 @@ def call(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """Compute `(out, lse)`: through the library op, or densely in plain torch for the reference."""
     backend = arguments[-1]
     if backend == "reference":
-        return _call_reference(arguments)
+        return call_reference(arguments)
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         register_flop_formulas()  # here too: in inference mode the op has no Autograd key
     if backend != AUTO and not torch.compiler.is_compiling() and torch.is_grad_enabled():
@@ -356,7 +366,8 @@ def call(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     return forward_op(*arguments)
 
 
-def _call_reference(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def call_reference(arguments: tuple[Any, ...], function: ScoreFunction | None = None) -> tuple[Tensor, Tensor]:
+    """Compute `(out, lse)` densely."""
     from ..backends.reference import attention as reference
 
     problem, inputs, _ = problem_of(arguments)
@@ -369,7 +380,8 @@ def _call_reference(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         options |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
         out, lse = reference.varlen_attention(*inputs[:3], **options)
     else:
-        out, lse = reference.attention(*inputs[:3], mask=inputs.mask, bias=inputs.bias, **options)
+        options |= {"mask": inputs.mask, "bias": inputs.bias, "score_function": function}
+        out, lse = reference.attention(*inputs[:3], **options)
     return out.to(problem.out_dtype), lse.to(problem.state_dtype)
 
 

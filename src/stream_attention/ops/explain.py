@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..backends import BY_NAME, installed, sdpa_time, self_check
 from ..base.problem import UNBOUNDED, Problem, gradient_of, sides_of
+from ..base.score_function import ScoreFunction
 from ..dispatch import validate
 from ..dispatch.plan import Plan, plan
 from ..dispatch.prepare import problem_of
@@ -74,6 +75,8 @@ def problems_of_call(query: Tensor, key: Tensor, value: Tensor, **arguments: Any
     if given["seed"] is None:
         given["seed"] = 0  # a plan needs no random numbers, so none are drawn
     problem, inputs, backend = problem_of(prepare(**given))
+    if given.get("score_mod") is not None:
+        problem = problem.replace(function=ScoreFunction(given["score_mod"], problem.device).name)
     if given["precision"] is not None:
         return [in_fp8(problem)], backend
     problems = [problem]

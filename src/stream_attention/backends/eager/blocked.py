@@ -203,6 +203,7 @@ def _blocked_backward(problem: Problem, inputs: Inputs, config: EagerConfig, sav
     keep_scale = 1.0 / (1.0 - problem.dropout_p)
     problem, inputs, keys = _without_masked_keys(problem, inputs)
     bias_sum = d_bias[..., keys] if d_bias is not None and d_bias.shape[3] > 1 else d_bias
+    function = config.score_function
 
     for tiles in _batches(problem, inputs, config):
         dk_sum, dv_sum = torch.zeros_like(tiles.k), torch.zeros_like(tiles.v)
@@ -230,6 +231,8 @@ def _blocked_backward(problem: Problem, inputs: Inputs, config: EagerConfig, sav
                 if d_slopes is not None:
                     by_head = -(tiles.unfold(ds) * tiles.distance(rows, cols)).sum((2, 3))
                     _add_reduced(tiles.batch_of(d_slopes), by_head)
+                if function is not None:
+                    ds = tiles.through_function(ds, tile, rows, cols, function.gradients)
                 if tile.softcap_slope is not None:
                     ds.mul_(tile.softcap_slope)
                 if dq is not None:
@@ -309,6 +312,7 @@ class _Tile(NamedTuple):
     masked_keys: Tensor | None  # bool [B, Hkv, n], dims may be 1: keys no query of the tile sees; None: there is none
     masked_queries: Tensor | None  # bool [B, Hq, m], likewise: queries that see no key of the tile
     softcap_slope: Tensor | None  # derivative of the cap, like scores
+    before_function: Tensor | None = None  # [B, Hq, m, n]: scores that a score function was given
 
 
 def _visible_keys(problem: Problem, rows: slice) -> slice:
@@ -446,6 +450,14 @@ class _Tiles:
             _tanh_(folded.div_(p.softcap))
             slope = 1.0 - folded * folded if with_slope else None
             folded.mul_(p.softcap)
+        if self.config.score_function is not None:
+            before = scores.clone() if with_slope else scores
+            scores.copy_(self.config.score_function(before, visible, *self._indices(rows, cols)))
+            masks = scores == EMPTY  # as a mask does
+            if self._some_on_host(masks):
+                visible = ~masks
+                tile = _Tile(q, visible, *self._masked_rows(visible), None)
+            tile = tile._replace(before_function=before)
         if self.inputs.bias is not None:
             bias = self.tile_of(self.inputs.bias, rows, cols)
             if bias.dtype.itemsize > scores.dtype.itemsize:  # huge is not -inf
@@ -457,6 +469,30 @@ class _Tiles:
         if visible is not None:
             self._hide(scores, visible)
         return tile._replace(scores=folded, softcap_slope=slope)
+
+    def _indices(self, rows: slice, cols: slice) -> tuple[Tensor, ...]:
+        """Batch entries, heads, queries and keys of a tile, each as it counts in the whole call."""
+        p, device = self.problem, self.problem.device
+        entries = torch.arange(self.batch.start, self.batch.stop, device=device) + p.batch_start
+        heads = torch.arange(p.q_heads, device=device)
+        found = entries, heads, self.q_positions[rows] - p.q_base, self.k_positions[cols]
+        return tuple(index.to(torch.int32) for index in found)
+
+    def through_function(self, ds: Tensor, tile: _Tile, rows: slice, cols: slice, sums: list[Tensor]) -> Tensor:
+        """The gradient of the scores that a score function was given, from that of those that it returned, folded. What
+        the tensors get that it reads is added to `sums`."""
+        function, before = self.config.score_function, tile.before_function
+        assert function is not None and before is not None
+        with torch.enable_grad():
+            given = before.detach().requires_grad_()
+            made = function(given, tile.visible, *self._indices(rows, cols))
+            read = [given, *function.captured]
+            d_given, *others = torch.autograd.grad(
+                made, read, self.unfold(ds), allow_unused=True, materialize_grads=True
+            )
+        for total, grad in zip(sums, others, strict=True):
+            total += grad
+        return d_given.reshape(ds.shape)
 
     def _hide(self, scores: Tensor, visible: Tensor) -> None:
         """-inf where not visible, whatever stood there."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ...base.problem import UNBOUNDED, Problem
+from ...base.score_function import ScoreFunction
 
 TILE_ELEMENTS = {"cpu": 1 << 19, "accelerator": 1 << 24}
 """Scores in flight at once. On a CPU a tile should stay in the L2/L3 caches (2 MiB in fp32); an accelerator wants few,
@@ -50,6 +51,7 @@ class EagerConfig(NamedTuple):
     block_k: int = 0
     because: tuple[str, ...] = ()  # why not torch's own kernel, on a device for which it has one
     kernel: str = ""  # which that is
+    score_function: ScoreFunction | None = None  # of the blocked pass
 
     def __str__(self) -> str:
         if self.path == "sequences":
@@ -129,6 +131,7 @@ def why_not_flash(problem: Problem) -> tuple[str, ...]:
         (problem.right != UNBOUNDED and not top_left, "aligns causal masks top-left"),
         (problem.scale < TINY_SCALE, "requires a positive scale"),
         (problem.bounds, "does not support masks by intervals"),
+        (bool(problem.function), "does not support score functions"),
         (problem.alibi, "does not support ALiBi"),
         (problem.sink and half, "rounds the output before the sink rescales it"),
         (problem.softcap != 0.0, "does not support softcap"),
@@ -157,6 +160,7 @@ def why_not_cuda(problem: Problem) -> tuple[str, ...]:
         (problem.alibi, "do not support ALiBi"),
         (problem.sink, "do not support sinks"),
         (problem.softcap != 0.0, "do not support softcap"),
+        (bool(problem.function), "do not support score functions"),
         (problem.dropout_p != 0.0, "generate their own dropout mask"),
         (problem.partial and problem.dtype is not problem.state_dtype, "round partial results"),
         (problem.lse_grad, "do not support a gradient through the LSE"),

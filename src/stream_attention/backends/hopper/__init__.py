@@ -98,6 +98,7 @@ def _reasons(problem: Problem) -> Reasons:
             f"256 with Dv from 65 to 128; got {dims_of(problem)}",
         ),
         (problem.mask or problem.bias is not None, "does not support masks or biases"),
+        (bool(problem.function), "does not support score functions"),
         (problem.q_stride != 1 or problem.k_stride != 1, "supports only consecutive positions"),
         (not problem.tma_compatible, "TMA requires 16-byte aligned rows and strides; pass contiguous copies"),
         (problem.empty, "does not support empty inputs"),

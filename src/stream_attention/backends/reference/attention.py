@@ -2,7 +2,7 @@
 
 For query row i and key j of one batch and head, at positions x_i and y_j,
 
-    s_ij = softcap(scale * q_i . k_j) + bias_ij - slope * |x_i - y_j|          softcap(s) = c * tanh(s / c)
+    s_ij = f(softcap(scale * q_i . k_j)) + bias_ij - slope * |x_i - y_j|       softcap(s) = c * tanh(s / c)
     s_ij = -inf  where causal, window, mask or a -inf bias hides key j from query i
     lse_i = log(exp(sink) + sum_j exp(s_ij))
     p_ij = exp(s_ij - lse_i)
@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...base.score_function import ScoreFunction
 
 Word = int | Tensor
 """Unsigned 32-bit words: a Python int, or an int64 tensor of values in [0, 2**32)."""
@@ -51,6 +53,7 @@ def attention(
     k_index: Tensor | None = None,
     batch_start: int = 0,
     compute_dtype: torch.dtype = torch.float64,
+    score_function: ScoreFunction | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of query [B, Tq, Hq, D] over key [B, Tk, Hkv, D] and value [B, Tk, Hkv, Dv].
 
@@ -105,6 +108,14 @@ def attention(
     scores = torch.einsum("bihd,bjhd->bhij", query, key) * scale
     if softcap > 0.0:
         scores = softcap * torch.tanh(scores / softcap)
+    if score_function is not None:
+        rows = torch.arange(q_len, device=device) if q_index is None else q_index
+        columns = torch.arange(k_len, device=device) if k_index is None else k_index
+        entries = torch.arange(batch, device=device) + batch_start
+        indices = (x.int() for x in (entries, torch.arange(q_heads, device=device), rows, columns))
+        scores = score_function(scores, visible, *indices)
+        visible = visible & (scores != -torch.inf)  # which hides like a mask
+        value = _zero_unless(visible.any(2).transpose(1, 2), value)
     if bias is not None:
         scores = scores + bias.to(compute_dtype)
     if alibi_slopes is not None:

@@ -71,6 +71,7 @@ def _reasons(problem: Problem) -> Reasons:
         far_positions(problem),
         (any(not 0 < dim <= 256 for dim in dims), f"supports head dims from 1 to 256; got {dims_of(problem)}"),
         (problem.q_heads == 0, "does not support inputs without heads"),
+        (bool(problem.function), "does not support score functions"),
     )
 
 
