@@ -123,7 +123,7 @@ def test_sdpa_is_replaced_and_restored() -> None:
 
 
 def test_another_name_is_refused_with_those_there_are() -> None:
-    words = "name: expected one of flash_attn, flash_attn_interface, xformers, sdpa; got 'flash-attn'"
+    words = "name: expected one of flash_attn, flash_attn_interface, xformers, sdpa, flex; got 'flash-attn'"
     with pytest.raises(ValueError, match=words):
         install("flash-attn")
 

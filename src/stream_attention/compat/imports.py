@@ -13,8 +13,6 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-import torch
-
 from ..base.errors import refuse
 from . import transformers_checks
 
@@ -59,6 +57,13 @@ LIBRARIES = {
 }
 
 
+FUNCTIONS = {
+    "sdpa": ("torch.nn.functional", "scaled_dot_product_attention"),
+    "flex": ("torch.nn.attention.flex_attention", "flex_attention"),
+}
+"""Functions of torch that can be replaced: the module of each, by the module of this folder that has ours."""
+
+
 def _ours(name: str) -> Any:
     return import_module(f"{__package__}.{name}")
 
@@ -97,8 +102,9 @@ def install(name: str, *, replace: bool = False) -> Installed:
     "flash_attention_3" run, also on a CPU.
 
     Args:
-        name: "flash_attn", "flash_attn_interface" or "xformers"; or "sdpa", which replaces
-            `torch.nn.functional.scaled_dot_product_attention`. What was imported by `from` before stays as it is.
+        name: "flash_attn", "flash_attn_interface" or "xformers"; or "sdpa" or "flex", which replace
+            `torch.nn.functional.scaled_dot_product_attention` and
+            `torch.nn.attention.flex_attention.flex_attention`. What was imported by `from` before stays as it is.
         replace: also where the library itself is installed.
 
     Raises:
@@ -111,10 +117,10 @@ def install(name: str, *, replace: bool = False) -> Installed:
     >>> flash_attn.__version__, flash_attn_func.__module__
     ('2.8.3+stream.attention', 'stream_attention.compat.flash_attn')
     """
-    if name == "sdpa":
-        return _install_sdpa()
+    if name in FUNCTIONS:
+        return _replace_function(name)
     if name not in LIBRARIES:
-        refuse("name", f"one of {', '.join([*LIBRARIES, 'sdpa'])}", repr(name))
+        refuse("name", f"one of {', '.join([*LIBRARIES, *FUNCTIONS])}", repr(name))
     if _finder_of(name) is not None or (not replace and _is_there(name)):
         return Installed()
     before = {module: sys.modules.pop(module) for module in _modules_of(name)}
@@ -134,19 +140,15 @@ def install(name: str, *, replace: bool = False) -> Installed:
     return Installed(undo)
 
 
-def _install_sdpa() -> Installed:
-    from .sdpa import scaled_dot_product_attention
-
-    functional = torch.nn.functional
-    theirs = functional.scaled_dot_product_attention
-    if theirs is scaled_dot_product_attention:
+def _replace_function(name: str) -> Installed:
+    """Put one of ours in the place of a function of torch."""
+    of, function = FUNCTIONS[name]
+    module, ours = import_module(of), getattr(_ours(name), function)
+    theirs = getattr(module, function)
+    if theirs is ours:
         return Installed()
-    functional.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
-
-    def undo() -> None:
-        functional.scaled_dot_product_attention = theirs
-
-    return Installed(undo)
+    setattr(module, function, ours)
+    return Installed(lambda: setattr(module, function, theirs))
 
 
 def _is_there(name: str) -> bool:
