@@ -35,8 +35,8 @@ def test_int32_tensors_are_kept_as_they_are() -> None:
 
 
 def test_labels_count_in_place_of_indices() -> None:
-    label = torch.tensor([2, 0, 1])
-    mask = intervals(query_start=torch.tensor([0, 1, 2]), query_end=torch.tensor([3, 2, 3]), query_label=label)
+    label, start, end = torch.tensor([[2, 0, 1], [0, 1, 2], [3, 2, 3]], dtype=torch.int32)
+    mask = intervals(query_start=start, query_end=end, query_label=label)
     assert mask.as_dense()[0, 0].int().tolist() == [[1, 0, 1], [1, 0, 0], [1, 1, 0]]
 
 

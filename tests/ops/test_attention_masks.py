@@ -12,6 +12,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "masks"))
 
@@ -20,6 +21,7 @@ from random_masks import BATCH, random_mask, whole
 from random_masks import HEADS as RANDOM_HEADS
 
 from stream_attention import attention, explain, masks
+from stream_attention.base.problem import Window
 from stream_attention.masks import Mask, lowering
 from stream_attention_tools.testing import Case, check_case, peak_bytes
 from stream_attention_tools.testing.inputs import INTERVALS
@@ -188,3 +190,57 @@ def test_where_a_mask_is_not_taken_its_dense_form_is_named() -> None:
     packed: Any = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "mask": masks.causal()}
     with pytest.raises((TypeError, ValueError), match="mask"):
         varlen_attention(query[0], key[0], key[0], **packed)
+
+
+def test_a_buffer_that_changes_is_read_again() -> None:
+    """As a static buffer of lengths does, of which the mask is a view."""
+    inputs, lengths = qkv(1, 20, 20), torch.tensor([10], dtype=torch.int32)
+    mask = masks.padding(lengths)
+    attention(*inputs, mask=mask)
+    lengths.fill_(5)
+    expected = attention(*inputs, mask=mask.as_dense(q_len=20, k_len=20))
+    torch.testing.assert_close(attention(*inputs, mask=mask), expected)
+
+
+def test_what_fake_tensors_make_of_a_mask_is_not_kept() -> None:
+    inputs, mask = qkv(1, 20, 20), Mask(right=-1)
+    with FakeTensorMode() as mode:
+        attention(*map(mode.from_tensor, inputs), mask=mask)
+    assert type(attention(*inputs, mask=mask)) is Tensor
+
+
+def test_what_is_kept_of_a_mask_is_bounded() -> None:
+    mask = masks.padding([7])
+    for length in range(1, 30):
+        attention(*qkv(1, length, length), mask=mask)
+    assert len(lowering._kept[mask]) == lowering._MOST_KEPT
+    table = masks.blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool), 8)
+    attention(*qkv(1, 16, 16), mask=table)
+    assert table not in lowering._kept, "a table is expanded, which may be large"
+
+
+def test_labels_that_intervals_cannot_tell_are_refused() -> None:
+    most = 2**31 - 1
+    labels, start = torch.tensor([most, 3], dtype=torch.int32), torch.zeros(1, 1, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="query_label: expected labels below"):
+        attention(*qkv(1, 2, 2), mask=masks.intervals(query_start=start, query_label=labels))
+    ids = torch.tensor([2**40, 2**41])
+    with pytest.raises(TypeError, match=r"query_label: expected labels of dtype torch.int32; .*documents\(ids\)"):
+        masks.intervals(query_start=ids, query_end=ids + 1, query_label=ids)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_explain_counts_the_tiles_that_kernels_walk(seed: int) -> None:
+    rng = Random(seed)
+    q_len, k_len = rng.choice((1, 20, 65)), rng.choice((1, 33, 100))
+    mask = random_mask(rng, q_len, k_len, rng.choice((("keys",), ("queries",), ("labels", "keys"), ("band", "labels"))))
+    made = lowering.lowered(mask, q_len, k_len, torch.device("cpu"), Window())
+    if made.query_bounds is None:
+        return
+    some, is_whole = lowering.walked(made, k_len, 16, 32)
+    dense = mask.as_dense(q_len=q_len, k_len=k_len).expand(*some.shape[:2], -1, -1)
+    for m in range(some.shape[2]):
+        for n in range(some.shape[3]):
+            tile = dense[:, :, m * 16 : m * 16 + 16, n * 32 : n * 32 + 32].flatten(2)
+            assert not (tile.any(2) & ~some[:, :, m, n]).any()
+            assert not (~tile.all(2) & is_whole[:, :, m, n]).any()

@@ -106,6 +106,14 @@ def test_a_tree_by_hand() -> None:
     torch.testing.assert_close(out[3:], attention(query[None, 3:], key, value, causal=True)[0])
 
 
+def test_a_tree_of_a_wrong_size_is_none_where_nothing_is_checked() -> None:
+    case = draw(8, q_lens=[3, 2], k_lens=[20, 9], causal=True, tree_mask=None, tree_offsets=None)
+    tree = {"tree_mask": torch.zeros(7) > 0, "tree_offsets": torch.tensor([0, 7, 7])}
+    plain = paged_attention(*case.tensors, **case.pages, **case.options)
+    found = paged_attention(*case.tensors, **case.pages, **case.options | tree, validate=False)
+    torch.testing.assert_close(found, plain)
+
+
 def test_pages_in_e4m3_are_what_write_kv_writes() -> None:
     key, value = torch.randn(2, 11, 2, 16)
     pages = torch.zeros(2, 3, 4, 2, 16).to(torch.float8_e4m3fn)

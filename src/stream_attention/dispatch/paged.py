@@ -166,8 +166,10 @@ def _key_of(inputs: PagedInputs, options: PagedOptions) -> Any:
         return None
     integers, by_request = ([layouts[_AT[name]] for name in names] for names in (_INTEGERS, _BY_REQUEST))
     out, sink, rows, requests = layouts[_AT["out"]], layouts[_AT["sink"]], query[1][:1], lengths[1]
-    if not rows or len(requests) != 1 or offsets[1] != (requests[0] + 1,) or (out and out[1][:1] != rows):
+    if inputs.out is not None and inputs.out.is_inference() and not torch.is_inference_mode_enabled():
         return None  # to be refused, as what follows
+    if not rows or len(requests) != 1 or offsets[1] != (requests[0] + 1,) or (out and out[1][:1] != rows):
+        return None
     if (indptr[1] != offsets[1] or len(table[1]) != 1) if indptr else table[1][:-1] != requests:
         return None
     said, tree, trees = integers[-3:]

@@ -12,6 +12,8 @@ computed, and what is visible to all runs without masking. Grid: one program per
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -73,6 +75,44 @@ def _list_kernel(
     tl.store(list_ptr + 1, seen)
 
 
+@jit
+def _seen_in_lists_kernel(
+    query_bounds_ptr, key_bounds_ptr, list_ptr, flags_ptr,
+    q_len: tl.int32, k_len: tl.int32, k_start: tl.int32, k_stride: tl.int32,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Flags of the rows of a tile, or of its keys: whether lists of GROUP heads have a score of theirs. Grid: a program
+    for each tile of each line of flags."""
+    tiles_m, tiles_n = tl.cdiv(q_len, BLOCK_M), tl.cdiv(k_len, BLOCK_N)
+    owners, others, length = tiles_m, tiles_n, q_len
+    BLOCK: tl.constexpr = BLOCK_N if OF_KEYS else BLOCK_M
+    if OF_KEYS:
+        owners, others, length = tiles_n, tiles_m, k_len
+    own, line = tl.program_id(0) % owners, (tl.program_id(0) // owners).to(tl.int64)
+    mine = own * BLOCK + tl.arange(0, BLOCK)
+    seen_any = (mine >= length).to(tl.int32)
+    for member in tl.static_range(GROUP):
+        entry = line * GROUP + member
+        lists = list_ptr + (entry * owners + own) * (_HEADER + others)
+        partial, seen = tl.load(lists), tl.load(lists + 1)
+        seen_any = tl.maximum(seen_any, (seen > partial).to(tl.int32))
+        at = 0
+        while (at < partial) & (tl.min(seen_any, 0) == 0):
+            tile = tl.load(lists + _HEADER + at)
+            rows, columns = mine, tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            if OF_KEYS:
+                rows, columns = tile * BLOCK_M + tl.arange(0, BLOCK_M), mine
+            start, end, label = query_interval(query_bounds_ptr + entry * 3 * q_len, rows, rows < q_len, q_len)
+            visible = (columns < k_len)[None, :]
+            visible = visible & within((k_start + columns * k_stride)[None, :], start[:, None], end[:, None])
+            if key_bounds_ptr is not None:
+                first, last = key_interval(key_bounds_ptr + entry * 2 * k_len, columns, columns < k_len, k_len)
+                visible = visible & within(label[:, None], first[None, :], last[None, :])
+            seen_any = tl.maximum(seen_any, tl.max(visible.to(tl.int32), 0 if OF_KEYS else 1))
+            at += 1
+    tl.store(flags_ptr + line * length + mine, seen_any.to(tl.int8), mask=mine < length)
+
+
 @triton.jit
 def _states(
     query_bounds_ptr, key_bounds_ptr, tile_m, tile_n, q_len, k_len, k_start, k_stride,
@@ -127,16 +167,22 @@ def entry_strides(problem: Problem, inputs: Inputs) -> tuple[int, int]:
     return heads if batch > 1 else 0, int(heads > 1)
 
 
+def _lists_of(problem: Problem, inputs: Inputs, block_m: int, block_n: int, of_keys: bool) -> Any:
+    """A sample of the lists of tiles of these sizes."""
+    assert inputs.query_bounds is not None
+    batch, heads = inputs.query_bounds.shape[:2]
+    tiles = cdiv(problem.q_len, block_m), cdiv(problem.k_len, block_n)
+    owners, others = reversed(tiles) if of_keys else tiles
+    return sample((batch * heads, owners, HEADER + others), torch.int32)
+
+
 def list_step(problem: Problem, inputs: Inputs, block_m: int, block_n: int, of_keys: bool) -> Step:
     """What lists tiles of these sizes, int32 `[entries, tiles, 2 + tiles of the other side]`."""
     query_bounds, key_bounds = inputs.query_bounds, inputs.key_bounds
-    assert query_bounds is not None
-    batch, heads = query_bounds.shape[:2]
-    tiles = cdiv(problem.q_len, block_m), cdiv(problem.k_len, block_n)
-    owners, others = reversed(tiles) if of_keys else tiles
-    lists = sample((batch * heads, owners, HEADER + others), torch.int32)
+    lists = _lists_of(problem, inputs, block_m, block_n, of_keys)
+    entries, owners, _ = lists.shape
     launch = _list.bind_addresses(
-        batch * heads * owners,
+        entries * owners,
         {"num_warps": 4},
         inputs.query.device,
         query_bounds_ptr=query_bounds,
@@ -153,4 +199,32 @@ def list_step(problem: Problem, inputs: Inputs, block_m: int, block_n: int, of_k
     return Step(lists, launch, ("query_bounds", "key_bounds"))
 
 
-_list = Kernel(_list_kernel)
+def seen_step(problem: Problem, inputs: Inputs, block_m: int, block_n: int, of_keys: bool) -> Step:
+    """What computes flags of visible rows (gpu/visibility.py) from lists of such tiles."""
+    assert inputs.query_bounds is not None
+    batch, heads = inputs.query_bounds.shape[:2]
+    group = problem.group if of_keys and heads > 1 else 1
+    length, block = (problem.k_len, block_n) if of_keys else (problem.q_len, block_m)
+    flags = sample((batch, heads // group, length), torch.int8)
+    name = "query_lists" if of_keys else "key_lists"
+    launch = _seen.bind_addresses(
+        batch * heads // group * cdiv(length, block),
+        {"num_warps": 4},
+        inputs.query.device,
+        query_bounds_ptr=inputs.query_bounds,
+        key_bounds_ptr=inputs.key_bounds,
+        list_ptr=_lists_of(problem, inputs, block_m, block_n, of_keys),
+        flags_ptr=flags,
+        q_len=problem.q_len,
+        k_len=problem.k_len,
+        k_start=problem.k_start,
+        k_stride=problem.k_stride,
+        GROUP=group,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        OF_KEYS=of_keys,
+    )
+    return Step(flags, launch, ("query_bounds", "key_bounds", name))
+
+
+_list, _seen = Kernel(_list_kernel), Kernel(_seen_in_lists_kernel)

@@ -3,7 +3,8 @@ lists of tiles where a mask is given as intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,15 +18,16 @@ class Step(NamedTuple):
 
     sample: Any  # of the result, without memory
     launch: Launch
-    reads: tuple[str, ...]  # the inputs that a launch is given, before the result
+    reads: tuple[str, ...]  # the inputs, and results of other steps, that a launch is given, before the result
     starts_at_0: bool = False  # the kernel writes some of its elements only
 
-    def run(self, inputs: Inputs) -> Tensor:
+    def run(self, inputs: Inputs, computed: Mapping[str, Tensor | None] = MappingProxyType({})) -> Tensor:
         if self.starts_at_0:
             result: Tensor = self.sample.filled(inputs.query, 0.0, self.launch.is_compiled)
         else:
             result = self.sample.empty(inputs.query)
-        self.launch(*[getattr(inputs, name) for name in self.reads], result)
+        read = [computed[name] if name in computed else getattr(inputs, name) for name in self.reads]
+        self.launch(*read, result)
         return result
 
 
@@ -47,7 +49,15 @@ class Prepass(NamedTuple):
         """`tiles` are the rows and columns of the tiles that main loops walk: of those that own queries, then of those
         that own keys."""
         steps: list[Step | None] = [None] * 6
-        if needs_visible and (problem.mask or problem.bias is not None):
+        by_lists = problem.bounds and inputs.mask is None and inputs.bias is None and len(tiles) == 2
+        if needs_visible and by_lists:
+            from .bounds import seen_step
+
+            steps[:2] = (
+                seen_step(problem, inputs, *tile, of_keys)
+                for tile, of_keys in zip(reversed(tiles), (True, False), strict=True)
+            )
+        elif needs_visible and (problem.mask or problem.bias is not None):
             from .visibility import visible_steps
 
             steps[:2] = visible_steps(problem, inputs)
@@ -65,4 +75,9 @@ class Prepass(NamedTuple):
     def run(self, inputs: Inputs) -> tuple[Tensor | None, ...]:
         if not self.steps:
             return (None,) * 6
-        return tuple(step and step.run(inputs) for step in self.steps)
+        *others, key_lists, query_lists = self.steps  # lists first: others read them
+        lists = {
+            "key_lists": key_lists and key_lists.run(inputs),
+            "query_lists": query_lists and query_lists.run(inputs),
+        }
+        return *[step and step.run(inputs, lists) for step in others], *lists.values()

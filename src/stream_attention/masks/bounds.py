@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from .mask import Mask
 
 
-def keys_per_query(mask: Mask, q_len: int, k_len: int) -> tuple[Tensor, Tensor]:
+def keys_per_query(mask: Mask, q_len: int, k_len: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """What band and keys per query allow: start and end, int32 `[B or 1, H or 1, Tq]` in [0, Tk]; they may be empty."""
-    position = _count(mask, q_len) + (k_len - q_len)
+    position = _count(q_len, device or mask.device) + (k_len - q_len)
     start, end = torch.zeros_like(position), torch.full_like(position, k_len)
     if mask.left is not None:
         start = (position - mask.left).clamp(0, k_len)
@@ -24,7 +24,7 @@ def keys_per_query(mask: Mask, q_len: int, k_len: int) -> tuple[Tensor, Tensor]:
 
 def queries_per_key(mask: Mask, q_len: int, k_len: int) -> tuple[Tensor, Tensor]:
     """What band and queries per key allow, without labels: start and end, int32 `[B or 1, H or 1, Tk]` in [0, Tq]."""
-    index = _count(mask, k_len) - (k_len - q_len)  # of the query at the key's own position
+    index = _count(k_len, mask.device) - (k_len - q_len)  # of the query at the key's own position
     start, end = torch.zeros_like(index), torch.full_like(index, q_len)
     if mask.right is not None:
         start = (index - mask.right).clamp(0, q_len)
@@ -33,8 +33,8 @@ def queries_per_key(mask: Mask, q_len: int, k_len: int) -> tuple[Tensor, Tensor]
     return _narrowed(start, mask.query_start, end, mask.query_end, q_len)
 
 
-def _count(mask: Mask, length: int) -> Tensor:
-    return torch.arange(length, dtype=torch.int64, device=mask.device)[None, None]  # sides of a band may be any int
+def _count(length: int, device: torch.device | None) -> Tensor:
+    return torch.arange(length, dtype=torch.int64, device=device)[None, None]  # sides of a band may be any int
 
 
 def _narrowed(

@@ -25,12 +25,17 @@ def intervals(
     `[B or 1, Hq or 1, T]` or `[T]`, T their number of queries (key_start, key_end, query_label) or of keys.
 
     Raises:
-        ValueError, TypeError: a dtype that is no integer, or shapes that do not fit each other.
+        ValueError, TypeError: a dtype that is no integer, int64 beside labels, or shapes that do not fit each other.
 
     >>> mask = intervals(key_start=torch.tensor([0, 0, 2]), key_end=torch.tensor([1, 2, 3]))
     >>> mask.as_dense(k_len=3)[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
+    if query_label is not None:
+        for name, labels in (("query_label", query_label), ("query_start", query_start), ("query_end", query_end)):
+            if isinstance(labels, Tensor) and labels.dtype is torch.int64:
+                hint = f"Call {name}.int() if it holds them; documents(ids) takes ids of any size."
+                refuse(name, "labels of dtype torch.int32", labels.dtype, hint, TypeError)
     return Mask(
         key_start=_row_of_ints("key_start", key_start),
         key_end=_row_of_ints("key_end", key_end),

@@ -106,27 +106,27 @@ def _of_labels(mask: Mask, q_len: int, k_len: int, rows: int, cols: int) -> Stat
     given = mask.query_label, mask.query_start, mask.query_end
     label, start, end = (None if one is None else one.to(torch.int64) for one in given)
     assert label is not None
-    least, most = _least(label, q_len, rows)[..., None], _most(label, q_len, rows)[..., None]
+    least, most = least_of(label, q_len, rows)[..., None], most_of(label, q_len, rows)[..., None]
     some = all_of_it = torch.ones_like(least, dtype=torch.bool)
     keys = torch.broadcast_tensors(*(bound for bound in (start, end) if bound is not None))
     is_empty = keys[0] >= keys[-1] if len(keys) == 2 else torch.zeros_like(keys[0], dtype=torch.bool)
     if start is not None:
         there = torch.where(is_empty, _FAR, keys[0])
-        some = some & (_least(there, k_len, cols)[..., None, :] <= most)
-        all_of_it = all_of_it & (_most(keys[0], k_len, cols)[..., None, :] <= least)
+        some = some & (least_of(there, k_len, cols)[..., None, :] <= most)
+        all_of_it = all_of_it & (most_of(keys[0], k_len, cols)[..., None, :] <= least)
     if end is not None:
         there = torch.where(is_empty, -_FAR, keys[-1])
-        some = some & (_most(there, k_len, cols)[..., None, :] > least)
-        all_of_it = all_of_it & (_least(keys[-1], k_len, cols)[..., None, :] > most)
+        some = some & (most_of(there, k_len, cols)[..., None, :] > least)
+        all_of_it = all_of_it & (least_of(keys[-1], k_len, cols)[..., None, :] > most)
     return some, all_of_it
 
 
 def _of_dense(dense: Tensor, q_len: int, k_len: int, rows: int, cols: int) -> States:
-    some = _most(_most(dense, k_len, cols).mT, q_len, rows).mT
-    return some, _least(_least(dense, k_len, cols).mT, q_len, rows).mT
+    some = most_of(most_of(dense, k_len, cols).mT, q_len, rows).mT
+    return some, least_of(least_of(dense, k_len, cols).mT, q_len, rows).mT
 
 
-def _most(values: Tensor, length: int, size: int) -> Tensor:
+def most_of(values: Tensor, length: int, size: int) -> Tensor:
     """The greatest value of each block of `size` of the last dim, which is `length` long or 1, the same for all."""
     if values.shape[-1] == 1:
         return values.expand(*values.shape[:-1], _blocks(length, size))
@@ -134,9 +134,9 @@ def _most(values: Tensor, length: int, size: int) -> Tensor:
     return pad(values, (0, -length % size), value=least).unflatten(-1, (_blocks(length, size), size)).amax(-1)
 
 
-def _least(values: Tensor, length: int, size: int) -> Tensor:
-    """As `_most`, the least."""
-    return ~_most(~values, length, size)  # the complement of an int is -1 - x
+def least_of(values: Tensor, length: int, size: int) -> Tensor:
+    """As `most_of`, the least."""
+    return ~most_of(~values, length, size)  # the complement of an int is -1 - x
 
 
 def _of_blocks(blocks: Blocks, q_len: int, k_len: int, rows: int, cols: int) -> States:

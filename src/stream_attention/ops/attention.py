@@ -250,8 +250,10 @@ def as_op_takes(
 ) -> tuple[Any, tuple[Tensor | None, Tensor | None], Any, Any]:
     """A mask of a call in the form of the op: dense mask, intervals, causal and window. As it is where tensors will be
     refused."""
-    plain = [isinstance(t, Tensor) and not t.is_nested and t.dim() == 4 for t in (query, key)]
-    if not all(plain) or hasattr(query, "device_mesh"):
+    if hasattr(query, "device_mesh"):
+        hint = "Pass mask.as_dense(...) as a replicated DTensor, or call it on the local shards: x.to_local()."
+        refuse("mask", "a bool tensor with DTensors", "a Mask", hint, TypeError)
+    if not all(isinstance(t, Tensor) and not t.is_nested and t.dim() == 4 for t in (query, key)):
         return mask, (None, None), causal, window
     validate.options(CallOptions(causal, window), query)
     batch, q_len, heads, _ = query.shape
@@ -261,7 +263,7 @@ def as_op_takes(
         refuse("mask", f"tensors on the query's device {query.device}", mask.device, hint)
     mask.check(q_len, k_len, batch, heads)
     if requested(backend) == "reference":
-        return mask.as_dense(None, None, q_len, k_len), (None, None), causal, window
+        return mask.as_dense(None, None, q_len, k_len).to(query.device), (None, None), causal, window
     (left, right), dense, *bounds = lowered(mask, q_len, k_len, query.device, sides_of(causal, window))
     return dense, (bounds[0], bounds[1]), False, (left, right)
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ..backends import BY_NAME, installed, sdpa_time, self_check
-from ..base.problem import UNBOUNDED, Problem, gradient_of, sides_of
+from ..base.problem import UNBOUNDED, Problem, Window, gradient_of, sides_of
 from ..base.score_function import ScoreFunction
 from ..dispatch import validate
 from ..dispatch.plan import Plan, plan
 from ..dispatch.prepare import problem_of
-from ..masks import Mask, tiles
+from ..masks import Mask
+from ..masks.lowering import lowered, walked
 from .attention import attention, prepare_attention
 from .fp8 import in_fp8
 from .nested import packed as packed_nested
@@ -98,16 +99,16 @@ def print_plans(problems: list[Problem], backend: str) -> Plan:
 
 def _of_the_mask(planned: Plan, mask: Mask, causal: bool, window: tuple[int, int] | None) -> str:
     """What a mask by intervals leaves of a call, by the tiles of its forward."""
-    problem, config = planned.problem, planned.config
-    left, right = (None if side == UNBOUNDED else side for side in sides_of(causal, window))
+    problem, config, sides = planned.problem, planned.config, sides_of(causal, window)
+    left, right = (None if side == UNBOUNDED else side for side in sides)
     mask, lengths = mask & Mask(left, right), (problem.q_len, problem.k_len)
     rows, columns = (getattr(config, name, None) or getattr(config, other) for name, other in _TILE)
-    states = tiles(mask, *lengths, rows, columns)
-    skipped, whole = ((states == state).float().mean().item() for state in (0, 2))
+    some, whole = walked(lowered(mask, *lengths, problem.device, Window()), problem.k_len, rows, columns)
+    shares = 1 - some.float().mean().item(), whole.float().mean().item()
     visible = mask.density(q_len=lengths[0], k_len=lengths[1])
     return (
-        f"mask      {mask}: {visible:.1%} of the scores are visible; of tiles of {rows} x {columns} {skipped:.1%} are "
-        f"skipped, {whole:.1%} need no test"
+        f"mask      {mask}: {visible:.1%} of the scores are visible; of tiles of {rows} x {columns} "
+        f"{shares[0]:.1%} are skipped, {shares[1]:.1%} need no test"
     )
 
 

@@ -221,9 +221,11 @@ def launched(call: Compiled, wanted: Wanted | None = None) -> list[Any]:
     with compiling_for(call.arch) as kernels:
         grad_lse = lse if stated.lse_grad else None
         backward(stated, inputs, configure(stated), out, lse, out, grad_lse, wanted=wanted or everything)
-    return [
-        kernel for kernel in kernels if kernel.metadata.name not in ("_seen_kernel", "_words_kernel", "_list_kernel")
-    ]
+    return [kernel for kernel in kernels if kernel.metadata.name not in BEFORE]
+
+
+BEFORE = "_seen_kernel", "_words_kernel", "_list_kernel", "_seen_in_lists_kernel"
+"""The kernels of a prepass."""
 
 
 def compiled(call: Compiled) -> dict[str, Report]:

@@ -41,9 +41,10 @@ def paged(problem: Problem, inputs: PagedInputs, config: EagerDecodeConfig) -> t
             key_pages=inputs.key_pages, value_pages=inputs.value_pages, page_table=row.int(), lengths=length
         )
         tree = None
-        if trees is not None and inputs.tree_mask is not None and trees[request] != trees[request + 1]:
-            elements = inputs.tree_mask[trees[request] : trees[request + 1]]
-            tree = elements.view(1, last - first, last - first)
+        if trees is not None and inputs.tree_mask is not None:
+            elements = inputs.tree_mask[max(trees[request], 0) : max(trees[request + 1], 0)]
+            if elements.numel() == trees[request + 1] - trees[request] == (last - first) ** 2:  # as kernels look at it
+                tree = elements.view(1, last - first, last - first)
         is_causal = problem.causal_by_request if causal is None else bool(causal[request])
         one = problem.replace(
             batch=1, q_len=last - first, k_len=capacity, ragged=False, e4m3=False,

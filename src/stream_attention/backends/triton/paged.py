@@ -105,7 +105,7 @@ def _paged_kernel(
         tree = tl.load(tree_offsets_ptr + request).to(tl.int64)
         tree_end = tl.load(tree_offsets_ptr + request + 1).to(tl.int64)
         has_tree = (tree_end - tree == q_len.to(tl.int64) * q_len) & (tree >= 0) & (tree_end <= most_trees)
-        tree_rows = (tree_ptr + tl.where(has_tree, tree, 0) + t * q_len)[:, None]
+        tree_rows = (tree_ptr + tl.where(has_tree, tree, 0) + t.to(tl.int64) * q_len)[:, None]
         sees = mask_r & ((length - q_len + t >= 0) | (has_tree == 0))
         first_new = tl.where(has_tree, first_new, _NEVER)
     if IS_CAUSAL:
