@@ -1,6 +1,6 @@
 """Masks, biases, modifiers and decoding on a CPU beside SDPA: one thread, CPU time, calls taken in turn.
 
-    python -m benchmarks.masks --out benchmarks/results/cpu/masks.json
+    python -m benchmarks.sdpa --out benchmarks/results/cpu/sdpa.json
 
 SDPA gets the same mask or bias; where it has no such argument (sink, ALiBi, softcap) the peer is its causal call. Every
 call of ours is first compared with SDPA, or with the reference, in fp64. A ratio is the median over the repeats of our
@@ -135,7 +135,7 @@ def measure(row: Row, repeats: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.masks", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sdpa", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--only", default="", help="rows whose name contains this")
