@@ -192,6 +192,11 @@ def rows_verdict(result: Tensor, x: Tensors) -> Verdict:
     return _verdict("out", [_beside_exact(result, x, x.query.dtype)[0]], factor=FORWARD_FACTOR)
 
 
+def gradient_verdicts(actual: dict[str, Tensor], x: Tensors) -> list[Verdict]:
+    """Gradients, by names of tensors and options, where `x.grad_out` arrives at these rows and nothing at others."""
+    return _gradients_beside_exact(actual, x, x.query.dtype)
+
+
 def _beside_exact(
     result: Tensor, x: Tensors, dtype: torch.dtype, sources: Sequence[Tensor] = ()
 ) -> tuple[_Block, Tensor]:
@@ -249,9 +254,12 @@ def _gradients(
     dtype: torch.dtype,
     *arriving: Tensor | None,
 ) -> list[Tensor]:
-    """Gradients of `x`'s tensors of these names in `dtype`, where `arriving` comes to what `compute` returns."""
-    leaves = {name: getattr(x, name).detach().to(dtype).requires_grad_() for name in names}
-    pairs = [pair for pair in zip(compute(x._replace(**leaves)), arriving, strict=False) if pair[1] is not None]
+    """Gradients of `x`'s tensors and options in `dtype`, where `arriving` comes to what `compute` returns."""
+    given = x.options | x.tensors
+    leaves = {name: given[name].detach().to(dtype).requires_grad_() for name in names}
+    options = x.options | {name: leaf for name, leaf in leaves.items() if name in x.options}
+    moved = x._replace(options=options, **{name: leaf for name, leaf in leaves.items() if name in x.tensors})
+    pairs = [pair for pair in zip(compute(moved), arriving, strict=False) if pair[1] is not None]
     outputs, grads = [end for end, _ in pairs], [grad.to(end.dtype) for end, grad in pairs if grad is not None]
     return list(torch.autograd.grad(outputs, list(leaves.values()), grads, materialize_grads=True))
 

@@ -176,7 +176,7 @@ def table(results: dict[str, Any]) -> list[list[str]]:
         bar = "" if cell["bar"] is None else f"{1 / cell['bar']:.2f}{' missed' if is_missed(cell) else ''}"
         compared = speed(cell) if is_compared(cell) else None
         rows.append([cell["name"], cell["direction"], *times, *cost, share, _optional(compared), bar])
-    return _filled(rows)
+    return filled(rows)
 
 
 def eager_table(results: dict[str, Any]) -> list[list[str]] | None:
@@ -188,7 +188,7 @@ def eager_table(results: dict[str, Any]) -> list[list[str]] | None:
     rows = [["problem", "direction", *names, SPEED]]
     for cell, times in zip(cells, shown, strict=True):
         rows.append([cell["name"], cell["direction"], *times, _optional(eager_speed(cell))])
-    return _filled(rows)
+    return filled(rows)
 
 
 def _over_plain(its: dict[str, Any], name: str) -> str:
@@ -213,7 +213,7 @@ def _optional(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _filled(rows: list[list[str]]) -> list[list[str]]:
+def filled(rows: list[list[str]]) -> list[list[str]]:
     """Without the columns that say nothing."""
     kept = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
     return [[row[column] for column in kept] for row in rows]

@@ -132,13 +132,14 @@ class Flex(Provider):
         return None if any(c and shutil.which(c) for c in compilers) else "to compile for a CPU it needs a C++ compiler"
 
     def attend(self, x: Tensors) -> Tensor:
+        block_mask = _bottom_right(x.query.shape[1], x.key.shape[1], x.query.device) if x.options["causal"] else None
+        return self.call(x, block_mask=block_mask, scale=x.options.get("scale"))
+
+    def call(self, x: Tensors, **options: Any) -> Tensor:
+        """With FlexAttention's own options."""
         query, key, value = (t.transpose(1, 2) for t in (x.query, x.key, x.value))
         shape = (query.shape, key.shape, query.dtype, query.requires_grad, torch.is_grad_enabled())
-        options = {
-            "block_mask": _bottom_right(query.shape[2], key.shape[2], query.device) if x.options["causal"] else None,
-            "scale": x.options.get("scale"),
-            "enable_gqa": query.shape[1] != key.shape[1],
-        }
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
         if shape in self._seen:
             return self.function(query, key, value, **options).transpose(1, 2)
         # The first call compiles: each shape for itself however many there are, and a graph may be kept for the

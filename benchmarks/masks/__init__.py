@@ -1,0 +1,1 @@
+"""Attention with masks as data, beside the same masks as matrices, packed sequences, FlexAttention and SDPA."""
