@@ -1,7 +1,7 @@
 """Attention with masks as data, beside the same masks as matrices, packed sequences, FlexAttention and SDPA.
 
     python -m benchmarks.masks --fa3 DIR --out benchmarks/results/h200/masks.json
-    python -m benchmarks.masks --cpu --out benchmarks/results/cpu/masks.json
+    python -m benchmarks.masks --cpu --rounds 7 --out benchmarks/results/cpu/masks.json
     python -m benchmarks.masks --markdown
 
 The third writes the tables of the files that there are into docs/performance.md and docs/masks.md. On an H200 a run is
@@ -30,7 +30,7 @@ from stream_attention_tools.bench.results import conditions, save
 from stream_attention_tools.bench.timing import CLOCKS
 from stream_attention_tools.files import write_file
 
-from ..workloads.__main__ import _fa3_or_why_not
+from ..workloads.calls import fa3_or_why_not
 from ..workloads.measure import Wrong
 from .cases import CASES, SIZES, Sizes
 from .figures import PLACES, line, missed, written
@@ -67,7 +67,7 @@ def main() -> int:
     if not options.cpu and not torch.cuda.is_available():
         print("this measures calls on a GPU, and there is none; on a CPU: --cpu", file=sys.stderr)
         return 2
-    device = "cpu" if options.cpu else "cuda"
+    device, threads = "cpu" if options.cpu else "cuda", torch.get_num_threads()
     if options.cpu:
         torch.set_num_threads(1)
         options.budget = float("inf")
@@ -75,17 +75,19 @@ def main() -> int:
         return run(options, device, SIZES[device])
     finally:
         faulthandler.cancel_dump_traceback_later()
+        torch.set_num_threads(threads)
 
 
 def run(options: argparse.Namespace, device: str, sizes: Sizes) -> int:
     """Measure what is asked for; the exit code is 1 if one of ours is wrong."""
-    began, found = time.perf_counter(), {}
+    began = time.perf_counter()
+    found: dict[str, Any] = {}
     timing = {
         "clock": CLOCKS["cpu" if device == "cpu" else "events"],
         "order": "in turn, one call each per round; on a GPU the L2 cache is cleared before each",
     }
     results: dict[str, Any] = conditions(device) | {"rounds": options.rounds, "timing": timing, "cells": found}
-    fa3 = _fa3_or_why_not(options.fa3, device)
+    fa3 = fa3_or_why_not(options.fa3, device)
     chosen = [case for case in CASES if options.only in case.name]
     with progress(len(chosen)) as shown:
         for case in chosen:

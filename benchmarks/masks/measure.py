@@ -54,14 +54,16 @@ def reference_inputs(made: Made, part: Part, bias: Tensor | None) -> Tensors:
         options["mask"] = seen.expand(len(part.heads), len(part.rows), length)[None]
     if bias is not None:
         options["bias"] = bias[:, part.heads[:, None], part.rows]
-    query, grad = (of_rows(tensor, part) for tensor in (made.query, made.grad))
-    return Tensors(
-        query, *(tensor[part.batch, :, part.kv_heads][None] for tensor in (made.key, made.value)), options, grad
-    )
+    key, value = (of_keys(tensor, part) for tensor in (made.key, made.value))
+    return Tensors(of_rows(made.query, part), key, value, options, of_rows(made.grad, part))
 
 
 def of_rows(tensor: Tensor, part: Part) -> Tensor:
     return tensor[part.batch, part.rows[:, None], part.heads][None]
+
+
+def of_keys(tensor: Tensor, part: Part) -> Tensor:
+    return tensor[part.batch, :, part.kv_heads][None]
 
 
 def verdict(made: Made, one: Provider) -> Verdict:
@@ -83,7 +85,7 @@ def verdict(made: Made, one: Provider) -> Verdict:
     for part, place in zip(drawn(made), parts, strict=True):
         x = reference_inputs(made, part, one.bias)
         grads = {"query": of_rows(query, place)}
-        grads |= {name: g[part.batch, :, part.kv_heads][None] for name, g in (("key", key), ("value", value))}
+        grads |= {"key": of_keys(key, part), "value": of_keys(value, part)}
         if learned:
             grads["bias"] = learned[0][:, part.heads[:, None], part.rows]
         with torch.no_grad():

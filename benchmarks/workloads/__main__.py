@@ -27,13 +27,11 @@ from typing import Any
 import torch
 
 from stream_attention_tools.bench.progress import progress
-from stream_attention_tools.bench.providers.base import tried
-from stream_attention_tools.bench.providers.flash_attention import FlashAttention3
 from stream_attention_tools.bench.results import conditions, save
 from stream_attention_tools.files import write_file
 
 from .batches import SHAPES, TB_PER_S, TFLOP_PER_S, WORKLOADS, described, scaled
-from .calls import step
+from .calls import fa3_or_why_not, step
 from .figures import line, missed, written
 from .measure import Wrong, measure
 
@@ -97,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         "limits": dict(zip(("tb_per_s", "tflop_per_s"), limits, strict=True)),
         "cells": found,
     }
-    fa3 = _fa3_or_why_not(options.fa3, device)
+    fa3 = fa3_or_why_not(options.fa3, device)
     chosen = [one for one in WORKLOADS if options.only is None or one.number in options.only]
     pairs = [
         (scaled(one, options.scale), SHAPES[shape])
@@ -128,15 +126,6 @@ def run(options: argparse.Namespace) -> int:
         for sentence in missed(results):
             print(f"missed: {sentence}")
     return 0
-
-
-def _fa3_or_why_not(folder: Path | None, device: str) -> Any:
-    if folder is None:
-        return "no --fa3 DIR was given"
-    if device != "cuda" or torch.cuda.get_device_capability() != (9, 0):
-        return "it runs on Hopper (sm_90) alone"
-    peer = FlashAttention3(folder)
-    return tried(peer._load) or peer._ops
 
 
 if __name__ == "__main__":

@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stream_attention import PagedKV, decode_attention, paged_attention, paged_plan, write_kv
-from stream_attention_tools.bench.providers.base import error_line
+from stream_attention_tools.bench.providers.base import error_line, tried
 from stream_attention_tools.bench.providers.decode import FEW
+from stream_attention_tools.bench.providers.flash_attention import FlashAttention3
 
 from .batches import TABLE_TOKENS, Heads, Workload, ancestors
 
@@ -85,6 +87,16 @@ def step(workload: Workload, heads: Heads, device: str, scale: int = 1) -> Step:
     )
     write_kv(new[0], new[1], key_pages, value_pages, new[2])
     return made
+
+
+def fa3_or_why_not(folder: Path | None, device: str) -> Any:
+    """The ops of FlashAttention-3 in a folder, or the reason why they are not there."""
+    if folder is None:
+        return "no --fa3 DIR was given"
+    if device != "cuda" or torch.cuda.get_device_capability() != (9, 0):
+        return "it runs on Hopper (sm_90) alone"
+    peer = FlashAttention3(folder)
+    return tried(peer._load) or peer._ops
 
 
 # Who computes it: by name a call, or the reason why not
