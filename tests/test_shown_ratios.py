@@ -74,6 +74,7 @@ RATIOS = {
     "speed over sdpa": (["stream_attention"], ["sdpa"]),
     "static, over the faster sdpa": (["stream_attention static"], ["sdpa", "sdpa static"]),
     "speed, ours / peer": (["ours"], ["peer's"]),
+    "speed, ours / dense mask": (["ours"], ["dense mask"]),
     "speed, gluon / plain gluon": (["gluon"], ["plain gluon"]),
     "speed, triton / plain triton": (["triton"], ["plain triton"]),
 }

@@ -6,7 +6,7 @@
 
 The third writes the tables of the files that there are into docs/performance.md and docs/masks.md. On an H200 a run is
 meant to take at most 150 s, most of it to compile (not run there yet; `seconds` in the file): a case and direction that
-takes longer than `--budget` seconds gets fewer rounds, at least three. On a CPU it takes ten minutes of one core.
+takes longer than `--budget` seconds gets fewer rounds, at least three. On one thread of a CPU it took 13 minutes.
 
 Before anything is timed, rows of the output and all gradients that follow from them are compared with attention in
 fp64. One of ours that is wrong ends the run; a peer that is wrong gets no time. Forward and backward are timed apart,

@@ -35,10 +35,31 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    "cuda": Sizes(4, 4096, Heads(16, 16, 128), 700, 256, PACK, Heads(64, 8, 128), 8192, 16, 1024, torch.bfloat16),
+    "cuda": Sizes(
+        batch=4,
+        length=4096,
+        heads=Heads(16, 16, 128),
+        document=700,
+        window=256,
+        pack=PACK,
+        pack_heads=Heads(64, 8, 128),
+        trunk=8192,
+        branches=16,
+        branch=1024,
+        dtype=torch.bfloat16,
+    ),
     "cpu": Sizes(
-        *(1, 4096, Heads(8, 8, 64), 700, 256, tuple(length // 8 for length in PACK), Heads(8, 1, 64)),
-        *(1360, 16, 171, torch.float32),  # the tree is a sixth of the other
+        batch=1,
+        length=4096,
+        heads=Heads(8, 8, 64),
+        document=700,
+        window=256,
+        pack=tuple(length // 8 for length in PACK),
+        pack_heads=Heads(8, 1, 64),
+        trunk=1360,  # a sixth, as the branches
+        branches=16,
+        branch=171,
+        dtype=torch.float32,
     ),
 }
 

@@ -127,8 +127,13 @@ def markdown(results: dict[str, Any]) -> str:
     clock = results["timing"]["clock"]
     lines = [f"{origin(results)}; {clock}: medians.", "", *markdown_table(times(results)), ""]
     lines += ["Bars:", "", *markdown_table(bars(results)), ""]
-    lines += ["Memory:", "", *markdown_table(memory(results))]
-    if new := results.get("new_length_ms"):
+    lines += [
+        "Memory: the peak of forward and backward beyond what was there before, and the tensors of mask or bias:",
+        "",
+        *markdown_table(memory(results)),
+    ]
+    new = results.get("new_length_ms")
+    if new and results["machine"]["device"] == "cuda":  # a CPU compiles nothing
         told = (f"{name} {short_time(first)}, again {short_time(again)}" for name, (first, again) in new.items())
         lines += ["", f"The first call of a new length, forward and backward: {'; '.join(told)}."]
     return "\n".join(lines)
