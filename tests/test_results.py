@@ -436,7 +436,7 @@ def test_when_to_use_it_says_what_was_measured() -> None:
 
 
 def test_masks_modifiers_and_decoding_on_a_cpu_meet_their_bars() -> None:
-    rows = {row["call"]: row for row in results("cpu/masks")["rows"]}
+    rows = {row["call"]: row for row in results("cpu/sdpa")["rows"]}
     kinds = ("boolean mask", "key padding", "bias", "sink", "ALiBi", "softcap", "decode")
     assert {kind for kind in kinds for call in rows if call.startswith(kind)} == set(kinds)
     assert {"fp32", "bf16"} == {dtype for dtype in ("fp32", "bf16") for call in rows if dtype in call}
