@@ -18,6 +18,7 @@ from stream_attention.compat.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])
@@ -155,6 +156,14 @@ def test_lengths_may_be_tensors_as_transformers_passes_them() -> None:
     longest = offsets.diff().max()
     found = flash_attn_varlen_func(q, q, q, offsets, offsets, longest, longest)
     assert_close(found, flash_attn_varlen_func(q, q, q, offsets, offsets, 7, 7))
+
+
+def test_the_sides_of_a_window_may_be_tensors_as_in_the_library() -> None:
+    q, k, v = tensors(5, 9)
+    window, wanted = torch.tensor([3, 2]), flash_attn_func(q, k, v, window_size=(3, 2))
+    assert_close(flash_attn_func(q, k, v, window_size=window), wanted)
+    assert_close(flash_attn_func(q, k, v, window_size=tuple(window)), wanted)
+    assert_close(flash_attn_with_kvcache(q, k.clone(), v.clone(), window_size=window), wanted)
 
 
 def test_it_compiles() -> None:

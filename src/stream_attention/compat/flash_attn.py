@@ -14,6 +14,7 @@ from ..base.errors import refuse
 from ..ops.attention import attention
 from ..ops.paged import paged_attention
 from ..ops.varlen import varlen_attention
+from .arguments import Window, as_int, sides
 from .errors import as_runtime_error, refuse_missing
 from .kv_cache import Cached, attend, rotary_of
 
@@ -28,7 +29,6 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-Window = tuple[int, int]
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
@@ -373,17 +373,6 @@ def packed(
         )
     except (TypeError, ValueError) as error:
         raise as_runtime_error(error) from error
-
-
-def sides(window_size: Window) -> Window | None:
-    """A window of ours: where both sides are unbounded none, and -1 for each that is below 0."""
-    left, right = window_size
-    return None if left < 0 and right < 0 else (max(left, -1), max(right, -1))
-
-
-def as_int(length: Any) -> Any:
-    """A length, which models also pass as a tensor: then the host waits for it, as in the library."""
-    return int(length) if isinstance(length, Tensor) else length
 
 
 def unpacked(name: str, tensor: Tensor, count: int, dims: int) -> tuple[Tensor, ...]:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..base.errors import refuse
 from ..ops.merge import merge_states
+from .arguments import Window
 from .errors import as_runtime_error, refuse_given
-from .flash_attn import Window, dense, packed, unpacked
+from .flash_attn import dense, packed, unpacked
 from .kv_cache import Cached, attend, rotary_of
 
 __version__ = "3.0.0+stream.attention"

@@ -14,6 +14,7 @@ from ..base.kv_layouts.write import rotate
 from ..ops.decode import decode_attention, decode_contiguous
 from ..ops.paged import paged_attention
 from ..ops.write_kv import write_kv
+from .arguments import Window, sides
 from .errors import as_runtime_error, refuse_missing
 
 MOST_TOKENS = 256
@@ -56,7 +57,7 @@ def attend(
     given: Cached,
     softmax_scale: float | None,
     causal: bool,
-    window_size: tuple[int, int],
+    window_size: Window,
     softcap: float,
     alibi_slopes: Tensor | None,
     return_lse: bool,
@@ -69,13 +70,13 @@ def attend(
         refuse("v", "new values beside new keys", "one of k and v", error=RuntimeError)
     if given.k is not None and given.cache_seqlens is None:
         refuse("cache_seqlens", "an int or a tensor where k is given", None, error=RuntimeError)
-    left, right = window_size
-    bounded = causal or left >= 0 or right >= 0
+    window = sides(window_size)
+    left, bounded = (-1, causal) if window is None else (window[0], True)
     if not (_is_more(given) or alibi_slopes is not None or return_lse) and (causal or given.q.shape[1] == 1):
         return _plain(given, left, max(0.0, float(softcap)), softmax_scale), None
     options: dict[str, Any] = {
         "causal": causal,
-        "window": None if left < 0 and right < 0 else (max(left, -1), max(right, -1)),
+        "window": window,
         "alibi_slopes": alibi_slopes,
         "softcap": max(0.0, float(softcap)),
         "scale": softmax_scale,
