@@ -105,6 +105,35 @@ def test_it_compiles_and_takes_autocasts_dtype() -> None:
         assert scaled_dot_product_attention(q, k, v).dtype is theirs(q, k, v).dtype is torch.bfloat16
 
 
+BIASES = {"upper left": "causal_upper_left", "lower right": "causal_lower_right"}
+LENGTHS = {"as many": (9, 9), "fewer queries": (5, 9), "fewer keys": (9, 5)}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("name", BIASES.values(), ids=BIASES)
+def test_a_causal_bias_is_its_mask(name: str, lengths: tuple[int, int]) -> None:
+    biases = pytest.importorskip("torch.nn.attention.bias")
+    bias = getattr(biases, name)(*lengths)
+    q, k, v = tensors(((2, 4, lengths[0], 8), (2, 4, lengths[1], 8), (2, 4, lengths[1], 8)))
+    wanted = theirs(q, k, v, bias._materialize("cpu"))
+    assert_close(scaled_dot_product_attention(q, k, v, bias), wanted)
+    assert_close(scaled_dot_product_attention(q[0], k[0], v[0], attn_mask=bias), wanted[0])
+    with pytest.raises(ValueError, match=r"attn_mask: .* CausalBias should not be used with causal=True"):
+        scaled_dot_product_attention(q, k, v, bias, is_causal=True)
+    with pytest.raises(
+        RuntimeError, match=r"^attn_mask: expected a CausalBias of 3 queries and \d keys; got \(\d, \d\)"
+    ):
+        scaled_dot_product_attention(q[:, :, :3], k, v, bias)
+
+
+def test_a_causal_bias_compiles() -> None:
+    biases = pytest.importorskip("torch.nn.attention.bias")
+    q, k, v = (x.float() for x in tensors(CASES["plain"][0]))
+    compiled = torch.compile(scaled_dot_product_attention, backend="eager", fullgraph=True)
+    for bias in (biases.causal_upper_left(5, 9), biases.causal_lower_right(5, 9)):
+        assert_close(compiled(q, k, v, bias), scaled_dot_product_attention(q, k, v, bias))
+
+
 Q, K = torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 9, 8)
 REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "no tensor": ((1, K, K), {}, "^query: expected a torch.Tensor; got int"),

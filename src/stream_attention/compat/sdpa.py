@@ -31,7 +31,7 @@ def scaled_dot_product_attention(
         query: `[..., Hq, Tq, D]`; key: `[..., Hkv, Tk, D]`; value: `[..., Hkv, Tk, Dv]`, with leading dims that
             broadcast; also `[Tq, D]` and the like.
         attn_mask: broadcastable to `[..., Hq, Tq, Tk]`: boolean, True = attend, or floating, added to the scores, in
-            the query's dtype or fp32.
+            the query's dtype or fp32. Or a `torch.nn.attention.bias.CausalBias`, of which nothing is materialised.
         is_causal: query i sees keys j <= i, whatever the lengths (top-left; `attention` aligns bottom-right).
         enable_gqa: Hq may be a multiple of Hkv.
 
@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
         `[..., Hq, Tq, Dv]`; a row that sees no key is 0.
 
     Raises:
-        RuntimeError: a bad argument, as in torch; TypeError: no tensor.
+        RuntimeError: a bad argument, as in torch; TypeError: no tensor; ValueError: a `CausalBias` and `is_causal`.
 
     >>> import torch
     >>> from stream_attention.compat.sdpa import scaled_dot_product_attention
@@ -60,10 +60,13 @@ def scaled_dot_product_attention(
     if not batch == k_batch == v_batch or kv_heads != v_heads or (heads != kv_heads and not enable_gqa):
         query, key, value = _broadcast(query, key, value, 1 if enable_gqa else 2)
     mask = bias = window = None
+    keys = k_len
     if attn_mask is not None:
-        if is_causal:
+        if type(attn_mask).__name__ == "CausalBias":  # torch imports its compiler with that class: 3 s
+            is_causal, window, keys = _aligned(attn_mask, q_len, k_len, is_causal)
+        elif is_causal:
             refuse("attn_mask", "None where is_causal is set", "a tensor", error=RuntimeError)
-        if attn_mask.dtype is torch.bool:
+        elif attn_mask.dtype is torch.bool:
             mask = attn_mask
         elif attn_mask.dtype is query.dtype or attn_mask.dtype is torch.float32:
             bias = attn_mask
@@ -71,8 +74,8 @@ def scaled_dot_product_attention(
             refuse("attn_mask", f"dtype bool, float32 or {query.dtype}", attn_mask.dtype, error=RuntimeError)
     elif is_causal:
         is_causal, window, keys = top_left(q_len, k_len)
-        if keys != k_len:
-            key, value = key[:, :, :keys], value[:, :, :keys]
+    if keys != k_len:
+        key, value = key[:, :, :keys], value[:, :, :keys]
     try:
         out: Tensor = attention(
             (query if query.stride(-1) == 1 else query.contiguous()).transpose(1, 2),
@@ -102,6 +105,17 @@ def top_left(q_len: int, k_len: int) -> tuple[bool, tuple[int, int] | None, int]
     if q_len <= k_len:
         return True, None, q_len
     return False, (-1, q_len - k_len), k_len
+
+
+def _aligned(bias: Any, q_len: int, k_len: int, is_causal: bool) -> tuple[bool, tuple[int, int] | None, int]:
+    """`top_left` of a `CausalBias` that is, or causal as `attention` aligns it."""
+    if is_causal:
+        hint = "CausalBias should not be used with causal=True."
+        refuse("attn_mask", "None where is_causal is set", "a CausalBias", hint)
+    sizes = bias.seq_len_q, bias.seq_len_kv
+    if sizes != (q_len, k_len):
+        refuse("attn_mask", f"a CausalBias of {q_len} queries and {k_len} keys", sizes, error=RuntimeError)
+    return top_left(q_len, k_len) if bias.variant.name == "UPPER_LEFT" else (True, None, k_len)
 
 
 def _in_four_dims(
