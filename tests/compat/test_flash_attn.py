@@ -75,6 +75,18 @@ def test_the_packed_call(given: dict[str, Any]) -> None:
         assert_close(lse[:, rows].double(), its_lse[0])
 
 
+def test_keys_in_pages_and_a_gradient_that_is_not_taken() -> None:
+    """The library computes such a call, and its backward is of none."""
+    q, pages = randn(5, 4, 8).requires_grad_(), randn(6, 4, 2, 8, seed=1)
+    q_offsets, k_offsets = torch.tensor([[0, 5], [0, 7]], dtype=torch.int32)
+    options = {"block_table": torch.tensor([[4, 1]], dtype=torch.int32)}
+    out = flash_attn_varlen_func(q, pages, pages, q_offsets, k_offsets, 5, 7, **options)
+    wanted = flash_attn_varlen_func(q.detach(), pages, pages, q_offsets, k_offsets, 5, 7, **options)
+    assert torch.equal(out, wanted) and out.requires_grad
+    with pytest.raises(NotImplementedError, match=r"^block_table: expected None where a gradient is taken"):
+        out.sum().backward()
+
+
 def test_arguments_may_be_positional() -> None:
     q, k, v = tensors(5, 9)
     found = flash_attn_func(q, k, v, 0.0, 0.3, True, (4, -1), 2.0, SLOPES, False, True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..base.errors import refuse
@@ -149,7 +150,7 @@ def flash_attn_varlen_func(
     Args:
         q: `[Nq, Hq, D]`; k: `[Nk, Hkv, D]`; v: `[Nk, Hkv, Dv]`.
         block_table: int32 `[B, pages of a sequence]`: keys and values are pages `[P, page, Hkv, D]`, of 1 to 1024
-            tokens, and `cu_seqlens_k` has their lengths. Not differentiable, and without dropout.
+            tokens, and `cu_seqlens_k` has their lengths. A backward raises, and dropout is refused.
         The rest: as in `flash_attn_func`; the LSE is `[Hq, Nq]`.
 
     Raises:
@@ -170,7 +171,8 @@ def flash_attn_varlen_func(
         if dropout_p:
             refuse_missing("dropout_p", "0 with a block_table", dropout_p, "Pass keys without pages.")
         on_pages = *offsets, block_table, *others, return_attn_probs
-        found = _on_pages(q, k, v, *on_pages)
+        with_graph = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        found = (_OnPages.apply if with_graph else _on_pages)(q, k, v, *on_pages)
     else:
         options = *offsets, dropout_p, *others, deterministic, return_attn_probs
         found = packed(q, k, v, *options)
@@ -418,6 +420,18 @@ def _on_pages(
         )
     except (TypeError, ValueError) as error:
         raise as_runtime_error(error) from error
+
+
+class _OnPages(torch.autograd.Function):
+    """`_on_pages` of tensors that require a gradient: the library computes it, and so does this until one is taken."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
+        return _on_pages(q, k, v, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_missing("block_table", "None where a gradient is taken", "a tensor", "Pass keys without pages.")
 
 
 def _refuse_probs(dropout_p: float) -> None:
