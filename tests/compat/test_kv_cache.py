@@ -26,12 +26,13 @@ def rows_of(given: dict[str, Any], batch: int) -> list[tuple[Tensor, Tensor]]:
     found = []
     for row in range(batch):
         first = 0 if given.get("cache_leftpad") is None else int(given["cache_leftpad"][row])
+        stored = row if index is None else int(index[row])
         if table is None:
             slot = torch.arange(first, TOKENS)
-            found.append((torch.full_like(slot, row if index is None else int(index[row])), slot))
+            found.append((torch.full_like(slot, stored), slot))
         else:
             position = torch.arange(first, table.shape[1] * given["page"])
-            found.append((table[row].long()[position // given["page"]], position % given["page"]))
+            found.append((table[stored].long()[position // given["page"]], position % given["page"]))
     return found
 
 
@@ -124,6 +125,15 @@ def test_slopes_and_a_cache_without_lengths() -> None:
 def test_pages(library: Any, name: str, page: int) -> None:
     made = paged(page)
     compare(library, 2, 2, made["pages"], **{name: made["table"], "page": page, "causal": True})
+
+
+def test_rows_of_a_larger_page_table() -> None:
+    """FlashAttention-3 takes `cache_batch_idx` beside a table, as the rows of the table."""
+    made = paged(4)
+    table, index = made["table"].repeat(2, 1), torch.tensor([4, 0, 2], dtype=torch.int32)
+    options = {"page_table": table, "page": 4, "cache_batch_idx": index, "causal": True}
+    compare(flash_attn_interface, 2, 2, made["pages"], **options)
+    compare(flash_attn_interface, 1, 0, made["pages"], **options)
 
 
 def test_pages_of_more_tokens_than_a_cache_of_ours_has() -> None:

@@ -217,7 +217,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: `[rows, T, Hkv, D]`, or with a `page_table`, int32 `[B, pages of a row]`, pages.
         rotary_cos, rotary_sin: `[positions, R / 2]`: rotate q and k by position, counted from `rotary_seqlens`, or else
             `cache_seqlens`; every row of q by that of the first where it is neither causal nor in a window.
-        cache_batch_idx, cache_leftpad: int32 `[B]`: the row of the cache, and its first token.
+        cache_batch_idx, cache_leftpad: int32 `[B]`: the row of the cache, or of the page table, and its first token.
         return_softmax_lse: also return the LSE, `[B, Hq, Tq]` or ragged `[Hq, Nq]`, and two empty tensors, which the
             library has for the results of splits.
         The rest: see the module.

@@ -174,6 +174,8 @@ def _cache(given: Cached, lengths: Tensor, batch: int) -> ContiguousKV | PagedKV
             return ContiguousKV(key, value, lengths)
         rows = given.cache_batch_idx
         table = (torch.arange(batch, dtype=torch.int32, device=key.device) if rows is None else rows).unsqueeze(1)
+    elif given.cache_batch_idx is not None:
+        table = table.index_select(0, given.cache_batch_idx)
     key, value, table = as_pages(key, value, table, first)
     return PagedKV(key, value, table, lengths if first is None else lengths - first)
 
