@@ -48,6 +48,13 @@ PACKS: dict[str, tuple[Any, int, int]] = {
     "padding that is no multiple of a page": (made("BlockDiagonalPaddedKeysMask", [1, 1], 300, [299, 7]), 2, 600),
     "gaps between keys": (made("BlockDiagonalGappyKeysMask", [3, 4], [1, 7, 12], [4, 5]), 7, 12),
     "causal, gaps": (made("BlockDiagonalCausalWithOffsetGappyKeysMask", [3, 4], [1, 7, 12], [4, 5]), 7, 12),
+    "gaps between keys, in pages": (
+        made("BlockDiagonalGappyKeysMask", [3, 4], [2, 9, 16], [5, 6]).make_paged(
+            TABLE, 4, 8, biases.PagedBlockDiagonalGappyKeysMask
+        ),
+        7,
+        16,
+    ),
     "pages": (made("PagedBlockDiagonalPaddedKeysMask", [3, 4], [5, 8], TABLE, 4), 7, 16),
     "causal pages": (made("PagedBlockDiagonalCausalWithOffsetPaddedKeysMask", [3, 4], [5, 8], TABLE, 4), 7, 16),
     "pages with gaps": (made("PagedBlockDiagonalGappyKeysMask", [3, 4], [2, 1], [5, 6], TABLE, 4), 7, 16),
@@ -276,6 +283,16 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "counts": (lambda: made("BlockDiagonalMask", [3], [5, 3]), AssertionError, "^kv_seqlen: expected 1 lengths"),
     "padding": (lambda: made("BlockDiagonalPaddedKeysMask", [3], 4, [5]), ValueError, "^kv_seqlen: expected at most"),
     "starts": (lambda: made("BlockDiagonalGappyKeysMask", [3], [0], [5]), ValueError, "^kv_seqstarts: expected 2"),
+    "padding and pages": (
+        lambda: PACKS["gaps between keys"][0].make_paged(TABLE, 4, 7, biases.PagedBlockDiagonalGappyKeysMask),
+        ValueError,
+        "^notional_padding: expected a number divisible by the page size, 4; got 7",
+    ),
+    "places of pages": (
+        lambda: PACKS["gaps between keys"][0].make_paged(TABLE, 4, 8, biases.PagedBlockDiagonalGappyKeysMask),
+        AssertionError,
+        "^block_tables: expected pages for each sequence's keys, here of 8 places",
+    ),
     "shape": (lambda: BLOCKS.materialize((7, 8)), ValueError, "^shape: expected Tk = 7"),
     "split": (lambda: PACKS["blocks"][0].split(PACK), AssertionError, "as many queries as keys"),
     "split of another": (lambda: BLOCKS.split(PACK[:, :6]), ValueError, r"^x: expected shape \[1, 7, ...\]"),

@@ -417,6 +417,19 @@ class BlockDiagonalGappyKeysMask(AttentionBias):
         keys = _GappySeqInfo.from_seqlens_gappy(kv_seqstarts, kv_seqlen, False, device=device)
         return cls(_SeqLenInfo.from_seqlens(q_seqlen, device=device), keys)
 
+    def make_paged(
+        self,
+        block_tables: Tensor,
+        page_size: int,
+        notional_padding: int,
+        paged_type: type[PagedBlockDiagonalGappyKeysMask],
+    ) -> PagedBlockDiagonalGappyKeysMask:
+        """The same keys in pages, int32 `[B, pages of a sequence]`; a sequence has `notional_padding` places."""
+        if notional_padding % page_size:
+            refuse("notional_padding", f"a number divisible by the page size, {page_size}", notional_padding)
+        keys = self.k_seqinfo.in_rows(notional_padding, block_tables.shape[1] * page_size)
+        return paged_type(self.q_seqinfo, keys, block_tables, page_size)
+
 
 @dataclass
 class BlockDiagonalCausalWithOffsetGappyKeysMask(BlockDiagonalGappyKeysMask):

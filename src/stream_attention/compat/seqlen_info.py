@@ -94,6 +94,20 @@ class _GappySeqInfo(_Rows):
         ends = [start + n for start, n in zip(starts, lengths, strict=False)] if paged else lengths
         return cls(_int32(starts, device), max(lengths), min(lengths), starts, _int32(ends, device), ends)
 
+    def in_rows(self, padding: int, places: int) -> Self:
+        """`paged`, of sequences in rows of `places` that begin every `padding` places; on the device."""
+        first = [start - row * padding for row, start in enumerate(self.starts)]
+        if any(not 0 <= start < places for start in first) or self.max_seqlen > places:
+            got = f"starts {first} and at most {self.max_seqlen} keys"
+            refuse(
+                "block_tables", f"pages for each sequence's keys, here of {places} places", got, error=AssertionError
+            )
+        rows = torch.arange(len(first) + 1, dtype=torch.int32, device=self.seqstart.device)
+        starts = self.seqstart - padding * rows
+        ends = [start + n for start, n in zip(first, self.seqlen_py, strict=True)]
+        seqlen = self.seqlen + starts[:-1]
+        return replace(self, seqstart=starts, seqstart_py=[*first, -1], seqlen=seqlen, seqlen_py=ends)
+
 
 def moved(one: Any, device: Device) -> Any:
     """A dataclass with what has a device on another."""
