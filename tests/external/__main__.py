@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -94,18 +95,22 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where the tests of README.md are")
     parser.add_argument("--out", type=Path, help="the file of results; without it they are printed")
     parser.add_argument("--suite", choices=list(SUITES), action="append", help="only this one; may be repeated")
+    parser.add_argument("--jobs", type=int, default=1, help="suites at the same time")
     parser.add_argument("--page", action="store_true", help="write the tables of README.md")
     parser.add_argument("pytest", nargs="*", help="behind --: arguments of pytest")
     given = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    results = {
+    results: dict[str, Any] = {
         "command": "python -m tests.external",
         "commit": commit,
         "date": date.today().isoformat(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "pytest")},
-        "suites": {name: run(name, given.folder.resolve(), given.pytest) for name in given.suite or SUITES},
     }
+    names = given.suite or list(SUITES)
+    with ThreadPoolExecutor(given.jobs) as jobs:
+        runs = jobs.map(lambda name: run(name, given.folder.resolve(), given.pytest), names)
+        results["suites"] = dict(zip(names, runs, strict=True))
     text = json.dumps(results, indent=1) + "\n"
     if given.out is None:
         print(text)

@@ -102,11 +102,17 @@ def _operator(base: Any, name: str, without: tuple[str, ...] = ()) -> Any:
     biases = importlib.import_module("xformers.ops.fmha.attn_bias")
     names = [bias for bias in biases.__all__ if bias.endswith(("Mask", "Bias")) and bias != "AttentionBias"]
     every = [getattr(biases, bias) for bias in names if not any(word in bias for word in without)]
+
+    def reasons(cls: Any, inputs: Any) -> list[str]:
+        """Of the base: bfloat16 is refused there but on a GPU, where ours takes it everywhere."""
+        return [reason for reason in base.not_supported_reasons.__func__(cls, inputs) if "bf16" not in reason]
+
     return type(
         name,
         (base,),
         {
             "OPERATOR": install,
+            "not_supported_reasons": classmethod(reasons),
             "NAME": f"ours{name}",
             "SUPPORTED_DEVICES": {"cpu", "cuda"},
             "SUPPORTED_DTYPES": {torch.float, torch.half, torch.bfloat16},
