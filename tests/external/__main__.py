@@ -75,7 +75,7 @@ def tables(results: dict[str, Any]) -> str:
         skipped, (met, pairs) = sum(of["skipped"].values()), of["pairs of values"]
         counts = of["parametrisations"], of["passed"] + of["failed"] + skipped, of["passed"], of["failed"], skipped
         cells = [f"{of['repository']}: `{of['file']}`", f"`{of['commit'][:10]}`", *(f"{count:,}" for count in counts)]
-        lines.append("| " + " | ".join([*cells, f"{met:,} of {pairs:,}" if pairs else "at random"]) + " |")
+        lines.append("| " + " | ".join([*cells, f"{met:,} of {pairs:,}" if pairs else "chosen evenly"]) + " |")
     lines += ["", "| tests of | what was used, and how many passed with it |", "|---|---|"]
     for name, of in suites.items():
         used = of["features"] or of["tests"]
