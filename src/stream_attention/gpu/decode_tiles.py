@@ -154,12 +154,12 @@ def hide_scores(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_TREE: tl.constexpr,
 ):  # fmt: skip
     """-inf for what a row does not see. The tile lies either way up. `tree_ptr` points to each row's line of the tree,
-    `first_new` is the position of its first column; with a tree, rows not in `mask_r` see nothing."""
+    `first_new` is the position of its first column; with a tree, a query before position 0 sees nothing."""
     visible = visible_by_position(inside, q_pos, k_pos, left, right, HAS_LEFT, HAS_RIGHT)
     if HAS_TREE:
         new = k_pos - first_new
         named = tl.load(tree_ptr + new, mask=mask_r & inside & (new >= 0), other=1) != 0
-        visible = visible & mask_r & named
+        visible = visible & mask_r & (q_pos >= 0) & named
     return tl.where(visible, scores, float("-inf"))
 
 

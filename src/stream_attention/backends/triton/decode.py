@@ -51,8 +51,8 @@ def stream_keys(
     TANH: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """Row max, row sum and accumulator of a tile of queries, which stand at positions `down`, after the blocks of keys
-    from `begin` to before `end` of one row of a cache. `table_ptr` points to its pages. With a tree, whose first column
-    is the key at `first_new`, rows not in `mask_r` see nothing."""
+    from `begin` to before `end` of one row of a cache. `table_ptr` points to its pages, and `tree_rows` to each row's
+    line of a tree, whose first column is the key at `first_new`."""
     offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     if PAGE != 0:  # a block's pages are looked up an iteration ahead
         page = tl.load(table_ptr + tl.maximum(tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1), 0) // PAGE)
@@ -158,7 +158,6 @@ def _decode_kernel(
     tree_rows = q_rows
     if HAS_TREE:
         tree_rows = (tree_ptr + b * stride_rb + t * stride_rm)[:, None]
-        mask_r = mask_r & (length - q_len + t >= 0)  # what stands before position 0 is no token of the row
 
     row_max, row_sum, acc = initial_state(BLOCK_R, BLOCK_DV)
     row_max, row_sum, acc = stream_keys(

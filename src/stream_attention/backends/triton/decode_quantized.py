@@ -301,10 +301,7 @@ def _decode_quantized_kernel(
     row_sum = tl.zeros([BLOCK_R], tl.float32)
     acc = _zeros(q, BLOCK_WV, BLOCK_R)
     offs_w, offs_wv = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_WV)
-    sees = mask_r[None, :]
-    if HAS_TREE:  # what stands before position 0 is no token of the row
-        sees = sees & (across >= 0)
-    masking = left, right, tree_rows, length - q_len, sees  # arguments of hide_scores
+    masking = left, right, tree_rows, length - q_len, mask_r[None, :]  # arguments of hide_scores
     for start in range(begin, end, step):
         start = tl.multiple_of(start, BLOCK_N)
         k_pos = start + tl.arange(0, BLOCK_N)

@@ -99,14 +99,12 @@ def _paged_kernel(
     down = (length - q_len + t)[:, None]  # where the queries stand
 
     # What the request has of its own: a tree, the keys behind a query, scales.
-    sees, first_new, tree_rows = mask_r, length - q_len, down
-    has_tree = False
+    first_new, tree_rows, has_tree = length - q_len, down, False
     if HAS_TREE:
         tree = tl.load(tree_offsets_ptr + request).to(tl.int64)
         tree_end = tl.load(tree_offsets_ptr + request + 1).to(tl.int64)
         has_tree = (tree_end - tree == q_len.to(tl.int64) * q_len) & (tree >= 0) & (tree_end <= most_trees)
         tree_rows = (tree_ptr + tl.where(has_tree, tree, 0) + t.to(tl.int64) * q_len)[:, None]
-        sees = mask_r & ((length - q_len + t >= 0) | (has_tree == 0))
         first_new = tl.where(has_tree, first_new, _NEVER)
     if IS_CAUSAL:
         is_causal = has_tree == 0
@@ -144,14 +142,14 @@ def _paged_kernel(
         new = tl.minimum(begin + tl.maximum(first_new - begin, 0) // BLOCK_N * BLOCK_N, tl.maximum(end, begin))
     row_max, row_sum, acc = stream_keys(
         row_max, row_sum, acc, q, k_ptr, v_ptr, table_ptr, tree_rows, stride_kb, stride_kn, stride_vb, stride_vn,
-        begin, new, step, pages, first_new, down, sees, slopes, left, right, scale, softcap,
+        begin, new, step, pages, first_new, down, mask_r, slopes, left, right, scale, softcap,
         D, DV, BLOCK_D, BLOCK_DV, BLOCK_R, BLOCK_N, PAGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, False,
         PRECISION, TANH,
     )  # fmt: skip
     if HAS_TREE:
         row_max, row_sum, acc = stream_keys(
             row_max, row_sum, acc, q, k_ptr, v_ptr, table_ptr, tree_rows, stride_kb, stride_kn, stride_vb, stride_vn,
-            new, end, TREE_N, pages, first_new, down, sees, slopes, left, right, scale, softcap,
+            new, end, TREE_N, pages, first_new, down, mask_r, slopes, left, right, scale, softcap,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_R, TREE_N, PAGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, True,
             PRECISION, TANH, 1,
         )  # fmt: skip
