@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not serial and not gpu" -n $(WORKERS) --dist loadgroup \
 	--doctest-modules tests src/stream_attention/ops src/stream_attention/core src/stream_attention/distributed \
 	src/stream_attention/masks src/stream_attention/utils src/stream_attention_tools/baseline.py \
-	src/stream_attention/dispatch/plan.py src/flash_attention
+	src/stream_attention/dispatch/plan.py src/stream_attention/serving/limits.py src/flash_attention
 # Only files that have the word: to collect them all takes longer than these tests (conftest.py sees that none is missed).
 SERIAL := $(BIN)/python -m pytest -m "serial and not gpu" $$(grep -rlw serial --include='test_*.py' tests)
 # triton.jit chooses between compiler and interpreter when it decorates, so interpreted kernels need their own process.

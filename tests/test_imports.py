@@ -24,6 +24,7 @@ LAYERS = (
     "__init__",
     "compat",
     "integration",
+    "serving",
     "utils",
     "core",
     "distributed",

@@ -1,0 +1,1 @@
+"""Engines that serve models, with our attention and with their own."""
