@@ -13,6 +13,8 @@ CHOSEN := -$(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:3], sep=".
 DEMO := $(VENV)/.demo$(CHOSEN)
 DEV := $(VENV)/.dev$(CHOSEN)
 HF := $(VENV)/transformers
+# vLLM pins another torch, so its environment is another one; name a folder that has it, or where it is to be built.
+SERVING ?= .venv-serving
 OLDEST_HF := transformers==4.56.0
 NUMPY := $(shell grep '^numpy==' constraints.txt)
 WORKERS ?= 2
@@ -97,6 +99,15 @@ test-hf: $(DEV) ## run the tests of transformers' models with its oldest support
 			tests/integration tests/compat/test_transformers_checks.py $(PYTEST_ARGS) || failed=1; \
 	done; exit $$failed
 
+.PHONY: test-serving
+test-serving: $(SERVING)/.built ## run the tests of serving engines with vLLM on a CPU, in an environment of its own (3 GB)
+	VLLM_TARGET_DEVICE=cpu $(SERVING)/bin/python -m pytest tests/serving \
+		--serving-out benchmarks/results/cpu/serving_vllm.json $(PYTEST_ARGS)
+
+$(SERVING)/.built: pyproject.toml tools/environment.py
+	$(PYTHON) tools/environment.py serving --venv $(SERVING)
+	@touch $@
+
 .PHONY: sanitize
 sanitize: ## watch the memory accesses of a sample of Hopper kernels, on a GPU with CUDA's compute-sanitizer
 	PYTHONPATH=src:tests/backends/triton:tests/backends/hopper compute-sanitizer --tool memcheck --error-exitcode 1 \
@@ -158,5 +169,5 @@ $(DEV): $(DEMO)
 
 .PHONY: clean
 clean: ## remove what the commands wrote, .venv included
-	rm -rf $(VENV) build dist out cuda/build .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(SERVING) build dist out cuda/build .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests tools learn -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -52,6 +52,7 @@ BACKENDS = ("eager",)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backend", action="append", help="run the tests of the ops on this backend; repeatable")
+    parser.addoption("--serving-out", type=Path, help="write what serving engines did into this results file")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

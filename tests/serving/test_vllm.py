@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -236,7 +236,7 @@ def test_a_layer_that_shares_a_cache_has_no_keys(serving: ModuleType) -> None:
     key, value = torch.randn(2, 5, 2, 32)
     layer_of(serving).do_kv_cache_update(layer, key, value, cache, torch.arange(16, 21))
     offsets, lengths = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
-    step = serving.Step(offsets, lengths, torch.tensor([[1]], dtype=torch.int32), 5, True)
+    step = serving.Step(offsets, lengths, torch.tensor([[1]], dtype=torch.int32), torch.arange(16, 21), 5, True)
     query, out = torch.randn(5, 4, 32), torch.empty(5, 4, 32)
     layer_of(serving, kv_sharing_target_layer_name="other").forward(layer, query, None, None, cache, step, out)
     torch.testing.assert_close(out, by_hand(Case(), query, key, value, None, True))
@@ -247,6 +247,7 @@ def test_the_work_of_a_step_is_listed_once_for_layers_of_a_kind(serving: ModuleT
         torch.tensor([0, 1], dtype=torch.int32),
         torch.tensor([9], dtype=torch.int32),
         torch.tensor([[1]], dtype=torch.int32),
+        torch.tensor([24]),
         1,
         True,
     )
@@ -260,10 +261,10 @@ def test_the_work_of_a_step_is_listed_once_for_layers_of_a_kind(serving: ModuleT
 def test_another_group_of_layers_has_other_pages_and_its_own_plans(serving: ModuleType) -> None:
     builder = serving.StreamAttentionMetadataBuilder(None, [], None, torch.device("cpu"))
     integers = torch.zeros(2, dtype=torch.int32)
-    step = serving.Step(integers, integers[:1], integers[None], 1, True, {"kind": None})
-    other = builder.update_block_table(step, integers[None] + 1, integers)
-    assert other.block_table.eq(1).all() and not other.plans
-    assert replace(other, block_table=step.block_table, plans=step.plans) == step
+    step = serving.Step(integers, integers[:1], integers[None], integers, 1, True, {"kind": None})
+    other = builder.update_block_table(step, integers[None] + 1, integers + 2)
+    assert other.block_table.eq(1).all() and other.slot_mapping.eq(2).all() and not other.plans
+    assert other.query_start_loc is step.query_start_loc and other.seq_lens is step.seq_lens
 
 
 def test_what_is_said_of_graphs(serving: ModuleType) -> None:

@@ -72,6 +72,7 @@ class Step:
     query_start_loc: Tensor  # int32 [B + 1]
     seq_lens: Tensor  # int32 [B], new tokens counted
     block_table: Tensor  # int32 [B, W]
+    slot_mapping: Tensor  # int64 [Nq], which vLLM passes to do_kv_cache_update beside this
     max_query_len: int
     causal: bool | Tensor  # a tensor [B] says it of each request
     plans: dict[Hashable, PagedPlan] = field(default_factory=dict)
@@ -102,12 +103,17 @@ class StreamAttentionMetadataBuilder(AttentionMetadataBuilder):
         """The step of a batch; `common_prefix_len` is always 0 in vLLM 0.32."""
         common = common_attn_metadata
         return Step(
-            common.query_start_loc, common.seq_lens, common.block_table_tensor, common.max_query_len, common.causal
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.slot_mapping,
+            common.max_query_len,
+            common.causal,
         )
 
     def update_block_table(self, metadata: Step, blk_table: Tensor, slot_mapping: Tensor) -> Step:
         """The same step for another group of layers, which has other pages."""
-        return replace(metadata, block_table=blk_table, plans={})
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, plans={})
 
 
 class StreamAttentionImpl(AttentionImpl):
