@@ -37,7 +37,7 @@ INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $
 	tests/backends/triton/test_few_interpreted.py tests/backends/triton/test_quantize_fp8_interpreted.py \
 	tests/backends/triton/test_forward_fp8_interpreted.py tests/ops/test_fp8_interpreted.py \
 	tests/backends/triton/test_paged_interpreted.py tests/backends/triton/test_masks_interpreted.py \
-	tests/gpu/test_tile_list_interpreted.py \
+	tests/gpu/test_tile_list_interpreted.py tests/serving/test_vllm_interpreted.py \
 	tests/ops/test_launch_cache_interpreted.py tests/gpu/test_tail_interpreted.py \
 	tests/ops/test_merge_interpreted.py tests/test_interpreter.py \
 	tests/learn/test_02_triton_basics.py tests/learn/test_06_flash_forward.py tests/learn/test_07_causal.py \
