@@ -36,7 +36,7 @@ CONFIG = {
     "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }
-WINDOW = 128
+WINDOW = 24
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *, context_len: int) -> Tensor:
