@@ -1,6 +1,6 @@
 """vLLM's engine on a CPU with our attention, with its own, and with a wrong one: which tokens differ.
 
-    python -m benchmarks.serving.vllm_engine --out benchmarks/results/cpu/serving_vllm.json
+    VLLM_TARGET_DEVICE=cpu python -m benchmarks.serving.vllm_engine --out benchmarks/results/cpu/serving_vllm.json
 
 Needs the environment that `make test-serving` builds. A small Llama is trained first, some minutes on two cores, to
 continue a sequence that repeats itself: each token is found by attention alone, so a wrong attention says other tokens.
@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from stream_attention_tools.files import write_file
 
 VOCABULARY, PERIOD = 64, 40
 MODEL = {
@@ -127,7 +129,7 @@ def generate(model: Path, backend: str, out: Path) -> None:
         from benchmarks.serving.vllm_backends import COUNTS
 
         record["counts"] = COUNTS
-    out.write_text(json.dumps(record))
+    write_file(out, json.dumps(record))
 
 
 def run(model: Path, backend: str) -> dict[str, Any]:

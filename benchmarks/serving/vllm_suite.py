@@ -1,6 +1,7 @@
-"""vLLM's own function for the correctness of a backend, on a CPU, on ours and on a wrong one.
+r"""vLLM's own function for the correctness of a backend, on a CPU, on ours and on a wrong one.
 
-    python -m benchmarks.serving.vllm_suite --sources FOLDER --out benchmarks/results/cpu/serving_vllm_suite.json
+    VLLM_TARGET_DEVICE=cpu python -m benchmarks.serving.vllm_suite --sources FOLDER \
+        --out benchmarks/results/cpu/serving_vllm_suite.json
 
 FOLDER has vLLM's source distribution of the installed release, whose tests/v1/attention/test_attention_backends.py
 makes batches of requests with pages at random, and compares a backend with flex_attention, or with plain products where
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+from stream_attention_tools.files import write_file
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -91,7 +91,7 @@ def run(sources: Path, backend: str, cells: dict[str, tuple[str, dict[str, Any]]
         config = CONFIG | ({"model_type": "mistral", "sliding_window": WINDOW} if "window" in name else {})
         config |= {"architectures": ["MistralForCausalLM"]} if "window" in name else {}
         with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig()):
-            Path(folder, "config.json").write_text(json.dumps(config))
+            write_file(Path(folder, "config.json"), json.dumps(config))
             test = partial(theirs._test_backend_correctness, model_dtype=torch.bfloat16, **given)
             try:
                 test(theirs.BATCH_SPECS[batch], folder, [AttentionBackendEnum.CPU_ATTN])

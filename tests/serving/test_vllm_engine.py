@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.serving import vllm_engine
+from benchmarks.serving import vllm_engine, vllm_suite
 from test_vllm import LAYOUTS
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "serving_vllm.json"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "serving_vllm.json"
+SUITE = RESULTS.with_name("serving_vllm_suite.json")
 
 with_vllm = pytest.mark.skipif(
     find_spec("vllm") is None, reason="needs vLLM, which pins its torch; run: make test-serving"
@@ -67,6 +69,21 @@ def test_a_run_that_misses_a_bar_fails(name: str, changed: dict[str, int]) -> No
     found["against_own"][name] |= changed
     with pytest.raises(AssertionError):
         check_record(found)
+
+
+def test_vllms_own_test_passed_in_every_cell_and_in_none_with_a_wrong_backend() -> None:
+    found = json.loads(SUITE.read_text())
+    assert found["stream_attention"] == dict.fromkeys(vllm_suite.CELLS, "passed")
+    assert found["wrong"].keys() == vllm_suite.CELLS.keys()
+    assert all(failure.startswith("AssertionError") and "differs" in failure for failure in found["wrong"].values())
+
+
+def test_the_page_says_what_was_run() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    for its in json.loads(RESULTS.read_text())["against_own"].values():
+        assert f"| {its['tokens_equal']} of {its['tokens']} |" in page
+    cells = len(vllm_suite.CELLS)
+    assert f"| {cells} of {cells} | 0 of {cells} |" in page
 
 
 def test_what_backends_have_in_common_is_counted() -> None:

@@ -9,10 +9,10 @@ from tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, t
 
 from tools import count_lines
 
-LIBRARY_TODAY = 24_496
-BOTH_TODAY = 31_858
-"""Of lines of code. 18,893 and 25,976 before lists of tiles, splits by length, `paged_attention`, `write_kv`, `masks`
-and `compat`."""
+LIBRARY_TODAY = 24_748
+BOTH_TODAY = 32_110
+"""Of lines of code. 18,893 and 25,976 before lists of tiles, splits by length, `paged_attention`, `write_kv`, `masks`,
+`compat` and `serving`."""
 
 LONG_FILES: set[str] = set()
 """Files of more than `LONGEST_FILE` lines. None may join them; one that became shorter is taken off the list."""
