@@ -81,7 +81,11 @@ class Problem(NamedTuple):
     @property
     def density(self) -> float:
         """The share of the scores that are visible."""
-        return 1.0 if self.mask is None else self.mask.density(self.batch, self.heads.query, self.length, self.length)
+        return (
+            1.0
+            if self.mask is None
+            else self.mask.density(batch=self.batch, heads=self.heads.query, q_len=self.length, k_len=self.length)
+        )
 
     @property
     def flops(self) -> float:

@@ -75,7 +75,10 @@ def test_a_mask_is_the_function_that_flex_attention_gets(name: str) -> None:
     sizes = one.batch, one.heads.query, one.length, one.length
     grid = torch.meshgrid(*(torch.arange(size) for size in sizes), indexing="ij")
     seen = one.sees(*grid)
-    assert torch.equal(one.mask.as_dense(*sizes), seen) and seen.any(-1).all()
+    assert (
+        torch.equal(one.mask.as_dense(batch=sizes[0], heads=sizes[1], q_len=one.length, k_len=one.length), seen)
+        and seen.any(-1).all()
+    )
 
 
 @pytest.mark.parametrize("name", PACKED)

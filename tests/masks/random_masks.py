@@ -88,4 +88,4 @@ def spelled_out(mask: Mask, q_len: int, k_len: int) -> Tensor:
 
 
 def whole(mask: Mask, q_len: int, k_len: int) -> Tensor:
-    return mask.as_dense(BATCH, HEADS, q_len, k_len)
+    return mask.as_dense(batch=BATCH, heads=HEADS, q_len=q_len, k_len=k_len)

@@ -114,8 +114,12 @@ def test_intervals_of_one_label_meet_and_join() -> None:
 
 
 def test_padded_queries_join_ids() -> None:
-    both = padding([5, 4], q_lengths=[3, 5]) & documents(torch.tensor([0, 1, 0, 1, 0]))
-    apart = padding([5, 4], q_lengths=[3, 5]).as_dense(2, 1, 5, 5) & documents(torch.tensor([0, 1, 0, 1, 0])).as_dense()
+    padded, joined = padding([5, 4], q_lengths=[3, 5]), documents(torch.tensor([0, 1, 0, 1, 0]))
+    both = padded & joined
+    apart = (
+        padding([5, 4], q_lengths=[3, 5]).as_dense(batch=2, q_len=5, k_len=5)
+        & documents(torch.tensor([0, 1, 0, 1, 0])).as_dense()
+    )
     assert both.by_id and torch.equal(both.as_dense(), apart)
 
 

@@ -14,7 +14,7 @@ from stream_attention.masks import Mask, causal, documents, evaluate, from_dense
 def test_a_dense_form_has_the_dims_that_the_mask_depends_on_or_those_asked_for() -> None:
     assert causal().as_dense(q_len=3, k_len=4).shape == (1, 1, 3, 4)
     assert padding([1, 2]).as_dense(q_len=3, k_len=4).shape == (2, 1, 3, 4)
-    asked = padding([1, 2]).as_dense(2, 8, 3, 4)
+    asked = padding([1, 2]).as_dense(batch=2, heads=8, q_len=3, k_len=4)
     assert asked.shape == (2, 8, 3, 4) and asked.stride(1) == 0  # not expanded in memory
 
 
@@ -32,7 +32,7 @@ def test_the_density_is_the_share_of_the_dense_form(part: str, seed: int) -> Non
     random = Random(seed)
     q_len, k_len = random.randint(1, 7), random.randint(1, 7)
     mask = random_mask(random, q_len, k_len, None if part == "any" else (part, "band"))
-    found = mask.density(BATCH, HEADS, q_len, k_len)
+    found = mask.density(batch=BATCH, heads=HEADS, q_len=q_len, k_len=k_len)
     assert found == pytest.approx(whole(mask, q_len, k_len).double().mean().item(), abs=1e-12)
 
 
@@ -54,4 +54,4 @@ def test_nothing_of_no_scores_is_visible() -> None:
 def test_sizes_that_do_not_fit_are_refused() -> None:
     for call in (padding([1, 2]).as_dense, padding([1, 2]).density):
         with pytest.raises(ValueError, match="key_end: expected B=3, as the call has; got 2"):
-            call(3, 1, 4, 4)
+            call(batch=3, q_len=4, k_len=4)

@@ -17,6 +17,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 from stream_attention.masks import Mask, from_block_mask, from_function, functions, tiles
 
 
+def sizes_of(dense: Tensor) -> dict[str, int]:
+    return dict(zip(("batch", "heads", "q_len", "k_len"), dense.shape, strict=True))
+
+
 def form(mask: Mask) -> str:
     names = {name for name, _ in mask.tensors()}
     return "dense" if "dense" in names else "query" if names & {"query_start", "query_end"} else "key"
@@ -35,11 +39,11 @@ def test_a_named_mask_is_its_formula(name: str, call: Call) -> None:
         call = Call(call.q_len, call.q_len)
     expected = dense_of(case, call)
     made = from_function(case.formula(call), case.batch, case.heads, *call)
-    assert torch.equal(made.as_dense(*expected.shape), expected)
+    assert torch.equal(made.as_dense(**sizes_of(expected)), expected)
     assert case.found in ("", form(made))
     exact = states_of(expected, 16, 32)
     for mask in [made] if case.built is None else [made, case.built(call)]:
-        assert torch.equal(mask.as_dense(*expected.shape), expected), mask
+        assert torch.equal(mask.as_dense(**sizes_of(expected)), expected), mask
         found = tiles(mask, *call, 16, 32, *expected.shape[:2])
         assert bool(((found == exact) | (found == 1)).all())
 
@@ -122,7 +126,7 @@ def test_random_masks_are_recognised(part: str) -> None:
     for _ in range(40):
         dense = whole(random_mask(random, 6, 7, (part,)), 6, 7)
         made = from_function(lambda b, h, i, j, dense=dense: dense[b, h, i, j], BATCH, HEADS, 6, 7)
-        assert torch.equal(made.as_dense(BATCH, HEADS), dense) and form(made) in allowed
+        assert torch.equal(made.as_dense(batch=BATCH, heads=HEADS), dense) and form(made) in allowed
 
 
 # Functions as people write them for FlexAttention
@@ -192,7 +196,7 @@ def gym_masks() -> dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]
 def test_a_function_means_what_it_means_to_flex_attention(name: str) -> None:
     function = gym_masks()[name]
     made = from_function(function, 2, 2, 64, 64)
-    assert torch.equal(made.as_dense(2, 2), create_mask(function, 2, 2, 64, 64, device="cpu"))
+    assert torch.equal(made.as_dense(batch=2, heads=2), create_mask(function, 2, 2, 64, 64, device="cpu"))
 
 
 def test_tables_are_read_by_numbers_and_tensors() -> None:
@@ -209,7 +213,7 @@ def test_tables_are_read_by_numbers_and_tensors() -> None:
 def test_a_block_mask_is_its_function(lengths: tuple[int, int]) -> None:
     for function in (gym_masks()["dilated"], lambda b, h, i, j: (i >= j) & (j % (h + 2) == 0)):
         made = from_block_mask(create_block_mask(function, 2, 3, *lengths, device="cpu", BLOCK_SIZE=32))
-        assert torch.equal(made.as_dense(2, 3), create_mask(function, 2, 3, *lengths, device="cpu"))
+        assert torch.equal(made.as_dense(batch=2, heads=3), create_mask(function, 2, 3, *lengths, device="cpu"))
 
 
 def test_the_lists_of_a_block_mask_mask_too() -> None:

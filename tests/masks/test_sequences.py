@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -152,3 +153,19 @@ def test_what_is_no_sequence_is_refused(call: Callable[[], Mask], error: type[Ex
     with pytest.raises(error) as caught:
         call()
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"cu_seqlens": torch.tensor([30, 64])}, "cu_seqlens: expected 0 as the first offset; got 30"),
+        ({"cu_seqlens": torch.tensor([0, 30, 10, 40]), "total": 40}, "no document of fewer than 0 tokens"),
+        ({"lengths": [10, -5, 35], "total": 40}, "no document of fewer than 0 tokens"),
+        ({"lengths": [30, 30], "total": 40}, "total: expected at least the 60 tokens of lengths; got 40"),
+        ({"lengths": [[30, 34], [10, 54]]}, r"Documents that differ by batch entry go by ids \[B, T\]"),
+        ({"ids": [30, 34]}, r"Lengths go by name: lengths="),
+    ],
+)
+def test_documents_that_cannot_be_are_refused(given: Any, said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        documents(**given)

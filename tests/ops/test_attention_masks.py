@@ -166,6 +166,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mask": Mask(blocks=masks.Blocks(torch.ones(1, 1, 8, 8, dtype=torch.bool), 1 << 14, 1 << 14))},
         "blocks: expected",
     ),
+    "a constructor that was not called": (
+        {"mask": masks.causal},
+        "mask: expected a torch.Tensor; got function. A function",
+    ),
     "in fp8": ({"mask": masks.documents(lengths=[64]), "precision": "fp8"}, "FP8"),
     "a window that is no window": ({"mask": masks.causal(), "window": 3}, "window: expected a tuple of two ints"),
     "causal that is no bool": ({"mask": masks.causal(), "causal": 1}, "causal: expected a bool"),

@@ -9,8 +9,8 @@ from tools.count_lines import LIBRARY, LONGEST_FILE, TOOLS, code_lines, count, t
 
 from tools import count_lines
 
-LIBRARY_TODAY = 24_748
-BOTH_TODAY = 32_110
+LIBRARY_TODAY = 24_764
+BOTH_TODAY = 32_126
 """Of lines of code. 18,893 and 25,976 before lists of tiles, splits by length, `paged_attention`, `write_kv`, `masks`,
 `compat` and `serving`."""
 

@@ -62,6 +62,7 @@ def scaled_dot_product_attention(
     mask = bias = window = None
     keys = k_len
     if attn_mask is not None:
+        is_tensor("attn_mask", attn_mask)
         if type(attn_mask).__name__ == "CausalBias":  # torch imports its compiler with that class: 3 s
             is_causal, window, keys = _aligned(attn_mask, q_len, k_len, is_causal)
         elif is_causal:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..base.errors import refuse
+from ..dispatch.validate import hint_about
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -24,7 +25,7 @@ def split_mask(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> tup
     if attention_mask is None:
         return None, None
     if not isinstance(attention_mask, Tensor):
-        refuse(name, "a torch.Tensor or None", type(attention_mask).__name__, error=TypeError)
+        refuse(name, "a torch.Tensor or None", type(attention_mask).__name__, hint_about(attention_mask), TypeError)
     if attention_mask.device != query.device:
         refuse(name, f"the query's device {query.device}", attention_mask.device)
     mask = _four_dims(attention_mask, query, key)

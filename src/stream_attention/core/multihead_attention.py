@@ -193,6 +193,8 @@ class StreamMultiheadAttention(nn.MultiheadAttention):
         q_len, k_len = (x.shape[1 - batch_dim] if x.dim() == 3 else x.shape[0] for x in (query, key))
 
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if mask is not None:
+                is_tensor(name, mask)
             if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
                 refuse(name, "a bool (True = masked) or floating dtype", mask.dtype, error=AssertionError)
         if key_padding_mask is not None:

@@ -148,6 +148,8 @@ def hint_about(given: Any) -> str:
         return "torch.fx.symbolic_trace is not supported: use torch.export, or torch.fx.wrap the calling function."
     if isinstance(given, Mask):
         return "Here a dense one is read: mask.as_dense(q_len=..., k_len=...)."
+    if callable(given) or hasattr(given, "kv_num_blocks"):
+        return "A function becomes a Mask by masks.from_function, a BlockMask by masks.from_block_mask."
     return FP8_HINT if isinstance(given, Fp8KV) else ""
 
 

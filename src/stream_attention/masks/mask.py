@@ -154,8 +154,8 @@ class Mask:
 
         >>> Mask(key_end=torch.ones(1, 1, 100, dtype=torch.int32)).check(q_len=128)
         Traceback (most recent call last):
-        ValueError: key_end: expected Tq=128, as the call has; got 100. Mask(keys per query of [1, 1, 100]) is for calls
-        of that size alone
+        ValueError: mask: key_end: expected Tq=128, as the call has; got 100. Mask(keys per query of [1, 1, 100]) is for
+        calls of that size alone
         """
         asked = {"batch": batch, "heads": heads, "q_len": q_len, "k_len": k_len}
         pinned = [(name, name, getattr(self, name)) for name in ("q_len", "k_len") if getattr(self, name) is not None]
@@ -163,7 +163,7 @@ class Mask:
             expected = asked[dim]
             if expected is not None and size != expected and (size != 1 or name == dim):
                 hint = f"{self!r} is for calls of that size alone"
-                refuse(name, f"{_LETTERS[dim]}={expected}, as the call has", size, hint)
+                refuse(f"mask: {name}", f"{_LETTERS[dim]}={expected}, as the call has", size, hint)
         self._check_table(q_len, k_len)
 
     def _check_table(self, q_len: int | None, k_len: int | None) -> None:
@@ -199,7 +199,7 @@ class Mask:
         return evaluate.visible(self, b, h, i, j, q_len, k_len)
 
     def as_dense(
-        self, batch: int | None = None, heads: int | None = None, q_len: int | None = None, k_len: int | None = None
+        self, *, batch: int | None = None, heads: int | None = None, q_len: int | None = None, k_len: int | None = None
     ) -> Tensor:
         """The mask as bool `[batch, heads, q_len, k_len]`. Sizes that tensors determine may be left out, and without
         `batch` and `heads` those dims are 1 where nothing depends on them.
@@ -230,7 +230,7 @@ class Mask:
         return replace(self, **band, q_len=q_len, k_len=k_len, words=str(self))
 
     def density(
-        self, batch: int | None = None, heads: int | None = None, q_len: int | None = None, k_len: int | None = None
+        self, *, batch: int | None = None, heads: int | None = None, q_len: int | None = None, k_len: int | None = None
     ) -> float:
         """The share of scores that are visible. Bands and intervals take O(Tq + Tk); labels, dense masks and several
         kinds of parts at once are counted in strips of rows. Waits for the device.

@@ -51,8 +51,8 @@ def documents(
         key_ids: `[Tk]` or `[B, Tk]`, where keys are not the queries: ids is then that of the queries.
         lengths: `[N]`: documents of these lengths, one after the other.
         cu_seqlens: `[N + 1]`: where documents begin, and the end of the last, as for `varlen_attention`.
-        total: with lengths or cu_seqlens, the number of tokens T; those behind the last document see nothing. None
-            reads it from the tensor, which waits for the device.
+        total: with lengths or cu_seqlens, the number of tokens T; those before the first document and behind the last
+            see nothing. None reads it from the tensor, which waits for the device.
         contiguous: with ids, True vouches that the keys of each document stand together, False does not ask. None
             looks, which waits for the device.
 
@@ -124,12 +124,17 @@ def _ints(name: str, given: Any, letter: str) -> Tensor:
     tensor = given if isinstance(given, Tensor) else torch.as_tensor(given)
     is_integers(name, tensor)
     if tensor.dim() != 1:
-        refuse(name, f"shape [{letter}]", list(tensor.shape))
+        hint = "Documents that differ by batch entry go by ids [B, T]." if letter != "B" and tensor.dim() == 2 else ""
+        refuse(name, f"shape [{letter}]", list(tensor.shape), hint)
     return tensor
 
 
 def _ids(name: str, given: Any) -> Tensor:
     """Ids as int64 `[B or 1, 1, T]`."""
+    if isinstance(given, (list, tuple)):
+        refuse(
+            name, "a torch.Tensor of integers", type(given).__name__, "Lengths go by name: lengths=[...].", TypeError
+        )
     is_integers(name, given)
     if given.dim() not in (1, 2):
         refuse(name, "shape [T] or [B, T]", list(given.shape))
@@ -161,12 +166,17 @@ def _one_after_the_other(name: str, given: Any, total: int | None) -> Mask:
         offsets = torch.cat([offsets.new_zeros(1), offsets.cumsum(0)])
     elif offsets.shape[0] == 0:
         refuse(name, "at least one offset", "none")
-    if total is None:
-        tokens = int(offsets[-1])
-        if bool((offsets.diff() < 0).any()) or tokens < 0:
+    tokens = None if total is None else check_int("total", total, least=0)
+    plain = type(offsets) is Tensor and offsets.device.type == "cpu" and not torch.compiler.is_compiling()
+    if tokens is None or plain:  # elsewhere a look would wait
+        first, *_, last = offsets.tolist() * 2
+        if first != 0 and tokens is None:
+            refuse(name, "0 as the first offset", first, "Documents begin at 0: torch.cat([zero, ends]).")
+        if bool((offsets.diff() < 0).any()):
             refuse(name, "no document of fewer than 0 tokens", offsets.diff().tolist())
-    else:
-        tokens = check_int("total", total, least=0)
+        if tokens is not None and last > tokens:
+            refuse("total", f"at least the {last} tokens of {name}", tokens)
+        tokens = last if tokens is None else tokens
     index = torch.arange(tokens, device=offsets.device)
     document = torch.searchsorted(offsets, index, right=True)  # of which the end is offsets[document]
     padded = torch.cat([offsets, offsets[-1:]])

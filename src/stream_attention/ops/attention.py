@@ -263,7 +263,7 @@ def as_op_takes(
         refuse("mask", f"tensors on the query's device {query.device}", mask.device, hint)
     mask.check(q_len, k_len, batch, heads)
     if requested(backend) == "reference":
-        return mask.as_dense(None, None, q_len, k_len).to(query.device), (None, None), causal, window
+        return mask.as_dense(q_len=q_len, k_len=k_len).to(query.device), (None, None), causal, window
     (left, right), dense, *bounds = lowered(mask, q_len, k_len, query.device, sides_of(causal, window))
     return dense, (bounds[0], bounds[1]), False, (left, right)
 
