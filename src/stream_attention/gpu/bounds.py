@@ -32,7 +32,7 @@ _FAR = tl.constexpr(FAR)
 
 
 @jit
-def _list_kernel(
+def _list_tiles_kernel(
     query_bounds_ptr, key_bounds_ptr, list_ptr,
     q_len: tl.int32, k_len: tl.int32, k_start: tl.int32, k_stride: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr,
@@ -227,4 +227,4 @@ def seen_step(problem: Problem, inputs: Inputs, block_m: int, block_n: int, of_k
     return Step(flags, launch, ("query_bounds", "key_bounds", name))
 
 
-_list, _seen = Kernel(_list_kernel), Kernel(_seen_in_lists_kernel)
+_list, _seen = Kernel(_list_tiles_kernel), Kernel(_seen_in_lists_kernel)

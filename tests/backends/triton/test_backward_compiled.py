@@ -224,7 +224,7 @@ def launched(call: Compiled, wanted: Wanted | None = None) -> list[Any]:
     return [kernel for kernel in kernels if kernel.metadata.name not in BEFORE]
 
 
-BEFORE = "_seen_kernel", "_words_kernel", "_list_kernel", "_seen_in_lists_kernel"
+BEFORE = "_seen_kernel", "_words_kernel", "_list_tiles_kernel", "_seen_in_lists_kernel"
 """The kernels of a prepass."""
 
 

@@ -37,13 +37,13 @@ FUNCTIONS = {
     for value in vars(module).values()
     if isinstance(value, Kernel)
 }
-FLOATS = {"scale", "softcap", "dropout_scale", "k_scale", "v_scale"}
+FLOATS = {"scale", "softcap", "dropout_scale", "k_scale", "v_scale", "value_scale"}
 """Parameters that are always Python floats, of which Triton makes no difference."""
 
 
 def test_every_kernel_is_found() -> None:
-    names = "advance append bias decode decode_quantized fold forward_fp8 forward key list merge merge_parts"
-    names += " merge_splits paged quantize query seen start_pack words write"
+    names = "advance append bias decode decode_quantized fold forward_fp8 forward key list list_tiles merge"
+    names += " merge_parts merge_splits paged quantize query seen_in_lists seen start_pack words write"
     assert sorted(FUNCTIONS) == [f"_{name}_kernel" for name in names.split()]
 
 
